@@ -1,0 +1,18 @@
+"""callboard's engine.  ``LLM`` is imported when it is asked for, so that the torch-free half stays light."""
+
+from typing import TYPE_CHECKING, Any
+
+from engine.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.llm import LLM, Completion
+
+__all__ = ["LLM", "Completion", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("LLM", "Completion"):
+        from engine import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module 'engine' has no attribute {name!r}")

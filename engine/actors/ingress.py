@@ -1,0 +1,281 @@
+"""The ingress actor: where clients' requests enter and their output leaves.
+
+consumes: Deltas, Failed (tokenizer) · EngineReady, Stats (scheduler) · Stop (system)
+produces: Tokenize, Abort (tokenizer)
+waits for: a message; never for a peer.   owns: request ids, seeds, deadlines, admission, one stream per client.
+"""
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import Sequence
+from typing import assert_never
+
+import numpy as np
+
+from engine.actors.actor import Actor
+from engine.actors.mailbox import Link
+from engine.actors.stream import Stream
+from engine.config import LimitsSection
+from engine.errors import EngineDied, RequestError
+from engine.messages import (
+    Abort,
+    ChatTurn,
+    Deltas,
+    EngineReady,
+    Failed,
+    Finish,
+    IngressInbox,
+    Stats,
+    Stop,
+    Tokenize,
+)
+from engine.sampling.params import MAX_SEED, SamplingParams
+
+log = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int] | tuple[ChatTurn, ...]
+
+CHARS_PER_TOKEN = 4  # for the admission estimate only; English text and code have three to five
+MAX_CHARS_PER_TOKEN = 8  # no prompt within the context is longer than this in practice; bounds the tokenizer's work
+RETRY_AFTER_S = 1
+
+
+class _Open:
+    """A request between its acceptance and its terminal event."""
+
+    __slots__ = ("estimated_tokens", "stream", "timer")
+
+    def __init__(self, stream: Stream, estimated_tokens: int, timer: asyncio.TimerHandle) -> None:
+        self.stream = stream
+        self.estimated_tokens = estimated_tokens
+        self.timer = timer
+
+
+class Ingress(Actor[IngressInbox]):
+    """Accepts or refuses requests at once; every accepted one ends in exactly one terminal event."""
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        limits: LimitsSection,
+        max_model_len: int,
+        vocab_size: int,
+        rng: random.Random,
+        tokenizer: Link[Tokenize | Abort],
+    ) -> None:
+        super().__init__("ingress", capacity)
+        self._limits = limits
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._rng = rng
+        self._tokenizer = tokenizer
+        self._ids = itertools.count(1)
+        self._open: dict[int, _Open] = {}
+        self._queued_tokens = 0
+        self.ready = False
+        self.draining = False
+        self.failure: str | None = None
+        self.stats: Stats | None = None
+        self.num_late_events = 0
+        self.became_ready = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # ---- the client side: called on the event loop ------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        """Requests accepted and not yet ended."""
+        return len(self._open)
+
+    def open(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        echo: bool = False,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Stream:
+        """Accept a request and return its stream.
+
+        Raises RequestError: 503 when not serving, 429 when full, 400 when a value is out of range.
+        """
+        self._refuse_unless_serving()
+        params.check(self._vocab_size)
+        message = self._read_prompt(prompt)
+        estimated = self._admission_cost(message)
+        if params.seed is None:
+            params = params.replace(seed=self._rng.randint(0, MAX_SEED))
+        request_id = next(self._ids)
+        stream = Stream(request_id, self._cancel)
+        timer = asyncio.get_running_loop().call_later(self._limits.request_timeout_s, self._expire, request_id)
+        self._open[request_id] = _Open(stream, estimated, timer)
+        self._queued_tokens += estimated
+        self._idle.clear()
+        text, token_ids, turns = message
+        self._tokenizer.put(
+            Tokenize(
+                request_id,
+                params,
+                text=text,
+                token_ids=token_ids,
+                turns=turns,
+                echo=echo,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+        )
+        return stream
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no request is open; False if the time ran out first."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def fail_all(self, error: EngineDied) -> None:
+        """The engine is gone: end every open request with the reason and accept no more."""
+        self.failure = str(error)
+        self.ready = False
+        for request_id in list(self._open):
+            self._end(request_id).stream.fail(error)
+
+    def abort_all(self) -> None:
+        """Cancel every open request; each stream ends with an error that says so (drain ran out of time)."""
+        for request_id in list(self._open):
+            self._tokenizer.put(Abort(request_id))
+            error = RequestError("the server is shutting down", status=503, code="shutting_down")
+            self._end(request_id).stream.fail(error)
+
+    def _refuse_unless_serving(self) -> None:
+        if self.failure is not None:
+            raise RequestError(f"the engine has stopped: {self.failure}", status=503, code="engine_died")
+        if self.draining:
+            raise RequestError("the server is shutting down", status=503, code="draining", retry_after_s=RETRY_AFTER_S)
+        if not self.ready:
+            raise RequestError("the model is loading", status=503, code="not_ready", retry_after_s=RETRY_AFTER_S)
+        if len(self._open) >= self._limits.max_requests:
+            raise RequestError(
+                f"{len(self._open)} requests are open and no more than that are accepted; try again later",
+                status=429,
+                code="queue_full",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, bytes | None, tuple[ChatTurn, ...] | None]:
+        """(text, token ids, turns), exactly one of them set."""
+        if isinstance(prompt, str):
+            self._check_chars(len(prompt))
+            return prompt, None, None
+        if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], ChatTurn):
+            turns: tuple[ChatTurn, ...] = prompt
+            self._check_chars(sum(len(turn.content) for turn in turns))
+            return None, None, turns
+        return None, self._check_ids(prompt).tobytes(), None  # type: ignore[arg-type]
+
+    def _check_chars(self, num_chars: int) -> None:
+        most = MAX_CHARS_PER_TOKEN * self._max_model_len
+        if num_chars > most:
+            raise RequestError(
+                f"the prompt has {num_chars} characters; at most {most} can fit the context of "
+                f"{self._max_model_len} tokens",
+                code="context_length_exceeded",
+                param="prompt",
+            )
+
+    def _check_ids(self, prompt: Sequence[int]) -> np.ndarray:
+        if len(prompt) > self._max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, the context is {self._max_model_len}",
+                code="context_length_exceeded",
+                param="prompt",
+            )
+        try:
+            ids = np.asarray(prompt, dtype=np.int64)
+        except (OverflowError, TypeError, ValueError):
+            raise RequestError("prompt: expected a list of token ids", param="prompt") from None
+        if ids.ndim != 1 or not len(ids):
+            raise RequestError("prompt: expected at least one token id", param="prompt")
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
+            bad = int(ids.min() if ids.min() < 0 else ids.max())
+            raise RequestError(f"prompt: token id {bad} is outside 0 to {self._vocab_size - 1}", param="prompt")
+        return ids.astype(np.int32)
+
+    def _admission_cost(self, message: tuple[str | None, bytes | None, tuple[ChatTurn, ...] | None]) -> int:
+        text, token_ids, turns = message
+        if token_ids is not None:
+            cost = len(token_ids) // 4
+        else:
+            num_chars = len(text) if text is not None else sum(len(turn.content) for turn in turns or ())
+            cost = num_chars // CHARS_PER_TOKEN + 1
+        if self._open and self._queued_tokens + cost > self._limits.max_queued_tokens:
+            raise RequestError(
+                f"about {self._queued_tokens} prompt tokens are queued, at most "
+                f"{self._limits.max_queued_tokens} are accepted; try again later",
+                status=429,
+                code="queue_full",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return cost
+
+    def _cancel(self, request_id: int) -> None:
+        if request_id in self._open:
+            self._end(request_id)
+            self._tokenizer.put(Abort(request_id))
+
+    def _expire(self, request_id: int) -> None:
+        self._tokenizer.put(Abort(request_id))
+        error = RequestError(
+            f"the request took longer than {self._limits.request_timeout_s:g} s", status=504, code="request_timeout"
+        )
+        self._end(request_id).stream.fail(error)
+
+    def _end(self, request_id: int) -> _Open:
+        """The one place where a request stops being open."""
+        request = self._open.pop(request_id)
+        request.timer.cancel()
+        self._queued_tokens -= request.estimated_tokens
+        if not self._open:
+            self._idle.set()
+        return request
+
+    # ---- the engine side: messages ----------------------------------------------------------
+
+    def handle(self, message: IngressInbox) -> None:
+        match message:
+            case Deltas():
+                self._deliver(message)
+            case Failed():
+                self._fail(message)
+            case Stats():
+                self.stats = message
+            case EngineReady():
+                self.ready = True
+                self.became_ready.set()
+            case Stop():
+                pass
+            case _:
+                assert_never(message)
+
+    def _deliver(self, message: Deltas) -> None:
+        for delta in message.deltas:
+            request = self._open.get(delta.request_id)
+            if request is None:
+                self.num_late_events += 1  # the client went away while this was under way
+                continue
+            request.stream.push(delta)
+            if delta.finish != Finish.RUNNING:
+                self._end(delta.request_id)
+
+    def _fail(self, message: Failed) -> None:
+        if message.request_id not in self._open:
+            self.num_late_events += 1
+            return
+        error = RequestError(message.message, status=message.status, code=message.code, param=message.param)
+        self._end(message.request_id).stream.fail(error)

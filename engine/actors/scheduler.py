@@ -1,0 +1,113 @@
+"""The scheduler actor: a shell around the planner.
+
+consumes: Admit, Abort (tokenizer) · StepDone, ExecutorReady (executors) · Stop (system)
+produces: Step (every executor, same order) · Tokens, Failed (tokenizer) · EngineReady, Stats (ingress)
+waits for: a message; never for a peer.   owns: the life of every sequence and every page.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import assert_never
+
+from engine.actors.actor import Actor
+from engine.actors.mailbox import Link
+from engine.errors import RequestError
+from engine.messages import (
+    Abort,
+    Admit,
+    EngineReady,
+    ExecutorReady,
+    Failed,
+    SchedulerInbox,
+    Stats,
+    Step,
+    StepDone,
+    Stop,
+    Tokens,
+)
+from engine.scheduling.planner import Planner
+
+log = logging.getLogger(__name__)
+
+
+class Scheduler(Actor[SchedulerInbox]):
+    """Plans steps while fewer than ``overlap_depth`` are in flight.
+
+    new_planner: builds the planner once the executors have said how many pages they have.
+    """
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        overlap_depth: int,
+        page_size: int,
+        new_planner: Callable[[int], Planner],
+        executors: Sequence[Link[Step]],
+        tokenizer: Link[Tokens | Failed],
+        ingress: Link[EngineReady | Stats],
+    ) -> None:
+        super().__init__("scheduler", capacity)
+        self._overlap_depth = overlap_depth
+        self._page_size = page_size
+        self._new_planner = new_planner
+        self._executors = executors
+        self._tokenizer = tokenizer
+        self._ingress = ingress
+        self._ready_pages: dict[int, int] = {}
+        self._planner: Planner | None = None
+        self._last_stats: Stats | None = None
+
+    def handle(self, message: SchedulerInbox) -> None:
+        match message:
+            case StepDone():
+                if message.rank == 0:
+                    self._planned.complete(message)
+            case Admit():
+                self._admit(message)
+            case Abort(request_id):
+                self._planned.abort(request_id)
+            case ExecutorReady(rank, num_pages):
+                self._executor_ready(rank, num_pages)
+            case Stop():
+                pass
+            case _:
+                assert_never(message)
+
+    def flush(self) -> None:
+        planner = self._planner
+        if planner is None:
+            return
+        # Steps first: the device should not wait for the text side.
+        while planner.num_in_flight < self._overlap_depth and (step := planner.next_step()) is not None:
+            for executor in self._executors:
+                executor.put(step)
+        for message in planner.outbox:
+            self._tokenizer.put(message)
+        planner.outbox.clear()
+        stats = planner.stats()
+        if stats != self._last_stats:
+            self._last_stats = stats
+            self._ingress.put(stats)
+
+    @property
+    def _planned(self) -> Planner:
+        assert self._planner is not None, "a request or a step arrived before the executors were ready"
+        return self._planner
+
+    def _admit(self, message: Admit) -> None:
+        try:
+            self._planned.admit(message)
+        except RequestError as error:
+            self._tokenizer.put(
+                Failed(message.request_id, error.message, status=error.status, code=error.code, param=error.param)
+            )
+
+    def _executor_ready(self, rank: int, num_pages: int) -> None:
+        self._ready_pages[rank] = num_pages
+        if len(self._ready_pages) < len(self._executors):
+            return
+        pages = min(self._ready_pages.values())
+        self._planner = self._new_planner(pages)
+        log.info("scheduler ready: pages=%d page_size=%d tokens=%d", pages, self._page_size, pages * self._page_size)
+        self._ingress.put(EngineReady(num_pages=pages, page_size=self._page_size))

@@ -1,0 +1,103 @@
+"""One client's view of its request: a stream of deltas that merges when the client is slow.
+
+Owns: output that was produced and not yet read; bounded by the request's max_tokens, since unread deltas merge.
+Does not know: HTTP, actors other than through ``cancel``.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from engine.errors import CallboardError
+from engine.messages import Delta, Finish
+
+
+class Stream:
+    """Async iterator of deltas; ends after the one that carries a finish, or with a CallboardError."""
+
+    def __init__(self, request_id: int, cancel: Callable[[int], None]) -> None:
+        self.request_id = request_id
+        self._cancel = cancel
+        self._pending: list[Delta] = []
+        self._error: CallboardError | None = None
+        self._arrived = asyncio.Event()
+        self._finished = asyncio.Event()
+        self._ended = False
+        self._read_to_end = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the request has had its terminal event."""
+        return self._ended
+
+    def push(self, delta: Delta) -> None:
+        """From ingress: more output."""
+        self._pending.append(delta)
+        self._arrived.set()
+        if delta.finish != Finish.RUNNING:
+            self._ended = True
+            self._finished.set()
+
+    def fail(self, error: CallboardError) -> None:
+        """From ingress: the request ends with an error, after what was already produced."""
+        self._error = error
+        self._ended = True
+        self._arrived.set()
+        self._finished.set()
+
+    async def next(self) -> Delta:
+        """Everything produced since the last call, as one delta.
+
+        Raises RequestError or EngineDied if the request failed, StopAsyncIteration after the last delta.
+        """
+        if self._read_to_end:
+            raise StopAsyncIteration
+        await self._arrived.wait()
+        self._arrived.clear()
+        if not self._pending:
+            self._read_to_end = True
+            assert self._error is not None
+            raise self._error
+        delta = merge(self._pending)
+        self._pending = []
+        self._read_to_end = delta.finish != Finish.RUNNING
+        if self._error is not None:
+            self._arrived.set()
+        return delta
+
+    async def collect(self) -> Delta:
+        """Everything that is left, as one delta, once the request has ended: one wake-up, not one per token.
+
+        Raises as ``next`` does; what came before a failure is dropped.
+        """
+        await self._finished.wait()
+        if self._error is not None:
+            raise self._error
+        return await self.next()
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> Delta:
+        return await self.next()
+
+    def close(self) -> None:
+        """Cancel the request if it still runs; idempotent."""
+        if not self._ended:
+            self._ended = True
+            self._cancel(self.request_id)
+
+
+def merge(deltas: list[Delta]) -> Delta:
+    """One delta that says the same as several in a row."""
+    last = deltas[-1]
+    if len(deltas) == 1:
+        return last
+    return Delta(
+        request_id=last.request_id,
+        text="".join(delta.text for delta in deltas),
+        token_ids=b"".join(delta.token_ids for delta in deltas),
+        finish=last.finish,
+        stop_reason=last.stop_reason,
+        usage=last.usage,
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+    )

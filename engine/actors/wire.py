@@ -1,0 +1,39 @@
+"""Messages as bytes: msgpack with a tag per type and a length limit.  Nothing on any wire is pickled."""
+
+import msgspec
+
+from engine.errors import CallboardError
+from engine.messages import AnyMessage, Message
+
+MAX_FRAME_BYTES = 64 << 20
+
+
+class WireError(CallboardError):
+    """A frame is too long, cut short, or not a message that we know."""
+
+
+class Wire:
+    """Encoder and decoder of one link; not shared between threads."""
+
+    def __init__(self, name: str, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._name = name
+        self._max_frame_bytes = max_frame_bytes
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage, strict=True)
+
+    def encode(self, message: Message) -> bytes:
+        """The frame of a message.  Raises WireError if it is over the limit."""
+        frame = self._encoder.encode(message)
+        if len(frame) > self._max_frame_bytes:
+            kind = type(message).__name__
+            raise WireError(f"link {self._name}: {kind} of {len(frame)} bytes exceeds {self._max_frame_bytes}")
+        return frame
+
+    def decode(self, frame: bytes) -> AnyMessage:
+        """The message in a frame.  Raises WireError for anything that is not one."""
+        if len(frame) > self._max_frame_bytes:
+            raise WireError(f"link {self._name}: frame of {len(frame)} bytes exceeds {self._max_frame_bytes}")
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise WireError(f"link {self._name}: not a message: {error}") from None

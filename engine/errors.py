@@ -1,0 +1,63 @@
+"""Every error the engine raises on purpose.  Anything else that escapes is a bug.
+
+CallboardError
+├── ConfigError        the configuration cannot be used            exit code 2
+├── WeightsError       the checkpoint cannot be used               exit code 3
+├── PluginError        a plugin is unknown, ambiguous or unfit     exit code 2
+├── RequestError       one request is refused or fails; carries an HTTP status and an OpenAI-style code
+└── EngineDied         an actor crashed; every open request ends with this
+"""
+
+
+class CallboardError(Exception):
+    """Base of all deliberate errors; the message is fit for a user to read."""
+
+    exit_code = 1
+
+
+class ConfigError(CallboardError):
+    """A setting is unknown, mistyped, out of range, or contradicts another one."""
+
+    exit_code = 2
+
+
+class WeightsError(CallboardError):
+    """A checkpoint is missing, truncated, misshapen or of an unknown architecture."""
+
+    exit_code = 3
+
+
+class PluginError(CallboardError):
+    """A plugin is unknown, claimed twice, misspelt, or cannot run here."""
+
+    exit_code = 2
+
+
+class RequestError(CallboardError):
+    """One request is refused or failed; no other request is touched.
+
+    status: HTTP status (4xx for the client's mistakes, 5xx for ours).
+    code: machine-readable reason, e.g. ``context_length_exceeded``.
+    param: the request field at fault, if there is one.
+    retry_after_s: when set, the client may try again after this many seconds.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_value",
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class EngineDied(CallboardError):
+    """An actor crashed; names the actor and the cause."""

@@ -1,0 +1,83 @@
+"""From a ``Step`` to flat arrays: which row and position every token of the batch has.
+
+Legend: T new tokens in the step (ragged, packed) · B sequences · D decode rows · N sampled rows
+Owns: the order of a batch (decodes first, then prefill segments).  Does not know: devices, tensors, what tokens are.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.messages import Step
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's tokens.
+
+    rows_B, query_lengths_B, lengths_B: per sequence its row, new tokens, and context length including them.
+    rows_T, positions_T: per new token.  sample_at_N: index into T of every position whose next token is wanted;
+    sample_rows_N: its row; sample_positions_N: the position that the sampled token will have.
+    """
+
+    num_decodes: int
+    rows_B: Int64
+    query_lengths_B: Int32
+    lengths_B: Int32
+    rows_T: Int64
+    positions_T: Int64
+    sample_at_N: Int64
+    sample_rows_N: Int64
+    sample_positions_N: Int64
+
+
+def lay_out(step: Step, computed: Int32) -> Batch:
+    """The batch of ``step``; ``computed`` [rows] holds how many positions of each row have K/V, and is advanced."""
+    decode_rows = np.frombuffer(step.decode_rows, dtype=np.int32).astype(np.int64)
+    num_decodes = len(decode_rows)
+    if not step.prefill_rows:
+        # A new array each time: the scheduler's view of a step must not change with the next one.
+        positions = computed[decode_rows].astype(np.int64)
+        lengths = positions.astype(np.int32) + 1
+        computed[decode_rows] = lengths
+        return Batch(
+            num_decodes=num_decodes,
+            rows_B=decode_rows,
+            query_lengths_B=np.ones(num_decodes, dtype=np.int32),
+            lengths_B=lengths,
+            rows_T=decode_rows,
+            positions_T=positions,
+            sample_at_N=np.arange(num_decodes),
+            sample_rows_N=decode_rows,
+            sample_positions_N=positions + 1,
+        )
+    prefill_rows = np.frombuffer(step.prefill_rows, dtype=np.int32).astype(np.int64)
+    starts_B = np.concatenate((computed[decode_rows], np.frombuffer(step.prefill_starts, dtype=np.int32)))
+    query_lengths_B = np.concatenate(
+        (np.ones(num_decodes, dtype=np.int32), np.frombuffer(step.prefill_lengths, dtype=np.int32))
+    )
+    rows_B = np.concatenate((decode_rows, prefill_rows))
+    lengths_B = starts_B + query_lengths_B
+    computed[rows_B] = lengths_B
+    ends_B = np.cumsum(query_lengths_B, dtype=np.int64)
+    rows_T = np.repeat(rows_B, query_lengths_B)
+    # Position = index in T, shifted so that the sequence's first new token lands on its start.
+    positions_T = np.arange(len(rows_T)) + np.repeat(starts_B - (ends_B - query_lengths_B), query_lengths_B)
+    sampled_B = np.concatenate(
+        (np.ones(num_decodes, dtype=np.bool_), np.frombuffer(step.prefill_samples, dtype=np.int32) == 1)
+    )
+    return Batch(
+        num_decodes=num_decodes,
+        rows_B=rows_B,
+        query_lengths_B=query_lengths_B,
+        lengths_B=lengths_B,
+        rows_T=rows_T,
+        positions_T=positions_T,
+        sample_at_N=ends_B[sampled_B] - 1,
+        sample_rows_N=rows_B[sampled_B],
+        sample_positions_N=lengths_B[sampled_B].astype(np.int64),
+    )

@@ -1,0 +1,125 @@
+"""The runner: one rank's model, KV pool, rows and sampler, and how a step goes through them.
+
+Owns: everything on the device.  Does not know: requests, text, actors; it knows rows.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.execution.batch import Batch, lay_out
+from engine.execution.rows import DeviceRows
+from engine.kv.pool import KVPool
+from engine.layers.attention import AttentionBackend, AttentionBatch
+from engine.layers.step import StepTensors
+from engine.messages import Step, StepDone
+from engine.models.decoder import Decoder
+from engine.sampling.sampler import SampledTokens, Sampler
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step whose kernels are queued.  event: recorded behind its copies to the host; None on CPU."""
+
+    rank: int
+    step_id: int
+    sampled: SampledTokens
+    event: torch.cuda.Event | None
+
+    def ready(self) -> bool:
+        """Whether the device is done with it."""
+        return self.event is None or self.event.query()
+
+    def collect(self) -> StepDone:
+        """Wait for the device; the tokens as bytes."""
+        if self.event is not None:
+            self.event.synchronize()
+        return StepDone(
+            rank=self.rank,
+            step_id=self.step_id,
+            token_ids=self.sampled.token_ids_N.numpy().astype(np.int32, copy=False).tobytes(),
+            logprobs=self.sampled.logprobs.messages() if self.sampled.logprobs is not None else {},
+        )
+
+
+class ModelRunner:
+    """Runs steps in the order they come; all calls from one thread."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        model: Decoder,
+        pool: KVPool,
+        attention: AttentionBackend,
+        rows: DeviceRows,
+        sampler: Sampler,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self.num_pages = pool.num_pages
+        self._rank = rank
+        self._model = model
+        self._pool = pool
+        self._attention = attention
+        self._rows = rows
+        self._sampler = sampler
+        self._eos_token_ids = eos_token_ids
+        self._on_cuda = pool.data.device.type == "cuda"
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> LaunchedStep:
+        """Queue one forward pass and its sampling."""
+        self._rows.apply(step)
+        for admission in step.admissions:
+            self._sampler.admit(
+                admission.row,
+                admission.params,
+                np.frombuffer(admission.token_ids, dtype=np.int32),
+                admission.num_prompt_tokens,
+                self._eos_token_ids,
+            )
+        batch = lay_out(step, self._rows.computed)
+        token_ids_T, positions_T, slots_T, sample_at_N = self._rows.inputs(batch)
+        self._attention.begin(self._attention_batch(batch))
+        logits_NV = self._model.forward(
+            StepTensors(
+                token_ids_T=token_ids_T,
+                positions_T=positions_T,
+                slots_T=slots_T,
+                sample_at_N=sample_at_N,
+                attention=self._attention,
+                pool=self._pool,
+            )
+        )
+        if not len(batch.sample_rows_N):
+            # Only chunks in the middle of prompts: the K/V they stored are the step's whole result.
+            return self._returning(step.step_id, SampledTokens(logits_NV.new_empty(0, dtype=torch.int64), None))
+        sampled = self._sampler.sample(logits_NV, batch.sample_rows_N, batch.sample_positions_N)
+        self._rows.write_sampled(batch, sampled.token_ids_N)
+        return self._returning(step.step_id, sampled)
+
+    def _attention_batch(self, batch: Batch) -> AttentionBatch:
+        """The attention view of a batch, its device columns from one packed copy."""
+        num_sequences = len(batch.rows_B)
+        query_starts = np.zeros(num_sequences + 1, dtype=np.int64)
+        np.cumsum(batch.query_lengths_B, out=query_starts[1:])
+        packed = self._rows.upload(np.concatenate((batch.rows_B, batch.lengths_B, query_starts)))
+        width = -(-int(batch.lengths_B.max()) // self._pool.page_size)
+        columns = packed[num_sequences:].to(torch.int32)
+        return AttentionBatch(
+            num_decodes=batch.num_decodes,
+            page_table_BP=self._rows.pages_RP[:, :width].index_select(0, packed[:num_sequences]),
+            lengths_B=columns[:num_sequences],
+            query_starts_B1=columns[num_sequences:],
+            host_lengths=batch.lengths_B,
+            host_query_lengths=batch.query_lengths_B,
+        )
+
+    def _returning(self, step_id: int, sampled: SampledTokens) -> LaunchedStep:
+        if not self._on_cuda:
+            return LaunchedStep(self._rank, step_id, sampled, None)
+        host = sampled.to_host()
+        event = torch.cuda.Event()
+        event.record()
+        return LaunchedStep(self._rank, step_id, host, event)

@@ -1,0 +1,64 @@
+"""The KV pool: one allocation per rank that holds every cached key and value.
+
+Legend: L layers · P pages · S page size · G KV heads (of this rank) · H head size · T tokens of a step
+Owns: the memory and its layout.  Does not know: which page belongs to whom.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class KVPool:
+    """K and V of all layers, layer-first: [L, 2, P + 1, S, G, H], so both have equal strides.
+
+    The last page is the dump: padded rows of a captured batch write there, nobody reads it, and it
+    starts as zeros so that a masked read of it is harmless.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.dump_page = num_pages
+        # Zeros, not empty: attention multiplies masked positions by 0, and 0 * NaN is NaN.
+        self.data = _zeros((num_layers, 2, num_pages + 1, page_size, num_kv_heads, head_size), dtype, device)
+        slots = self.data.view(num_layers, 2, (num_pages + 1) * page_size, num_kv_heads, head_size)
+        self._key_slots = [slots[layer, 0] for layer in range(num_layers)]
+        self._value_slots = [slots[layer, 1] for layer in range(num_layers)]
+
+    def keys(self, layer: int) -> Tensor:
+        """[slots, G, H] view of a layer's keys; slot = page * page_size + offset."""
+        return self._key_slots[layer]
+
+    def values(self, layer: int) -> Tensor:
+        """[slots, G, H] view of a layer's values."""
+        return self._value_slots[layer]
+
+    def store(self, layer: int, k_TGH: Tensor, v_TGH: Tensor, slots_T: Tensor) -> None:
+        """Write a step's new keys and values to their slots."""
+        self._key_slots[layer].index_copy_(0, slots_T, k_TGH)
+        self._value_slots[layer].index_copy_(0, slots_T, v_TGH)
+
+    @staticmethod
+    def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
+        """Bytes one page takes over all layers."""
+        return num_layers * 2 * page_size * num_kv_heads * head_size * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        # calloc: pages that were never written take no memory, so a roomy pool costs nothing on a small box.
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,0 +1,74 @@
+"""The seam between a model and an attention kernel: what a step tells the backend, and what it must do.
+
+Legend: T new tokens in the step (ragged, packed) · B sequences · D decode rows (the first D of B)
+        P page-table width · N query heads · G KV heads · H head size
+Owns: the Protocol and the batch description.  Does not know: kernels, models, the scheduler.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from engine.kv.pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What the attention of a model looks like on one rank, known before the pool is allocated.
+
+    scale multiplies the scores.  window: how many tokens back a query sees, itself included; 0 for all.
+    first_window_layer: the layers before it see everything, whatever the window.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    window: int = 0
+    first_window_layer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """The sequences of one step: first the decode rows (one query each), then the prefill segments.
+
+    page_table_BP: int32 on the device; entry [b, i] is the page of positions i*page_size ... of sequence b.
+        Entries past a sequence's last page are 0 and must not be read as its content.
+    lengths_B: int32 on the device; context length including this step's tokens.
+    query_starts_B1: int32 [B + 1] on the device; sequence b's queries are rows starts[b]:starts[b+1] of T.
+        They are its last ``starts[b+1] - starts[b]`` positions, and attend causally.
+    host_lengths, host_query_lengths: int32 [B] numpy copies, so that no backend has to ask the device.
+    """
+
+    num_decodes: int
+    page_table_BP: Tensor
+    lengths_B: Tensor
+    query_starts_B1: Tensor
+    host_lengths: npt.NDArray[np.int32]
+    host_query_lengths: npt.NDArray[np.int32]
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of a step's new tokens over their sequences' paged context.
+
+    Scores and sums are accumulated in float32.  A result may depend only on the sequence's own first
+    ``lengths[b]`` positions: whatever else lies in the pool, NaN included, must not reach it.
+    """
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """Prepare one step (plan, index tensors).  Called once before the step's layers."""
+        ...
+
+    def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
+        """out_TNH in q's dtype.  The step's own K/V of this layer are in the pool already."""
+        ...
+
+
+class AttentionFactory(Protocol):
+    """What an attention plugin's hook returns: builds the backend for one rank, or says why it cannot."""
+
+    def __call__(self, spec: AttentionSpec, pool: KVPool) -> AttentionBackend: ...

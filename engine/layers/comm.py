@@ -1,0 +1,24 @@
+"""What a layer needs from the communication library: the Protocol that comm plugins implement."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Comm(Protocol):
+    """Collectives over one tensor-parallel group.  All ranks call the same ones in the same order."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place; returns ``tensor``."""
+        ...
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """Concatenate every rank's ``tensor`` (equal shapes) along ``dim``, in rank order."""
+        ...
+
+    def close(self) -> None:
+        """Release the group.  Called once."""
+        ...

@@ -1,0 +1,263 @@
+"""Every message that crosses a queue, in the order a request meets them.
+
+    ingress ─Tokenize→ tokenizer ─Admit→ scheduler ─Step→ executors
+    ingress ←─Deltas── tokenizer ←Tokens─ scheduler ←StepDone─ executors
+
+Messages are immutable plain data.  Integer columns travel as packed little-endian bytes
+(int32 unless said otherwise), so a message costs per step and not per token.
+``engine/actors/wire.py`` encodes them with msgpack; nothing is ever pickled.
+"""
+
+from enum import IntEnum
+
+import msgspec
+
+from engine.sampling.params import SamplingParams
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Immutable, tagged with its class name, encodable to msgpack."""
+
+
+class Finish(IntEnum):
+    """Why a sequence ended; 0 while it runs."""
+
+    RUNNING = 0
+    STOP = 1  # an EOS or stop token, or a stop string
+    LENGTH = 2  # max_tokens or the context is used up
+    ABORT = 3  # cancelled by the client or by a deadline
+    ERROR = 4  # a Failed message says why
+
+
+# ---- ingress -> tokenizer -------------------------------------------------------------------
+
+
+class ChatTurn(Message, frozen=True):
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+class Tokenize(Message, frozen=True):
+    """A new request.  Exactly one of text, token_ids, turns is given.
+
+    token_ids: int32[n].  echo: repeat the prompt's text in front of the output.
+    max_model_len has been checked by nobody yet: the tokenizer counts, the scheduler decides.
+    """
+
+    request_id: int
+    params: SamplingParams
+    text: str | None = None
+    token_ids: bytes | None = None
+    turns: tuple[ChatTurn, ...] | None = None
+    echo: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Abort(Message, frozen=True):
+    """Cancel a request, whatever state it is in; idempotent, unknown ids are ignored.
+
+    Travels the same road as the request itself, so it can never overtake it."""
+
+    request_id: int
+
+
+# ---- tokenizer -> scheduler -----------------------------------------------------------------
+
+
+class Admit(Message, frozen=True):
+    """A tokenised request.  token_ids: int32[n], n >= 1."""
+
+    request_id: int
+    token_ids: bytes
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+
+
+# ---- scheduler -> executors -----------------------------------------------------------------
+
+
+class Admission(Message, frozen=True):
+    """A sequence takes a row.
+
+    token_ids: int32[n], all tokens known so far (prompt, then output kept over a retraction).
+    num_prompt_tokens: how many of them are the prompt.
+    num_computed_tokens: how many already have their K/V in ``pages``.
+    pages: int32[k], the row's page-table entries 0..k-1.
+    """
+
+    row: int
+    token_ids: bytes
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    pages: bytes
+    params: SamplingParams
+
+
+class Step(Message, frozen=True):
+    """One forward pass, told as changes to what the executor already holds.
+
+    Applied in order: admissions, page appends, then the batch: every decode row (one token each, its last
+    sampled one) followed by every prefill segment.  Sampled: all decode rows, then the segments that
+    reach the end of their known tokens (``prefill_samples`` is 1), in order.
+    """
+
+    step_id: int
+    admissions: tuple[Admission, ...] = ()
+    append_rows: bytes = b""  # int32[P]
+    append_indexes: bytes = b""  # int32[P]  position in the row's page table
+    append_pages: bytes = b""  # int32[P]
+    decode_rows: bytes = b""  # int32[D]
+    prefill_rows: bytes = b""  # int32[S]
+    prefill_starts: bytes = b""  # int32[S]  first position of the segment
+    prefill_lengths: bytes = b""  # int32[S]
+    prefill_samples: bytes = b""  # int32[S]  0 or 1
+
+
+# ---- executors -> scheduler -----------------------------------------------------------------
+
+
+class ExecutorReady(Message, frozen=True):
+    """The model is loaded and the KV pool is allocated."""
+
+    rank: int
+    num_pages: int
+
+
+class Logprobs(Message, frozen=True):
+    """Log probabilities of one sampled token and of the k most likely ones.
+
+    top_ids: int32[k], top_logprobs: float32[k], most likely first."""
+
+    logprob: float
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+
+class StepDone(Message, frozen=True):
+    """A step has finished.  token_ids: int32[N] in the order ``Step`` defines; -1 where the row's logits
+    were not finite.  logprobs: index into the N sampled -> its log probabilities, where asked for."""
+
+    rank: int
+    step_id: int
+    token_ids: bytes
+    logprobs: dict[int, Logprobs] = {}
+
+
+# ---- scheduler -> tokenizer -----------------------------------------------------------------
+
+
+class Tokens(Message, frozen=True):
+    """What one step produced, one line per token.
+
+    request_ids: int64[N].  token_ids: int32[N], -1 for "no token, only an end".  finishes: uint8[N], Finish.
+    cached_tokens: request id -> prompt tokens that needed no computing, told with a request's first token.
+    logprobs: line -> log probabilities.
+    """
+
+    request_ids: bytes
+    token_ids: bytes
+    finishes: bytes
+    cached_tokens: dict[int, int] = {}
+    logprobs: dict[int, Logprobs] = {}
+
+
+class Failed(Message, frozen=True):
+    """One request ends with an error (scheduler -> tokenizer -> ingress).  Fields as in RequestError."""
+
+    request_id: int
+    message: str
+    status: int = 400
+    code: str = "invalid_value"
+    param: str | None = None
+
+
+# ---- tokenizer -> ingress -------------------------------------------------------------------
+
+
+class Usage(Message, frozen=True):
+    """Token counts of a finished request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class TokenText(Message, frozen=True):
+    """A token as text, for log probabilities: its own bytes may be part of a character."""
+
+    token_id: int
+    text: str
+    utf8: bytes
+    logprob: float
+
+
+class TokenLogprobs(Message, frozen=True):
+    """The sampled token and the most likely ones at its position."""
+
+    sampled: TokenText
+    top: tuple[TokenText, ...]
+
+
+class Delta(Message, frozen=True):
+    """New output of one request; the last one carries a finish and the usage.
+
+    text: what may be shown now.  token_ids: int32[n] of the tokens since the last delta.
+    stop_reason: the stop string or stop token id that ended it, where that is the cause.
+    """
+
+    request_id: int
+    text: str
+    token_ids: bytes = b""
+    finish: Finish = Finish.RUNNING
+    stop_reason: str | int | None = None
+    usage: Usage | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Deltas(Message, frozen=True):
+    """All deltas of one step."""
+
+    deltas: tuple[Delta, ...]
+
+
+# ---- scheduler -> ingress -------------------------------------------------------------------
+
+
+class EngineReady(Message, frozen=True):
+    """Requests can be served from now on."""
+
+    num_pages: int
+    page_size: int
+
+
+class Stats(Message, frozen=True):
+    """Gauges of the scheduler, sent when a step has changed them.
+
+    free + cached + used pages make up the whole pool.  step_id: the last step that completed."""
+
+    step_id: int
+    running: int
+    waiting: int
+    pages_free: int
+    pages_cached: int
+    pages_used: int
+
+
+# ---- supervision ----------------------------------------------------------------------------
+
+
+class Stop(Message, frozen=True):
+    """End after the messages before this one; from the system to each actor, in the order of the flow."""
+
+
+TokenizerInbox = Tokenize | Abort | Tokens | Failed | Stop
+SchedulerInbox = Admit | Abort | StepDone | ExecutorReady | Stop
+ExecutorInbox = Step | Stop
+IngressInbox = Deltas | Failed | EngineReady | Stats | Stop
+AnyMessage = (
+    Tokenize | Abort | Admit | Step | ExecutorReady | StepDone | Tokens | Failed | Deltas | EngineReady | Stats | Stop
+)

@@ -1,0 +1,110 @@
+"""What a request may ask of the sampler: one frozen struct, checked once at the door.
+
+Owns: names, defaults, ranges.  Does not know: tensors, tokenizers, HTTP.
+"""
+
+import math
+from typing import Any
+
+import msgspec
+
+from engine.errors import RequestError
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+MAX_TOKEN_COUNT = 1 << 30
+MAX_SEED = (1 << 63) - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to pick tokens and when to stop.  Defaults are the OpenAI API's.
+
+    temperature: 0 is greedy.  top_k: 0 or -1 is off.  top_p, min_p: 1 and 0 are off.
+    repetition_penalty: > 1 discourages tokens seen in prompt or output (Keskar et al. 2019).
+    presence_penalty, frequency_penalty: subtracted once / per occurrence in the output (OpenAI).
+    logit_bias: token id -> value added to its logit, -100..100.
+    seed: the same seed and prompt give the same tokens whatever else is in the batch.
+    logprobs: None is off, n returns the sampled token's log probability and the n most likely.
+    max_tokens: None means up to the end of the context.  min_tokens: no stop before that many.
+    stop: strings that end the text.  stop_token_ids: ids that end it, besides the model's own EOS ids.
+    """
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def check(self, vocab_size: int) -> None:
+        """Raise RequestError for the first value out of range; names the field, what was seen and what is allowed."""
+        _within("temperature", self.temperature, 0.0, 100.0)
+        _within("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _within("top_k", self.top_k, -1, MAX_TOKEN_COUNT)
+        _within("min_tokens", self.min_tokens, 0, MAX_TOKEN_COUNT)
+        if self.max_tokens is not None:
+            _within("max_tokens", self.max_tokens, 1, MAX_TOKEN_COUNT)
+            if self.min_tokens > self.max_tokens:
+                raise _refused("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        if self.seed is not None:
+            _within("seed", self.seed, 0, MAX_SEED)
+        if self.logprobs is not None:
+            _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        self._check_stops(vocab_size)
+        self._check_bias(vocab_size)
+
+    def _check_stops(self, vocab_size: int) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise _refused("stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS}")
+        for text in self.stop:
+            if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
+                raise _refused("stop", f"a string of {len(text)} characters", f"1 to {MAX_STOP_STRING_CHARS} characters")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise _refused("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS}")
+        for token_id in self.stop_token_ids:
+            _within("stop_token_ids", token_id, 0, vocab_size - 1)
+
+    def _check_bias(self, vocab_size: int) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise _refused("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS}")
+        for token_id, bias in self.logit_bias.items():
+            _within("logit_bias", token_id, 0, vocab_size - 1)
+            _within("logit_bias", bias, -100.0, 100.0)
+
+    def replace(self, **changes: Any) -> "SamplingParams":
+        """A copy with some fields changed."""
+        return msgspec.structs.replace(self, **changes)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+def _within(field: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+    # NaN fails every comparison, so the test is written as "inside", never as "outside".
+    inside = math.isfinite(value) and low <= value <= high and not (low_open and value == low)
+    if not inside:
+        raise _refused(field, value, f"{'above' if low_open else 'from'} {low:g} to {high:g}")
+
+
+def _refused(field: str, observed: object, allowed: str) -> RequestError:
+    return RequestError(f"{field}={observed}: must be {allowed}", param=field)

@@ -1,0 +1,408 @@
+"""The planner: which rows compute which tokens in the next step, and what a finished step means.
+
+Owns: the queue, the rows, the pages, and each request's end.  Does not know: tensors, text, clocks, actors.
+Plans without token values: a step may be planned while the one before it still runs, so an EOS is noticed one
+step late and the token sampled after it is dropped.  A row and its pages are reused only after the last step that
+used them has completed.
+"""
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.errors import RequestError
+from engine.kv.pages import PageAllocator
+from engine.messages import Admission, Admit, Failed, Finish, Logprobs, Stats, Step, StepDone, Tokens
+from engine.scheduling.rows import Rows, RowTable
+from engine.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerLimits:
+    """Numbers the planner works with.  max_len: tokens of prompt and output; eos_token_ids: of the model."""
+
+    max_running: int
+    max_step_tokens: int
+    prefill_chunk: int
+    page_size: int
+    num_pages: int
+    max_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    step_id: int
+    sampled_rows: Rows
+
+
+@dataclass(slots=True)
+class _Prefills:
+    """The prefill half of a step while it is being planned."""
+
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+
+
+class Planner:
+    """Continuous batching over rows and pages.  ``outbox`` collects what the tokenizer must hear."""
+
+    def __init__(self, limits: PlannerLimits) -> None:
+        self.outbox: list[Tokens | Failed] = []
+        self._limits = limits
+        self._pages = PageAllocator(limits.num_pages)
+        self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size)
+        self._sequences: dict[int, Sequence] = {}
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._num_waiting = 0
+        self._prefilling: list[int] = []
+        self._decoding: Rows = np.zeros(0, dtype=np.int32)
+        self._ended: list[int] = []
+        self._in_flight: deque[_InFlight] = deque()
+        self._num_arrived = 0
+        self._num_steps = 0
+        self._last_completed = -1
+        self.num_retractions = 0
+
+    # ---- requests come and go ---------------------------------------------------------------
+
+    def admit(self, message: Admit) -> None:
+        """Queue a request.  Raises RequestError if it could never run."""
+        tokens = np.frombuffer(message.token_ids, dtype=np.int32)
+        params = message.params
+        stop_ids = () if params.ignore_eos else self._limits.eos_token_ids
+        sequence = Sequence(
+            request_id=message.request_id,
+            arrival=self._num_arrived,
+            priority=message.priority,
+            params=params,
+            tokens=tokens,
+            num_prompt=len(tokens),
+            max_total=self._max_total(len(tokens), params.max_tokens),
+            stop_ids=tuple(dict.fromkeys(stop_ids + params.stop_token_ids)),
+        )
+        self._num_arrived += 1
+        self._sequences[message.request_id] = sequence
+        self._enqueue(sequence)
+
+    def _max_total(self, num_prompt: int, max_tokens: int | None) -> int:
+        """Prompt plus most output tokens, refused at once where it can never fit."""
+        limits = self._limits
+        # The last token is sampled but never computed, so it needs no slot.
+        pool_len = limits.num_pages * limits.page_size + 1
+        longest = min(limits.max_len, pool_len)
+        total = longest if max_tokens is None else num_prompt + max_tokens
+        if num_prompt < 1:
+            raise RequestError("the prompt has no tokens; send at least one", param="prompt")
+        if num_prompt >= longest or total > longest:
+            what = f"{num_prompt} prompt tokens" + (f" plus max_tokens={max_tokens}" if max_tokens else "")
+            bound = (
+                f"the model's context of {limits.max_len} tokens"
+                if longest == limits.max_len
+                else f"the KV pool of {limits.num_pages} pages x {limits.page_size} tokens (raise kv.num_pages)"
+            )
+            raise RequestError(
+                f"{what} exceed {bound}; shorten the prompt or lower max_tokens",
+                code="context_length_exceeded",
+                param="prompt" if num_prompt >= longest else "max_tokens",
+            )
+        return total
+
+    def abort(self, request_id: int) -> None:
+        """End a request wherever it is; an unknown id (it ended already) is no error."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._end_early(sequence)
+            self._say(request_id, Finish.ABORT)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, (sequence.rank_in_queue, sequence))
+        self._num_waiting += 1
+
+    def _next_waiting(self) -> Sequence | None:
+        """The first in the queue; entries of requests that were aborted meanwhile are dropped here."""
+        while self._waiting:
+            sequence = self._waiting[0][1]
+            if self._sequences.get(sequence.request_id) is sequence:
+                return sequence
+            heapq.heappop(self._waiting)
+        return None
+
+    def _end_early(self, sequence: Sequence) -> None:
+        if sequence.row >= 0:
+            self._leave(sequence.row)
+        else:
+            self._num_waiting -= 1
+        del self._sequences[sequence.request_id]
+
+    def _say(self, request_id: int, finish: Finish) -> None:
+        """An end without a token."""
+        self.outbox.append(
+            Tokens(
+                request_ids=np.array([request_id], dtype=np.int64).tobytes(),
+                token_ids=np.array([-1], dtype=np.int32).tobytes(),
+                finishes=bytes([finish]),
+            )
+        )
+
+    # ---- planning ---------------------------------------------------------------------------
+
+    def next_step(self) -> Step | None:
+        """Plan one step: every decode row first, then prefill chunks within the token budget.  None: nothing to do."""
+        decode_rows, append_rows, append_indexes, append_pages = self._plan_decodes()
+        prefills = self._plan_prefills(self._limits.max_step_tokens - len(decode_rows))
+        if not len(decode_rows) and not prefills.rows:
+            return None
+        step_id = self._num_steps
+        self._num_steps += 1
+        prefill_rows = np.array(prefills.rows, dtype=np.int32)
+        samples = np.array(prefills.samples, dtype=np.int32)
+        self._rows.last_step[decode_rows] = step_id
+        self._rows.last_step[prefill_rows] = step_id
+        sampled = np.concatenate((decode_rows, prefill_rows[samples == 1])) if prefills.rows else decode_rows
+        self._in_flight.append(_InFlight(step_id, sampled))
+        return Step(
+            step_id=step_id,
+            admissions=tuple(prefills.admissions),
+            append_rows=append_rows.tobytes(),
+            append_indexes=append_indexes.tobytes(),
+            append_pages=append_pages.tobytes(),
+            decode_rows=decode_rows.tobytes(),
+            prefill_rows=prefill_rows.tobytes(),
+            prefill_starts=np.array(prefills.starts, dtype=np.int32).tobytes(),
+            prefill_lengths=np.array(prefills.lengths, dtype=np.int32).tobytes(),
+            prefill_samples=samples.tobytes(),
+        )
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps planned and not yet completed."""
+        return len(self._in_flight)
+
+    def _plan_decodes(self) -> tuple[Rows, Rows, Rows, Rows]:
+        """Rows that decode, and the pages appended for those that cross into a new one."""
+        table = self._rows
+        needy = self._needy_rows()
+        appended = indexes = pages = needy[:0]
+        rows = self._decoding
+        if len(needy):
+            served = needy[: self._pages.num_free]
+            pages = self._pages.allocate(len(served))
+            indexes = table.append_pages(served, pages)
+            appended = served
+            if len(served) < len(needy):
+                # The others sit this step out: pages are on their way back from rows that still run.
+                rows = rows[~np.isin(rows, needy[len(served) :])]
+        table.computed[rows] += 1
+        table.planned[rows] += 1
+        full = table.planned[rows] == table.max_total[rows]
+        if full.any():
+            self._decoding = self._decoding[~np.isin(self._decoding, rows[full])]
+        return rows, appended, indexes, pages
+
+    def _needy_rows(self) -> Rows:
+        """Decode rows whose next position lies in a page they do not have yet; retracts others to serve them."""
+        table = self._rows
+        while True:
+            rows = self._decoding
+            needy = rows[table.computed[rows] >= table.num_pages[rows] * table.page_size]
+            if len(needy) <= self._pages.num_free:
+                return needy
+            if len(needy) <= self._pages.num_free + self._pages_coming_back() or not self._retract_one():
+                return needy
+
+    def _pages_coming_back(self) -> int:
+        """Pages of rows that only wait for a step in flight: ended, or with their last token being sampled."""
+        table = self._rows
+        taken = np.array([sequence is not None for sequence in table.sequences])
+        return int(table.num_pages[taken & (table.ended | (table.planned == table.max_total))].sum())
+
+    def _plan_prefills(self, budget: int) -> _Prefills:
+        """Chunks of the prompts under way, then of waiting requests as rows and pages allow."""
+        prefills = _Prefills()
+        for row in list(self._prefilling):
+            if budget <= 0:
+                return prefills
+            budget -= self._plan_chunk(prefills, row, budget)
+        while budget > 0 and self._rows.num_free and (sequence := self._next_waiting()) is not None:
+            num_pages = -(-len(sequence.tokens) // self._limits.page_size)
+            # Every row that decodes may want a page soon: admitting into the last ones would only cause retractions.
+            reserve = len(self._decoding) + len(self._prefilling)
+            if num_pages + reserve > self._pages.num_free and self._rows.num_free < self._limits.max_running:
+                break
+            heapq.heappop(self._waiting)
+            self._num_waiting -= 1
+            row = self._start(sequence, num_pages, prefills)
+            budget -= self._plan_chunk(prefills, row, budget)
+        return prefills
+
+    def _start(self, sequence: Sequence, num_pages: int, prefills: _Prefills) -> int:
+        pages = self._pages.allocate(num_pages)
+        row = self._rows.take(sequence, pages)
+        self._prefilling.append(row)
+        prefills.admissions.append(
+            Admission(
+                row=row,
+                token_ids=sequence.tokens.tobytes(),
+                num_prompt_tokens=sequence.num_prompt,
+                num_computed_tokens=0,
+                pages=pages.tobytes(),
+                params=sequence.params,
+            )
+        )
+        return row
+
+    def _plan_chunk(self, prefills: _Prefills, row: int, budget: int) -> int:
+        """Plan the next chunk of a row's prompt; returns its length.  The last chunk samples and joins the decodes."""
+        table = self._rows
+        start, known = int(table.computed[row]), int(table.known[row])
+        length = min(known - start, self._limits.prefill_chunk, budget)
+        ends = start + length == known
+        prefills.rows.append(row)
+        prefills.starts.append(start)
+        prefills.lengths.append(length)
+        prefills.samples.append(int(ends))
+        table.computed[row] = start + length
+        if ends:
+            table.planned[row] = known + 1
+            self._prefilling.remove(row)
+            if known + 1 < table.max_total[row]:
+                self._decoding = np.append(self._decoding, np.int32(row))
+        return length
+
+    # ---- completion -------------------------------------------------------------------------
+
+    def complete(self, done: StepDone) -> None:
+        """Take in a step's tokens: note them, end what ends, and free what no step uses any more."""
+        record = self._in_flight.popleft()
+        assert record.step_id == done.step_id, f"step {done.step_id} completed, step {record.step_id} was due"
+        self._last_completed = done.step_id
+        rows = record.sampled_rows
+        tokens = np.frombuffer(done.token_ids, dtype=np.int32)
+        logprobs = done.logprobs
+        live = ~self._rows.ended[rows]
+        if not live.all():
+            logprobs = _reindexed(logprobs, live)
+            rows, tokens = rows[live], tokens[live]
+        if len(tokens) and tokens.min() < 0:
+            self._fail_rows(rows[tokens < 0])
+            logprobs = _reindexed(logprobs, tokens >= 0)
+            rows, tokens = rows[tokens >= 0], tokens[tokens >= 0]
+        if len(rows):
+            self._commit(rows, tokens, logprobs)
+        self._release_ended()
+
+    def _commit(self, rows: Rows, tokens: Rows, logprobs: dict[int, Logprobs]) -> None:
+        table = self._rows
+        known = table.known[rows]
+        table.tokens[rows, known] = tokens
+        table.known[rows] = known + 1
+        stopped = (table.stop_ids[rows] == tokens[:, None]).any(axis=1)
+        finishes = np.where(known + 1 >= table.max_total[rows], Finish.LENGTH, Finish.RUNNING).astype(np.uint8)
+        finishes[stopped] = Finish.STOP
+        self.outbox.append(
+            Tokens(
+                request_ids=table.request_ids[rows].tobytes(),
+                token_ids=tokens.tobytes(),
+                finishes=finishes.tobytes(),
+                logprobs=logprobs,
+            )
+        )
+        for row in rows[finishes > 0].tolist():
+            del self._sequences[int(table.request_ids[row])]
+            self._leave(row)
+
+    def _fail_rows(self, rows: Rows) -> None:
+        for row in rows.tolist():
+            request_id = int(self._rows.request_ids[row])
+            del self._sequences[request_id]
+            self._leave(row)
+            self.outbox.append(
+                Failed(
+                    request_id,
+                    "the model's logits were not finite (NaN or infinity) for this request; it was ended",
+                    status=500,
+                    code="nonfinite_logits",
+                )
+            )
+
+    def _leave(self, row: int) -> None:
+        """Take a row out of the batch; its pages follow once no step in flight uses them."""
+        self._rows.ended[row] = True
+        self._ended.append(row)
+        if row in self._prefilling:
+            self._prefilling.remove(row)
+        else:
+            self._decoding = self._decoding[self._decoding != row]
+        self._release_ended()
+
+    def _release_ended(self) -> None:
+        if not self._ended:
+            return
+        still_used: list[int] = []
+        for row in self._ended:
+            if self._rows.last_step[row] <= self._last_completed:
+                self._pages.free(self._rows.release(row))
+            else:
+                still_used.append(row)
+        self._ended = still_used
+
+    def _retract_one(self) -> bool:
+        """Send the least urgent, youngest running sequence back to the queue, keeping its tokens.
+
+        False if only one is left: it fits alone, by the check at admission."""
+        table = self._rows
+        stays = ~table.ended & (table.planned < table.max_total)
+        running = [sequence for row, sequence in enumerate(table.sequences) if sequence and stays[row]]
+        if len(running) < 2:
+            return False
+        victim = max(running, key=lambda sequence: sequence.rank_in_queue)
+        row = victim.row
+        victim.tokens = table.tokens[row, : table.known[row]].copy()
+        victim.row = -1
+        self._leave(row)
+        self._enqueue(victim)
+        self.num_retractions += 1
+        return True
+
+    # ---- views ------------------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._sequences)
+
+    def stats(self) -> Stats:
+        """Gauges of this moment."""
+        return Stats(
+            step_id=self._last_completed,
+            running=len(self._sequences) - self._num_waiting,
+            waiting=self._num_waiting,
+            pages_free=self._pages.num_free,
+            pages_cached=0,
+            pages_used=self._pages.num_held,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless every page is free or held by exactly one row."""
+        self._pages.check()
+        held = np.sort(self._rows.held_pages())
+        assert len(np.unique(held)) == len(held), "a page is held by two rows"
+        assert len(held) == self._pages.num_held, f"rows hold {len(held)} pages, {self._pages.num_held} are handed out"
+        table = self._rows
+        for row in self._decoding.tolist():
+            assert not table.ended[row], f"row {row} decodes after its end"
+            assert table.computed[row] < table.planned[row] <= table.max_total[row], f"row {row} ran ahead"
+
+
+def _reindexed(logprobs: dict[int, Logprobs], keep: np.ndarray) -> dict[int, Logprobs]:
+    """Renumber lines after dropping those where ``keep`` is False."""
+    if not logprobs:
+        return logprobs
+    new_index = np.cumsum(keep) - 1
+    return {int(new_index[index]): entry for index, entry in logprobs.items() if keep[index]}

@@ -1,0 +1,86 @@
+"""The row table: every running sequence's numbers as columns, so that a step costs numpy calls and not a loop.
+
+Owns: the host's copy of what a row holds.  Does not know: the queue, budgets, the device.
+A row's tokens come in three counts:  computed (K/V planned) <= planned (existing or being sampled),
+and known (values on the host), which lags planned by the steps in flight.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.kv.pages import Pages
+from engine.scheduling.sequence import Sequence
+
+Rows = npt.NDArray[np.int32]
+NO_TOKEN = -1
+
+
+class RowTable:
+    """``max_running`` rows of at most ``max_len`` tokens."""
+
+    def __init__(self, max_running: int, max_len: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.sequences: list[Sequence | None] = [None] * max_running
+        self.request_ids = np.zeros(max_running, dtype=np.int64)
+        self.tokens = np.zeros((max_running, max_len), dtype=np.int32)
+        self.known = np.zeros(max_running, dtype=np.int32)
+        self.planned = np.zeros(max_running, dtype=np.int32)
+        self.computed = np.zeros(max_running, dtype=np.int32)
+        self.max_total = np.zeros(max_running, dtype=np.int32)
+        self.num_pages = np.zeros(max_running, dtype=np.int32)
+        self.page_table = np.zeros((max_running, -(-max_len // page_size)), dtype=np.int32)
+        self.last_step = np.zeros(max_running, dtype=np.int64)
+        self.ended = np.zeros(max_running, dtype=np.bool_)
+        self.stop_ids = np.full((max_running, 4), NO_TOKEN, dtype=np.int32)
+        self._free = list(range(max_running - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Rows that no sequence holds."""
+        return len(self._free)
+
+    def take(self, sequence: Sequence, pages: Pages) -> int:
+        """Give a sequence a row and its first pages; returns the row."""
+        row = self._free.pop()
+        count = len(sequence.tokens)
+        self.sequences[row] = sequence
+        self.request_ids[row] = sequence.request_id
+        self.tokens[row, :count] = sequence.tokens
+        self.known[row] = self.planned[row] = count
+        self.computed[row] = 0
+        self.max_total[row] = sequence.max_total
+        self.num_pages[row] = len(pages)
+        self.page_table[row, : len(pages)] = pages
+        self.last_step[row] = -1
+        self.ended[row] = False
+        self._set_stop_ids(row, sequence.stop_ids)
+        sequence.row = row
+        return row
+
+    def release(self, row: int) -> Pages:
+        """Take the row back; returns the pages it held."""
+        pages = self.page_table[row, : self.num_pages[row]].copy()
+        self.sequences[row] = None
+        self.num_pages[row] = 0
+        self._free.append(row)
+        return pages
+
+    def append_pages(self, rows: Rows, pages: Pages) -> Rows:
+        """Append one page to each of ``rows``; returns the index it took in each row's page table."""
+        indexes = self.num_pages[rows]
+        self.page_table[rows, indexes] = pages
+        self.num_pages[rows] = indexes + 1
+        return indexes
+
+    def held_pages(self) -> Pages:
+        """All pages of all rows."""
+        taken = [row for row, sequence in enumerate(self.sequences) if sequence is not None]
+        columns = [self.page_table[row, : self.num_pages[row]] for row in taken]
+        return np.concatenate(columns) if columns else np.zeros(0, dtype=np.int32)
+
+    def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        self.stop_ids[row] = NO_TOKEN
+        self.stop_ids[row, : len(stop_ids)] = stop_ids

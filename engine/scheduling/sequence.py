@@ -1,0 +1,39 @@
+"""A sequence: the token side of one request, as the scheduler knows it outside of a step.
+
+Owns: what survives a retraction.  Does not know: rows of other sequences, pages, text.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.sampling.params import SamplingParams
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request's tokens and limits.
+
+    arrival: position in the order of admission; decides among equals.
+    tokens: prompt and output known when the sequence last stood in the queue (the row table has newer ones).
+    num_prompt: how many of them are the prompt.  max_total: prompt plus most output tokens.
+    stop_ids: token ids that end it.  row: its line in the row table, -1 while it waits.
+    """
+
+    request_id: int
+    arrival: int
+    priority: int
+    params: SamplingParams
+    tokens: Tokens
+    num_prompt: int
+    max_total: int
+    stop_ids: tuple[int, ...]
+    row: int = -1
+
+    @property
+    def rank_in_queue(self) -> tuple[int, int]:
+        """Smaller runs first: priority (lower is earlier), then age."""
+        return (self.priority, self.arrival)

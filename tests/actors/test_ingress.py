@@ -1,0 +1,270 @@
+"""Ingress: every accepted request ends once; every refusal says why; a slow client costs one merged delta."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.actors.ingress import Ingress
+from engine.actors.stream import Stream
+from engine.config import LimitsSection
+from engine.errors import EngineDied, RequestError
+from engine.messages import (
+    Abort,
+    ChatTurn,
+    Delta,
+    Deltas,
+    EngineReady,
+    Failed,
+    Finish,
+    Stats,
+    Tokenize,
+    Usage,
+)
+from engine.sampling.params import SamplingParams
+
+USAGE = Usage(prompt_tokens=1, completion_tokens=1, cached_tokens=0)
+
+
+class Sent:
+    """A link that keeps what was put."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def put(self, message: Any) -> None:
+        self.messages.append(message)
+
+
+def with_ingress(scenario: Callable[[Ingress, Sent], Awaitable[None]], **limits: Any) -> None:
+    async def run() -> None:
+        sent = Sent()
+        ingress = Ingress(
+            capacity=100,
+            limits=LimitsSection(**{"max_requests": 4, **limits}),
+            max_model_len=32,
+            vocab_size=100,
+            rng=random.Random(0),
+            tokenizer=sent,
+        )
+        ingress.handle(EngineReady(num_pages=8, page_size=4))
+        await scenario(ingress, sent)
+        assert len(asyncio.all_tasks()) == 1, "a task was left behind"
+
+    asyncio.run(run())
+
+
+def text(request_id: int, text: str, finish: Finish = Finish.RUNNING) -> Deltas:
+    usage = USAGE if finish else None
+    return Deltas((Delta(request_id, text, np.array([7], np.int32).tobytes(), finish, usage=usage),))
+
+
+async def read(stream: Stream) -> list[str]:
+    return [delta.text async for delta in stream]
+
+
+def test_a_stream_yields_what_comes_and_ends_with_the_finish() -> None:
+    async def scenario(ingress: Ingress, sent: Sent) -> None:
+        stream = ingress.open("hello", SamplingParams())
+        assert isinstance(sent.messages[0], Tokenize)
+        assert sent.messages[0].text == "hello"
+        reading = asyncio.create_task(read(stream))
+        for message in (text(1, "a"), text(1, "b"), text(1, "c", Finish.STOP)):
+            await asyncio.sleep(0)
+            ingress.handle(message)
+        assert await reading == ["a", "b", "c"]
+        assert ingress.num_open == 0
+        with pytest.raises(StopAsyncIteration):
+            await stream.next()
+        stream.close()
+        assert len(sent.messages) == 1, "closing a stream that has ended cancels nothing"
+
+    with_ingress(scenario)
+
+
+def test_what_a_slow_client_has_not_read_is_one_delta() -> None:
+    async def scenario(ingress: Ingress, _: Sent) -> None:
+        stream = ingress.open("hello", SamplingParams())
+        for piece in "abc":
+            ingress.handle(text(1, piece))
+        ingress.handle(text(1, "d", Finish.LENGTH))
+        delta = await stream.next()
+        assert (delta.text, delta.finish, delta.usage) == ("abcd", Finish.LENGTH, USAGE)
+        assert np.frombuffer(delta.token_ids, np.int32).tolist() == [7, 7, 7, 7]
+
+    with_ingress(scenario)
+
+
+def test_collect_wakes_once_and_returns_everything() -> None:
+    async def scenario(ingress: Ingress, _: Sent) -> None:
+        stream = ingress.open("hello", SamplingParams())
+        collecting = asyncio.create_task(stream.collect())
+        ingress.handle(text(1, "a"))
+        await asyncio.sleep(0.01)
+        assert not collecting.done()
+        ingress.handle(text(1, "b", Finish.STOP))
+        assert (await collecting).text == "ab"
+
+    with_ingress(scenario)
+
+
+def test_closing_early_cancels_once_and_late_output_is_dropped() -> None:
+    async def scenario(ingress: Ingress, sent: Sent) -> None:
+        stream = ingress.open("hello", SamplingParams())
+        stream.close()
+        stream.close()
+        assert sent.messages[1:] == [Abort(1)]
+        assert ingress.num_open == 0
+        ingress.handle(text(1, "late", Finish.ABORT))
+        ingress.handle(Failed(1, "late"))
+        assert ingress.num_late_events == 2
+
+    with_ingress(scenario)
+
+
+def test_a_failure_reaches_the_stream_after_what_came_before() -> None:
+    async def scenario(ingress: Ingress, _: Sent) -> None:
+        stream = ingress.open("hello", SamplingParams())
+        ingress.handle(text(1, "a"))
+        ingress.handle(Failed(1, "too long", status=400, code="context_length_exceeded", param="prompt"))
+        assert (await stream.next()).text == "a"
+        with pytest.raises(RequestError, match="too long") as failed:
+            await stream.next()
+        assert (failed.value.status, failed.value.code) == (400, "context_length_exceeded")
+        assert ingress.num_open == 0
+
+    with_ingress(scenario)
+
+
+def test_the_engines_death_ends_every_stream_and_refuses_new_requests() -> None:
+    async def scenario(ingress: Ingress, _: Sent) -> None:
+        streams = [ingress.open("hello", SamplingParams()) for _ in range(3)]
+        collecting = [asyncio.create_task(stream.collect()) for stream in streams]
+        await asyncio.sleep(0)
+        ingress.fail_all(EngineDied("executor0 crashed: ValueError: x"))
+        for result in await asyncio.gather(*collecting, return_exceptions=True):
+            assert isinstance(result, EngineDied)
+        with pytest.raises(RequestError, match="executor0 crashed") as refused:
+            ingress.open("hello", SamplingParams())
+        assert refused.value.status == 503
+
+    with_ingress(scenario)
+
+
+def test_requests_past_the_limit_get_429_and_a_place_comes_free() -> None:
+    async def scenario(ingress: Ingress, _: Sent) -> None:
+        streams = [ingress.open("hello", SamplingParams()) for _ in range(4)]
+        with pytest.raises(RequestError) as refused:
+            ingress.open("hello", SamplingParams())
+        assert (refused.value.status, refused.value.code, refused.value.retry_after_s) == (429, "queue_full", 1)
+        streams[0].close()
+        ingress.open("hello", SamplingParams())
+
+    with_ingress(scenario)
+
+
+def test_queued_prompt_tokens_are_limited_but_one_request_always_gets_in() -> None:
+    async def scenario(ingress: Ingress, _: Sent) -> None:
+        ingress.open([1] * 20, SamplingParams())
+        with pytest.raises(RequestError) as refused:
+            ingress.open([1], SamplingParams())
+        assert refused.value.status == 429
+
+    with_ingress(scenario, max_queued_tokens=10)
+
+
+def test_a_request_past_its_deadline_is_cancelled_and_says_so() -> None:
+    async def scenario(ingress: Ingress, sent: Sent) -> None:
+        stream = ingress.open("hello", SamplingParams())
+        with pytest.raises(RequestError, match=r"longer than 0\.02 s") as expired:
+            await stream.collect()
+        assert (expired.value.status, expired.value.code) == (504, "request_timeout")
+        assert sent.messages[1:] == [Abort(1)]
+        stream.close()
+        assert len(sent.messages) == 2
+
+    with_ingress(scenario, request_timeout_s=0.02)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code", "said"),
+    [
+        ([], "invalid_value", "at least one token id"),
+        ([100], "invalid_value", "token id 100 is outside 0 to 99"),
+        ([5, -1], "invalid_value", "token id -1 is outside"),
+        ([2**70], "invalid_value", "list of token ids"),
+        ([1] * 33, "context_length_exceeded", "33 tokens, the context is 32"),
+        ("x" * 257, "context_length_exceeded", "257 characters; at most 256"),
+        ((ChatTurn("user", "x" * 257),), "context_length_exceeded", "257 characters"),
+    ],
+)
+def test_a_bad_prompt_is_refused_before_any_work(prompt: Any, code: str, said: str) -> None:
+    async def scenario(ingress: Ingress, sent: Sent) -> None:
+        with pytest.raises(RequestError, match=said) as refused:
+            ingress.open(prompt, SamplingParams())
+        assert (refused.value.status, refused.value.code) == (400, code)
+        assert not sent.messages
+        assert ingress.num_open == 0
+
+    with_ingress(scenario)
+
+
+def test_bad_sampling_parameters_are_refused_by_name() -> None:
+    async def scenario(ingress: Ingress, sent: Sent) -> None:
+        for name, value in [("temperature", float("nan")), ("top_p", 0.0), ("min_tokens", -1), ("seed", 2**64)]:
+            with pytest.raises(RequestError) as refused:
+                ingress.open("hello", SamplingParams(**{name: value}))
+            assert (refused.value.status, refused.value.param) == (400, name)
+        assert not sent.messages
+
+    with_ingress(scenario)
+
+
+def test_requests_without_a_seed_get_different_ones() -> None:
+    async def scenario(ingress: Ingress, sent: Sent) -> None:
+        ingress.open("hello", SamplingParams())
+        ingress.open("hello", SamplingParams())
+        ingress.open("hello", SamplingParams(seed=5))
+        seeds = [message.params.seed for message in sent.messages]
+        assert None not in seeds
+        assert seeds[0] != seeds[1]
+        assert seeds[2] == 5
+
+    with_ingress(scenario)
+
+
+def test_not_ready_and_draining_are_503_with_retry_after() -> None:
+    async def scenario(ingress: Ingress, _: Sent) -> None:
+        ingress.ready = False
+        with pytest.raises(RequestError) as loading:
+            ingress.open("hello", SamplingParams())
+        ingress.ready, ingress.draining = True, True
+        with pytest.raises(RequestError) as draining:
+            ingress.open("hello", SamplingParams())
+        for refused in (loading, draining):
+            assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
+
+    with_ingress(scenario)
+
+
+def test_waiting_for_idle_ends_when_the_last_request_does_or_time_is_up() -> None:
+    async def scenario(ingress: Ingress, _: Sent) -> None:
+        assert await ingress.wait_idle(0.01)
+        ingress.open("hello", SamplingParams())
+        assert not await ingress.wait_idle(0.01)
+        ingress.handle(text(1, "", Finish.STOP))
+        assert await ingress.wait_idle(0.01)
+
+    with_ingress(scenario)
+
+
+def test_stats_are_kept_for_whoever_asks() -> None:
+    async def scenario(ingress: Ingress, _: Sent) -> None:
+        stats = Stats(step_id=3, running=1, waiting=0, pages_free=7, pages_cached=0, pages_used=1)
+        ingress.handle(stats)
+        assert ingress.stats == stats
+
+    with_ingress(scenario)

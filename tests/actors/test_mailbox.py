@@ -1,0 +1,80 @@
+"""Mailboxes are bounded FIFOs, and an actor handles all that has arrived before it acts."""
+
+import asyncio
+
+import pytest
+
+from engine.actors.actor import Actor
+from engine.actors.mailbox import Mailbox, MailboxFull
+from engine.messages import Stop
+
+
+def test_drain_takes_everything_in_order() -> None:
+    async def scenario() -> list[int]:
+        mailbox: Mailbox[int] = Mailbox("test", 10)
+        for number in range(5):
+            mailbox.put(number)
+        return await mailbox.drain()
+
+    assert asyncio.run(scenario()) == [0, 1, 2, 3, 4]
+
+
+def test_an_overflow_names_the_mailbox_and_the_message() -> None:
+    mailbox: Mailbox[Stop] = Mailbox("scheduler", 2)
+    mailbox.put(Stop())
+    mailbox.put(Stop())
+    with pytest.raises(MailboxFull, match="scheduler: 2 messages queued, cannot accept Stop"):
+        mailbox.put(Stop())
+
+
+class Echo(Actor[int]):
+    """Notes what it handled, when it flushed, and that it closed."""
+
+    def __init__(self) -> None:
+        super().__init__("echo", 100)
+        self.log: list[object] = []
+
+    def handle(self, message: int) -> None:
+        if message < 0:
+            raise ValueError("negative")
+        self.log.append(message)
+        if message == 7:
+            self.spawn(self._later())
+
+    async def _later(self) -> int:
+        await asyncio.sleep(0)
+        return 70
+
+    def flush(self) -> None:
+        self.log.append("flush")
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+def test_all_that_arrived_is_handled_before_one_flush() -> None:
+    async def scenario() -> list[object]:
+        actor = Echo()
+        for message in (1, 2, 3):
+            actor.inbox.put(message)
+        task = asyncio.create_task(actor.run())
+        await asyncio.sleep(0.01)
+        actor.inbox.put(7)
+        await asyncio.sleep(0.01)
+        actor.inbox.put(Stop())
+        await task
+        return actor.log
+
+    assert asyncio.run(scenario()) == [1, 2, 3, "flush", 7, "flush", 70, "flush", "close"]
+
+
+def test_a_crash_closes_the_actor_once_and_reaches_the_supervisor() -> None:
+    async def scenario() -> list[object]:
+        actor = Echo()
+        actor.inbox.put(-1)
+        with pytest.raises(ExceptionGroup) as crash:
+            await actor.run()
+        assert crash.group_contains(ValueError, match="negative")
+        return actor.log
+
+    assert asyncio.run(scenario()) == ["close"]

@@ -1,0 +1,78 @@
+"""A device that stores token ids where K/V would lie, and whose next token is a hash of what it reads back.
+
+One stale, aliased or misplaced page changes what is read, and so every token after it.
+"""
+
+import zlib
+from collections import deque
+
+import numpy as np
+
+from engine.execution.batch import lay_out
+from engine.messages import Step, StepDone
+
+VOCAB = 1000
+POISON = -7
+
+
+def next_token(tokens: np.ndarray) -> int:
+    """The oracle: a pure function of everything before."""
+    return zlib.crc32(np.ascontiguousarray(tokens, dtype=np.int32).tobytes()) % VOCAB
+
+
+def expected_output(prompt: np.ndarray, count: int, stop_ids: frozenset[int] = frozenset()) -> list[int]:
+    """What an undisturbed run of ``count`` tokens gives."""
+    tokens = list(prompt)
+    output: list[int] = []
+    while len(output) < count:
+        token = next_token(np.array(tokens))
+        tokens.append(token)
+        output.append(token)
+        if token in stop_ids:
+            break
+    return output
+
+
+class FakeDevice:
+    """Runs steps in order; results wait in ``done`` until the test delivers them."""
+
+    def __init__(self, *, max_running: int, max_len: int, page_size: int, num_pages: int) -> None:
+        self._page_size = page_size
+        self._slots = np.full(num_pages * page_size, POISON, dtype=np.int32)
+        self._tokens = np.full((max_running, max_len + 1), POISON, dtype=np.int32)
+        self._pages = np.full((max_running, -(-max_len // page_size)), -1, dtype=np.int32)
+        self._computed = np.zeros(max_running, dtype=np.int32)
+        self.done: deque[StepDone] = deque()
+        self.num_steps = 0
+
+    def run(self, step: Step) -> None:
+        for admission in step.admissions:
+            tokens = np.frombuffer(admission.token_ids, dtype=np.int32)
+            pages = np.frombuffer(admission.pages, dtype=np.int32)
+            self._tokens[admission.row] = POISON
+            self._tokens[admission.row, : len(tokens)] = tokens
+            self._pages[admission.row] = -1
+            self._pages[admission.row, : len(pages)] = pages
+            self._computed[admission.row] = admission.num_computed_tokens
+        rows, indexes, pages = (
+            np.frombuffer(column, dtype=np.int32)
+            for column in (step.append_rows, step.append_indexes, step.append_pages)
+        )
+        self._pages[rows, indexes] = pages
+        batch = lay_out(step, self._computed)
+        slots = self._slot(batch.rows_T, batch.positions_T)
+        assert len(np.unique(slots)) == len(slots), "two tokens of a step share a slot"
+        self._slots[slots] = self._tokens[batch.rows_T, batch.positions_T]
+        sampled = []
+        for row, position in zip(batch.sample_rows_N, batch.sample_positions_N, strict=True):
+            context = self._slots[self._slot(np.full(position, row), np.arange(position))]
+            token = next_token(context)
+            self._tokens[row, position] = token
+            sampled.append(token)
+        self.num_steps += 1
+        self.done.append(StepDone(rank=0, step_id=step.step_id, token_ids=np.array(sampled, dtype=np.int32).tobytes()))
+
+    def _slot(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        pages = self._pages[rows, positions // self._page_size]
+        assert (pages >= 0).all(), "a position has no page"
+        return pages * self._page_size + positions % self._page_size

@@ -1,0 +1,282 @@
+"""The planner against a device that notices every stale page: continuous batching, chunks, retraction, overlap."""
+
+import numpy as np
+import pytest
+
+from engine.errors import RequestError
+from engine.messages import Admit, Failed, Finish, StepDone, Tokens
+from engine.sampling.params import SamplingParams
+from engine.scheduling.planner import Planner, PlannerLimits
+from tests.scheduling.fake_device import VOCAB, FakeDevice, expected_output
+
+EOS = 3
+
+
+class Bench:
+    """A planner, a fake device, and every stream that comes out."""
+
+    def __init__(self, *, depth: int = 2, max_running: int = 4, max_step_tokens: int = 64, prefill_chunk: int = 16,
+                 page_size: int = 4, num_pages: int = 64, max_len: int = 128) -> None:  # fmt: skip
+        limits = PlannerLimits(max_running, max_step_tokens, prefill_chunk, page_size, num_pages, max_len, (EOS,))
+        self.planner = Planner(limits)
+        self.device = FakeDevice(max_running=max_running, max_len=max_len, page_size=page_size, num_pages=num_pages)
+        self.depth = depth
+        self.num_pages = num_pages
+        self.streams: dict[int, list[int]] = {}
+        self.ends: dict[int, list[Finish]] = {}
+        self.expected: dict[int, list[int]] = {}
+        self.widest_batch = 0
+
+    def submit(self, request_id: int, prompt: np.ndarray, **params: object) -> None:
+        prompt = np.asarray(prompt, dtype=np.int32)
+        given = SamplingParams(temperature=0.0, **params)
+        self.planner.admit(Admit(request_id, prompt.tobytes(), given))
+        self.streams[request_id], self.ends[request_id] = [], []
+        stops = frozenset(given.stop_token_ids) | (frozenset() if given.ignore_eos else {EOS})
+        self.expected[request_id] = expected_output(prompt, given.max_tokens or 10_000, stops)
+
+    def plan(self) -> bool:
+        """Plan and run one step if another may be in flight."""
+        if self.planner.num_in_flight >= self.depth or (step := self.planner.next_step()) is None:
+            return False
+        self.planner.check()
+        self.widest_batch = max(self.widest_batch, (len(step.decode_rows) + len(step.prefill_rows)) // 4)
+        self.device.run(step)
+        return True
+
+    def deliver(self) -> bool:
+        """Deliver the oldest result."""
+        if not self.device.done:
+            return False
+        self.planner.complete(self.device.done.popleft())
+        self.planner.check()
+        self.read()
+        return True
+
+    def read(self) -> None:
+        for message in self.planner.outbox:
+            if isinstance(message, Failed):
+                self.ends[message.request_id].append(Finish.ERROR)
+                continue
+            ids = np.frombuffer(message.request_ids, dtype=np.int64)
+            tokens = np.frombuffer(message.token_ids, dtype=np.int32)
+            for request_id, token, finish in zip(ids.tolist(), tokens.tolist(), message.finishes, strict=True):
+                assert not self.ends[request_id], f"request {request_id} spoke after its end"
+                if token >= 0:
+                    self.streams[request_id].append(token)
+                if finish:
+                    self.ends[request_id].append(Finish(finish))
+        self.planner.outbox.clear()
+
+    def finish(self) -> None:
+        """Run until nothing is left, then check that nothing was."""
+        while self.plan() or self.deliver():
+            pass
+        stats = self.planner.stats()
+        assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
+        assert stats.pages_free == self.num_pages
+        assert all(len(ends) == 1 for ends in self.ends.values())
+
+
+def prompt_of(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, length, dtype=np.int32)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17, 40])
+def test_one_request_gives_the_oracles_tokens(depth: int, page_size: int, length: int) -> None:
+    bench = Bench(depth=depth, page_size=page_size, num_pages=128 // page_size)
+    bench.submit(1, prompt_of(length), max_tokens=9, ignore_eos=True)
+    bench.finish()
+    assert bench.streams[1] == bench.expected[1]
+    assert bench.ends[1] == [Finish.LENGTH]
+
+
+def test_a_long_prompt_is_cut_into_chunks_and_decodes_go_on_beside_it() -> None:
+    bench = Bench(prefill_chunk=8, depth=1)
+    bench.submit(1, prompt_of(4), max_tokens=20, ignore_eos=True)
+    bench.plan(), bench.deliver()
+    bench.submit(2, prompt_of(40, seed=1), max_tokens=4, ignore_eos=True)
+    before = len(bench.streams[1])
+    for _ in range(5):
+        bench.plan(), bench.deliver()
+    assert len(bench.streams[1]) == before + 5, "the running request got a token in each step of the other's prefill"
+    assert len(bench.streams[2]) == 1, "40 tokens in chunks of 8 take five steps"
+    bench.finish()
+    assert bench.streams == bench.expected
+
+
+def test_the_token_budget_of_a_step_is_shared() -> None:
+    bench = Bench(max_step_tokens=10, prefill_chunk=8, depth=1)
+    for request_id in range(3):
+        bench.submit(request_id, prompt_of(8, seed=request_id), max_tokens=2)
+    step = bench.planner.next_step()
+    assert step is not None
+    assert np.frombuffer(step.prefill_lengths, dtype=np.int32).tolist() == [8, 2]
+
+
+def test_a_late_eos_costs_no_visible_token() -> None:
+    for depth in (1, 2):
+        bench = Bench(depth=depth)
+        stop = expected_output(prompt_of(5), 6)[5]
+        bench.submit(1, prompt_of(5), max_tokens=50, stop_token_ids=(stop,))
+        bench.finish()
+        assert bench.streams[1] == bench.expected[1]
+        assert bench.ends[1] == [Finish.STOP]
+
+
+def test_more_stop_ids_than_a_row_has_columns_for_all_work() -> None:
+    stop = expected_output(prompt_of(5), 4)[3]
+    bench = Bench()
+    bench.submit(1, prompt_of(5), max_tokens=50, stop_token_ids=(*range(990, 1000), stop))
+    bench.finish()
+    assert bench.streams[1] == bench.expected[1]
+
+
+@pytest.mark.parametrize("when", ["waiting", "prefilling", "in flight", "after the end"])
+def test_an_abort_is_right_in_every_state_and_returns_every_page(when: str) -> None:
+    bench = Bench(depth=2, max_running=1, prefill_chunk=8)
+    bench.submit(1, prompt_of(20), max_tokens=6, ignore_eos=True)
+    if when == "waiting":
+        bench.submit(2, prompt_of(5, seed=2), max_tokens=6)
+        bench.plan()
+        bench.planner.abort(2)
+        bench.read()
+        assert bench.ends[2] == [Finish.ABORT]
+    else:
+        for _ in range(2 if when == "prefilling" else 5):
+            bench.plan() or bench.deliver()
+        if when == "after the end":
+            bench.finish()
+        bench.planner.abort(1)
+        bench.planner.abort(1)
+        bench.read()
+        assert len(bench.ends[1]) == 1
+    bench.finish()
+
+
+def test_a_row_is_reused_only_after_the_last_step_that_used_it() -> None:
+    bench = Bench(depth=2, max_running=1)
+    stop = expected_output(prompt_of(5), 3)[2]
+    bench.submit(1, prompt_of(5), max_tokens=50, stop_token_ids=(stop,))
+    bench.submit(2, prompt_of(6, seed=5), max_tokens=5, ignore_eos=True)
+    bench.finish()
+    assert bench.streams == bench.expected
+
+
+def test_when_pages_run_out_the_youngest_is_retracted_and_resumes_without_a_gap() -> None:
+    bench = Bench(depth=2, num_pages=12, page_size=4, max_len=48)
+    for request_id in range(3):
+        bench.submit(request_id, prompt_of(6, seed=request_id), max_tokens=30, ignore_eos=True)
+    bench.finish()
+    assert bench.planner.num_retractions > 0, "nothing scarce happened"
+    assert bench.streams == bench.expected
+
+
+def test_priority_decides_who_runs_first() -> None:
+    bench = Bench(depth=1, max_running=1)
+    for request_id, priority in ((1, 5), (2, 0)):
+        prompt = prompt_of(4, seed=request_id)
+        bench.planner.admit(Admit(request_id, prompt.tobytes(), SamplingParams(max_tokens=1), priority=priority))
+        bench.streams[request_id], bench.ends[request_id] = [], []
+    bench.plan(), bench.deliver()
+    assert (len(bench.streams[1]), len(bench.streams[2])) == (0, 1)
+
+
+def test_a_row_whose_logits_were_not_finite_ends_alone() -> None:
+    bench = Bench(depth=1)
+    bench.submit(1, prompt_of(5), max_tokens=5, ignore_eos=True)
+    bench.submit(2, prompt_of(5, seed=2), max_tokens=5, ignore_eos=True)
+    bench.plan()
+    done = bench.device.done.popleft()
+    tokens = np.frombuffer(done.token_ids, dtype=np.int32).copy()
+    tokens[0] = -1
+    bench.device.done.append(StepDone(0, done.step_id, tokens.tobytes()))
+    bench.deliver()
+    assert bench.ends == {1: [Finish.ERROR], 2: []}
+    bench.finish()
+    assert bench.streams[2] == bench.expected[2]
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "param"),
+    [
+        (0, 5, "prompt"),
+        (64, 1, "prompt"),
+        (100, 1, "prompt"),
+        (60, 5, "prompt"),
+        (40, 10, "max_tokens"),
+        (49, None, "prompt"),
+    ],
+)
+def test_a_request_that_can_never_fit_is_refused_at_once(length: int, max_tokens: int | None, param: str) -> None:
+    bench = Bench(page_size=16, num_pages=3, max_len=64)
+    with pytest.raises(RequestError) as refused:
+        bench.submit(1, prompt_of(length), max_tokens=max_tokens)
+    assert (refused.value.status, refused.value.param) == (400, param)
+    bench.finish()
+
+
+def test_the_largest_request_that_fits_is_served() -> None:
+    bench = Bench(page_size=16, num_pages=3, max_len=64)
+    bench.submit(1, prompt_of(40), max_tokens=9, ignore_eos=True)
+    bench.submit(2, prompt_of(48, seed=2), max_tokens=None, ignore_eos=True)
+    bench.expected[2] = bench.expected[2][:1]
+    bench.finish()
+    assert bench.streams == bench.expected
+
+
+def test_random_traffic_under_pressure_gives_the_oracles_tokens() -> None:
+    """Arrivals, aborts, tiny pools, both depths; every page accounted for after every event."""
+    retractions = aborts_in_flight = 0
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        page_size = int(rng.choice([1, 4, 16]))
+        bench = Bench(
+            depth=int(rng.integers(1, 3)),
+            max_running=int(rng.integers(1, 7)),
+            max_step_tokens=int(rng.integers(8, 40)),
+            prefill_chunk=int(rng.integers(1, 20)),
+            page_size=page_size,
+            num_pages=max(2, 64 // page_size),
+            max_len=64,
+        )
+        aborted: set[int] = set()
+        for request_id in range(12):
+            length = int(rng.integers(1, 40))
+            most = min(63, bench.num_pages * page_size) - length
+            if most > 0:
+                bench.submit(
+                    request_id,
+                    prompt_of(length, seed=seed * 100 + request_id),
+                    max_tokens=int(rng.integers(1, most + 1)),
+                )
+            for _ in range(int(rng.integers(0, 8))):
+                (bench.plan if rng.random() < 0.5 else bench.deliver)()
+            live = [other for other in bench.streams if not bench.ends[other]]
+            if live and rng.random() < 0.15:
+                victim = int(rng.choice(live))
+                aborts_in_flight += bench.planner.num_in_flight > 0
+                bench.planner.abort(victim)
+                bench.read()
+                aborted.add(victim)
+        bench.finish()
+        retractions += bench.planner.num_retractions
+        for request_id, stream in bench.streams.items():
+            expected = bench.expected[request_id]
+            assert stream == (expected[: len(stream)] if request_id in aborted else expected), f"seed {seed}"
+    assert retractions > 100, "the pool was never scarce"
+    assert aborts_in_flight > 50, "no abort met a step in flight"
+
+
+def test_the_tokens_message_has_one_line_per_token() -> None:
+    bench = Bench(depth=1)
+    bench.submit(1, prompt_of(5), max_tokens=2, ignore_eos=True)
+    bench.plan()
+    bench.planner.complete(bench.device.done.popleft())
+    (message,) = bench.planner.outbox
+    assert isinstance(message, Tokens)
+    assert len(message.request_ids) == 8
+    assert len(message.token_ids) == 4
+    assert message.finishes == bytes([Finish.RUNNING])

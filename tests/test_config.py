@@ -1,0 +1,140 @@
+"""The configuration: defaults, three layers of overrides, and an error that names file and key for every mistake."""
+
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config import Config, build_config, json_schema, load_config, render_toml
+from engine.errors import ConfigError
+
+SECTIONS = Config.__struct_fields__
+
+
+def write(tmp_path: Path, text: str | bytes) -> Path:
+    path = tmp_path / "callboard.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, ""), environment={}) == Config()
+
+
+def test_environment_goes_over_the_file_and_set_over_both(tmp_path: Path) -> None:
+    path = write(tmp_path, "[kv]\npage_size = 1\n[server]\nport = 1\n[scheduler]\nprefill_chunk = 1\n")
+    environment = {"CALLBOARD_KV__PAGE_SIZE": "64", "CALLBOARD_SERVER__PORT": "2", "UNRELATED": "x"}
+    config = load_config(path, ["server.port=3", "model.path=some/where", "server.api_key=1234x"], environment)
+    assert (config.scheduler.prefill_chunk, config.kv.page_size, config.server.port) == (1, 64, 3)
+    assert (config.model.path, config.server.api_key) == ("some/where", "1234x")
+
+
+def test_a_model_beside_the_file_is_found_from_anywhere(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    config = load_config(write(tmp_path, '[model]\npath = "weights"\n'), environment={})
+    assert config.model.path == str(tmp_path / "weights")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[kv]\npage_sise = 16\n", ["kv", "page_sise", "known keys: page_size"]),
+        ("[kw]\n", ["kw", "known keys: model, device"]),
+        ('[kv]\npage_size = "16"\n', ["kv.page_size", "str"]),
+        ("[kv]\npage_size = 17\n", ["kv.page_size", "17"]),
+        ("[kv]\nmemory_fraction = 2.0\n", ["kv.memory_fraction", "0.98"]),
+        ("[kv]\nmemory_fraction = nan\n", ["kv.memory_fraction"]),
+        ("[server]\nport = 70000\n", ["server.port", "65535"]),
+        ("[server]\nport = -1\n", ["server.port", "0"]),
+        ("[model]\ndtype = 'int3'\n", ["model.dtype", "int3"]),
+        ("kv = 3\n", ["kv", "int"]),
+        ("[kv\n", ["not valid TOML", "line 1"]),
+        ("[kv]\npage_size = 1\npage_size = 2\n", ["not valid TOML"]),
+        (b"\xff\xfe", ["not UTF-8 at byte 0"]),
+        ("a" * (2 << 20), ["larger than"]),
+        ("[scheduler]\nmax_running = 64\nmax_step_tokens = 32\n", ["max_step_tokens=32", "max_running=64"]),
+        ('[server]\nhost = "0.0.0.0"\n', ["server.host=0.0.0.0", "server.api_key"]),
+        ("x = " + "[" * 100_000, ["not valid TOML"]),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str | bytes, said: list[str]) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, environment={})
+    message = str(refused.value)
+    assert all(part in message for part in said), message
+    assert "\n" not in message
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("kv.page_size", "expected section.key=value"),
+        ("page_size=16", "unknown section"),
+        ("kw.page_size=16", "unknown section"),
+        ("kv.page_sise=16", "unknown field `page_sise`; known keys: page_size"),
+        ("kv.page_size=x", "--set kv.page_size=x"),
+        ("kv.page_size=", "--set kv.page_size="),
+    ],
+)
+def test_a_mistake_in_an_override_is_named(override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+        load_config(None, [override], {})
+
+
+def test_a_mistake_in_the_environment_names_the_variable() -> None:
+    with pytest.raises(ConfigError, match="CALLBOARD_KV__PAGE_SIZE"):
+        load_config(None, [], {"CALLBOARD_KV__PAGE_SIZE": "x"})
+
+
+@pytest.mark.parametrize("name", ["missing.toml", "."])
+def test_a_missing_file_or_a_directory_is_one_sentence(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="missing" if "missing" in name else "directory"):
+        load_config(tmp_path / name, environment={})
+
+
+def test_the_printed_configuration_reads_back_as_the_same() -> None:
+    config = load_config(None, ["kv.page_size=64", 'model.name="a \\"quoted\\" name"'], {})
+    assert msgspec.convert(tomllib.loads(render_toml(config)), Config) == config
+
+
+def test_every_key_has_a_doc_and_there_are_not_too_many() -> None:
+    definitions = json_schema()["$defs"]
+    sections = [definitions[type(getattr(Config(), section)).__name__] for section in SECTIONS]
+    fields = [field for section in sections for field in section["properties"].values()]
+    assert all("description" in field for field in fields)
+    assert len(fields) <= 40, "a setting needs a user; remove one before you add one"
+
+
+def test_tables_laid_over_a_configuration_are_checked_too() -> None:
+    config = build_config(Config(), {"kv": {"page_size": 1}})
+    assert (config.kv.page_size, config.scheduler) == (1, Config().scheduler)
+    with pytest.raises(ConfigError, match="page_sise"):
+        build_config(Config(), {"kv": {"page_sise": 1}})
+    with pytest.raises(ConfigError, match="kx"):
+        build_config(Config(), {"kx": {}})
+
+
+TOML_VALUES = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+KEYS = [f"{section}.{key}" for section in SECTIONS for key in getattr(Config(), section).__struct_fields__]
+
+
+@settings(max_examples=300)
+@given(key=st.sampled_from(KEYS), value=TOML_VALUES)
+def test_any_value_anywhere_is_taken_or_refused_by_name(key: str, value: object) -> None:
+    section, name = key.split(".")
+    try:
+        build_config(Config(), {section: {name: value}})
+    except ConfigError as error:
+        refusal = str(error)
+    else:
+        return
+    assert section in refusal
