@@ -254,10 +254,11 @@ class Stop(Message, frozen=True):
     """End after the messages before this one; from the system to each actor, in the order of the flow."""
 
 
-TokenizerInbox = Tokenize | Abort | Tokens | Failed | Stop
-SchedulerInbox = Admit | Abort | StepDone | ExecutorReady | Stop
-ExecutorInbox = Step | Stop
-IngressInbox = Deltas | Failed | EngineReady | Stats | Stop
+# What each actor handles; Stop reaches every one of them and is handled by the base class.
+TokenizerInbox = Tokenize | Abort | Tokens | Failed
+SchedulerInbox = Admit | Abort | StepDone | ExecutorReady
+ExecutorInbox = Step
+IngressInbox = Deltas | Failed | EngineReady | Stats
 AnyMessage = (
     Tokenize | Abort | Admit | Step | ExecutorReady | StepDone | Tokens | Failed | Deltas | EngineReady | Stats | Stop
 )

@@ -29,6 +29,11 @@ class Actor(Generic[M]):
     def flush(self) -> None:
         """Called after every drained batch."""
 
+    @property
+    def idle(self) -> bool:
+        """Whether the actor may end once it was told to stop; else it goes on until it is."""
+        return True
+
     def close(self) -> None:
         """Release what the actor holds; called exactly once, also after a crash."""
 
@@ -43,13 +48,15 @@ class Actor(Generic[M]):
 
     async def run(self) -> None:
         """Handle messages until Stop; an exception ends the actor and is its supervisor's to judge."""
+        stopping = False
         try:
             async with asyncio.TaskGroup() as self._slow:
-                while True:
+                while not (stopping and self.idle):
                     for message in await self.inbox.drain():
                         if isinstance(message, Stop):
-                            return
-                        self.handle(message)
+                            stopping = True
+                        else:
+                            self.handle(message)
                     self.flush()
         finally:
             self.close()

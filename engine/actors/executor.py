@@ -19,7 +19,7 @@ from typing import Protocol, assert_never
 
 from engine.actors.actor import Actor
 from engine.actors.mailbox import Link
-from engine.messages import ExecutorInbox, ExecutorReady, Step, StepDone, Stop
+from engine.messages import ExecutorInbox, ExecutorReady, Step, StepDone
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +100,6 @@ class Executor(Actor[ExecutorInbox]):
         match message:
             case Step():
                 self._steps.put(message)
-            case Stop():
-                pass
             case _:
                 assert_never(message)
 

@@ -28,7 +28,6 @@ from engine.messages import (
     Finish,
     IngressInbox,
     Stats,
-    Stop,
     Tokenize,
 )
 from engine.sampling.params import MAX_SEED, SamplingParams
@@ -133,10 +132,11 @@ class Ingress(Actor[IngressInbox]):
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is open; False if the time ran out first."""
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except TimeoutError:
-            return False
+        if not self._idle.is_set():
+            try:
+                await asyncio.wait_for(self._idle.wait(), timeout_s)
+            except TimeoutError:
+                return False
         return True
 
     def fail_all(self, error: EngineDied) -> None:
@@ -258,8 +258,6 @@ class Ingress(Actor[IngressInbox]):
             case EngineReady():
                 self.ready = True
                 self.became_ready.set()
-            case Stop():
-                pass
             case _:
                 assert_never(message)
 

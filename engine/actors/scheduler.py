@@ -22,7 +22,6 @@ from engine.messages import (
     Stats,
     Step,
     StepDone,
-    Stop,
     Tokens,
 )
 from engine.scheduling.planner import Planner
@@ -69,8 +68,6 @@ class Scheduler(Actor[SchedulerInbox]):
                 self._planned.abort(request_id)
             case ExecutorReady(rank, num_pages):
                 self._executor_ready(rank, num_pages)
-            case Stop():
-                pass
             case _:
                 assert_never(message)
 
@@ -89,6 +86,11 @@ class Scheduler(Actor[SchedulerInbox]):
         if stats != self._last_stats:
             self._last_stats = stats
             self._ingress.put(stats)
+
+    @property
+    def idle(self) -> bool:
+        """Steps in flight are waited for: only then have all pages come back."""
+        return self._planner is None or self._planner.num_in_flight == 0
 
     @property
     def _planned(self) -> Planner:

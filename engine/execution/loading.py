@@ -15,7 +15,7 @@ from engine.execution.runner import ModelRunner
 from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionFactory, AttentionSpec
 from engine.models.checkpoint import ModelSpec
-from engine.models.loader import load_model, parameter_bytes
+from engine.models.loader import load_model
 from engine.plugins.hookspecs import AttentionContext, CommContext
 from engine.plugins.manager import Plugins
 from engine.sampling.sampler import Sampler
@@ -58,7 +58,7 @@ def load_runner(
         rank,
         device,
         str(dtype).removeprefix("torch."),
-        parameter_bytes(model) / 1e6,
+        model.parameter_bytes / 1e6,
         pool.data.nbytes / 1e6,
         num_pages,
         config.kv.page_size,

@@ -65,7 +65,7 @@ def test_all_that_arrived_is_handled_before_one_flush() -> None:
         await task
         return actor.log
 
-    assert asyncio.run(scenario()) == [1, 2, 3, "flush", 7, "flush", 70, "flush", "close"]
+    assert asyncio.run(scenario()) == [1, 2, 3, "flush", 7, "flush", 70, "flush", "flush", "close"]
 
 
 def test_a_crash_closes_the_actor_once_and_reaches_the_supervisor() -> None:

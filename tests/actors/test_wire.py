@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from engine import messages
 from engine.actors.wire import Wire, WireError
-from engine.messages import AnyMessage, Delta, Deltas, Finish, Message, Step, Tokens
+from engine.messages import AnyMessage, Delta, Deltas, Finish, Message, Step, Stop, Tokens
 from engine.sampling.params import SamplingParams
 
 TYPES = typing.get_args(AnyMessage)
 
 
 def inboxes() -> set[type]:
-    unions = (messages.TokenizerInbox, messages.SchedulerInbox, messages.ExecutorInbox, messages.IngressInbox)
-    return {kind for union in unions for kind in typing.get_args(union)}
+    unions = (messages.TokenizerInbox, messages.SchedulerInbox, messages.IngressInbox)
+    return {messages.ExecutorInbox, Stop, *(kind for union in unions for kind in typing.get_args(union))}
 
 
 def test_the_wire_knows_every_message_of_every_inbox() -> None:

@@ -1,0 +1,145 @@
+"""How many output tokens per second does the offline engine give, beside transformers' ``generate``?
+
+Both run in this process on the same weights, in the same dtype, with the same threads, in turns, and greedy with EOS
+ignored, so that both produce exactly the asked-for tokens.  The table shows medians over the turns and their ratio.
+
+    python benchmarks/bench_offline.py                      # demo model and a Qwen3-0.6B shape, batch 1 and 8
+    python benchmarks/bench_offline.py --models demo --turns 5
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe_machine
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from engine import LLM, SamplingParams
+
+DEMO_MODEL = Path(__file__).parent.parent / "examples" / "demo_model"
+
+
+def qwen3_06b_shape(directory: Path) -> None:
+    """A checkpoint of random weights with the shape of Qwen3-0.6B; 1.2 GB."""
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).write_bytes((DEMO_MODEL / name).read_bytes())
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+@torch.inference_mode()
+def run_transformers(model: Any, prompts: torch.Tensor, output_len: int) -> None:
+    """A static batch, which is the best case for ``generate``: equal lengths, all finish together."""
+    model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        do_sample=False,
+        min_new_tokens=output_len,
+        max_new_tokens=output_len,
+        pad_token_id=0,
+    )
+
+
+def compare(
+    directory: Path, label: str, batches: list[int], *, prompt_len: int, output_len: int, turns: int
+) -> list[dict[str, Any]]:
+    """Time both engines in turns; one row per batch size."""
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    vocab_size = reference.config.vocab_size
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    rows = []
+    with LLM(directory, progress=False, kv={"num_pages": 1024}, model_={"dtype": "float32"}) as llm:
+        for batch in batches:
+            generator = torch.Generator().manual_seed(batch)
+            prompts = torch.randint(0, vocab_size, (batch, prompt_len), generator=generator)
+
+            ours, theirs = [], []
+            for turn in tqdm(range(turns + 1), desc=f"{label} batch {batch}", leave=False):
+                first = seconds(partial(llm.generate, prompts.tolist(), params))
+                second = seconds(partial(run_transformers, reference, prompts, output_len))
+                if turn:  # the first turn warms both up
+                    ours.append(batch * output_len / first)
+                    theirs.append(batch * output_len / second)
+            rows.append(
+                {
+                    "model": label,
+                    "batch": batch,
+                    "prompt_tokens": prompt_len,
+                    "output_tokens": output_len,
+                    "callboard_tokens_per_s": round(statistics.median(ours), 2),
+                    "transformers_tokens_per_s": round(statistics.median(theirs), 2),
+                    "ratio": round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 2),
+                }
+            )
+    del reference
+    gc.collect()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=["demo", "qwen3-0.6b"], default=["demo", "qwen3-0.6b"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="batch sizes (default: 1 8)")
+    parser.add_argument("--turns", type=int, default=3, help="timed turns for each engine (default: 3)")
+    parser.add_argument("--output", type=Path, help="write the rows as JSON to this file as well")
+    arguments = parser.parse_args()
+    transformers_logging.set_verbosity_error()
+    rows: list[dict[str, Any]] = []
+    if "demo" in arguments.models:
+        rows += compare(DEMO_MODEL, "demo", arguments.batches, prompt_len=128, output_len=128, turns=arguments.turns)
+    if "qwen3-0.6b" in arguments.models:
+        with tempfile.TemporaryDirectory() as directory:
+            qwen3_06b_shape(Path(directory))
+            rows += compare(
+                Path(directory), "qwen3-0.6b", arguments.batches, prompt_len=32, output_len=32, turns=arguments.turns
+            )
+    table = Table(title="Output tokens per second, prefill included (float32, greedy)")
+    for column in ("model", "batch", "in/out", "callboard", "transformers", "ratio"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for row in rows:
+        table.add_row(
+            row["model"],
+            str(row["batch"]),
+            f"{row['prompt_tokens']}/{row['output_tokens']}",
+            f"{row['callboard_tokens_per_s']:.1f}",
+            f"{row['transformers_tokens_per_s']:.1f}",
+            f"{row['ratio']:.2f}x",
+        )
+    Console().print(table)
+    if arguments.output:
+        arguments.output.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""What a result file must say about where it was measured."""
+
+import os
+import platform
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+
+def describe_machine() -> dict[str, Any]:
+    """Commit, command, processor, threads, versions."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "commit": commit.stdout.strip(),
+        "command": " ".join(["python", *sys.argv]),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            facts = dict(line.split(":", 1) for line in lines if ":" in line)
+        flags = facts.get("flags\t\t", "")
+        extension = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else "no AVX"
+        name = facts.get("model name\t", "unknown").strip()
+        return f"{name} ({extension})"
+    except OSError:
+        return platform.processor()

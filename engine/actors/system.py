@@ -1,0 +1,189 @@
+"""The system: builds every actor and every link of one engine, starts, supervises and stops them.
+
+Owns: who talks to whom; this is the one file that names every concrete actor.
+Does not know: what messages mean, HTTP.  Importing it does not import torch; starting it does.
+"""
+
+import asyncio
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.actors.actor import Actor
+from engine.actors.executor import Executor, Runner
+from engine.actors.ingress import Ingress
+from engine.actors.scheduler import Scheduler
+from engine.actors.tokenizer import Tokenizer
+from engine.config import Config
+from engine.errors import CallboardError, ConfigError, EngineDied
+from engine.messages import Stop
+from engine.models.checkpoint import ModelSpec, read_spec, resolve_checkpoint
+from engine.plugins.manager import Plugins
+from engine.scheduling.planner import Planner, PlannerLimits
+from engine.text.codec import TextCodec
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 5.0
+
+
+class System:
+    """One engine.  ``start``, use ``ingress``, ``stop``; ``died`` is set when an actor crashed."""
+
+    def __init__(self, config: Config, *, progress: bool = False) -> None:
+        """Check everything that can be checked without loading weights.  Raises CallboardError."""
+        self.config = config
+        self._progress = progress
+        directory = resolve_checkpoint(config.model.path, config.model.revision)
+        self.spec: ModelSpec = read_spec(directory)
+        self.model_name = config.model.name or Path(config.model.path).name
+        self.max_len = _max_len(config, self.spec)
+        self._codec = _codec(config, directory)
+        self._plugins = Plugins({"attention": config.plugins.attention, "comm": config.plugins.comm})
+        self.died: EngineDied | None = None
+        self.stopped = asyncio.Event()
+        self._cause: BaseException | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._supervisor: asyncio.Task[None] | None = None
+        self._build()
+
+    def _build(self) -> None:
+        """Create the actors in the order of the flow, then close the circle of links."""
+        config = self.config
+        # Per open request at most: its Tokenize and Abort, or its Admit and Abort, plus steps and their results.
+        capacity = 4 * config.limits.max_requests + 64
+        self.tokenizer = Tokenizer(capacity=capacity, codec=self._codec)
+        self.ingress = Ingress(
+            capacity=capacity,
+            limits=config.limits,
+            max_model_len=self.max_len,
+            vocab_size=self.spec.vocab_size,
+            rng=random.Random(config.device.seed or None),
+            tokenizer=self.tokenizer.inbox,
+        )
+        self.executor = Executor(rank=0, capacity=capacity, load=self._load_runner)
+        self.scheduler = Scheduler(
+            capacity=capacity,
+            overlap_depth=config.scheduler.overlap_depth,
+            page_size=config.kv.page_size,
+            new_planner=self._new_planner,
+            executors=[self.executor.inbox],
+            tokenizer=self.tokenizer.inbox,
+            ingress=self.ingress.inbox,
+        )
+        self.executor.connect(self.scheduler.inbox)
+        self.tokenizer.connect(scheduler=self.scheduler.inbox, ingress=self.ingress.inbox)
+
+    @property
+    def sampling_defaults(self) -> dict[str, float | int]:
+        """What the checkpoint recommends for requests that do not say."""
+        given: dict[str, float | int | None] = msgspec.to_builtins(self.spec.sampling)
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _load_runner(self) -> Runner:
+        from engine.execution.loading import load_runner  # torch is needed from here on
+
+        return load_runner(self.config, self.spec, self.max_len, self._plugins, rank=0, progress=self._progress)
+
+    def _new_planner(self, num_pages: int) -> Planner:
+        scheduler = self.config.scheduler
+        return Planner(
+            PlannerLimits(
+                max_running=scheduler.max_running,
+                max_step_tokens=scheduler.max_step_tokens,
+                prefill_chunk=scheduler.prefill_chunk,
+                page_size=self.config.kv.page_size,
+                num_pages=num_pages,
+                max_len=self.max_len,
+                eos_token_ids=self.spec.eos_token_ids,
+            )
+        )
+
+    @property
+    def actors(self) -> list[Actor[Any]]:
+        """In the order in which they are stopped: upstream first, so that no message is lost."""
+        return [self.tokenizer, self.scheduler, self.executor, self.ingress]
+
+    async def start(self) -> None:
+        """Run the actors and wait until the model is loaded.  Raises what the loading raised."""
+        self._supervisor = asyncio.create_task(self._supervise(), name="supervisor")
+        ready = asyncio.create_task(self.ingress.became_ready.wait(), name="ready")
+        await asyncio.wait((ready, self._supervisor), return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            ready.cancel()
+            if isinstance(self._cause, CallboardError):
+                raise self._cause
+            raise self.died or EngineDied("the engine was stopped while it started")
+
+    async def wait(self) -> None:
+        """Wait until the engine has ended.  Raises EngineDied if an actor crashed."""
+        await self.stopped.wait()
+        if self.died is not None:
+            raise self.died
+
+    async def _supervise(self) -> None:
+        """One for all: the first crash ends every actor and every open request."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for actor in self.actors:
+                    self._tasks[actor.name] = group.create_task(self._watch(actor), name=actor.name)
+        except* Exception:
+            assert self.died is not None
+            self.ingress.fail_all(self.died)
+        finally:
+            self.stopped.set()
+
+    async def _watch(self, actor: Actor[Any]) -> None:
+        try:
+            await actor.run()
+        except Exception as error:
+            if self.died is None:
+                self._cause = _innermost(error)
+                self.died = EngineDied(f"{actor.name} crashed: {type(self._cause).__name__}: {self._cause}")
+                if not isinstance(self._cause, CallboardError):
+                    log.error("%s", self.died, exc_info=self._cause)
+            raise
+
+    async def stop(self, drain_timeout_s: float = 0.0) -> None:
+        """Refuse new requests, let open ones finish for a while, cancel the rest, then end the actors in order."""
+        if self._supervisor is None:
+            return
+        self.ingress.draining = True
+        if not await self.ingress.wait_idle(drain_timeout_s):
+            log.warning("%d requests still open after %g s are cancelled", self.ingress.num_open, drain_timeout_s)
+            self.ingress.abort_all()
+        for actor in self.actors:
+            task = self._tasks.get(actor.name)
+            if task is not None and not task.done():
+                actor.inbox.put(Stop())
+                await asyncio.wait((task,), timeout=STOP_TIMEOUT_S)
+        self._supervisor.cancel()
+        await asyncio.wait((self._supervisor,))
+        self.stopped.set()
+
+
+def _codec(config: Config, directory: Path) -> TextCodec:
+    setting = config.model.tokenizer
+    dummy = config.model.load_format == "dummy" and not (directory / "tokenizer.json").exists()
+    if setting == "none" or (dummy and not setting):
+        log.info("no tokenizer: prompts and output are token ids only")
+        return TextCodec.without_tokenizer()
+    return TextCodec.load(Path(setting) if setting else directory)
+
+
+def _max_len(config: Config, spec: ModelSpec) -> int:
+    if config.model.max_len > spec.max_len:
+        raise ConfigError(
+            f"model.max_len={config.model.max_len}: the model was trained for {spec.max_len} tokens; lower it or use 0"
+        )
+    return config.model.max_len or spec.max_len
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The cause inside nested exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,207 @@
+"""The tokenizer actor: text becomes tokens on the way in, and tokens become text on the way out.
+
+consumes: Tokenize, Abort (ingress) · Tokens, Failed (scheduler) · Stop (system)
+produces: Admit, Abort (scheduler) · Deltas, Failed (ingress)
+waits for: a message; encoding runs in a worker thread and comes back as one.   owns: the text of every request.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import assert_never
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.actors.actor import Actor
+from engine.actors.mailbox import Link
+from engine.errors import RequestError
+from engine.messages import (
+    Abort,
+    Admit,
+    Delta,
+    Deltas,
+    Failed,
+    Finish,
+    Logprobs,
+    Tokenize,
+    TokenizerInbox,
+    TokenLogprobs,
+    Tokens,
+    Usage,
+)
+from engine.text.codec import TextCodec
+from engine.text.stream import TextStream
+
+log = logging.getLogger(__name__)
+
+TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A worker thread is done with a prompt.  Never leaves this actor, so it needs no wire form."""
+
+    request: Tokenize
+    token_ids: TokenIds | None
+    error: RequestError | None = None
+
+
+@dataclass(slots=True)
+class _Text:
+    """One request's text state, from its arrival to its end.  stream: None until the prompt is encoded."""
+
+    request: Tokenize
+    num_prompt: int = 0
+    num_completion: int = 0
+    cached_tokens: int = 0
+    stream: TextStream | None = None
+
+
+class Tokenizer(Actor[TokenizerInbox | _Encoded]):
+    """codec: the model's tokenizer and chat template."""
+
+    def __init__(self, *, capacity: int, codec: TextCodec) -> None:
+        super().__init__("tokenizer", capacity)
+        self._codec = codec
+        self._texts: dict[int, _Text] = {}
+        self._out: list[Delta] = []
+
+    def connect(self, *, scheduler: Link[Admit | Abort], ingress: Link[Deltas | Failed]) -> None:
+        """Where results go; known only after those actors, which need this one's link, are built."""
+        self._scheduler = scheduler
+        self._ingress = ingress
+
+    def handle(self, message: TokenizerInbox | _Encoded) -> None:
+        match message:
+            case Tokens():
+                self._take_tokens(message)
+            case Tokenize():
+                self._texts[message.request_id] = _Text(message)
+                self.spawn(self._encode(message))
+            case _Encoded():
+                self._admit(message)
+            case Abort():
+                self._abort(message)
+            case Failed():
+                self._fail(message)
+            case _:
+                assert_never(message)
+
+    def flush(self) -> None:
+        if self._out:
+            self._ingress.put(Deltas(tuple(self._out)))
+            self._out.clear()
+
+    # ---- on the way in ----------------------------------------------------------------------
+
+    async def _encode(self, request: Tokenize) -> _Encoded:
+        try:
+            if request.token_ids is not None:
+                return _Encoded(request, np.frombuffer(request.token_ids, dtype=np.int32))
+            if request.turns is not None:
+                token_ids = await asyncio.to_thread(self._codec.encode_chat, request.turns)
+            else:
+                assert request.text is not None, f"request {request.request_id} has no prompt of any kind"
+                token_ids = await asyncio.to_thread(self._codec.encode, request.text)
+        except RequestError as error:
+            return _Encoded(request, None, error)
+        return _Encoded(request, token_ids)
+
+    def _admit(self, encoded: _Encoded) -> None:
+        request = encoded.request
+        text = self._texts.get(request.request_id)
+        if text is None:
+            return  # cancelled while it was encoded
+        if encoded.token_ids is None:
+            assert encoded.error is not None, "encoding gave neither tokens nor an error"
+            error = encoded.error
+            self._fail(Failed(request.request_id, error.message, error.status, error.code, error.param))
+            return
+        text.num_prompt = len(encoded.token_ids)
+        text.stream = self._codec.open_stream(encoded.token_ids, request.params)
+        if request.echo:
+            prompt = request.text if request.text is not None else self._codec.decode(encoded.token_ids)
+            self._out.append(Delta(request.request_id, prompt))
+        self._scheduler.put(
+            Admit(
+                request.request_id,
+                encoded.token_ids.tobytes(),
+                request.params,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+            )
+        )
+
+    def _abort(self, message: Abort) -> None:
+        text = self._texts.pop(message.request_id, None)
+        if text is not None and text.stream is not None:
+            self._scheduler.put(message)
+
+    def _fail(self, message: Failed) -> None:
+        if self._texts.pop(message.request_id, None) is not None:
+            self.flush()  # what was said before the failure comes before it
+            self._ingress.put(message)
+
+    # ---- on the way out ---------------------------------------------------------------------
+
+    def _take_tokens(self, message: Tokens) -> None:
+        request_ids = np.frombuffer(message.request_ids, dtype=np.int64).tolist()
+        token_ids = np.frombuffer(message.token_ids, dtype=np.int32).tolist()
+        for request_id, cached_tokens in message.cached_tokens.items():
+            if (text := self._texts.get(request_id)) is not None:
+                text.cached_tokens = cached_tokens
+        for line, (request_id, token_id, finish) in enumerate(
+            zip(request_ids, token_ids, message.finishes, strict=True)
+        ):
+            text = self._texts.get(request_id)
+            if text is not None:  # else it ended here already, by a stop string or a cancellation
+                self._take_token(text, token_id, Finish(finish), message.logprobs.get(line))
+
+    def _take_token(self, text: _Text, token_id: int, finish: Finish, logprobs: Logprobs | None) -> None:
+        stream, request = text.stream, text.request
+        assert stream is not None, f"request {request.request_id} got a token before it was admitted"
+        stop_reason: str | int | None = None
+        shown = ""
+        if token_id >= 0:
+            text.num_completion += 1
+            if finish == Finish.STOP and not request.params.include_stop_str_in_output:
+                # The token that ends a text is no part of it.
+                stop_reason = token_id if token_id in request.params.stop_token_ids else None
+            else:
+                shown = stream.push([token_id])
+        if stream.matched is None and finish != Finish.RUNNING:
+            shown += stream.finish()
+        if stream.matched is not None:
+            stop_reason = stream.matched
+            if finish == Finish.RUNNING:
+                self._scheduler.put(Abort(request.request_id))
+            finish = Finish.STOP
+        if finish != Finish.RUNNING:
+            del self._texts[request.request_id]
+        self._out.append(
+            Delta(
+                request_id=request.request_id,
+                text=shown,
+                token_ids=token_id.to_bytes(4, "little", signed=True) if token_id >= 0 else b"",
+                finish=finish,
+                stop_reason=stop_reason,
+                usage=self._usage(text) if finish != Finish.RUNNING else None,
+                logprobs=(self._render(token_id, logprobs),) if logprobs is not None else (),
+            )
+        )
+
+    def _usage(self, text: _Text) -> Usage:
+        return Usage(
+            prompt_tokens=text.num_prompt,
+            completion_tokens=text.num_completion,
+            cached_tokens=text.cached_tokens,
+        )
+
+    def _render(self, token_id: int, logprobs: Logprobs) -> TokenLogprobs:
+        ids = np.frombuffer(logprobs.top_ids, dtype=np.int32).tolist()
+        values = np.frombuffer(logprobs.top_logprobs, dtype=np.float32).tolist()
+        return TokenLogprobs(
+            sampled=self._codec.token_text(token_id, logprobs.logprob),
+            top=tuple(self._codec.token_text(*pair) for pair in zip(ids, values, strict=True)),
+        )

@@ -1,0 +1,245 @@
+"""The offline API: the whole engine behind ordinary calls, no server needed.
+
+    from engine import LLM, SamplingParams
+
+    with LLM("examples/demo_model") as llm:
+        for completion in llm.generate(["def add(a, b):", "import "], SamplingParams(temperature=0, max_tokens=32)):
+            print(completion.text)
+
+Owns: an event loop in a thread of its own, and the engine that runs on it.  Does not know: HTTP.
+"""
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import uvloop
+from tqdm import tqdm
+
+from engine.actors.ingress import Prompt
+from engine.actors.stream import Stream
+from engine.actors.system import System
+from engine.config import Config, build_config
+from engine.errors import RequestError
+from engine.messages import ChatTurn, Delta, Finish, TokenLogprobs, Usage
+from engine.sampling.params import SamplingParams
+
+T = TypeVar("T")
+
+STREAM_POLL_S = 0.5  # how often a blocked caller looks up, so that Ctrl-C gets through
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The output for one prompt.
+
+    finish_reason: 'stop', 'length' or 'abort'.  stop_reason: the stop string or token id that ended it, if one did.
+    logprobs: one entry per token where ``SamplingParams.logprobs`` asked for it.
+    """
+
+    prompt: Prompt
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: str | int | None
+    usage: Usage
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+class LLM:
+    """An engine in this process.  Use it as a context manager, or call ``close``.
+
+    model: checkpoint directory, hub id, or None for what ``config`` (or its default, the demo model) names.
+    sections: configuration tables, e.g. ``LLM("path", kv={"page_size": 1}, model_={"dtype": "float32"})``; the table
+    [model] is spelt ``model_`` since ``model`` is the path.
+    Raises ConfigError, WeightsError or PluginError with a message that says what to do.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        config: Config | None = None,
+        progress: bool = True,
+        **sections: Mapping[str, Any],
+    ) -> None:
+        tables = {name.removesuffix("_"): dict(table) for name, table in sections.items()}
+        if model is not None:
+            tables.setdefault("model", {})["path"] = str(model)
+        self.config = build_config(config or Config(), tables)
+        self._progress = progress
+        self._system = System(self.config, progress=progress)
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="callboard-loop", daemon=True)
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._thread, self._system)
+        try:
+            self._await(self._system.start())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens of prompt plus output."""
+        return self._system.max_len
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Completion]:
+        """Complete every prompt; answers come in the order of the prompts, however they finish.
+
+        prompts: one text or list of token ids, or several.  params: one for all, or one per prompt.
+        Raises RequestError for the first prompt that is refused; the others are cancelled.
+        """
+        return self._run_batch(_as_prompts(prompts), params, progress)
+
+    def chat(
+        self,
+        conversations: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Completion]:
+        """Answer one conversation, a list of ``{"role": ..., "content": ...}``, or several."""
+        return self._run_batch(_as_conversations(conversations), params, progress)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, str]],
+        params: SamplingParams | None = None,
+    ) -> Iterator[Delta]:
+        """Yield output as it comes; a list of messages is a conversation.  Leaving the loop cancels the request."""
+        (one,) = _as_conversations(prompt) if _is_conversation(prompt) else _as_prompts(prompt)  # type: ignore[arg-type]
+        stream = self._await(_call(lambda: self._system.ingress.open(one, params or SamplingParams())))
+        try:
+            while True:
+                delta = self._await(stream.next())
+                yield delta
+                if delta.finish != Finish.RUNNING:
+                    return
+        finally:
+            self._loop.call_soon_threadsafe(stream.close)
+
+    def close(self) -> None:
+        """Cancel what runs and end the engine's threads; idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run_batch(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool | None,
+    ) -> list[Completion]:
+        every = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(every) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(every)} sampling parameters; give one, or one each")
+        show = self._progress if progress is None else progress
+        with tqdm(total=len(prompts), desc="generating", unit="prompt", disable=not show) as bar:
+            return self._await(self._complete_all(prompts, every, bar))
+
+    async def _complete_all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], bar: "tqdm[Any]"
+    ) -> list[Completion]:
+        places = asyncio.Semaphore(self.config.limits.max_requests)
+        num_tokens = 0
+
+        async def complete(prompt: Prompt, one: SamplingParams) -> Completion:
+            nonlocal num_tokens
+            async with places:
+                stream = self._system.ingress.open(prompt, one)
+                completion = await _collect(stream, prompt)
+            num_tokens += completion.usage.completion_tokens
+            bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
+            bar.update()
+            return completion
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(complete(*pair)) for pair in zip(prompts, params, strict=True)]
+        except* Exception as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run work on the engine's loop and wait for it here."""
+        if not self._loop.is_running():
+            work.close()
+            raise RuntimeError("this LLM is closed")
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            while True:
+                try:
+                    return future.result(timeout=STREAM_POLL_S)
+                except TimeoutError:
+                    if future.done():
+                        raise
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+
+async def _collect(stream: Stream, prompt: Prompt) -> Completion:
+    try:
+        delta = await stream.collect()
+    finally:
+        stream.close()
+    assert delta.usage is not None, "the last delta carries the usage"
+    return Completion(
+        prompt=prompt,
+        text=delta.text,
+        token_ids=np.frombuffer(delta.token_ids, dtype=np.int32).tolist(),
+        finish_reason=delta.finish.name.lower(),
+        stop_reason=delta.stop_reason,
+        usage=delta.usage,
+        logprobs=delta.logprobs,
+    )
+
+
+async def _call(function: Callable[[], T]) -> T:
+    return function()
+
+
+def _as_prompts(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _is_conversation(prompt: object) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _as_conversations(
+    conversations: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+) -> list[Prompt]:
+    several: Sequence[Any] = [conversations] if _is_conversation(conversations) else conversations
+    return [tuple(ChatTurn(turn["role"], turn["content"]) for turn in turns) for turns in several]
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    loop.close()
+
+
+def _shut_down(loop: asyncio.AbstractEventLoop, thread: threading.Thread, system: System) -> None:
+    asyncio.run_coroutine_threadsafe(system.stop(), loop).result(timeout=60)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(timeout=60)

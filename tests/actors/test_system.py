@@ -1,0 +1,155 @@
+"""The system as a whole: it starts, says why when it cannot, survives a crash of nobody and hides none."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.actors.executor import Executor
+from engine.actors.system import System
+from engine.config import Config, build_config
+from engine.errors import ConfigError, EngineDied, PluginError, RequestError, WeightsError
+from engine.messages import Finish, Step
+from engine.sampling.params import SamplingParams
+from tests.models.checkpoints import build, random_tokens, save
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build("qwen3-tied"), tmp_path_factory.mktemp("checkpoint"))
+
+
+def configured(checkpoint: Path, **sections: dict[str, Any]) -> Config:
+    tables = {"model": {"path": str(checkpoint), "tokenizer": "none"}, "kv": {"num_pages": 64}, **sections}
+    return build_config(Config(), tables)
+
+
+def test_a_request_runs_and_leaves_nothing_behind(checkpoint: Path) -> None:
+    async def scenario() -> None:
+        system = System(configured(checkpoint))
+        await system.start()
+        delta = await system.ingress.open(random_tokens(20, 0), GREEDY).collect()
+        assert (delta.finish, len(delta.token_ids)) == (Finish.LENGTH, 8 * 4)
+        await system.stop(drain_timeout_s=1)
+        assert system.ingress.stats is not None
+        assert system.ingress.stats.pages_used == 0
+        assert system.died is None
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_request_gives_its_pages_back_within_a_second(checkpoint: Path) -> None:
+    async def scenario() -> None:
+        system = System(configured(checkpoint))
+        await system.start()
+        stream = system.ingress.open(random_tokens(20, 0), GREEDY.replace(max_tokens=400))
+        await stream.next()
+        assert system.ingress.stats is not None
+        assert system.ingress.stats.pages_used > 0
+        stream.close()
+        async with asyncio.timeout(1):
+            while system.ingress.stats.pages_used:
+                await asyncio.sleep(0.005)
+        await system.stop()
+
+    asyncio.run(scenario())
+
+
+def test_draining_lets_open_requests_finish_and_refuses_new_ones(checkpoint: Path) -> None:
+    async def scenario() -> None:
+        system = System(configured(checkpoint))
+        await system.start()
+        stream = system.ingress.open(random_tokens(20, 0), GREEDY)
+        stopping = asyncio.create_task(system.stop(drain_timeout_s=10))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError) as refused:
+            system.ingress.open([1], GREEDY)
+        assert refused.value.status == 503
+        assert (await stream.collect()).finish == Finish.LENGTH
+        await stopping
+
+    asyncio.run(scenario())
+
+
+def test_what_is_still_open_when_the_drain_ends_gets_an_error(checkpoint: Path) -> None:
+    async def scenario() -> None:
+        system = System(configured(checkpoint))
+        await system.start()
+        stream = system.ingress.open(random_tokens(20, 0), GREEDY.replace(max_tokens=400))
+        await system.stop(drain_timeout_s=0)
+        with pytest.raises(RequestError, match="shutting down"):
+            await stream.collect()
+        assert system.ingress.stats is not None
+        assert system.ingress.stats.pages_used == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("actor", ["tokenizer", "scheduler", "executor0", "ingress"])
+def test_a_crash_of_any_actor_ends_every_request_and_names_it(
+    checkpoint: Path, actor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        system = System(configured(checkpoint))
+        await system.start()
+        streams = [system.ingress.open(random_tokens(20, seed), GREEDY.replace(max_tokens=400)) for seed in range(3)]
+        await streams[0].next()
+        (victim,) = [one for one in system.actors if one.name == actor]
+        if isinstance(victim, Executor):
+            victim.inbox.put(Step(step_id=7, decode_rows=b"abc"))  # three bytes are no int32 column
+        else:
+
+            def broken(_: object) -> None:
+                raise ZeroDivisionError("planted")
+
+            monkeypatch.setattr(victim, "handle", broken)
+        async with asyncio.timeout(10):
+            for stream in streams:
+                with pytest.raises(EngineDied, match=f"{actor} crashed"):
+                    while True:
+                        await stream.next()
+            with pytest.raises(EngineDied, match=f"{actor} crashed"):
+                await system.wait()
+            with pytest.raises(RequestError) as refused:
+                system.ingress.open([1], GREEDY)
+        assert (refused.value.status, refused.value.code) == (503, "engine_died")
+        await system.stop()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(scenario())
+
+
+def test_weights_that_cannot_be_loaded_are_the_starts_own_error(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes()[:-100])
+
+    async def scenario() -> None:
+        system = System(configured(tmp_path))
+        with pytest.raises(WeightsError, match=r"model\.safetensors"):
+            await system.start()
+        await system.stop()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "said"),
+    [
+        ({"model": {"path": "/nowhere/at/all"}}, WeightsError, "/nowhere/at/all"),
+        ({"plugins": {"attention": "nonsense"}}, PluginError, "available: torch"),
+        ({"model_len": 513}, ConfigError, "513"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_loaded(
+    checkpoint: Path, sections: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    if "model_len" in sections:
+        sections = {"model": {"path": str(checkpoint), "tokenizer": "none", "max_len": sections["model_len"]}}
+    with pytest.raises(error, match=said):
+        System(configured(checkpoint, **sections))

@@ -1,0 +1,17 @@
+"""What every test relies on: repeatable hypothesis runs that do not time themselves, and no network."""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Before transformers is imported anywhere: a test must not wait for a hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+settings.register_profile(
+    "tests",
+    derandomize=True,
+    deadline=None,
+    # How long an example takes says something about the machine, not about the code.
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("tests")
