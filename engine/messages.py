@@ -179,7 +179,7 @@ class Failed(Message, frozen=True):
 
 
 class Usage(Message, frozen=True):
-    """Token counts of a finished request."""
+    """Token counts of a request, final in its last delta."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -203,7 +203,8 @@ class TokenLogprobs(Message, frozen=True):
 
 
 class Delta(Message, frozen=True):
-    """New output of one request; the last one carries a finish and the usage.
+    """New output of one request; the last one carries a finish and the usage, and the first one with a token the
+    usage so far.
 
     text: what may be shown now.  token_ids: int32[n] of the tokens since the last delta.
     stop_reason: the stop string or stop token id that ended it, where that is the cause.

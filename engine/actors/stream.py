@@ -98,6 +98,6 @@ def merge(deltas: list[Delta]) -> Delta:
         token_ids=b"".join(delta.token_ids for delta in deltas),
         finish=last.finish,
         stop_reason=last.stop_reason,
-        usage=last.usage,
+        usage=next((delta.usage for delta in reversed(deltas) if delta.usage is not None), None),
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
     )

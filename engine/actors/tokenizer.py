@@ -186,7 +186,8 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                 token_ids=token_id.to_bytes(4, "little", signed=True) if token_id >= 0 else b"",
                 finish=finish,
                 stop_reason=stop_reason,
-                usage=self._usage(text) if finish != Finish.RUNNING else None,
+                # The first one says how long the prompt was, the last one everything.
+                usage=self._usage(text) if finish != Finish.RUNNING or text.num_completion == 1 else None,
                 logprobs=(self._render(token_id, logprobs),) if logprobs is not None else (),
             )
         )

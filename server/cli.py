@@ -1,0 +1,253 @@
+"""The ``callboard`` command: serve, generate, chat, config, plugins.
+
+Owns: arguments, exit codes, what a person at a terminal sees.  Does not know: how the engine does any of it.
+torch is imported only by the commands that run a model.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from engine.config import Config, json_schema, load_config, render_toml
+from engine.errors import CallboardError, RequestError
+from engine.plugins.manager import available_plugins
+from engine.sampling.params import SamplingParams
+from server.listener import bind
+from server.model_card import ModelCard
+from server.serve import serve
+
+EPILOG = """\
+examples:
+  callboard serve examples/demo.toml --port 8001 --set kv.page_size=64
+  callboard generate "def fibonacci(n):" --max-tokens 64 --temperature 0
+  callboard chat examples/demo.toml
+  callboard config > callboard.toml
+
+Settings come from FILE.toml, then CALLBOARD_SECTION__KEY variables, then --set.
+Exit codes: 0 done, 1 engine failed, 2 configuration, 3 checkpoint, 98 port in use, 130 interrupted.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script; exits with the code that the error carries."""
+    parsed = _parser().parse_args(arguments)
+    logging.basicConfig(
+        level=getattr(logging, parsed.log_level.upper()),
+        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        config = load_config(parsed.file, parsed.set)
+        parsed.run(parsed, config)
+    except CallboardError as error:
+        print(f"callboard: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output left (``callboard config | head``): nothing to report, nobody to report it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="callboard",
+        description="An LLM serving engine with an OpenAI-compatible HTTP API.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser("serve", parents=[_file(), _shared("info")], help="serve a model over HTTP")
+    command.add_argument("--host", help="address to listen on (server.host)")
+    command.add_argument("--port", type=int, help="port to listen on (server.port); 0 takes any free one")
+    command.set_defaults(run=_serve)
+    command = commands.add_parser(
+        "generate", parents=[_shared("warning"), _sampling()], help="complete a prompt and print the text"
+    )
+    command.add_argument("prompt", help="the text to go on from; - reads it from standard input")
+    command.add_argument("--file", type=Path, metavar="FILE.toml", help="configuration; without it, the defaults")
+    command.set_defaults(run=_generate)
+    command = commands.add_parser(
+        "chat", parents=[_file(), _shared("warning"), _sampling()], help="talk to the model in the terminal"
+    )
+    command.add_argument("--system", help="instructions that open the conversation")
+    command.set_defaults(run=_chat)
+    command = commands.add_parser(
+        "config", parents=[_file(), _shared("warning")], help="print the effective configuration as TOML"
+    )
+    command.add_argument("--schema", action="store_true", help="print its JSON Schema instead")
+    command.set_defaults(run=_config)
+    command = commands.add_parser(
+        "plugins", parents=[_file(), _shared("warning")], help="list the plugins that can be chosen"
+    )
+    command.set_defaults(run=_plugins)
+    return parser
+
+
+# Built anew for every command: argparse shares a parent's options between its children, defaults included.
+
+
+def _shared(log_level: str) -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False)
+    parent.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one setting, e.g. kv.page_size=64; may be repeated",
+    )
+    levels = ["debug", "info", "warning", "error"]
+    parent.add_argument("--log-level", default=log_level, choices=levels, help=f"default: {log_level}")
+    return parent
+
+
+def _file() -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False)
+    parent.add_argument(
+        "file", nargs="?", type=Path, metavar="FILE.toml", help="configuration; without it, the defaults"
+    )
+    return parent
+
+
+def _sampling() -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False)
+    parent.add_argument("--max-tokens", type=int, default=256, help="most tokens to write (default: 256)")
+    parent.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token (default: 0.7)")
+    parent.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: 1, off)")
+    parent.add_argument("--seed", type=int, help="the same seed gives the same text")
+    return parent
+
+
+def _serve(parsed: argparse.Namespace, config: Config) -> None:
+    overrides = [f"server.{key}={getattr(parsed, key)}" for key in ("host", "port") if getattr(parsed, key) is not None]
+    if overrides:
+        config = load_config(parsed.file, [*parsed.set, *overrides])
+    uvloop.run(_serve_until_stopped(config))
+    sys.stderr.flush()
+    # Not a plain return: a load that was interrupted still runs on its thread, and nothing is left to clean up.
+    os._exit(0)
+
+
+async def _serve_until_stopped(config: Config) -> None:
+    from engine.actors.system import System
+
+    # The port first: finding it taken must not cost the time of loading a model.
+    with bind(config.server.host, config.server.port) as listener:
+        system = System(config, progress=sys.stderr.isatty())
+        host, port = listener.getsockname()[:2]
+        card = ModelCard(
+            name=system.model_name,
+            max_model_len=system.max_len,
+            vocab_size=system.spec.vocab_size,
+            created=int(time.time()),
+            chat_defaults=system.sampling_defaults,
+        )
+        engine = asyncio.create_task(_run_engine(system, f"http://{host}:{port}"))
+        try:
+            await serve(config.server, config.limits, system.ingress, card, listener=listener, engine=engine)
+        finally:
+            await system.stop()
+            engine.cancel()
+
+
+async def _run_engine(system: "System", url: str) -> None:  # type: ignore[name-defined]  # noqa: F821
+    started = time.perf_counter()
+    await system.start()
+    body = json.dumps({"model": system.model_name, "prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0})
+    print(
+        f"\n{system.model_name} is ready after {time.perf_counter() - started:.1f} s at {url}\n"
+        f"try:\n  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n",
+        flush=True,
+    )
+    await system.wait()
+
+
+def _generate(parsed: argparse.Namespace, config: Config) -> None:
+    prompt = sys.stdin.read() if parsed.prompt == "-" else parsed.prompt
+    from engine.llm import LLM
+
+    with LLM(config=config, progress=False) as llm:
+        print(prompt, end="", flush=True)
+        for delta in llm.stream(prompt, _sampling_params(parsed)):
+            print(delta.text, end="", flush=True)
+        print()
+
+
+def _chat(parsed: argparse.Namespace, config: Config) -> None:
+    from engine.llm import LLM
+
+    console = Console(highlight=False)
+    opening = [{"role": "system", "content": parsed.system}] if parsed.system else []
+    turns = list(opening)
+    with LLM(config=config, progress=False) as llm:
+        console.print("[dim]/reset starts over, /quit or Ctrl-D leaves, Ctrl-C stops an answer[/dim]")
+        while True:
+            try:
+                text = console.input("[bold]you>[/bold] ").strip()
+            except (EOFError, KeyboardInterrupt):
+                console.print()
+                return
+            if text == "/quit":
+                return
+            if text == "/reset":
+                turns = list(opening)
+                console.print("[dim]the conversation is empty again[/dim]")
+            elif text.startswith("/"):
+                console.print("[dim]known commands: /reset, /quit[/dim]")
+            elif text:
+                turns.append({"role": "user", "content": text})
+                answer = _answer(llm, turns, _sampling_params(parsed))
+                if answer is None:
+                    turns.pop()
+                else:
+                    turns.append({"role": "assistant", "content": answer})
+
+
+def _answer(llm: "LLM", turns: list[dict[str, str]], params: SamplingParams) -> str | None:  # type: ignore[name-defined]  # noqa: F821
+    """Stream one answer to the terminal; None if it was refused."""
+    pieces: list[str] = []
+    try:
+        for delta in llm.stream(turns, params):
+            pieces.append(delta.text)
+            print(delta.text, end="", flush=True)
+    except KeyboardInterrupt:
+        print(" [stopped]", end="")
+    except RequestError as error:
+        print(f"refused: {error}")
+        return None
+    print()
+    return "".join(pieces)
+
+
+def _sampling_params(parsed: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=parsed.max_tokens, temperature=parsed.temperature, top_p=parsed.top_p, seed=parsed.seed
+    )
+
+
+def _config(parsed: argparse.Namespace, config: Config) -> None:
+    print(json.dumps(json_schema(), indent=2) if parsed.schema else render_toml(config), end="\n")
+
+
+def _plugins(parsed: argparse.Namespace, config: Config) -> None:
+    chosen = {f"{kind}.{getattr(config.plugins, kind)}" for kind in ("attention", "comm")}
+    table = Table("plugin", "distribution", "version", "module", "chosen")
+    for info in available_plugins():
+        mark = "yes" if info.name in chosen else ""
+        table.add_row(info.name, info.distribution, info.version, info.module, mark)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

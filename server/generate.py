@@ -1,0 +1,141 @@
+"""The flow of every request that generates text: read, translate, open, answer or stream, close.
+
+Owns: that flow, ids, and how an error leaves it.  Does not know: the formats of one endpoint or the other.
+"""
+
+import logging
+import time
+import uuid
+from typing import Generic, TypeVar
+
+from aiohttp import web
+from msgspec import UNSET
+
+from engine.config import LimitsSection, ServerSection
+from engine.errors import CallboardError, RequestError
+from engine.messages import Delta
+from server.admission import refuse_early
+from server.backend import Ingress
+from server.body import BodyReader
+from server.choices import Choices
+from server.endpoint import Endpoint, Head
+from server.errors import as_request_error
+from server.exchange import EXCHANGE
+from server.generation import Generation
+from server.model_card import ModelCard
+from server.openai_requests import GenerationBody
+from server.openai_responses import OptionalUsage
+from server.output import Cursor, Output
+from server.reply import json_reply
+from server.sse import EventStream
+from server.usage import Tally
+
+log = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=GenerationBody)
+
+
+class GenerateRoute(Generic[B]):
+    """Handles the requests of one endpoint."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint[B],
+        body_type: type[B],
+        *,
+        server: ServerSection,
+        limits: LimitsSection,
+        ingress: Ingress,
+        card: ModelCard,
+        system_fingerprint: str,
+    ) -> None:
+        self._endpoint = endpoint
+        self._reader = BodyReader(body_type, endpoint.translate, server)
+        self._limits = limits
+        self._ingress = ingress
+        self._card = card
+        self._system_fingerprint = system_fingerprint
+
+    async def post(self, request: web.Request) -> web.StreamResponse:
+        """aiohttp's handler.  Raises RequestError or EngineDied as long as nothing was sent."""
+        refuse_early(self._ingress, self._limits)
+        generation = await self._reader.read(request)
+        head = Head(
+            id=self._endpoint.id_prefix + uuid.uuid4().hex,
+            created=int(time.time()),
+            model=self._card.name,
+            system_fingerprint=self._system_fingerprint,
+        )
+        try:
+            async with Choices(self._ingress, generation) as choices:
+                if generation.stream:
+                    return await self._stream(request, generation, head, choices)
+                return await self._answer(request, generation, head, choices)
+        except RequestError as error:
+            raise self._in_its_words(error) from None
+
+    async def _answer(
+        self, request: web.Request, generation: Generation, head: Head, choices: Choices
+    ) -> web.StreamResponse:
+        tally = Tally(generation)
+        outputs = [Output(index) for index in range(choices.num_choices)]
+        try:
+            while (item := await choices.next()) is not None:
+                index, delta = item
+                tally.add(index, delta)
+                outputs[index].add(delta)
+        finally:
+            request[EXCHANGE].usage = usage = tally.total()
+        return json_reply(self._endpoint.answer(head, outputs, usage))
+
+    async def _stream(
+        self, request: web.Request, generation: Generation, head: Head, choices: Choices
+    ) -> web.StreamResponse:
+        events = EventStream(request)
+        tally = Tally(generation)
+        try:
+            try:
+                await self._send_all(events, generation, head, choices, tally)
+            except ConnectionError:
+                raise
+            except Exception as error:
+                if not events.started:
+                    raise
+                if not isinstance(error, CallboardError):
+                    log.exception("request=%s failed in its stream", request[EXCHANGE].id)
+                await events.fail(self._in_its_words(as_request_error(error)))
+            await events.end()
+        except ConnectionError:
+            pass  # nobody is left to tell; the choices close on the way out
+        finally:
+            request[EXCHANGE].usage = tally.total()
+        return events.response
+
+    async def _send_all(
+        self, events: EventStream, generation: Generation, head: Head, choices: Choices, tally: Tally
+    ) -> None:
+        cursors = [Cursor(index) for index in range(choices.num_choices)]
+        while (item := await choices.next()) is not None:
+            index, delta = item
+            tally.add(index, delta)
+            if _is_news(delta):
+                usage = _chunk_usage(generation, tally, index)
+                await events.send(self._endpoint.chunks(head, cursors[index], delta, usage))
+        if generation.include_usage:
+            await events.send([self._endpoint.usage_chunk(head, tally.total())])
+
+    def _in_its_words(self, error: RequestError) -> RequestError:
+        """The engine says "prompt" whatever the endpoint calls it."""
+        if error.param == "prompt":
+            error.param = self._endpoint.prompt_field
+        return error
+
+
+def _is_news(delta: Delta) -> bool:
+    return bool(delta.text or delta.token_ids or delta.finish)
+
+
+def _chunk_usage(generation: Generation, tally: Tally, index: int) -> OptionalUsage:
+    if generation.continuous_usage:
+        return tally.of_choice(index)
+    return None if generation.include_usage else UNSET

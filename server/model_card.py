@@ -1,0 +1,23 @@
+"""Facts about the served model that the API needs.
+
+Owns: the name clients ask for and what the checkpoint says about its use.  Does not know: weights, tokenizers, HTTP.
+"""
+
+import msgspec
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One served model.
+
+    name: what requests put into ``model``; matched exactly.
+    max_model_len: longest prompt plus output in tokens.
+    created: Unix time shown by /v1/models.
+    chat_defaults: the checkpoint's own temperature, top_p, top_k and repetition_penalty, for requests
+        that leave them out.
+    """
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    created: int
+    chat_defaults: dict[str, float | int] = {}

@@ -1,0 +1,170 @@
+"""Bodies that clients get, as the OpenAI API names them.
+
+Owns: field names and which are left out, null or always there.  Does not know: where the values come from.
+``UNSET`` fields are left out of the JSON.
+"""
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """How much of the prompt came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class UsageBody(msgspec.Struct, frozen=True):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+OptionalUsage = UsageBody | None | UnsetType
+
+
+# ---- completions ----------------------------------------------------------------------------
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Parallel lists, one entry per token.  text_offset counts characters of the choice's text."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """One output.  stop_reason: the stop string or token id that ended it, where one did."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of /v1/completions, and every chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: OptionalUsage = UNSET
+
+
+# ---- chat -----------------------------------------------------------------------------------
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """A likely token.  bytes: its UTF-8, which may be part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """The sampled token and the likeliest ones in its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """One entry per token."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class ChatAnswer(msgspec.Struct, frozen=True):
+    """The assistant's message."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """One output."""
+
+    index: int
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    """What is new: the role once, then text."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    """One output's part of a chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a chat stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: OptionalUsage = UNSET
+
+
+# ---- models ---------------------------------------------------------------------------------
+
+
+class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that can be asked for."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["callboard"] = "callboard"
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """All of them."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelBody]

@@ -1,0 +1,69 @@
+"""GET /health, /ready and /version: for orchestrators and people, not for API clients.
+
+Owns: what they say.  Does not know: how the server comes into these states.
+/health is 200 as long as the process can do its work, now or soon; /ready only while it takes requests.
+"""
+
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from server.admission import unavailable
+from server.backend import Ingress
+from server.errors import error_response
+from server.reply import json_reply
+
+Status = Literal["ok", "loading", "draining"]
+LIVE: dict[str, Status] = {"not_ready": "loading", "draining": "draining"}  # reasons not to be ready that pass
+
+
+class PagesBody(msgspec.Struct, frozen=True):
+    """KV pages; free + cached + used = total."""
+
+    free: int
+    cached: int
+    used: int
+    total: int
+
+
+class HealthBody(msgspec.Struct, frozen=True):
+    """The engine's state and gauges; no gauges before its first step."""
+
+    status: Status
+    pages: PagesBody | UnsetType = UNSET
+    running: int | UnsetType = UNSET
+    waiting: int | UnsetType = UNSET
+
+
+class StatusRoutes:
+    """Their handlers."""
+
+    def __init__(self, ingress: Ingress, version: str) -> None:
+        self._ingress = ingress
+        self._version = version
+
+    async def health(self, request: web.Request) -> web.Response:
+        error = unavailable(self._ingress)
+        if error is None:
+            return json_reply(self._with_gauges("ok"))
+        if error.code not in LIVE:
+            return error_response(error)
+        return json_reply(self._with_gauges(LIVE[error.code]))
+
+    async def ready(self, request: web.Request) -> web.Response:
+        if (error := unavailable(self._ingress)) is not None:
+            return error_response(error)
+        return json_reply({"status": "ready"})
+
+    async def version(self, request: web.Request) -> web.Response:
+        return json_reply({"version": self._version})
+
+    def _with_gauges(self, status: Status) -> HealthBody:
+        stats = self._ingress.stats
+        if stats is None:
+            return HealthBody(status)
+        total = stats.pages_free + stats.pages_cached + stats.pages_used
+        pages = PagesBody(stats.pages_free, stats.pages_cached, stats.pages_used, total)
+        return HealthBody(status, pages, stats.running, stats.waiting)

@@ -1,0 +1,189 @@
+"""Clients that are slow on purpose: each deadline cuts them, and none cuts anybody else."""
+
+import json
+import time
+
+import pytest
+
+from engine.config import ServerSection
+from tests.server.fake_ingress import FakeIngress
+from tests.server.http_client import RawClient, ask, http_bytes
+from tests.server.live_server import MODEL, LiveServer
+
+DEADLINE_S = 0.5
+LATEST_S = DEADLINE_S + 1.5  # the cores are shared with other work
+GET = http_bytes("GET", "/health")
+COMPLETION = json.dumps({"model": MODEL, "prompt": "p"}).encode()
+FLOOD = json.dumps(
+    {"model": MODEL, "prompt": "!flood", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+).encode()
+
+
+def stalling_server() -> LiveServer:
+    return LiveServer(server=ServerSection(write_timeout_s=DEADLINE_S))
+
+
+def drip(client: RawClient, data: bytes, every_s: float) -> float:
+    """Send a byte now and then until the server has had enough; seconds until then."""
+    started = time.monotonic()
+    client.socket.settimeout(every_s)
+    try:
+        for byte in data:
+            client.send(bytes([byte]))
+            try:
+                if not client.socket.recv(1 << 16):
+                    break
+            except TimeoutError:
+                pass
+    except ConnectionError:
+        pass
+    return time.monotonic() - started
+
+
+def test_a_dripping_header_is_cut() -> None:
+    with LiveServer(server=ServerSection(header_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+        assert DEADLINE_S - 0.1 <= drip(client, b"GET /health HTTP/1.1\r\nX: " + b"x" * 1000, 0.05) <= LATEST_S
+
+
+def test_a_header_that_stops_is_told_why_and_cut() -> None:
+    with LiveServer(server=ServerSection(header_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+        client.send(b"GET /health HT")
+        reply = client.read_reply()
+        assert (reply.status, reply.error["code"]) == (408, "header_timeout")
+        assert client.seconds_until_closed() < 1
+
+
+def test_the_header_deadline_is_that_of_each_request_not_of_the_connection() -> None:
+    with LiveServer(server=ServerSection(header_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+        for _ in range(4):
+            client.send(GET[:20])
+            time.sleep(DEADLINE_S / 2)
+            client.send(GET[20:])
+            assert client.read_reply().status == 200
+            time.sleep(DEADLINE_S / 2)
+        time.sleep(DEADLINE_S * 2)  # idle, which has a deadline of its own
+        client.send(GET)
+        assert client.read_reply().status == 200
+        client.send(GET[:20])
+        assert client.read_reply().status == 408
+
+
+def test_a_header_behind_a_running_request_does_not_hurt_it() -> None:
+    ingress = FakeIngress(delay_s=0.2)
+    with LiveServer(ingress, server=ServerSection(header_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+        client.send(http_bytes("POST", "/v1/completions", COMPLETION))
+        time.sleep(0.1)
+        client.send(b"\r\n" + GET[:20])
+        assert client.read_reply().status == 200  # after 2.4 s
+        assert client.read_reply().status == 408
+
+
+def test_a_dripping_body_is_cut() -> None:
+    with LiveServer(server=ServerSection(body_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+        client.send(http_bytes("POST", "/v1/completions", b"", {"Content-Length": "1000"}))
+        started = time.monotonic()
+        client.send(b"{")
+        reply = client.read_reply()
+        assert (reply.status, reply.error["code"]) == (408, "body_timeout")
+        assert time.monotonic() - started <= LATEST_S
+        assert client.seconds_until_closed() < 4
+
+
+def test_a_body_that_nobody_reads_is_cut_too() -> None:
+    with LiveServer() as live, RawClient(live.port) as client:
+        client.send(http_bytes("GET", "/health", b"", {"Content-Length": "1000"}))
+        assert client.read_reply().status == 200
+        assert client.seconds_until_closed() < 4
+
+
+def test_an_idle_connection_is_closed() -> None:
+    with LiveServer(server=ServerSection(keepalive_timeout_s=DEADLINE_S)) as live:
+        with RawClient(live.port) as silent:
+            assert DEADLINE_S - 0.1 <= silent.seconds_until_closed() <= LATEST_S
+        with RawClient(live.port) as client:
+            client.send(GET)
+            client.read_reply()
+            assert DEADLINE_S - 0.1 <= client.seconds_until_closed() <= LATEST_S
+
+
+def test_a_reader_that_stalls_is_cut_and_its_request_cancelled() -> None:
+    with stalling_server() as live, RawClient(live.port, receive_buffer=4096) as client:
+        client.send(http_bytes("POST", "/v1/completions", FLOOD))
+        assert live.wait_until(lambda: len(live.ingress.opened) == 1, 2)
+        assert live.wait_until(lambda: not live.runner.server.connections, LATEST_S)
+        assert live.call(lambda: live.ingress.num_open) == 0
+        with pytest.raises(ConnectionResetError):
+            client.read_exactly(1 << 20)  # of eight megabytes, and more than all buffers hold
+
+
+def test_readers_that_stall_after_the_last_byte_was_written_are_cut() -> None:
+    """The handler is done, what is left sits in the transport, and closing that would wait for the client for ever.
+
+    Some of these sizes fit the kernel's buffers, some leave more than the high-water mark, some less."""
+    with stalling_server() as live:
+        clients = [RawClient(live.port, receive_buffer=4096) for _ in range(16)]
+        for number, client in enumerate(clients):
+            fields = {"model": MODEL, "prompt": "!flood", "max_tokens": 40 + 20 * number, "ignore_eos": True}
+            body = json.dumps(fields).encode()
+            client.send(http_bytes("POST", "/v1/completions", body, {"Connection": "close"}))
+        for client in clients:
+            client.read_until(b"\r\n\r\n")
+        assert live.wait_until(lambda: not live.runner.server.connections, LATEST_S)
+        with pytest.raises(ConnectionResetError):
+            clients[-1].read_exactly(340 << 10)
+        for client in clients:
+            client.socket.close()
+
+
+def test_a_slow_reader_that_reads_on_gets_everything() -> None:
+    body = json.dumps({"model": MODEL, "prompt": "!flood", "max_tokens": 800, "ignore_eos": True}).encode()
+    with stalling_server() as live, RawClient(live.port, receive_buffer=4096) as client:
+        client.send(http_bytes("POST", "/v1/completions", body))
+        head = client.read_until(b"\r\n\r\n").lower()
+        left = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        started = time.monotonic()
+        while left > 400_000:
+            left -= len(client.read_exactly(20_000))
+            time.sleep(0.1)
+        client.read_exactly(left)
+        assert time.monotonic() - started > 3 * DEADLINE_S
+
+
+def test_a_stalled_reader_does_not_slow_the_others() -> None:
+    with LiveServer() as live, RawClient(live.port, receive_buffer=4096) as client:
+        client.send(http_bytes("POST", "/v1/completions", FLOOD))
+        client.read_until(b"data: ")
+        for _ in range(20):
+            started = time.monotonic()
+            assert ask(live.port, "POST", "/v1/completions", COMPLETION).status == 200
+            assert time.monotonic() - started < 1
+
+
+def test_connections_beyond_the_cap_are_told_so() -> None:
+    with LiveServer(server=ServerSection(max_connections=3)) as live:
+        clients = [RawClient(live.port) for _ in range(3)]
+        for client in clients:
+            client.send(GET)
+            assert client.read_reply().status == 200
+        with RawClient(live.port) as client:
+            reply = client.read_reply()
+            assert (reply.status, reply.error["code"]) == (503, "too_many_connections")
+            assert reply.headers["retry-after"] == "1"
+            assert client.seconds_until_closed() < 1
+        clients.pop().socket.close()
+        assert live.wait_until(lambda: len(live.runner.server.connections) == 2, 1)
+        assert ask(live.port, "GET", "/health").status == 200
+        for client in clients:
+            client.send(GET)
+            assert client.read_reply().status == 200
+            client.socket.close()
+
+
+def test_idle_connections_do_not_disturb() -> None:
+    with LiveServer() as live:
+        idle = [RawClient(live.port) for _ in range(300)]
+        started = time.monotonic()
+        assert ask(live.port, "POST", "/v1/completions", COMPLETION).status == 200
+        assert time.monotonic() - started < 1
+        for client in idle:
+            client.socket.close()

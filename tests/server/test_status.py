@@ -1,0 +1,80 @@
+"""Health, readiness, version, admission states, and what the key leaves open."""
+
+import logging
+import re
+
+import pytest
+
+from engine.config import ServerSection
+from tests.server.fake_ingress import FakeIngress
+from tests.server.http_client import ask
+from tests.server.live_server import MODEL, LiveServer
+
+COMPLETION = {"model": MODEL, "prompt": "p"}
+
+
+def test_a_ready_server_tells_its_gauges(live: LiveServer) -> None:
+    reply = ask(live.port, "GET", "/health")
+    pages = {"free": 50, "cached": 30, "used": 20, "total": 100}
+    assert (reply.status, reply.json) == (200, {"status": "ok", "pages": pages, "running": 1, "waiting": 2})
+    assert ask(live.port, "GET", "/ready").status == 200
+    assert set(ask(live.port, "GET", "/version").json) == {"version"}
+
+
+@pytest.mark.parametrize("state, code", [("loading", "not_ready"), ("draining", "draining")])
+def test_a_server_that_takes_no_requests_yet_or_any_more(state: str, code: str) -> None:
+    ingress = FakeIngress()
+    ingress.ready, ingress.draining, ingress.stats = state != "loading", state == "draining", None
+    with LiveServer(ingress) as live:
+        health = ask(live.port, "GET", "/health")
+        assert (health.status, health.json) == (200, {"status": state})
+        for reply in (ask(live.port, "GET", "/ready"), ask(live.port, "POST", "/v1/completions", COMPLETION)):
+            assert (reply.status, reply.error["code"], reply.error["type"]) == (503, code, "service_unavailable")
+            assert int(reply.headers["retry-after"]) >= 1
+
+
+def test_a_dead_engine_shows_everywhere() -> None:
+    ingress = FakeIngress()
+    ingress.ready, ingress.failure = False, "executor crashed in /secret/path.py"
+    with LiveServer(ingress) as live:
+        for reply in (
+            ask(live.port, "GET", "/health"),
+            ask(live.port, "GET", "/ready"),
+            ask(live.port, "POST", "/v1/completions", COMPLETION),
+        ):
+            assert (reply.status, reply.error["code"]) == (503, "engine_died")
+            assert b"secret" not in reply.body
+
+
+def test_the_key_guards_all_but_health_and_ready() -> None:
+    with LiveServer(server=ServerSection(api_key="s3cret")) as live:
+        for method, path in (
+            ("GET", "/v1/models"),
+            ("GET", "/version"),
+            ("POST", "/v1/completions"),
+            ("GET", "/nowhere"),
+            ("DELETE", "/health"),
+            ("GET", "/health/"),
+            ("GET", "//health"),
+            ("GET", "/v1/models/../../health"),
+        ):
+            reply = ask(live.port, method, path)
+            assert (path, reply.status) == (path, 401)
+            assert reply.error["type"] == "authentication_error"
+            assert reply.headers["www-authenticate"] == "Bearer"
+        assert ask(live.port, "GET", "/version", headers={"Authorization": "Basic s3cret"}).status == 401
+        assert ask(live.port, "GET", "/version", headers={"Authorization": "Bearer \xe9"}).status == 401
+        assert ask(live.port, "GET", "/version", headers={"Authorization": "bearer s3cret"}).status == 200
+        assert ask(live.port, "GET", "/health").status == 200
+        assert ask(live.port, "GET", "/ready").status == 200
+
+
+def test_each_request_is_one_line_in_the_log(live: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="server"):
+        ask(live.port, "POST", "/v1/completions", COMPLETION, {"X-Request-Id": "mine"})
+        ask(live.port, "GET", "/no\\where")
+    first, second = (record.getMessage() for record in caplog.records)
+    assert re.fullmatch(
+        r"request=mine POST /v1/completions status=200 duration_ms=\d+\.\d prompt_tokens=2 completion_tokens=12", first
+    )
+    assert re.match(r"request=req-\w+ GET - status=404 ", second)
