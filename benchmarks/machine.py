@@ -4,22 +4,22 @@ import os
 import platform
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import Any
-
-import torch
 
 
 def describe_machine() -> dict[str, Any]:
     """Commit, command, processor, threads, versions."""
+    torch = sys.modules.get("torch")  # a benchmark that runs without it does not wait for its import
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "commit": commit.stdout.strip(),
         "command": " ".join(["python", *sys.argv]),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": version("torch"),
     }
 
 

@@ -49,7 +49,7 @@ class DeviceSection(Section, frozen=True):
     """[device]: where the model runs."""
 
     kind: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="'auto' takes a GPU where there is one")] = "auto"
-    threads: Annotated[int, Meta(ge=0, description="CPU threads for the model; 0 for all cores")] = 0
+    threads: Annotated[int, Meta(ge=0, description="CPU threads for the model; 0 for all cores, or one if the model is small")] = 0
     seed: Annotated[
         int, Meta(ge=0, description="Seeds dummy weights and requests that bring no seed of their own; 0 draws one")
     ] = 0

@@ -236,6 +236,7 @@ def _as_conversations(
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     loop.run_forever()
+    loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
 
 

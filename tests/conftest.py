@@ -6,6 +6,8 @@ from hypothesis import HealthCheck, settings
 
 # Before transformers is imported anywhere: a test must not wait for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Before torch is: on tiny models a second thread only waits for the first, for whole time slices on a busy machine.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 settings.register_profile(
     "tests",

@@ -9,7 +9,7 @@ import torch
 
 from engine.config import Config
 from engine.errors import ConfigError, PluginError
-from engine.execution.device import choose_device, choose_dtype, free_bytes
+from engine.execution.device import choose_device, choose_dtype, free_bytes, set_threads
 from engine.execution.rows import DeviceRows
 from engine.execution.runner import ModelRunner
 from engine.kv.pool import KVPool
@@ -40,6 +40,7 @@ def load_runner(
     model = load_model(
         spec, comm, device, dtype, load_format=config.model.load_format, seed=config.device.seed, progress=progress
     )
+    set_threads(config.device.threads, device, model.parameter_bytes)
     attention_spec = model.attention_spec
     factory = _attention_factory(config, plugins, attention_spec, device, dtype)
     num_pages = _num_pages(config, attention_spec, max_len, device, dtype)

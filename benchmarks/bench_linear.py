@@ -1,0 +1,119 @@
+"""How fast is a float32 linear layer on this CPU in each layout torch offers, and which one should ``pack`` take?
+
+Every layout multiplies the same input by the same weights, in turns.  Weights come from a ring larger than the
+caches, as they do in a model: a weight that is still in the cache from the last turn says nothing.
+
+    python benchmarks/bench_linear.py                # all shapes, all cores
+    python benchmarks/bench_linear.py --threads 1 --shapes 1024x3072 --rows 1 8
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from machine import describe_machine
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from engine.layers.packing import PackedWeight
+
+# outputs x inputs: Qwen3-0.6B's output, gate or up, and query projections, its LM head, the demo model's layers.
+SHAPES = ("1024x3072", "3072x1024", "2048x1024", "151936x1024", "864x256", "512x256", "256x432", "256x256", "3072x256")
+ROWS = (1, 8, 64)
+RING_BYTES = 192 << 20
+MAX_TURNS = 200
+
+Product = Callable[[int], Tensor]
+
+
+def products(x: Tensor, weights: list[Tensor], pool: ThreadPoolExecutor) -> Iterator[tuple[str, Product]]:
+    """(name, product with the i-th weight) of every layout; the first one is what the others are compared with."""
+    rows = len(x)
+    yield "F.linear", lambda i: F.linear(x, weights[i])
+    if rows == 1:
+        yield "mv", lambda i: torch.mv(weights[i], x[0])
+    halves = [weight.chunk(2) for weight in weights]
+
+    def in_two_threads(i: int) -> Tensor:
+        upper = pool.submit(F.linear, x, halves[i][1])
+        return torch.cat((F.linear(x, halves[i][0]), upper.result()), -1)
+
+    yield "2 threads", in_two_threads
+    transposed = [weight.t().contiguous() for weight in weights]
+    yield "x @ W^T", lambda i: x @ transposed[i]
+    mkl = [torch.ops.mkl._mkl_reorder_linear_weight(weight, rows) for weight in weights]
+    yield "MKL packed", lambda i: torch.ops.mkl._mkl_linear(x, mkl[i], weights[i], None, rows)
+    yield "oneDNN plain", lambda i: torch.ops.mkldnn._linear_pointwise.default(x, weights[i], None, "none", [], "")
+    packed = [PackedWeight(weight) for weight in weights]
+    yield "oneDNN packed", lambda i: packed[i](x, None)
+
+
+def measure(outputs: int, inputs: int, rows: int, pool: ThreadPoolExecutor) -> dict[str, float]:
+    """Median seconds of each layout."""
+    weight_bytes = outputs * inputs * 4
+    ring = max(1, min(256, RING_BYTES // weight_bytes))
+    weights = [torch.randn(outputs, inputs) for _ in range(ring)]
+    x = torch.randn(rows, inputs)
+    layouts = dict(products(x, weights, pool))
+    expected = layouts["F.linear"](0).flatten()
+    for name, product in layouts.items():
+        torch.testing.assert_close(product(0).flatten(), expected, rtol=1e-4, atol=1e-3, msg=f"{name} is wrong")
+    seconds: dict[str, list[float]] = {name: [] for name in layouts}
+    for turn in range(max(7, min(MAX_TURNS, int(4e9 / weight_bytes / max(rows, 8))))):
+        for offset, (name, product) in enumerate(layouts.items()):
+            start = time.perf_counter()
+            product((turn * len(layouts) + offset) % ring)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Torch's own threads, set back afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    yield
+    torch.set_num_threads(before)
+
+
+def main() -> None:
+    """Print the table; optionally keep it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=0, help="torch threads, 0 for all cores")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="outputs x inputs")
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="rows of the input")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    arguments = parser.parse_args()
+    results = []
+    table: Table | None = None
+    with torch.inference_mode(), torch_threads(arguments.threads), ThreadPoolExecutor(1) as pool:
+        title = f"{torch.get_num_threads()} torch threads; times faster than F.linear"
+        for shape in arguments.shapes:
+            outputs, inputs = map(int, shape.split("x"))
+            for rows in arguments.rows:
+                seconds = measure(outputs, inputs, rows, pool)
+                results.append({"shape": shape, "rows": rows, "threads": torch.get_num_threads(), "seconds": seconds})
+                base = seconds["F.linear"]
+                names = [name for name in seconds if name not in ("F.linear", "mv")]
+                if table is None:
+                    table = Table("shape", "rows", "F.linear us", "GB/s", "GFLOP/s", "mv", *names, title=title)
+                facts = [f"{base * 1e6:.0f}", f"{outputs * inputs * 4 / base / 1e9:.1f}"]
+                facts.append(f"{2 * outputs * inputs * rows / base / 1e9:.0f}")
+                ratios = [f"{base / seconds[name]:.2f}" if name in seconds else "" for name in ("mv", *names)]
+                table.add_row(shape, str(rows), *facts, *ratios)
+    if table is not None:
+        Console().print(table)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Linear layers cut over the tensor-parallel ranks, several checkpoint matrices merged into one product.
+
+Legend: T new tokens in the step · I input features · O output features of this rank
+Owns: the cut, the merge, and the one place where a loaded weight is laid out for the device (``pack``).
+Does not know: which model it is in, files.
+Layers are plain objects: nn.Module's attribute lookups and calls cost 0.5 us each, a tenth of a small model's step.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.layers.comm import Comm
+from engine.layers.packing import PackedWeight, pack
+from engine.layers.weights import WeightSlice, parameter, share
+
+
+class Linear:
+    """y = x W^T + b with this rank's part of W: the product that every linear layer here comes down to."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
+        self.weight = parameter(outputs, inputs, device=device, dtype=dtype)
+        self.bias = parameter(outputs, device=device, dtype=dtype) if bias else None
+        self._packed: PackedWeight | None = None
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return self._product(x_TI, self.bias)
+
+    def pack(self, keep_weight: bool = False) -> None:
+        """Lay the weight out for the device; called once, after loading.
+
+        The plain weight is freed if another layout replaces it, unless somebody else reads it too.
+        """
+        self._packed = pack(self.weight)
+        if self._packed is not None and not keep_weight:
+            del self.weight
+
+    def _product(self, x_TI: Tensor, bias: Tensor | None) -> Tensor:
+        if self._packed is not None:
+            return self._packed(x_TI, bias)
+        return F.linear(x_TI, self.weight, bias)
+
+
+class ColumnLinear(Linear):
+    """Outputs cut over ranks; x is whole on every rank.  Merges several matrices with one input.
+
+    parts: (name, outputs over all ranks) of each matrix as the checkpoint has it.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        parts: Sequence[tuple[str, int]],
+        bias: bool,
+        comm: Comm,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.parts = [(name, total, *_cut(name, total, comm)) for name, total in parts]
+        super().__init__(inputs, sum(length for *_, length in self.parts), bias, device, dtype)
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """What this layer reads from a checkpoint."""
+        yield from _row_slices(self, prefix, self.parts)
+
+
+class QKVLinear(Linear):
+    """Queries, keys and values in one product: [N + 2G, H] per token, cut over ranks by heads.
+
+    With more ranks than key/value heads, neighbouring ranks hold copies of one head.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        bias: bool,
+        comm: Comm,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.num_heads = share(num_heads, comm.size, "num_attention_heads")
+        copies = max(1, comm.size // num_kv_heads)
+        if copies > 1:
+            share(comm.size, num_kv_heads, "tensor-parallel ranks over num_key_value_heads")
+        self.num_kv_heads = share(num_kv_heads * copies, comm.size, "num_key_value_heads")
+        queries = self.num_heads * head_size
+        keys = self.num_kv_heads * head_size
+        first_key = comm.rank // copies * keys
+        self.parts = [
+            ("q_proj", num_heads * head_size, comm.rank * queries, queries),
+            ("k_proj", num_kv_heads * head_size, first_key, keys),
+            ("v_proj", num_kv_heads * head_size, first_key, keys),
+        ]
+        super().__init__(inputs, queries + 2 * keys, bias, device, dtype)
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """What this layer reads from a checkpoint."""
+        yield from _row_slices(self, prefix, self.parts)
+
+
+class RowLinear(Linear):
+    """Inputs cut over ranks; the partial sums are added up over ranks, the bias once."""
+
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool, comm: Comm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.comm = comm
+        self.inputs = inputs
+        mine = share(inputs, comm.size, "input features")
+        super().__init__(mine, outputs, bias, device, dtype)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        if self.comm.size == 1:
+            return self._product(x_TI, self.bias)
+        y_TO = self.comm.all_reduce(self._product(x_TI, None))
+        return y_TO if self.bias is None else y_TO.add_(self.bias)
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """What this layer reads from a checkpoint."""
+        outputs, mine = self.weight.shape
+        yield WeightSlice(f"{prefix}.weight", (outputs, self.inputs), 1, self.comm.rank * mine, mine, self.weight)
+        if self.bias is not None:
+            yield WeightSlice(f"{prefix}.bias", (outputs,), 0, 0, outputs, self.bias)
+
+
+def _cut(name: str, total: int, comm: Comm) -> tuple[int, int]:
+    """(first output, number of outputs) of this rank."""
+    mine = share(total, comm.size, f"outputs of {name}")
+    return comm.rank * mine, mine
+
+
+def _row_slices(layer: Linear, prefix: str, parts: Sequence[tuple[str, int, int, int]]) -> Iterator[WeightSlice]:
+    """parts: (name, outputs over all ranks, first output, outputs of this rank), in the order of the merged rows."""
+    row, inputs = 0, layer.weight.shape[1]
+    for name, total, start, length in parts:
+        source = f"{prefix}.{name}"
+        yield WeightSlice(f"{source}.weight", (total, inputs), 0, start, length, layer.weight[row : row + length])
+        if layer.bias is not None:
+            yield WeightSlice(f"{source}.bias", (total,), 0, start, length, layer.bias[row : row + length])
+        row += length

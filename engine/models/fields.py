@@ -1,0 +1,99 @@
+"""A JSON object of a checkpoint, read field by field with errors that name the file.
+
+Owns: reading and checking one value at a time.  Does not know: which fields a model has, torch.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from engine.errors import WeightsError
+
+MAX_JSON_BYTES = 16 << 20
+LARGEST_INTEGER = 1 << 31
+
+
+class Fields:
+    """Typed access to a decoded JSON object.  A null counts as missing, as Hugging Face writes unset fields so."""
+
+    def __init__(self, table: dict[str, Any], origin: str) -> None:
+        self.table = table
+        self.origin = origin
+
+    def has(self, name: str) -> bool:
+        """True if the field is there and not null."""
+        return self.table.get(name) is not None
+
+    def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = LARGEST_INTEGER) -> int:
+        """A whole number; required when there is no default."""
+        value = self._value(name, default, "a whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise self.error(name, value, f"a whole number from {minimum} to {maximum}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number above zero; required when there is no default."""
+        value = self._value(name, default, "a positive number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise self.error(name, value, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """true or false."""
+        value = self._value(name, default, "true or false")
+        if not isinstance(value, bool):
+            raise self.error(name, value, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string; required when there is no default."""
+        value = self._value(name, default, "a string")
+        if not isinstance(value, str):
+            raise self.error(name, value, "a string")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """One whole number or a list of them; empty if missing."""
+        value = self.table.get(name)
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in values):
+            raise self.error(name, value, "a whole number or a list of whole numbers")
+        return tuple(values)
+
+    def section(self, name: str) -> "Fields":
+        """A nested object; empty if missing."""
+        value = self.table.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(name, value, "an object")
+        return Fields(value or {}, f"{self.origin}: {name}")
+
+    def error(self, name: str, value: object, expected: str) -> WeightsError:
+        """What to raise when a field holds something else than expected."""
+        shown = json.dumps(value) if value is None or isinstance(value, str | int | float | list | dict) else str(value)
+        return WeightsError(f"{self.origin}: {name} is {shown[:80]}, expected {expected}")
+
+    def _value(self, name: str, default: object, expected: str) -> object:
+        value = self.table.get(name)
+        if value is None:
+            if default is None:
+                raise WeightsError(f"{self.origin}: {name} is missing, expected {expected}")
+            return default
+        return value
+
+
+def read_fields(path: Path) -> Fields:
+    """Decode a JSON file that must hold an object.  Raises WeightsError naming the file."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise WeightsError(f"{path}: larger than {MAX_JSON_BYTES} bytes, expected a small JSON object")
+        table = json.loads(path.read_bytes().decode())
+    except FileNotFoundError:
+        raise WeightsError(f"{path}: no such file; a checkpoint directory in Hugging Face format holds one") from None
+    except OSError as error:
+        raise WeightsError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise WeightsError(f"{path}: holds {type(table).__name__}, expected a JSON object")
+    return Fields(table, str(path))

@@ -1,0 +1,52 @@
+"""Rotary frequencies of a checkpoint: the plain ones and the ways to stretch them to longer contexts.
+
+Legend: R rotated pairs of a head, H / 2
+Owns: the formulas.  Does not know: positions, rotation.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.models.shape import RotaryShape
+
+
+def frequencies(shape: RotaryShape, head_size: int) -> Tensor:
+    """Radians per position of each pair, float32 [R]."""
+    exponents_R = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+    plain_R = 1.0 / shape.theta**exponents_R
+    if shape.kind == "linear":
+        return plain_R / shape.factor
+    if shape.kind == "llama3":
+        return _llama3(plain_R, shape)
+    if shape.kind == "yarn":
+        return _yarn(plain_R, shape, head_size)
+    return plain_R
+
+
+def _llama3(plain_R: Tensor, shape: RotaryShape) -> Tensor:
+    """Slow pairs are stretched, fast ones kept, those between blended by how often they turn in the original context.
+
+    Source: Llama 3.1 model card and reference code.
+    """
+    turns_R = shape.original_max_len * plain_R / (2 * math.pi)
+    kept_R = (turns_R - shape.low_freq_factor) / (shape.high_freq_factor - shape.low_freq_factor)
+    kept_R = kept_R.clamp(0, 1)
+    return plain_R * (kept_R + (1 - kept_R) / shape.factor)
+
+
+def _yarn(plain_R: Tensor, shape: RotaryShape, head_size: int) -> Tensor:
+    """Like llama3, but blended linearly over the pair's index.  Source: Peng et al. 2023 (YaRN), sec. 3.2."""
+
+    def pair_that_turns(times: float) -> float:
+        wavelength = shape.original_max_len / (times * 2 * math.pi)
+        return head_size * math.log(wavelength) / (2 * math.log(shape.theta))
+
+    low, high = pair_that_turns(shape.beta_fast), pair_that_turns(shape.beta_slow)
+    if shape.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    width = high - low if high != low else 0.001
+    stretched_R = ((torch.arange(head_size // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return plain_R * (1 - stretched_R + stretched_R / shape.factor)

@@ -1,0 +1,26 @@
+"""Decoding a plugin's own option table: unknown keys and wrong types are errors that name the plugin.
+
+Owns: the wording of those errors.  Does not know: which options there are; each plugin brings a struct.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from engine.errors import PluginError
+
+T = TypeVar("T", bound="Options")
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of option structs; by itself, that of a plugin that takes none."""
+
+
+def decode_options(plugin: str, table: Mapping[str, Any], kind: type[T]) -> T:
+    """Turn ``table`` into ``kind``.  plugin: '<kind>.<name>', for the error.  Raises PluginError."""
+    try:
+        return msgspec.convert(table, kind)
+    except msgspec.ValidationError as error:
+        known = ", ".join(kind.__struct_fields__) or "none"
+        raise PluginError(f"[plugins.options.'{plugin}']: {error}; options: {known}") from None

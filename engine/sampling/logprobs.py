@@ -1,0 +1,47 @@
+"""Log probabilities of sampled tokens, as the model gave them: before any adjustment, cut or temperature.
+
+Legend: N sampled rows of the batch · L rows that asked · V vocabulary · K alternatives computed
+Owns: computing them on the device, and their form in messages.  Does not know: how tokens were picked.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.messages import Logprobs
+from engine.sampling.params import MAX_LOGPROBS
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLogprobs:
+    """at, num_top: int64 on the host, per asking row its place in the batch and how many alternatives it wants.
+    chosen_L: float32.  top_ids_LK: int32, top_LK: float32, most likely first."""
+
+    at: npt.NDArray[np.int64]
+    num_top: npt.NDArray[np.int64]
+    chosen_L: Tensor
+    top_ids_LK: Tensor
+    top_LK: Tensor
+
+    def messages(self) -> dict[int, Logprobs]:
+        """Place in the batch -> its log probabilities.  The tensors must be on the host."""
+        chosen, top_ids, top = self.chosen_L.tolist(), self.top_ids_LK.numpy(), self.top_LK.numpy()
+        return {
+            at: Logprobs(logprob=chosen[i], top_ids=top_ids[i, :num].tobytes(), top_logprobs=top[i, :num].tobytes())
+            for i, (at, num) in enumerate(zip(self.at.tolist(), self.num_top.tolist(), strict=True))
+        }
+
+
+def batch_logprobs(
+    logits_NV: Tensor, token_ids_N: Tensor, at: npt.NDArray[np.int64], num_top: npt.NDArray[np.int64]
+) -> BatchLogprobs:
+    """A row that failed (token -1) gets numbers without meaning."""
+    at_L = torch.from_numpy(at).to(logits_NV.device, non_blocking=True)
+    logprobs_LV = torch.log_softmax(logits_NV.index_select(0, at_L), dim=-1, dtype=torch.float32)
+    chosen_L1 = logprobs_LV.gather(1, token_ids_N.index_select(0, at_L).clamp(min=0)[:, None])
+    # Always the same number, so that which of several equal tokens are listed does not depend on other rows.
+    top_LK, top_ids_LK = logprobs_LV.topk(min(MAX_LOGPROBS, logprobs_LV.shape[1]), dim=-1)
+    return BatchLogprobs(at, num_top, chosen_L1.squeeze(1), top_ids_LK.to(torch.int32), top_LK)

@@ -1,0 +1,175 @@
+"""The rows of a batch, sorted into parts that need the same work, with their parameters on the device.
+
+Legend: N sampled rows of the batch · n rows of a part · r, p rows of a part that a parameter applies to
+Owns: the split, and the copies to the device.  Does not know: logits.
+
+A part is either greedy or random, and either adjusted (bias, penalty or held-off stop tokens) or not, so the
+parameters of one row cost the other rows nothing.  Parts are built when the batch changes, not every step.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.sampling.cuts import Cuts, TopK, TopP
+from engine.sampling.noise import stream_starts
+from engine.sampling.penalties import Penalties
+from engine.sampling.state import NO_LOGPROBS, SamplingState
+
+# Most float32 scores a part holds at once.  On CPU this keeps a part's passes inside the cache (64 rows of 152 k:
+# see the module's measurements in ``sampler.py``), on a GPU it bounds temporary memory to a few hundred MB.
+PART_SCORES_CPU: Final = 1 << 19
+PART_SCORES_GPU: Final = 1 << 24
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustments:
+    """Changes to the logits of a part.  bias_at, hold_at: int64 into the flattened [n, V] logits."""
+
+    bias_at: Tensor | None
+    bias: Tensor | None
+    penalties: Penalties | None
+    hold_at: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How the tokens of a random part are drawn.  inverse_temperature_n: float32.  stream_starts_n: int64."""
+
+    inverse_temperature_n: Tensor
+    stream_starts_n: Tensor
+    cuts: Cuts | None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """at: the part's rows within the batch; a slice where they are neighbours, so that no logits are copied."""
+
+    at: slice | Tensor
+    adjustments: Adjustments | None
+    draws: Draws | None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """counted_at, counted_lines: int64, rows whose sampled token must be counted, and where.
+    logprobs_at: int64, rows that want log probabilities; num_logprobs: how many each."""
+
+    parts: tuple[Part, ...]
+    draws_any: bool
+    counted_at: Tensor | None
+    counted_lines: Tensor | None
+    logprobs_at: Int64
+    num_logprobs: Int64
+
+
+def build_batch(state: SamplingState, rows_N: Int64, holding_N: npt.NDArray[np.bool_]) -> Batch:
+    """holding_N: rows that have not yet produced their min_tokens."""
+    adjusted_N = state.biased[rows_N] | state.penalised[rows_N] | holding_N
+    random_N = ~state.greedy[rows_N]
+    rows_per_part = max(1, (PART_SCORES_CPU if state.device.type == "cpu" else PART_SCORES_GPU) // state.vocab_size)
+    parts: list[Part] = []
+    for adjusted, random in ((False, False), (False, True), (True, False), (True, True)):
+        at = np.flatnonzero((adjusted_N == adjusted) & (random_N == random))
+        size = rows_per_part if adjusted or random else max(1, len(at))
+        for start in range(0, len(at), size):
+            part_at = at[start : start + size]
+            rows_n = rows_N[part_at]
+            parts.append(
+                Part(
+                    at=_slice_or_index(state, part_at),
+                    adjustments=_adjustments(state, rows_n, holding_N[part_at]) if adjusted else None,
+                    draws=_draws(state, rows_n) if random else None,
+                )
+            )
+    counted_at = np.flatnonzero(state.penalised[rows_N])
+    logprobs_at = np.flatnonzero(state.logprobs[rows_N] != NO_LOGPROBS)
+    return Batch(
+        parts=tuple(parts),
+        draws_any=bool(random_N.any()),
+        counted_at=_upload(state, counted_at) if len(counted_at) else None,
+        counted_lines=_upload(state, state.counts.lines(rows_N[counted_at])) if len(counted_at) else None,
+        logprobs_at=logprobs_at,
+        num_logprobs=state.logprobs[rows_N[logprobs_at]],
+    )
+
+
+def _adjustments(state: SamplingState, rows_n: Int64, holding_n: npt.NDArray[np.bool_]) -> Adjustments:
+    bias_at, bias, hold_at = [], [], []
+    for index, row in enumerate(rows_n.tolist()):
+        ids, values = state.bias[row]
+        bias_at.append(index * state.vocab_size + ids)
+        bias.append(values)
+        if holding_n[index]:
+            hold_at.append(index * state.vocab_size + state.stop_ids[row])
+    has_bias = bool(state.biased[rows_n].any())
+    return Adjustments(
+        bias_at=_upload(state, np.concatenate(bias_at)) if has_bias else None,
+        bias=_upload(state, np.concatenate(bias)) if has_bias else None,
+        penalties=_penalties(state, rows_n),
+        hold_at=_upload(state, np.concatenate(hold_at)) if hold_at else None,
+    )
+
+
+def _penalties(state: SamplingState, rows_n: Int64) -> Penalties | None:
+    at = np.flatnonzero(state.penalised[rows_n])
+    if not len(at):
+        return None
+    rows_p = rows_n[at]
+
+    def column(values: npt.NDArray[np.float32], off: float) -> Tensor | None:
+        values_p1 = values[rows_p, None]
+        return _upload(state, values_p1) if (values_p1 != off).any() else None
+
+    return Penalties(
+        at_p=_upload(state, at),
+        lines_p=_upload(state, state.counts.lines(rows_p)),
+        repetition_p1=column(state.repetition, 1.0),
+        presence_p1=column(state.presence, 0.0),
+        frequency_p1=column(state.frequency, 0.0),
+    )
+
+
+def _draws(state: SamplingState, rows_n: Int64) -> Draws:
+    return Draws(
+        inverse_temperature_n=_upload(state, 1.0 / state.temperature[rows_n]),
+        stream_starts_n=stream_starts(_upload(state, state.seed[rows_n])),
+        cuts=_cuts(state, rows_n),
+    )
+
+
+def _cuts(state: SamplingState, rows_n: Int64) -> Cuts | None:
+    top_k_n, top_p_n, min_p_n = state.top_k[rows_n], state.top_p[rows_n], state.min_p[rows_n]
+    with_k = np.flatnonzero(top_k_n)
+    only_p = np.flatnonzero((top_k_n == 0) & (top_p_n < 1.0))
+    if not len(with_k) and not len(only_p) and not min_p_n.any():
+        return None
+    with np.errstate(divide="ignore"):
+        log_min_p_n1 = np.log(min_p_n[:, None]).astype(np.float32)
+    top_k = top_p = None
+    if len(with_k):
+        top_p_r1 = top_p_n[with_k, None]
+        top_k = TopK(
+            at_r=_upload(state, with_k),
+            last_r1=_upload(state, top_k_n[with_k, None] - 1),
+            width=int(top_k_n.max()),
+            top_p_r1=_upload(state, top_p_r1) if (top_p_r1 < 1.0).any() else None,
+        )
+    if len(only_p):
+        top_p = TopP(at_r=_upload(state, only_p), top_p_r1=_upload(state, top_p_n[only_p, None]))
+    return Cuts(log_min_p_n1=_upload(state, log_min_p_n1), top_k=top_k, top_p=top_p)
+
+
+def _slice_or_index(state: SamplingState, at: Int64) -> slice | Tensor:
+    first, last = int(at[0]), int(at[-1])
+    return slice(first, last + 1) if last - first + 1 == len(at) else _upload(state, at)
+
+
+def _upload(state: SamplingState, values: npt.NDArray[np.generic]) -> Tensor:
+    return torch.from_numpy(values).to(state.device, non_blocking=True)

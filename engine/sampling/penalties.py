@@ -1,0 +1,107 @@
+"""Which tokens a sequence has seen, per row, and the penalties computed from that.
+
+Legend: p rows of a part that have a penalty · V vocabulary
+Owns: the counts, on the device.  Does not know: the other sampling parameters, batches.
+
+Memory: one integer per vocabulary entry for each row that has a penalty at the same time (152 k entries: 0.6 MB,
+half of that when max_len is below 16,384), taken when the first such sequence is admitted and reused afterwards.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_FIRST_CAPACITY: Final = 4
+# An entry is 2 * (times in the output) + (1 if in the prompt).
+_IN_PROMPT: Final = 1
+_IN_OUTPUT: Final = 2
+
+
+class TokenCounts:
+    """Counts of the rows that need them.  A row's counts live in a line of one device tensor."""
+
+    def __init__(self, max_rows: int, vocab_size: int, max_len: int, device: torch.device) -> None:
+        self._max_rows = max_rows
+        self._vocab_size = vocab_size
+        self._device = device
+        self._dtype = torch.int16 if _IN_OUTPUT * max_len + _IN_PROMPT <= torch.iinfo(torch.int16).max else torch.int32
+        self._counts_CV = torch.zeros((0, vocab_size), dtype=self._dtype, device=device)
+        self._line_of_row: dict[int, int] = {}
+        self._free_lines: list[int] = []
+
+    def hold(self, row: int, token_ids: npt.NDArray[np.int32], num_prompt_tokens: int) -> None:
+        """Count a row's tokens from now on, starting with those known already."""
+        if not self._free_lines:
+            self._grow()
+        line = self._line_of_row[row] = self._free_lines.pop()
+        counts_V = self._counts_CV[line]
+        counts_V.zero_()
+        prompt_ids = np.unique(token_ids[:num_prompt_tokens])
+        counts_V[self._upload(prompt_ids)] = _IN_PROMPT
+        output_ids, times = np.unique(token_ids[num_prompt_tokens:], return_counts=True)
+        counts_V.index_add_(0, self._upload(output_ids), self._upload(times * _IN_OUTPUT).to(self._dtype))
+
+    def release(self, row: int) -> None:
+        """The row's line may be given to another row."""
+        line = self._line_of_row.pop(row, None)
+        if line is not None:
+            self._free_lines.append(line)
+
+    def lines(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The line of every row; all of them must be held."""
+        return np.array([self._line_of_row[row] for row in rows.tolist()], dtype=np.int64)
+
+    def read(self, lines_p: Tensor) -> Tensor:
+        """A copy of some lines, counts_pV."""
+        return self._counts_CV.index_select(0, lines_p)
+
+    def add(self, lines_p: Tensor, token_ids_p: Tensor) -> None:
+        """Count one output token per line; -1 counts nothing."""
+        at_p = lines_p * self._vocab_size + token_ids_p.clamp(min=0)
+        self._counts_CV.view(-1).index_add_(0, at_p, ((token_ids_p >= 0) * _IN_OUTPUT).to(self._dtype))
+
+    def _grow(self) -> None:
+        held = self._counts_CV.shape[0]
+        capacity = min(max(_FIRST_CAPACITY, 2 * held), self._max_rows)
+        assert capacity > held, f"{held} lines are held, max_rows is {self._max_rows}"
+        more = torch.zeros((capacity - held, self._vocab_size), dtype=self._dtype, device=self._device)
+        self._counts_CV = torch.cat((self._counts_CV, more))
+        self._free_lines.extend(range(held, capacity))
+
+    def _upload(self, values: npt.NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self._device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """The penalties of some rows of a part.  at_p: int64, which of the part's rows.  lines_p: int64, their counts.
+    The penalties are float32 columns; None where no row has any."""
+
+    at_p: Tensor
+    lines_p: Tensor
+    repetition_p1: Tensor | None
+    presence_p1: Tensor | None
+    frequency_p1: Tensor | None
+
+    def apply(self, logits_nV: Tensor, counts: TokenCounts) -> None:
+        """Change the rows' float32 logits in place.
+
+        Repetition (Keskar et al. 2019, section 4.1, with the sign rule of transformers): a token of prompt or
+        output has a positive logit divided, a negative one multiplied.  Then frequency and presence (OpenAI API
+        reference): minus frequency for every time a token is in the output, minus presence if it is there at all.
+        """
+        logits_pV = logits_nV.index_select(0, self.at_p)
+        counts_pV = counts.read(self.lines_p)
+        if self.repetition_p1 is not None:
+            scaled_pV = torch.where(logits_pV > 0, logits_pV / self.repetition_p1, logits_pV * self.repetition_p1)
+            logits_pV = torch.where(counts_pV > 0, scaled_pV, logits_pV)
+        times_pV = counts_pV >> 1
+        if self.frequency_p1 is not None:
+            logits_pV -= self.frequency_p1 * times_pV
+        if self.presence_p1 is not None:
+            logits_pV -= self.presence_p1 * (times_pV > 0)
+        logits_nV.index_copy_(0, self.at_p, logits_pV)

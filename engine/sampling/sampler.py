@@ -1,0 +1,160 @@
+"""The sampler: one next token for every sampled row of a step, each by its own request's parameters.
+
+Legend: N sampled rows of the batch · n rows of a part · V vocabulary · W padded vocabulary
+Owns: the order of operations.  Does not know: requests, the model, when a sequence ends.
+
+For each row, in this order:
+  1. log probabilities are taken from the logits as they came;
+  2. logit_bias is added (OpenAI);
+  3. repetition, then presence and frequency penalty (``penalties.py``);
+  4. EOS and stop tokens are held off until min_tokens exist;
+  5. temperature: logits are divided by it; 0 takes the most likely token, the lowest id among equals;
+  6. min_p: tokens less likely than min_p times the most likely one are cut (Nguyen et al. 2024);
+  7. top_k: all but the k most likely are cut (Fan et al. 2018);
+  8. top_p: of what is left, renormalised, the smallest set that holds top_p is kept (Holtzman et al. 2020);
+  9. one is drawn by inverse CDF from the uniform number of (seed, position) (``noise.py``, ``draw.py``).
+Whatever else is in the batch, a row's token is the same.  Nothing here waits for the device.
+
+Measured on one CPU core, milliseconds per row of 151,936 float32 logits in a batch of 8: greedy 0.08, temperature
+0.14, with top_k 20 and top_p 0.95 0.35, top_p alone 0.75, penalties 0.4 more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.sampling.cuts import lowest_kept
+from engine.sampling.draw import draw, padded_scores, weights
+from engine.sampling.logprobs import BatchLogprobs, batch_logprobs
+from engine.sampling.noise import uniforms
+from engine.sampling.params import SamplingParams
+from engine.sampling.parts import Adjustments, Batch, Draws, Part, build_batch
+from engine.sampling.state import SamplingState
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """token_ids_N: int64; -1 where a row's logits had no finite maximum.  logprobs: None if no row asked."""
+
+    token_ids_N: Tensor
+    logprobs: BatchLogprobs | None
+
+    def to_host(self) -> "SampledTokens":
+        """Queue the copy to pinned memory; read it only behind an event recorded after this call."""
+        logprobs = self.logprobs
+        if logprobs is not None:
+            logprobs = replace(
+                logprobs,
+                chosen_L=_pinned_copy(logprobs.chosen_L),
+                top_ids_LK=_pinned_copy(logprobs.top_ids_LK),
+                top_LK=_pinned_copy(logprobs.top_LK),
+            )
+        return SampledTokens(_pinned_copy(self.token_ids_N), logprobs)
+
+
+class Sampler:
+    """Samples for the rows of one rank; equal calls on every rank give equal tokens."""
+
+    def __init__(self, max_rows: int, vocab_size: int, max_len: int, device: torch.device) -> None:
+        self._state = SamplingState(max_rows, vocab_size, max_len, device)
+        self._batch_key: tuple[int, bytes, bytes] | None = None
+        self._batch: Batch | None = None
+
+    def admit(
+        self,
+        row: int,
+        params: SamplingParams,
+        token_ids: npt.NDArray[np.int32],
+        num_prompt_tokens: int,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        """A sequence takes a row, and nothing of the row's last owner stays.
+
+        token_ids: all that is known of it, the prompt and then output kept over a retraction.
+        """
+        self._state.admit(row, params, token_ids, num_prompt_tokens, eos_token_ids)
+
+    def sample(self, logits_NV: Tensor, rows_N: Int64, positions_N: Int64) -> SampledTokens:
+        """One token per row.  logits_NV: floating point, left as it is.  rows_N: distinct.
+        positions_N: the position each sampled token will have, i.e. how many tokens come before it."""
+        batch = self._batch_for(rows_N, positions_N)
+        positions = _upload(positions_N, logits_NV.device) if batch.draws_any else None
+        token_ids_N = torch.empty(len(rows_N), dtype=torch.int64, device=logits_NV.device)
+        for part in batch.parts:
+            at = part.at
+            logits_nV = logits_NV[at] if isinstance(at, slice) else logits_NV.index_select(0, at)
+            token_ids_n = self._pick(part, logits_nV, positions)
+            if isinstance(at, slice):
+                token_ids_N[at] = token_ids_n
+            else:
+                token_ids_N.index_copy_(0, at, token_ids_n)
+        if batch.counted_at is not None and batch.counted_lines is not None:
+            self._state.counts.add(batch.counted_lines, token_ids_N.index_select(0, batch.counted_at))
+        logprobs = None
+        if len(batch.logprobs_at):
+            logprobs = batch_logprobs(logits_NV, token_ids_N, batch.logprobs_at, batch.num_logprobs)
+        return SampledTokens(token_ids_N, logprobs)
+
+    def _batch_for(self, rows_N: Int64, positions_N: Int64) -> Batch:
+        """The batch of the last step, if nothing has changed: a steady decode step builds nothing."""
+        holding_N = positions_N < self._state.stop_from[rows_N]
+        key = (self._state.version, rows_N.tobytes(), holding_N.tobytes())
+        if self._batch is None or self._batch_key != key:
+            self._batch, self._batch_key = build_batch(self._state, rows_N, holding_N), key
+        return self._batch
+
+    def _pick(self, part: Part, logits_nV: Tensor, positions_N: Tensor | None) -> Tensor:
+        """Token per row of a part, -1 where the maximum of the logits, as they came or adjusted, is not finite."""
+        raw_top_n = None
+        if part.adjustments is not None:
+            raw_top_n = logits_nV.amax(dim=-1)
+            logits_nV = self._adjusted(part.adjustments, logits_nV)
+        if part.draws is None:
+            top_n, token_ids_n = logits_nV.max(dim=-1)
+        else:
+            assert positions_N is not None
+            top_n = logits_nV.amax(dim=-1)
+            positions_n = positions_N[part.at] if isinstance(part.at, slice) else positions_N.index_select(0, part.at)
+            weights_nW = candidate_weights(part.draws, logits_nV, top_n)
+            token_ids_n = draw(weights_nW, uniforms(part.draws.stream_starts_n, positions_n))
+        # A NaN anywhere in a row is its maximum, so one test on n numbers covers the vocabulary.
+        finite_n = top_n.isfinite()
+        if raw_top_n is not None:
+            finite_n &= raw_top_n.isfinite()
+        return torch.where(finite_n, token_ids_n, -1)
+
+    def _adjusted(self, adjustments: Adjustments, logits_nV: Tensor) -> Tensor:
+        """A float32 copy of the logits with bias, penalties and held-off stop tokens."""
+        logits_nV = logits_nV.to(torch.float32, copy=True)
+        if adjustments.bias_at is not None and adjustments.bias is not None:
+            logits_nV.view(-1).index_add_(0, adjustments.bias_at, adjustments.bias)
+        if adjustments.penalties is not None:
+            adjustments.penalties.apply(logits_nV, self._state.counts)
+        if adjustments.hold_at is not None:
+            # The lowest finite number, not -inf: a row that allows nothing but EOS then ends instead of failing.
+            logits_nV.view(-1).index_fill_(0, adjustments.hold_at, torch.finfo(torch.float32).min)
+        return logits_nV
+
+
+def candidate_weights(draws: Draws, logits_nV: Tensor, top_n: Tensor) -> Tensor:
+    """weights_nW: what each token is drawn in proportion to, after temperature and cuts."""
+    scores_nW = padded_scores(logits_nV, top_n, draws.inverse_temperature_n)
+    weights_nW = weights(scores_nW)
+    if draws.cuts is not None:
+        weights_nW.masked_fill_(scores_nW < lowest_kept(scores_nW, weights_nW, draws.cuts), 0.0)
+    return weights_nW
+
+
+def _upload(values: Int64, device: torch.device) -> Tensor:
+    # From a copy: the caller's array may be read-only, or change before the device has read it.
+    return torch.from_numpy(np.array(values, dtype=np.int64)).to(device, non_blocking=True)
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

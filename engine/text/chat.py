@@ -1,0 +1,114 @@
+"""Chat templates: a conversation to the text a model was trained on.
+
+Owns: compiling a checkpoint's Jinja template in a sandbox, and turning its failures into refusals of one request.
+Does not know: tokens, HTTP.  Clients cannot bring templates.
+
+The environment is the one transformers gives templates (``apply_chat_template``): block trimming, loop controls,
+``tojson`` without HTML escapes, ``raise_exception``, ``strftime_now``, and ``generation`` blocks, which only matter
+for training.  Rendering is not bounded in time, so it belongs into a worker thread.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from engine.errors import RequestError, WeightsError
+from engine.messages import ChatTurn
+
+_MAX_REASON_CHARS: Final = 500
+
+
+class ChatTemplate:
+    """One compiled template."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        origin: str,
+        variables: Mapping[str, str],
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """origin: the file, for messages.  variables: bos_token and the like.  now: the clock of ``strftime_now``.
+
+        Raises WeightsError if the template is not valid Jinja."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["namespace"] = _PlainNamespace
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda layout: now().strftime(layout)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise WeightsError(
+                f"{origin}: the chat template is broken at line {error.lineno}: {error.message}"
+            ) from None
+        self._variables = {**variables, "tools": None, "documents": None, "add_generation_prompt": True}
+
+    def render(self, turns: Sequence[ChatTurn]) -> str:
+        """The text up to where the assistant's answer begins.  Raises RequestError if the template fails."""
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        try:
+            return self._template.render({**self._variables, "messages": messages})
+        except Exception as error:
+            # Templates check the conversation by raising, or just fail on one they did not expect: either way it is
+            # this request that the model cannot take.
+            reason = str(error) or type(error).__name__
+            raise RequestError(
+                f"messages: the model's chat template refuses them: {reason[:_MAX_REASON_CHARS]}", param="messages"
+            ) from None
+
+
+class _GenerationBlock(Extension):
+    """``{% generation %}...{% endgeneration %}`` marks what a model is trained on; for us it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _PlainNamespace(Namespace):
+    """A namespace that cannot be given Python's own hooks, such as ``__html__``, by a hostile template."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # Without a ``self``, as jinja2 does it, so that a template may use that name too.
+        Namespace.__init__(*args, **kwargs)
+        for name in dict(*args[1:], **kwargs):
+            _refuse_private(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: str) -> None:
+    if name.startswith("_"):
+        raise SecurityError(f"a template may not set {name!r} on a namespace")
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

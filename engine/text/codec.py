@@ -1,0 +1,98 @@
+"""Between text and token ids, for one model: encoding, chats, and the pieces that streams are built from.
+
+Owns: the tokenizer.  Does not know: open requests, event loops, what a model does with the ids.
+
+``encode`` and ``encode_chat`` take 10 ms for a long prompt and seconds for a hostile one: call them in a worker
+thread, after a bound on the number of characters.  They encode by ``encode_batch_fast``, which releases the GIL;
+``encode`` of the tokenizers library holds it and would stop the event loop from another thread.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.errors import RequestError
+from engine.messages import ChatTurn, TokenText
+from engine.sampling.params import SamplingParams
+from engine.text.detokenizer import Detokenizer, TokenIds
+from engine.text.files import TokenizerFiles
+from engine.text.stream import TextStream
+from engine.text.vocabulary import Vocabulary
+
+Int32 = npt.NDArray[np.int32]
+
+
+class TextCodec:
+    """Immutable after construction, so any thread may use it."""
+
+    def __init__(self, files: TokenizerFiles | None) -> None:
+        """files: None for a model that takes and gives token ids only."""
+        self._tokenizer = files.tokenizer if files else None
+        self._template = files.template if files else None
+        self._vocabulary = Vocabulary.read(files.tokenizer, files.decoder) if files else Vocabulary([])
+
+    @classmethod
+    def load(cls, directory: Path) -> "TextCodec":
+        """From a checkpoint directory.  Raises WeightsError that names the file."""
+        return cls(TokenizerFiles(directory))
+
+    @classmethod
+    def without_tokenizer(cls) -> "TextCodec":
+        """For a model that takes and gives token ids only: text prompts are refused, output has no text."""
+        return cls(None)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id that encoding can give."""
+        return len(self._vocabulary)
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether the checkpoint has a chat template."""
+        return self._template is not None
+
+    def encode(self, text: str) -> Int32:
+        """The prompt of a completion, with the special tokens (BOS) that the model expects around a text.
+
+        Raises RequestError if there is nothing to encode."""
+        return self._encode(text, add_special_tokens=True, param="prompt")
+
+    def encode_chat(self, turns: Sequence[ChatTurn]) -> Int32:
+        """A conversation up to the assistant's answer.  The template writes its special tokens itself.
+
+        Raises RequestError if the model has no template or the template refuses."""
+        if self._template is None:
+            raise RequestError(
+                "this model has no chat template, so it cannot take messages; send a prompt instead",
+                code="no_chat_template",
+                param="messages",
+            )
+        return self._encode(self._template.render(turns), add_special_tokens=False, param="messages")
+
+    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> Int32:
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer; send the prompt as token ids", param=param)
+        try:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError:
+            # A str that the library cannot take: half of a surrogate pair, which is no character.
+            raise RequestError(f"{param}: not valid Unicode (lone surrogate)", param=param) from None
+        if not encoding.ids:
+            raise RequestError(f"{param}: empty, there is nothing to continue", param=param)
+        return np.array(encoding.ids, dtype=np.int32)
+
+    def decode(self, token_ids: TokenIds, *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence."""
+        detokenizer = Detokenizer(self._vocabulary, skip_special_tokens=skip_special_tokens)
+        return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def open_stream(self, prompt_ids: TokenIds, params: SamplingParams) -> TextStream:
+        """For one request's output.  prompt_ids: what it continues."""
+        return TextStream(self._vocabulary, prompt_ids, params)
+
+    def token_text(self, token_id: int, logprob: float) -> TokenText:
+        """A token by itself, as lists of log probabilities show it."""
+        piece = self._vocabulary.piece(token_id)
+        return TokenText(token_id=token_id, text=piece.decode("utf-8", "replace"), utf8=piece, logprob=logprob)

@@ -1,0 +1,56 @@
+"""One request's output as it becomes visible: detokenised, cut at a stop string.
+
+Owns: the order of the two, and how many tokens the visible text took.  Does not know: messages, why a request ends.
+"""
+
+from engine.sampling.params import SamplingParams
+from engine.text.detokenizer import Detokenizer, TokenIds
+from engine.text.stops import StopMatcher
+from engine.text.vocabulary import Vocabulary
+
+
+class TextStream:
+    """num_tokens: how many were taken; with a stop string, up to the one that completed it.
+
+    Everything returned by ``push`` and ``finish``, joined, is the same however the tokens are grouped.
+    """
+
+    __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "num_tokens")
+
+    def __init__(self, vocabulary: Vocabulary, prompt_ids: TokenIds, params: SamplingParams) -> None:
+        """prompt_ids: what the output continues, also where it is not shown."""
+        self.num_tokens = 0
+        self._detokenizer = Detokenizer(
+            vocabulary, skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt_ids
+        )
+        self._matcher: StopMatcher | None = None
+        if params.stop:
+            self._matcher = StopMatcher(params.stop, include=params.include_stop_str_in_output)
+        self._min_tokens = params.min_tokens
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that has ended the text; from then on nothing more becomes visible."""
+        return self._matcher.matched if self._matcher else None
+
+    def push(self, token_ids: TokenIds) -> str:
+        """Text that is visible now.  A token that ends the sequence and is not to be shown must not be pushed."""
+        if self._matcher is None:
+            self.num_tokens += len(token_ids)
+            return self._detokenizer.push(token_ids)
+        visible = []
+        for token_id in token_ids:
+            if self._matcher.matched is not None:
+                break
+            self.num_tokens += 1
+            text = self._detokenizer.push((token_id,))
+            # Text of the first min_tokens tokens is not searched: nothing may stop before them.
+            visible.append(self._matcher.push(text) if self.num_tokens > self._min_tokens else text)
+        return "".join(visible)
+
+    def finish(self) -> str:
+        """No more tokens come: what was held back.  May still find a stop string."""
+        text = self._detokenizer.finish()
+        if self._matcher is None:
+            return text
+        return self._matcher.push(text) + self._matcher.finish()

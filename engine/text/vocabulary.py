@@ -1,0 +1,123 @@
+"""What every token is as bytes, so that text can be put together without asking the tokenizer.
+
+Owns: reading a tokenizer's decoder once, as a table.  Does not know: requests, streams, encoding.
+
+A stream cannot be built from the tokenizer's own ``decode``, which returns text and so has already replaced the
+halves of a character by U+FFFD; nor from its ``DecodeStream``, which raises "Invalid prefix" on byte sequences that
+are not UTF-8 and drops an incomplete end.  Bytes of single tokens simply join.  The text is the one ``decode`` gives,
+with one exception: where byte tokens (``<0xE4>``) spell invalid UTF-8, ``decode`` loses the whole run of byte tokens;
+here only the invalid bytes become U+FFFD, since the valid ones before them may have been sent already.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from engine.errors import WeightsError
+
+_UNREADABLE: Final = "\uffff"
+_ALL_SPACES: Final = 1 << 30
+
+
+class Vocabulary:
+    """token id -> bytes.
+
+    visible_pieces: special tokens are empty.  all_pieces: special tokens are their names.  Both by token id.
+    leading_spaces: how many spaces a text loses at its start, since the tokenizer put them there.
+    """
+
+    def __init__(self, pieces: list[bytes], special_ids: Iterable[int] = (), leading_spaces: int = 0) -> None:
+        self.all_pieces = pieces
+        self.visible_pieces = list(pieces)
+        for token_id in special_ids:
+            self.visible_pieces[token_id] = b""
+        self.leading_spaces = leading_spaces
+
+    @classmethod
+    def read(cls, tokenizer: Tokenizer, decoder: Mapping[str, Any] | None) -> "Vocabulary":
+        """decoder: the "decoder" object of tokenizer.json.  Raises WeightsError if it is of an unknown kind."""
+        reader = _PieceReader(decoder)
+        by_id = {token_id: token for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()}
+        pieces = [b""] * (max(by_id, default=-1) + 1)
+        for token_id, token in by_id.items():
+            pieces[token_id] = reader.read(token)
+        special_ids = [token_id for token_id, added in tokenizer.get_added_tokens_decoder().items() if added.special]
+        return cls(pieces, special_ids, reader.leading_spaces)
+
+    def __len__(self) -> int:
+        """One more than the largest token id."""
+        return len(self.all_pieces)
+
+    def piece(self, token_id: int) -> bytes:
+        """A token's bytes, special or not; none for an id that a padded model can produce but no token has."""
+        return self.all_pieces[token_id] if 0 <= token_id < len(self.all_pieces) else b""
+
+
+class _PieceReader:
+    """A decoder, step by step, for one token at a time."""
+
+    def __init__(self, decoder: Mapping[str, Any] | None) -> None:
+        self.leading_spaces = 0
+        self._prefix = ""
+        self._replacements: list[tuple[str, str]] = []
+        self._byte_level = False
+        self._byte_tokens: dict[str, bytes] = {}
+        if decoder is None:  # tokens are words, joined by spaces
+            self._prefix, self.leading_spaces = " ", 1
+        else:
+            self._add(decoder)
+
+    def _add(self, step: Mapping[str, Any]) -> None:
+        match step:
+            case {"type": "Sequence", "decoders": [*steps]}:
+                for inner in steps:
+                    self._add(inner)
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                self._replacements.append((old, new))
+            case {"type": "Metaspace", "replacement": str(mark)}:
+                self._replacements.append((mark, " "))
+                if step.get("prepend_scheme", "always") != "never":
+                    self.leading_spaces = _ALL_SPACES
+            case {"type": "Strip", "content": " ", "start": int(start), "stop": 0}:
+                self.leading_spaces = start
+            case {"type": "ByteFallback"}:
+                self._byte_tokens = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+            case {"type": "ByteLevel"}:
+                self._byte_level = True
+            case {"type": "Fuse"}:
+                pass  # joins tokens, as everything here does
+            case _:
+                raise WeightsError(
+                    f"tokenizer.json: cannot stream the decoder {dict(step)!r:.200}; known are ByteLevel, Metaspace, "
+                    "and sequences of Replace (of a string), ByteFallback, Fuse and Strip (of spaces at the start)"
+                )
+
+    def read(self, token: str) -> bytes:
+        """A token's bytes."""
+        for old, new in self._replacements:
+            token = token.replace(old, new)
+        if token in self._byte_tokens:
+            return self._byte_tokens[token]
+        if self._byte_level:
+            try:
+                return token.translate(_BYTE_OF_LETTER).encode("latin-1")
+            except UnicodeEncodeError:
+                pass  # only added tokens hold characters outside the alphabet; they stand for themselves
+        return (self._prefix + token).encode()
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """Code point of a letter -> the character with the byte's value; for other code points below 256 an invalid one.
+
+    Byte-level BPE (Radford et al. 2019, GPT-2) writes printable Latin-1 bytes as themselves and the others, in order,
+    as the characters from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {byte: chr(byte) if byte in printable else _UNREADABLE for byte in range(256)}
+    table.update({0x100 + index: chr(byte) for index, byte in enumerate(others)})
+    return table
+
+
+_BYTE_OF_LETTER: Final = _byte_alphabet()

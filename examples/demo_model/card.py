@@ -1,0 +1,173 @@
+"""Owns the model card: turns measurements into README.md. No figure in it is typed by hand."""
+
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+from baseline import Baseline
+from checkpoint import Progress
+from corpus import LIBRARY_REPEATS
+from measure import HeldOut, Sample
+
+HEADER = """\
+---
+license: other
+license_name: psf-2.0
+license_link: https://docs.python.org/3/license.html
+library_name: transformers
+pipeline_tag: text-generation
+language: [en, code]
+---
+
+<!-- Written by train.py from its measurements; change card.py rather than this file. -->
+
+# Callboard demo model
+
+A very small language model of Python code, so that `callboard serve` has a real, trained model to
+serve the moment the repository is cloned. It uses the Qwen3 architecture, loads with
+`transformers`, completes Python and answers simple chat requests for a function.
+"""
+
+USE = """\
+## Intended use
+
+Showing and testing a serving engine: real weights, a real tokenizer, text that visibly is or is
+not right, and end tokens that arrive. It is small enough for two processor cores.
+
+## Limits
+
+- It knows the *look* of Python: indentation, docstrings, common idioms. It does not know what
+  programs mean, and the functions it writes are usually wrong. Do not run them.
+- It knows no facts, and no language but the English of comments and docstrings.
+- Chat covers "write a function named ..." and greetings. Anything else gets something code-like.
+- Greedy decoding often falls into a loop; a temperature of 0.6 to 0.8 reads better.
+- A newline and the indentation after it are usually one token, so a prompt that ends right after
+  a newline may be continued without indentation. End such a prompt before the newline.
+- It may repeat passages of the standard library word for word.
+- The held-out files were kept out by path; passages they share with training files were not
+  removed, which flatters the model and the n-gram alike.
+
+## Data and licence
+
+The training text is the Python standard library as installed with CPython {python}, which is
+distributed under the Python Software Foundation License Version 2; some modules carry further
+notices of their authors. Left out: installed packages, encoding tables, generated data, files
+with very long lines. Library code was seen {repeats} times as often as test code. The chat
+examples are functions cut out of the same training files, asked for by name, signature or
+docstring, plus a few fixed greetings. The weights are derived from that text: keep the licence
+notice with them.
+
+## Train it again
+
+    python examples/demo_model/train.py --help
+
+`corpus.py` and `chat_examples.py` choose the text, `vocabulary.py` the tokens, `network.py` the
+shape and the optimizers; `loop.py` and `checkpoint.py` train; `measure.py`, `baseline.py`,
+`export.py` and `card.py` produce this folder. It needs `torch`, `transformers`, `tokenizers`,
+`safetensors`, `numpy` and `tqdm`. A run limited by `--minutes` depends on the machine's speed;
+one limited by `--steps` can be repeated.
+"""
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """Everything the card states that had to be counted or measured."""
+
+    parameters: int
+    config: dict[str, Any]
+    weight_bytes: int
+    counts: dict[str, int]
+    progress: Progress
+    held_out: HeldOut
+    baseline: Baseline
+    samples: list[Sample]
+
+
+def table(rows: list[tuple[str, str]], head: tuple[str, str]) -> str:
+    """A two-column Markdown table."""
+    lines = [f"| {head[0]} | {head[1]} |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {left} | {right} |" for left, right in rows)]) + "\n"
+
+
+def describe(facts: CardFacts) -> str:
+    """Shape and training in figures."""
+    config, now, counts = facts.config, facts.progress, facts.counts
+    sessions = f", in {now.sessions} sessions" if now.sessions > 1 else ""
+    rows = [
+        ("parameters", f"{facts.parameters:,} (embedding tied with the output layer)"),
+        ("weights", f"bf16 safetensors, {facts.weight_bytes:,} bytes"),
+        (
+            "shape",
+            f"{config['num_hidden_layers']} layers, hidden {config['hidden_size']}, "
+            f"feed-forward {config['intermediate_size']}, {config['num_attention_heads']} query "
+            f"and {config['num_key_value_heads']} key-value heads of {config['head_dim']}",
+        ),
+        ("vocabulary", f"{config['vocab_size']:,} tokens, byte-level BPE"),
+        ("context", f"{config['max_position_embeddings']:,} tokens"),
+        (
+            "training text",
+            f"{counts['train_files']:,} files, {counts['train_bytes'] / 1e6:.1f} MB, and "
+            f"{counts['chat_documents']:,} chat examples, {counts['chat_bytes'] / 1e6:.1f} MB",
+        ),
+        ("training stream", f"{counts['stream_tokens'] / 1e6:.1f} M tokens"),
+        (
+            "tokens seen",
+            f"{now.tokens / 1e6:.1f} M in {now.step:,} steps "
+            f"({now.tokens / counts['stream_tokens']:.2f} passes over the stream)",
+        ),
+        ("training time", f"{now.seconds / 60:.1f} minutes on {now.hardware}{sessions}"),
+    ]
+    notes = "".join(f"\n{note}\n" for note in now.notes)
+    return table(rows, ("", "value")) + notes
+
+
+def results(facts: CardFacts) -> str:
+    """The measurements beside the baseline."""
+    held_out, baseline = facts.held_out, facts.baseline
+    order = baseline.best_order
+    bytes_per_token = held_out.bytes / held_out.tokens
+    rows = [
+        ("**this model**", f"**{held_out.bits_per_byte:.3f}**"),
+        (
+            f"byte {order}-gram, Witten-Bell interpolated, fitted on the same training files",
+            f"{baseline.bits_by_order[order]:.3f}",
+        ),
+        ("`xz -9e` on the held-out files alone", f"{baseline.xz_bits:.3f}"),
+    ]
+    positions = [(where, f"{loss:.3f}") for where, loss in held_out.by_position.items()]
+    return (
+        f"Held-out loss: **{held_out.nats_per_token:.3f} nats per token** over "
+        f"{held_out.tokens:,} tokens of {facts.counts['held_out_files']} files "
+        f"({held_out.bytes:,} bytes, {bytes_per_token:.2f} per token), which no part of the "
+        "training has seen.\n\n"
+        + table(rows, ("on the held-out files", "bits per byte"))
+        + f"\nThe n-gram is the best of orders 1 to {max(baseline.bits_by_order)}. Whether the "
+        "whole context is of use, by position in the window:\n\n"
+        + table(positions, ("position in tokens", "nats per token"))
+    )
+
+
+def show_sample(sample: Sample) -> str:
+    """One sample as a fenced block, with how it ended."""
+    ending = "ended by an end token" if sample.stopped else "cut at the length limit"
+    text = (sample.prompt + sample.completion).rstrip()
+    return f"{sample.title}, {ending}:\n\n```\n{text}\n```\n"
+
+
+def render(facts: CardFacts) -> str:
+    """The whole card."""
+    use = USE.format(python=platform.python_version(), repeats=LIBRARY_REPEATS)
+    samples = "\n".join(show_sample(sample) for sample in facts.samples)
+    return "\n".join(
+        [
+            HEADER,
+            "## Figures\n",
+            describe(facts),
+            "## Results\n",
+            results(facts),
+            "## Samples\n",
+            "Taken by the training script with a fixed seed, not chosen.\n",
+            samples,
+            use,
+        ]
+    )

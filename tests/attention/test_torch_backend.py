@@ -1,0 +1,187 @@
+"""The torch backend against the definition of attention, with everything it must not read poisoned by NaN."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.errors import PluginError
+from engine.kv.pool import KVPool
+from engine.layers.attention import AttentionBatch, AttentionSpec
+from engine.plugins.attention import torch as backend_module
+from engine.plugins.attention.torch import TorchAttention, callboard_attention_backend
+from engine.plugins.hookspecs import AttentionContext
+from tests.attention.reference import attend_one
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Paged:
+    """Sequences of (length, queries) in a pool whose every other slot is NaN."""
+
+    spec: AttentionSpec
+    pool: KVPool
+    batch: AttentionBatch
+    q_TNH: Tensor
+    slots: list[Tensor]
+
+    def expected(self, layer: int) -> Tensor:
+        windowed = self.spec.window and layer >= self.spec.first_window_layer
+        rows, first = [], 0
+        for slots, length, count in zip(
+            self.slots, self.batch.host_lengths, self.batch.host_query_lengths, strict=True
+        ):
+            keys, values = self.pool.keys(layer)[slots], self.pool.values(layer)[slots]
+            for index in range(count):
+                end = length - count + index + 1
+                window = self.spec.window if windowed else 0
+                rows.append(attend_one(self.q_TNH[first + index], keys[:end], values[:end], self.spec.scale, window))
+            first += count
+        return torch.stack(rows)
+
+
+def paged(
+    spec: AttentionSpec,
+    sequences: list[tuple[int, int]],
+    page_size: int,
+    seed: int,
+    shuffled: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> Paged:
+    """Random keys, values and queries.  Unused table entries are 0, as the contract says; page 0 may be in use."""
+    rng = np.random.default_rng(seed)
+    sequences = sorted(sequences, key=lambda one: one[1] != 1)
+    counts = [-(-length // page_size) for length, _ in sequences]
+    num_pages = sum(counts) + 3
+    order = rng.permutation(num_pages) if shuffled else np.arange(num_pages)
+    pool = KVPool(spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_size, dtype, CPU)
+    pool.data.fill_(torch.nan)
+    table = np.zeros((len(sequences), max(counts) + 1), dtype=np.int32)
+    generator = torch.Generator().manual_seed(seed)
+    all_slots, taken = [], 0
+    for row, ((length, _), count) in enumerate(zip(sequences, counts, strict=True)):
+        pages = order[taken : taken + count]
+        taken += count
+        table[row, :count] = pages
+        place = np.arange(length)
+        slots = torch.from_numpy(pages[place // page_size] * page_size + place % page_size)
+        for layer in range(spec.num_layers):
+            for store in (pool.keys(layer), pool.values(layer)):
+                store[slots] = torch.randn(length, *store.shape[1:], generator=generator).to(dtype)
+        all_slots.append(slots)
+    queries = np.array([count for _, count in sequences], dtype=np.int32)
+    lengths = np.array([length for length, _ in sequences], dtype=np.int32)
+    batch = AttentionBatch(
+        num_decodes=int((queries == 1).sum()),
+        page_table_BP=torch.from_numpy(table),
+        lengths_B=torch.from_numpy(lengths),
+        query_starts_B1=torch.from_numpy(np.concatenate(([0], queries.cumsum())).astype(np.int32)),
+        host_lengths=lengths,
+        host_query_lengths=queries,
+    )
+    q_TNH = torch.randn(int(queries.sum()), spec.num_heads, spec.head_size, generator=generator).to(dtype)
+    return Paged(spec, pool, batch, q_TNH, all_slots)
+
+
+def check(case: Paged, tolerance: float) -> None:
+    backend = TorchAttention(case.spec, case.pool)
+    with torch.inference_mode():
+        backend.begin(case.batch)
+        for layer in range(case.spec.num_layers):
+            out_TNH = backend.attend(layer, case.q_TNH)
+            assert out_TNH.dtype == case.q_TNH.dtype
+            assert out_TNH.shape == case.q_TNH.shape
+            worst = (out_TNH.double() - case.expected(layer)).abs().max().item()
+            assert worst <= tolerance, f"layer {layer} differs by {worst}"
+
+
+def spec_of(
+    num_heads: int, num_kv_heads: int, head_size: int, window: int = 0, first_window_layer: int = 0
+) -> AttentionSpec:
+    return AttentionSpec(2, num_heads, num_kv_heads, head_size, head_size**-0.5, window, first_window_layer)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("shuffled", [True, False])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1)])
+def test_mixed_ragged_batch(page_size: int, shuffled: bool, heads: tuple[int, int]):
+    sequences = [(1, 1), (37, 1), (64, 1), (20, 20), (33, 7), (50, 2)]
+    check(paged(spec_of(*heads, 16), sequences, page_size, seed=1, shuffled=shuffled), 2e-6)
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 40])
+@pytest.mark.parametrize("first_window_layer", [0, 1])
+def test_sliding_window(window: int, first_window_layer: int):
+    sequences = [(1, 1), (39, 1), (64, 1), (30, 30), (33, 9)]
+    check(paged(spec_of(4, 2, 8, window, first_window_layer), sequences, 4, seed=2), 2e-6)
+
+
+@pytest.mark.parametrize(("length", "queries"), [(128, 128), (129, 129), (300, 257), (260, 2)])
+@pytest.mark.parametrize("window", [0, 50])
+def test_queries_beyond_one_block(length: int, queries: int, window: int):
+    check(paged(spec_of(2, 1, 4, window), [(length, queries), (3, 1)], 16, seed=3), 2e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_half_precision(dtype: torch.dtype, tolerance: float):
+    sequences = [(90, 1), (64, 1), (40, 40), (33, 7)]
+    for shuffled in (True, False):
+        check(paged(spec_of(4, 2, 16), sequences, 16, seed=4, shuffled=shuffled, dtype=dtype), tolerance)
+
+
+def test_one_strided_slice_of_a_wider_tensor_as_queries():
+    """The decoder hands over the query part of a merged product."""
+    case = paged(spec_of(4, 2, 8), [(9, 1), (21, 1), (12, 5)], 4, seed=5)
+    wider = torch.randn(len(case.q_TNH), 8, 8)
+    wider[:, :4] = case.q_TNH
+    case.q_TNH = wider[:, :4]
+    check(case, 2e-6)
+
+
+SEQUENCE = st.integers(1, 40).flatmap(lambda length: st.tuples(st.just(length), st.integers(1, length)))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    sequences=st.lists(SEQUENCE, min_size=1, max_size=5),
+    page_size=st.sampled_from([1, 4, 8]),
+    window=st.sampled_from([0, 0, 3, 8, 64]),
+    shuffled=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_batch(sequences: list[tuple[int, int]], page_size: int, window: int, shuffled: bool, seed: int):
+    check(paged(spec_of(2, 1, 4, window), sequences, page_size, seed, shuffled), 2e-6)
+
+
+def test_long_neighbouring_pages_are_copied(monkeypatch: pytest.MonkeyPatch):
+    """Above a size even keys that lie side by side are copied first; here everything is above it."""
+    monkeypatch.setattr(backend_module, "IN_PLACE_BYTES", 0)
+    sequences = [(37, 1), (64, 1), (33, 7), (200, 3)]
+    check(paged(spec_of(4, 2, 8), sequences, 16, seed=6, shuffled=False), 2e-6)
+
+
+def context(**changes: object) -> AttentionContext:
+    shape = {"page_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_size": 64}
+    return AttentionContext(**{"device": "cpu", "dtype": "float32", **shape, **changes})
+
+
+def test_hook_callboard_attention_backend_gives_the_factory():
+    assert callboard_attention_backend(context(window=7)) is TorchAttention
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "tpu"}, "not on 'tpu'"),
+        ({"dtype": "int8"}, "not in 'int8'"),
+        ({"options": {"fast": 1}}, "no options; got fast"),
+    ],
+)
+def test_what_it_cannot_do_is_a_plugin_error(changes: dict[str, object], reason: str):
+    with pytest.raises(PluginError, match=reason):
+        callboard_attention_backend(context(**changes))

@@ -1,0 +1,54 @@
+"""A packed weight multiplies like the plain one, whatever the input looks like."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.layers.embedding import VocabLinear
+from engine.layers.linear import Linear
+from engine.layers.packing import pack
+from engine.plugins.comm.local import LocalComm
+
+CPU = torch.device("cpu")
+
+
+def filled(bias: bool) -> tuple[Linear, torch.Tensor]:
+    linear = Linear(24, 40, bias, CPU, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(40, 24, generator=generator)
+    linear.weight.copy_(weight)
+    if linear.bias is not None:
+        linear.bias.copy_(torch.arange(40.0))
+    return linear, weight
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 17, 130])
+@pytest.mark.parametrize("bias", [True, False])
+def test_packing_does_not_change_the_product(rows: int, bias: bool):
+    linear, weight = filled(bias)
+    wider = torch.randn(rows, 30, generator=torch.Generator().manual_seed(rows))
+    linear.pack()
+    for x in (wider[:, :24].contiguous(), wider[:, :24], wider[:, 6:]):
+        expected = F.linear(x, weight, linear.bias)
+        torch.testing.assert_close(linear(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_plain_weight_is_freed_unless_it_is_read_elsewhere():
+    linear, _ = filled(bias=False)
+    linear.pack()
+    assert not hasattr(linear, "weight")
+    table = VocabLinear(10, 8, LocalComm(), CPU, torch.float32)
+    table.weight.copy_(torch.arange(80.0).view(10, 8))
+    table.pack(keep_weight=True)
+    assert torch.equal(table.embed(torch.tensor([3, 9])), torch.arange(80.0).view(10, 8)[[3, 9]])
+    assert torch.equal(table.logits(torch.eye(8)[:1]), torch.arange(0.0, 80, 8)[None])
+
+
+def test_what_cannot_be_packed_stays_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    assert pack(torch.empty(4, 4, device="meta")) is None
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert pack(torch.zeros(4, 4)) is None
+    linear, weight = filled(bias=True)
+    linear.pack()
+    x = torch.ones(3, 24)
+    assert torch.equal(linear(x), F.linear(x, weight, linear.bias))

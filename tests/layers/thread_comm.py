@@ -1,0 +1,56 @@
+"""A tensor-parallel group whose ranks are threads of the test: what a real library does, without processes."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Result = TypeVar("Result")
+TIMEOUT_S = 60
+
+
+class ThreadComm:
+    """One rank.  Ranks that do not make the same call fail at the barrier instead of waiting for ever."""
+
+    def __init__(self, rank: int, posted: list[Tensor | None], barrier: threading.Barrier) -> None:
+        self.rank = rank
+        self.size = len(posted)
+        self._posted = posted
+        self._barrier = barrier
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum in rank order, so that every rank gets the same bits."""
+        return tensor.copy_(torch.stack(self._exchange(tensor.clone())).sum(0))
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """Concatenation in rank order."""
+        return torch.cat(self._exchange(tensor), dim)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+        self._posted[self.rank] = tensor
+        self._barrier.wait(TIMEOUT_S)
+        everyone = [one for one in self._posted if one is not None]
+        self._barrier.wait(TIMEOUT_S)
+        return everyone
+
+
+def on_ranks(size: int, work: Callable[[ThreadComm], Result]) -> list[Result]:
+    """Run ``work`` on every rank of a group and return the results in rank order."""
+    posted: list[Tensor | None] = [None] * size
+    barrier = threading.Barrier(size)
+
+    def one_rank(rank: int) -> Result:
+        try:
+            return work(ThreadComm(rank, posted, barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one_rank, range(size)))

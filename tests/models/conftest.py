@@ -1,0 +1,54 @@
+"""Reference models and their checkpoints, made once per run: they are only read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from engine.models.checkpoint import ModelSpec, read_spec
+from engine.models.decoder import Decoder
+from engine.models.loader import load_model
+from engine.plugins.comm.local import LocalComm
+from tests.models.checkpoints import build, save
+
+
+@dataclass
+class Case:
+    """A reference model, its checkpoint, and our model loaded from it."""
+
+    reference: PreTrainedModel
+    directory: Path
+    spec: ModelSpec
+    model: Decoder
+
+
+class Cases:
+    """Makes each variant on first use."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.made: dict[str, Case] = {}
+
+    def __getitem__(self, variant: str) -> Case:
+        if variant not in self.made:
+            reference = build(variant)
+            # Every other variant in shards, so that both layouts meet every family.
+            directory = save(reference, self.root / variant, sharded=len(self.made) % 2 == 1)
+            spec = read_spec(directory)
+            self.made[variant] = Case(reference, directory, spec, load(spec))
+        return self.made[variant]
+
+
+def load(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The whole model on one rank."""
+    return load_model(spec, LocalComm(), torch.device("cpu"), dtype, "safetensors", 0, progress=False)
+
+
+@pytest.fixture(scope="session")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    """Variant name to Case."""
+    logging.disable_progress_bar()
+    return Cases(tmp_path_factory.mktemp("checkpoints"))

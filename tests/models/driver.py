@@ -1,0 +1,98 @@
+"""Drives a model step by step without an engine: pages, slots and batches from a plain description of sequences.
+
+Owns: the translation of (sequence, tokens) pairs into StepTensors, with pages dealt out in shuffled order.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.kv.pool import KVPool
+from engine.layers.attention import AttentionBatch
+from engine.layers.step import StepTensors
+from engine.models.decoder import Decoder
+from engine.plugins.attention.torch import TorchAttention
+
+
+@dataclass
+class Sequence:
+    """Tokens that are in the pool already, and the pages they are in."""
+
+    tokens: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+
+
+class Driver:
+    """A pool full of NaN, a backend, and any number of sequences by name."""
+
+    def __init__(self, model: Decoder, page_size: int = 16, num_pages: int = 64, shuffled: bool = True) -> None:
+        spec = model.attention_spec
+        device = torch.device("cpu")
+        self.model = model
+        self.pool = KVPool(
+            spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_size, model.dtype, device
+        )
+        self.pool.data.fill_(torch.nan)  # Whatever is read without having been written shows up.
+        self.attention = TorchAttention(spec, self.pool)
+        order = np.random.default_rng(0).permutation(num_pages) if shuffled else np.arange(num_pages)[::-1]
+        self.free = [int(page) for page in order]
+        self.sequences: dict[str, Sequence] = {}
+
+    def step(self, new_tokens: dict[str, list[int]], rows: Literal["all", "last", "none"] = "all") -> dict[str, Tensor]:
+        """Run one step; logits of all of each sequence's new tokens, of the last one, or of none.
+
+        Sequences with one new token go first, as decodes.
+        """
+        names = sorted(new_tokens, key=lambda name: len(new_tokens[name]) != 1)
+        for name in names:
+            self._append(self.sequences.setdefault(name, Sequence()), new_tokens[name])
+        counts = [len(new_tokens[name]) for name in names]
+        ends = np.cumsum(counts)
+        sampled = {"all": np.arange(ends[-1]), "last": ends - 1, "none": ends[:0]}[rows]
+        with torch.inference_mode():
+            logits_NV = self.model.forward(self._tensors(names, new_tokens, counts, sampled))
+        parts = logits_NV.split({"all": counts, "last": [1] * len(names), "none": [0] * len(names)}[rows])
+        return dict(zip(names, parts, strict=True))
+
+    def _append(self, sequence: Sequence, tokens: list[int]) -> None:
+        sequence.tokens += tokens
+        while len(sequence.pages) * self.pool.page_size < len(sequence.tokens):
+            sequence.pages.append(self.free.pop())
+
+    def _tensors(
+        self, names: list[str], new_tokens: dict[str, list[int]], counts: list[int], sampled: npt.NDArray[np.int64]
+    ) -> StepTensors:
+        page_size = self.pool.page_size
+        sequences = [self.sequences[name] for name in names]
+        lengths = np.array([len(one.tokens) for one in sequences], dtype=np.int32)
+        positions = [np.arange(length - count, length) for length, count in zip(lengths, counts, strict=True)]
+        slots = [
+            np.array(one.pages)[place // page_size] * page_size + place % page_size
+            for one, place in zip(sequences, positions, strict=True)
+        ]
+        table = np.zeros((len(names), max(len(one.pages) for one in sequences)), dtype=np.int32)
+        for row, one in enumerate(sequences):
+            table[row, : len(one.pages)] = one.pages
+        starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+        self.attention.begin(
+            AttentionBatch(
+                num_decodes=sum(count == 1 for count in counts),
+                page_table_BP=torch.from_numpy(table),
+                lengths_B=torch.from_numpy(lengths),
+                query_starts_B1=torch.from_numpy(starts),
+                host_lengths=lengths,
+                host_query_lengths=np.array(counts, dtype=np.int32),
+            )
+        )
+        return StepTensors(
+            token_ids_T=torch.tensor([token for name in names for token in new_tokens[name]]),
+            positions_T=torch.from_numpy(np.concatenate(positions).astype(np.int64)),
+            slots_T=torch.from_numpy(np.concatenate(slots).astype(np.int64)),
+            sample_at_N=torch.from_numpy(sampled.astype(np.int64)),
+            attention=self.attention,
+            pool=self.pool,
+        )

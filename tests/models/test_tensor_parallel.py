@@ -1,0 +1,86 @@
+"""A model cut over ranks is the same model: logits, dummy weights, and what cannot be cut."""
+
+import pytest
+import torch
+from msgspec import structs
+
+from engine.errors import ConfigError, WeightsError
+from engine.layers.comm import Comm
+from engine.models.checkpoint import ModelSpec
+from engine.models.decoder import Decoder
+from engine.models.loader import load_model
+from engine.plugins.comm.local import LocalComm
+from tests.layers.thread_comm import ThreadComm, on_ranks
+from tests.models.checkpoints import random_tokens, reference_logits
+from tests.models.conftest import Cases
+from tests.models.driver import Driver
+
+# Two key/value heads each: four ranks hold copies of them.  259 tokens: no number of ranks divides the vocabulary.
+VARIANTS = ["llama", "llama-biases", "qwen2-tied-upper-window", "qwen3-tied", "qwen3-yarn-bias"]
+
+
+def load_rank(spec: ModelSpec, comm: Comm, load_format: str = "safetensors") -> Decoder:
+    return load_model(spec, comm, torch.device("cpu"), torch.float32, load_format, 7, progress=False)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_gives_the_logits_of_the_whole_model(cases: Cases, variant: str, size: int):
+    case = cases[variant]
+    tokens = random_tokens(20, 5)
+
+    def work(comm: ThreadComm) -> torch.Tensor:
+        driver = Driver(load_rank(case.spec, comm), page_size=4)
+        steps = [tokens[:12], *([token] for token in tokens[12:])]
+        return torch.cat([driver.step({"a": step})["a"] for step in steps])
+
+    expected = reference_logits(case.reference, tokens)
+    for logits in on_ranks(size, work):
+        assert logits.shape == expected.shape
+        assert (logits - expected).abs().max() <= 1e-4
+
+
+def test_key_value_heads_are_copied_when_ranks_exceed_them(cases: Cases):
+    specs = on_ranks(4, lambda comm: load_rank(cases["llama"].spec, comm).attention_spec)
+    assert [(one.num_heads, one.num_kv_heads) for one in specs] == [(1, 1)] * 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_dummy_weights_do_not_depend_on_the_number_of_ranks(cases: Cases, size: int):
+    spec = cases["qwen3-yarn-bias"].spec
+    tokens = random_tokens(9, 6)
+
+    def work(comm: ThreadComm) -> torch.Tensor:
+        return Driver(load_rank(spec, comm, "dummy")).step({"a": tokens})["a"]
+
+    (expected,) = on_ranks(1, work)
+    assert expected.std() > 0
+    for logits in on_ranks(size, work):
+        assert (logits - expected).abs().max() <= 1e-5
+
+
+def test_ranks_that_cannot_share_the_heads_are_refused(cases: Cases):
+    with pytest.raises(ConfigError, match="num_attention_heads=4, which 3 ranks"):
+        load_rank(cases["llama"].spec, ThreadComm(0, [None] * 3, None))
+
+
+def test_every_parameter_element_is_described_exactly_once(cases: Cases):
+    """Marking every slice's target once must mark every element once, and nothing of the reference is left out."""
+    for variant in ("llama-biases", "qwen3-tied"):
+        model = Decoder(cases[variant].spec.shape, LocalComm(), torch.device("cpu"), torch.float32)
+        slices = list(model.slices())
+        for one in slices:
+            one.target.zero_()
+        for one in slices:
+            one.target.add_(1)
+        assert all((one.target == 1).all() for one in slices)
+        sources = {one.source: one.shape for one in slices}
+        reference = {name: tuple(one.shape) for name, one in cases[variant].reference.named_parameters()}
+        assert sources == reference
+
+
+def test_no_memory_for_the_weights_is_an_error_of_the_checkpoint(cases: Cases):
+    spec = cases["llama"].spec
+    huge = structs.replace(spec, shape=structs.replace(spec.shape, vocab_size=1 << 28, hidden_size=1 << 18))
+    with pytest.raises(WeightsError, match="GiB, too much for cpu"):
+        load_rank(huge, LocalComm(), "dummy")
