@@ -58,15 +58,16 @@ def split_newlines(tokenizer: Tokenizer, tokens: Tokens, rng: np.random.Generato
     Inside a text the two are one token, but a prompt usually ends right after the newline. Without
     having seen that split, the model takes a lone newline to mean that nothing is indented.
     """
-    indentation = np.zeros(tokenizer.get_vocab_size(), dtype=np.uint16)
-    for text, token in tokenizer.get_vocab().items():
+    vocabulary = tokenizer.get_vocab()
+    indentation = np.zeros(len(vocabulary), dtype=np.uint16)
+    for text, token in vocabulary.items():
         if text.startswith("ĊĠ"):
-            indentation[token] = tokenizer.token_to_id(text[1:]) or 0
+            indentation[token] = vocabulary.get(text[1:], 0)
     drawn = rng.random(len(tokens)) < SPLIT_NEWLINE_SHARE
     places = np.flatnonzero(drawn & (indentation[tokens] > 0))
     after = indentation[tokens[places]]
     split = tokens.copy()
-    split[places] = tokenizer.token_to_id("Ċ")
+    split[places] = vocabulary["Ċ"]
     return np.insert(split, places + 1, after)
 
 
