@@ -10,6 +10,7 @@ ignored, so that both produce exactly the asked-for tokens.  The table shows med
 import argparse
 import gc
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -72,14 +73,16 @@ def run_transformers(model: Any, prompts: torch.Tensor, output_len: int) -> None
 
 
 def compare(
-    directory: Path, label: str, batches: list[int], *, prompt_len: int, output_len: int, turns: int
+    directory: Path, label: str, batches: list[int], *, prompt_len: int, output_len: int, turns: int, threads: int
 ) -> list[dict[str, Any]]:
     """Time both engines in turns; one row per batch size."""
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     vocab_size = reference.config.vocab_size
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     rows = []
-    with LLM(directory, progress=False, kv={"num_pages": 1024}, model_={"dtype": "float32"}) as llm:
+    sections = {"kv": {"num_pages": 1024}, "model_": {"dtype": "float32"}, "device": {"threads": threads}}
+    torch.set_num_threads(threads)
+    with LLM(directory, progress=False, **sections) as llm:
         for batch in batches:
             generator = torch.Generator().manual_seed(batch)
             prompts = torch.randint(0, vocab_size, (batch, prompt_len), generator=generator)
@@ -94,6 +97,7 @@ def compare(
             rows.append(
                 {
                     "model": label,
+                    "threads": threads,
                     "batch": batch,
                     "prompt_tokens": prompt_len,
                     "output_tokens": output_len,
@@ -112,18 +116,19 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=["demo", "qwen3-0.6b"], default=["demo", "qwen3-0.6b"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="batch sizes (default: 1 8)")
     parser.add_argument("--turns", type=int, default=3, help="timed turns for each engine (default: 3)")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--threads", type=int, default=cores, help=f"threads for both engines (default: {cores})")
     parser.add_argument("--output", type=Path, help="write the rows as JSON to this file as well")
     arguments = parser.parse_args()
     transformers_logging.set_verbosity_error()
+    shared = {"batches": arguments.batches, "turns": arguments.turns, "threads": arguments.threads}
     rows: list[dict[str, Any]] = []
     if "demo" in arguments.models:
-        rows += compare(DEMO_MODEL, "demo", arguments.batches, prompt_len=128, output_len=128, turns=arguments.turns)
+        rows += compare(DEMO_MODEL, "demo", prompt_len=128, output_len=128, **shared)
     if "qwen3-0.6b" in arguments.models:
         with tempfile.TemporaryDirectory() as directory:
             qwen3_06b_shape(Path(directory))
-            rows += compare(
-                Path(directory), "qwen3-0.6b", arguments.batches, prompt_len=32, output_len=32, turns=arguments.turns
-            )
+            rows += compare(Path(directory), "qwen3-0.6b", prompt_len=32, output_len=32, **shared)
     table = Table(title="Output tokens per second, prefill included (float32, greedy)")
     for column in ("model", "batch", "in/out", "callboard", "transformers", "ratio"):
         table.add_column(column, justify="left" if column == "model" else "right")

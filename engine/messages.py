@@ -247,6 +247,15 @@ class Stats(Message, frozen=True):
     pages_cached: int
     pages_used: int
 
+    def same_gauges(self, other: "Stats") -> bool:
+        """Whether only the step differs."""
+        return (self.running, self.waiting, self.pages_free, self.pages_cached) == (
+            other.running,
+            other.waiting,
+            other.pages_free,
+            other.pages_cached,
+        )
+
 
 # ---- supervision ----------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ class Scheduler(Actor[SchedulerInbox]):
             self._tokenizer.put(message)
         planner.outbox.clear()
         stats = planner.stats()
-        if stats != self._last_stats:
+        if self._last_stats is None or not stats.same_gauges(self._last_stats):
             self._last_stats = stats
             self._ingress.put(stats)
 

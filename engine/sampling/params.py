@@ -76,7 +76,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise _refused("stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS}")
         for text in self.stop:
             if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
-                raise _refused("stop", f"a string of {len(text)} characters", f"1 to {MAX_STOP_STRING_CHARS} characters")
+                raise _refused(
+                    "stop", f"a string of {len(text)} characters", f"1 to {MAX_STOP_STRING_CHARS} characters"
+                )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise _refused("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS}")
         for token_id in self.stop_token_ids:

@@ -16,7 +16,7 @@ For each row, in this order:
 Whatever else is in the batch, a row's token is the same.  Nothing here waits for the device.
 
 Measured on one CPU core, milliseconds per row of 151,936 float32 logits in a batch of 8: greedy 0.08, temperature
-0.14, with top_k 20 and top_p 0.95 0.35, top_p alone 0.75, penalties 0.4 more.
+0.18, with min_p 0.33, with top_k 0.45, with top_k and top_p 0.55, with top_p alone 1.4; penalties add 0.25.
 """
 
 from collections.abc import Sequence

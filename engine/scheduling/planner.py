@@ -10,6 +10,7 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from engine.errors import RequestError
@@ -49,6 +50,19 @@ class _Prefills:
     admissions: list[Admission] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Appends:
+    """Pages appended in a step: to which row, at which index of its page table."""
+
+    rows: Rows
+    indexes: Rows
+    pages: Rows
+
+
+NO_ROWS: Rows = np.zeros(0, dtype=np.int32)
+NO_APPENDS = _Appends(NO_ROWS, NO_ROWS, NO_ROWS)
+
+
 class Planner:
     """Continuous batching over rows and pages.  ``outbox`` collects what the tokenizer must hear."""
 
@@ -61,7 +75,8 @@ class Planner:
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._num_waiting = 0
         self._prefilling: list[int] = []
-        self._decoding: Rows = np.zeros(0, dtype=np.int32)
+        self._decoding: Rows = NO_ROWS
+        self._quiet_steps = 0
         self._ended: list[int] = []
         self._in_flight: deque[_InFlight] = deque()
         self._num_arrived = 0
@@ -154,29 +169,37 @@ class Planner:
 
     def next_step(self) -> Step | None:
         """Plan one step: every decode row first, then prefill chunks within the token budget.  None: nothing to do."""
-        decode_rows, append_rows, append_indexes, append_pages = self._plan_decodes()
-        prefills = self._plan_prefills(self._limits.max_step_tokens - len(decode_rows))
-        if not len(decode_rows) and not prefills.rows:
-            return None
-        step_id = self._num_steps
-        self._num_steps += 1
-        prefill_rows = np.array(prefills.rows, dtype=np.int32)
+        decode_rows, appends = self._plan_decodes()
+        prefills = None
+        if self._prefilling or self._num_waiting:
+            prefills = self._plan_prefills(self._limits.max_step_tokens - len(decode_rows))
+        if prefills is None or not prefills.rows:
+            return self._launch(decode_rows, decode_rows, appends) if len(decode_rows) else None
+        rows = np.array(prefills.rows, dtype=np.int32)
         samples = np.array(prefills.samples, dtype=np.int32)
-        self._rows.last_step[decode_rows] = step_id
-        self._rows.last_step[prefill_rows] = step_id
-        sampled = np.concatenate((decode_rows, prefill_rows[samples == 1])) if prefills.rows else decode_rows
-        self._in_flight.append(_InFlight(step_id, sampled))
-        return Step(
-            step_id=step_id,
+        step = self._launch(np.concatenate((decode_rows, rows[samples == 1])), decode_rows, appends)
+        self._rows.last_step[rows] = step.step_id
+        return msgspec.structs.replace(
+            step,
             admissions=tuple(prefills.admissions),
-            append_rows=append_rows.tobytes(),
-            append_indexes=append_indexes.tobytes(),
-            append_pages=append_pages.tobytes(),
-            decode_rows=decode_rows.tobytes(),
-            prefill_rows=prefill_rows.tobytes(),
+            prefill_rows=rows.tobytes(),
             prefill_starts=np.array(prefills.starts, dtype=np.int32).tobytes(),
             prefill_lengths=np.array(prefills.lengths, dtype=np.int32).tobytes(),
             prefill_samples=samples.tobytes(),
+        )
+
+    def _launch(self, sampled: Rows, decode_rows: Rows, appends: _Appends) -> Step:
+        """Note a step as in flight; returns it without its prefills."""
+        step_id = self._num_steps
+        self._num_steps += 1
+        self._rows.last_step[decode_rows] = step_id
+        self._in_flight.append(_InFlight(step_id, sampled))
+        return Step(
+            step_id=step_id,
+            append_rows=appends.rows.tobytes(),
+            append_indexes=appends.indexes.tobytes(),
+            append_pages=appends.pages.tobytes(),
+            decode_rows=decode_rows.tobytes(),
         )
 
     @property
@@ -184,17 +207,23 @@ class Planner:
         """Steps planned and not yet completed."""
         return len(self._in_flight)
 
-    def _plan_decodes(self) -> tuple[Rows, Rows, Rows, Rows]:
+    def _plan_decodes(self) -> tuple[Rows, _Appends]:
         """Rows that decode, and the pages appended for those that cross into a new one."""
         table = self._rows
+        if self._quiet_steps > 0:
+            # Nobody joined, and nobody needs a page or reaches its length: two additions are the whole plan.
+            self._quiet_steps -= 1
+            rows = self._decoding
+            table.computed[rows] += 1
+            table.planned[rows] += 1
+            return rows, NO_APPENDS
         needy = self._needy_rows()
-        appended = indexes = pages = needy[:0]
+        appends = NO_APPENDS
         rows = self._decoding
         if len(needy):
             served = needy[: self._pages.num_free]
             pages = self._pages.allocate(len(served))
-            indexes = table.append_pages(served, pages)
-            appended = served
+            appends = _Appends(served, table.append_pages(served, pages), pages)
             if len(served) < len(needy):
                 # The others sit this step out: pages are on their way back from rows that still run.
                 rows = rows[~np.isin(rows, needy[len(served) :])]
@@ -202,8 +231,23 @@ class Planner:
         table.planned[rows] += 1
         full = table.planned[rows] == table.max_total[rows]
         if full.any():
-            self._decoding = self._decoding[~np.isin(self._decoding, rows[full])]
-        return rows, appended, indexes, pages
+            self._set_decoding(self._decoding[~np.isin(self._decoding, rows[full])])
+        self._quiet_steps = self._count_quiet_steps()
+        return rows, appends
+
+    def _count_quiet_steps(self) -> int:
+        """How many steps until a decoding row needs a page or samples its last token."""
+        rows, table = self._decoding, self._rows
+        if not len(rows):
+            return 0
+        until_page = table.num_pages[rows] * table.page_size - table.computed[rows]
+        until_end = table.max_total[rows] - table.planned[rows] - 1
+        return int(min(until_page.min(), until_end.min()))
+
+    def _set_decoding(self, rows: Rows) -> None:
+        """Change who decodes.  Arrays are replaced, never changed: steps in flight refer to them."""
+        self._decoding = rows
+        self._quiet_steps = 0
 
     def _needy_rows(self) -> Rows:
         """Decode rows whose next position lies in a page they do not have yet; retracts others to serve them."""
@@ -272,7 +316,7 @@ class Planner:
             table.planned[row] = known + 1
             self._prefilling.remove(row)
             if known + 1 < table.max_total[row]:
-                self._decoding = np.append(self._decoding, np.int32(row))
+                self._set_decoding(np.append(self._decoding, np.int32(row)))
         return length
 
     # ---- completion -------------------------------------------------------------------------
@@ -285,8 +329,8 @@ class Planner:
         rows = record.sampled_rows
         tokens = np.frombuffer(done.token_ids, dtype=np.int32)
         logprobs = done.logprobs
-        live = ~self._rows.ended[rows]
-        if not live.all():
+        if self._ended:
+            live = ~self._rows.ended[rows]
             logprobs = _reindexed(logprobs, live)
             rows, tokens = rows[live], tokens[live]
         if len(tokens) and tokens.min() < 0:
@@ -301,9 +345,12 @@ class Planner:
         table = self._rows
         known = table.known[rows]
         table.tokens[rows, known] = tokens
-        table.known[rows] = known + 1
+        known += 1
+        table.known[rows] = known
         stopped = (table.stop_ids[rows] == tokens[:, None]).any(axis=1)
-        finishes = np.where(known + 1 >= table.max_total[rows], Finish.LENGTH, Finish.RUNNING).astype(np.uint8)
+        full = known >= table.max_total[rows]
+        finishes = full.view(np.uint8) * np.uint8(Finish.LENGTH)
+        ends = stopped | full
         finishes[stopped] = Finish.STOP
         self.outbox.append(
             Tokens(
@@ -313,7 +360,7 @@ class Planner:
                 logprobs=logprobs,
             )
         )
-        for row in rows[finishes > 0].tolist():
+        for row in rows[ends].tolist():
             del self._sequences[int(table.request_ids[row])]
             self._leave(row)
 
@@ -338,7 +385,7 @@ class Planner:
         if row in self._prefilling:
             self._prefilling.remove(row)
         else:
-            self._decoding = self._decoding[self._decoding != row]
+            self._set_decoding(self._decoding[self._decoding != row])
         self._release_ended()
 
     def _release_ended(self) -> None:

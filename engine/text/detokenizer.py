@@ -2,7 +2,7 @@
 
 Owns: the bytes of a character that is not complete yet.  Does not know: stop strings, requests.
 
-Measured on one core: 0.5 us a token when pushed one by one, 0.1 us in larger groups.
+Measured on one core: 0.5 us a token when pushed one by one, 0.04 us in large groups.
 """
 
 import codecs

@@ -94,6 +94,17 @@ def test_counts_of_a_long_context_do_not_overflow():
         assert counts.sum() == counts[4]
 
 
+def test_a_failed_token_is_not_counted_anywhere():
+    state = SamplingState(3, V, MAX_LEN, CPU)
+    for row in range(3):
+        state.admit(row, SamplingParams(presence_penalty=1.0), np.array([1, 2], dtype=np.int32), 1, (EOS,))
+    lines = torch.from_numpy(state.counts.lines(np.arange(3)))
+    before = state.counts.read(lines)
+    state.counts.add(lines, torch.tensor([-1, -1, 5]))
+    changed = (state.counts.read(lines) - before).nonzero().tolist()
+    assert changed == [[2, 5]]
+
+
 def test_counts_are_held_for_rows_with_penalties_alone():
     state = SamplingState(64, V, MAX_LEN, CPU)
     no_penalty = np.array([1, 2], dtype=np.int32)

@@ -60,3 +60,17 @@ def test_weights_are_exact_powers_and_zero_where_nothing_is():
     assert found.shape == (1, BLOCK)
     torch.testing.assert_close(found[0, :2], torch.tensor([1.0, np.exp(-0.5)], dtype=torch.float32))
     assert (found[0, 2:] == 0).all()
+
+
+def test_rounding_between_two_blocks_never_falls_on_weight_zero():
+    """A target just past the first block, where the sum before the second rounds to something beyond the target."""
+    weights_nW = torch.zeros(1, 2 * BLOCK)
+    weights_nW[0, 5] = 0.3
+    weights_nW[0, BLOCK + 7] = 3.3e9
+    first, second = weights_nW[0, 5].double(), weights_nW[0, BLOCK + 7].double()
+    before = (first + second) - second
+    assert before > first, "this case needs a sum that rounds up"
+    target = (first + before) / 2
+    uniform = target / (first + second)
+    assert first < uniform * (first + second) < before
+    assert draw(weights_nW, uniform[None]).tolist() == [BLOCK + 7]
