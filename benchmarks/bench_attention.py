@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from machine import describe_machine
@@ -57,22 +58,29 @@ def ways(spec: AttentionSpec, pool: KVPool, q_TNH: Tensor, batch_size: int, leng
 
     yield "naive", naive
     yield "padded", padded
-    for name, table, in_place_bytes in (
-        ("in place", pages, 1 << 40),
-        ("copied", shuffled, 0),
-        ("callboard, neighbours", pages, backend.IN_PLACE_BYTES),
-        ("callboard, shuffled", shuffled, backend.IN_PLACE_BYTES),
+    for name, table, cached_bytes, padding in (
+        ("one by one in place", pages, 1 << 28, 0.0),
+        ("one by one copied", shuffled, 0, 0.0),
+        ("callboard, neighbours", pages, backend.CACHED_BYTES, backend.PADDING),
+        ("callboard, shuffled", shuffled, backend.CACHED_BYTES, backend.PADDING),
     ):
-        yield name, prepared(spec, pool, q_TNH, table, length, in_place_bytes)
+        yield name, prepared(spec, pool, q_TNH, table, length, cached_bytes, padding)
 
 
 def prepared(
-    spec: AttentionSpec, pool: KVPool, q_TNH: Tensor, table: np.ndarray, length: int, in_place_bytes: int
+    spec: AttentionSpec,
+    pool: KVPool,
+    q_TNH: Tensor,
+    table: npt.NDArray[np.int32],
+    length: int,
+    cached_bytes: int,
+    padding: float,
 ) -> Way:
-    """The backend after ``begin``, with the given limit for reading in place."""
+    """The backend after ``begin`` with these limits; 0 padding means no groups."""
     attention = TorchAttention(spec, pool)
     lengths, ones = np.full(len(table), length, np.int32), np.ones(len(table), np.int32)
-    usual, backend.IN_PLACE_BYTES = backend.IN_PLACE_BYTES, in_place_bytes
+    usual = backend.CACHED_BYTES, backend.PADDING
+    backend.CACHED_BYTES, backend.PADDING = cached_bytes, padding
     attention.begin(
         AttentionBatch(
             num_decodes=len(table),
@@ -83,7 +91,7 @@ def prepared(
             host_query_lengths=ones,
         )
     )
-    backend.IN_PLACE_BYTES = usual
+    backend.CACHED_BYTES, backend.PADDING = usual
     return lambda layer: attention.attend(layer, q_TNH)
 
 

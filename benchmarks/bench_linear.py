@@ -1,7 +1,7 @@
 """How fast is a float32 linear layer on this CPU in each layout torch offers, and which one should ``pack`` take?
 
 Every layout multiplies the same input by the same weights, in turns.  Weights come from a ring larger than the
-caches, as they do in a model: a weight that is still in the cache from the last turn says nothing.
+caches, as they do in a model of billions of parameters; ``--ring-mb 12`` is the demo model, which stays in the cache.
 
     python benchmarks/bench_linear.py                # all shapes, all cores
     python benchmarks/bench_linear.py --threads 1 --shapes 1024x3072 --rows 1 8
@@ -23,12 +23,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from engine.layers.packing import PackedWeight
+from engine.layers import packing
 
 # outputs x inputs: Qwen3-0.6B's output, gate or up, and query projections, its LM head, the demo model's layers.
 SHAPES = ("1024x3072", "3072x1024", "2048x1024", "151936x1024", "864x256", "512x256", "256x432", "256x256", "3072x256")
 ROWS = (1, 8, 64)
-RING_BYTES = 192 << 20
 MAX_TURNS = 200
 
 Product = Callable[[int], Tensor]
@@ -52,14 +51,16 @@ def products(x: Tensor, weights: list[Tensor], pool: ThreadPoolExecutor) -> Iter
     mkl = [torch.ops.mkl._mkl_reorder_linear_weight(weight, rows) for weight in weights]
     yield "MKL packed", lambda i: torch.ops.mkl._mkl_linear(x, mkl[i], weights[i], None, rows)
     yield "oneDNN plain", lambda i: torch.ops.mkldnn._linear_pointwise.default(x, weights[i], None, "none", [], "")
-    packed = [PackedWeight(weight) for weight in weights]
-    yield "oneDNN packed", lambda i: packed[i](x, None)
+    blocked = [torch.ops.mkldnn._reorder_linear_weight(weight, packing.ROWS) for weight in weights]
+    yield "oneDNN packed", lambda i: torch.ops.mkldnn._linear_pointwise.default(x, blocked[i], None, "none", [], "")
+    packed = [packing.PackedWeight(weight) for weight in weights]
+    yield "callboard", lambda i: packed[i](x, None)
 
 
-def measure(outputs: int, inputs: int, rows: int, pool: ThreadPoolExecutor) -> dict[str, float]:
+def measure(outputs: int, inputs: int, rows: int, ring_bytes: int, pool: ThreadPoolExecutor) -> dict[str, float]:
     """Median seconds of each layout."""
     weight_bytes = outputs * inputs * 4
-    ring = max(1, min(256, RING_BYTES // weight_bytes))
+    ring = max(1, min(256, ring_bytes // weight_bytes))
     weights = [torch.randn(outputs, inputs) for _ in range(ring)]
     x = torch.randn(rows, inputs)
     layouts = dict(products(x, weights, pool))
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="torch threads, 0 for all cores")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="outputs x inputs")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="rows of the input")
+    parser.add_argument("--ring-mb", type=int, default=192, help="weights of one shape that take turns")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     arguments = parser.parse_args()
     results = []
@@ -99,7 +101,7 @@ def main() -> None:
         for shape in arguments.shapes:
             outputs, inputs = map(int, shape.split("x"))
             for rows in arguments.rows:
-                seconds = measure(outputs, inputs, rows, pool)
+                seconds = measure(outputs, inputs, rows, arguments.ring_mb << 20, pool)
                 results.append({"shape": shape, "rows": rows, "threads": torch.get_num_threads(), "seconds": seconds})
                 base = seconds["F.linear"]
                 names = [name for name in seconds if name not in ("F.linear", "mv")]

@@ -32,7 +32,12 @@ class ModelSection(Section, frozen=True):
     ] = "demo"
     revision: Annotated[str, Meta(description="Hub revision: branch, tag or commit; empty for the default branch")] = ""
     name: Annotated[str, Meta(description="Model name in the API; empty for the last part of the path")] = ""
-    tokenizer: Annotated[str, Meta(description="Directory of the tokenizer; empty for the checkpoint's own, 'none' to take and give token ids only")] = ""
+    tokenizer: Annotated[
+        str,
+        Meta(
+            description="Directory of the tokenizer; empty for the checkpoint's own, 'none' to take and give token ids only"
+        ),
+    ] = ""
     load_format: Annotated[
         Literal["safetensors", "dummy"], Meta(description="'dummy' draws seeded random weights from config.json alone")
     ] = "safetensors"
@@ -49,7 +54,9 @@ class DeviceSection(Section, frozen=True):
     """[device]: where the model runs."""
 
     kind: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="'auto' takes a GPU where there is one")] = "auto"
-    threads: Annotated[int, Meta(ge=0, description="CPU threads for the model; 0 for all cores, or one if the model is small")] = 0
+    threads: Annotated[
+        int, Meta(ge=0, description="CPU threads for the model; 0 for all cores, or one if the model is small")
+    ] = 0
     seed: Annotated[
         int, Meta(ge=0, description="Seeds dummy weights and requests that bring no seed of their own; 0 draws one")
     ] = 0
@@ -82,6 +89,9 @@ class PluginsSection(Section, frozen=True):
     """[plugins]: which implementation stands behind each hook, and their own option tables."""
 
     attention: Annotated[str, Meta(description="Attention backend, 'auto' picks by device")] = "auto"
+    eviction: Annotated[
+        str, Meta(description="What leaves the prefix cache first: lru, lfu, fifo, slru, priority; 'auto' is lru")
+    ] = "auto"
     comm: Annotated[str, Meta(description="Communication library between ranks, 'auto' picks by world size")] = "auto"
     options: Annotated[
         dict[str, dict[str, Any]], Meta(description="Option table per plugin, e.g. [plugins.options.'attention.torch']")

@@ -241,7 +241,7 @@ def _config(parsed: argparse.Namespace, config: Config) -> None:
 
 
 def _plugins(parsed: argparse.Namespace, config: Config) -> None:
-    chosen = {f"{kind}.{getattr(config.plugins, kind)}" for kind in ("attention", "comm")}
+    chosen = {f"{kind}.{getattr(config.plugins, kind)}" for kind in ("attention", "comm", "eviction")}
     table = Table("plugin", "distribution", "version", "module", "chosen")
     for info in available_plugins():
         mark = "yes" if info.name in chosen else ""

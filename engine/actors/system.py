@@ -18,9 +18,11 @@ from engine.actors.ingress import Ingress
 from engine.actors.scheduler import Scheduler
 from engine.actors.tokenizer import Tokenizer
 from engine.config import Config
-from engine.errors import CallboardError, ConfigError, EngineDied
+from engine.errors import CallboardError, ConfigError, EngineDied, PluginError
+from engine.kv.eviction import EvictionStrategy
 from engine.messages import Stop
 from engine.models.checkpoint import ModelSpec, read_spec, resolve_checkpoint
+from engine.plugins.hookspecs import EvictionContext
 from engine.plugins.manager import Plugins
 from engine.scheduling.planner import Planner, PlannerLimits
 from engine.text.codec import TextCodec
@@ -42,7 +44,8 @@ class System:
         self.model_name = config.model.name or Path(config.model.path).name
         self.max_len = _max_len(config, self.spec)
         self._codec = _codec(config, directory)
-        self._plugins = Plugins({"attention": config.plugins.attention, "comm": config.plugins.comm})
+        chosen = config.plugins
+        self._plugins = Plugins({"attention": chosen.attention, "comm": chosen.comm, "eviction": chosen.eviction})
         self.died: EngineDied | None = None
         self.stopped = asyncio.Event()
         self._cause: BaseException | None = None
@@ -99,8 +102,18 @@ class System:
                 num_pages=num_pages,
                 max_len=self.max_len,
                 eos_token_ids=self.spec.eos_token_ids,
-            )
+            ),
+            self._eviction_strategy(num_pages),
         )
+
+    def _eviction_strategy(self, num_pages: int) -> EvictionStrategy:
+        name = self._plugins.names["eviction"]
+        options = self.config.plugins.options.get(name, {})
+        context = EvictionContext(self.config.kv.page_size, num_pages, options)
+        strategy: EvictionStrategy | None = self._plugins.hook.callboard_eviction_strategy(context=context)
+        if strategy is None:
+            raise PluginError(f"plugin {name} built no strategy; it must implement callboard_eviction_strategy")
+        return strategy
 
     @property
     def actors(self) -> list[Actor[Any]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from engine.kv.eviction import EvictionStrategy
     from engine.layers.attention import AttentionFactory
     from engine.layers.comm import Comm
 
@@ -46,6 +47,15 @@ class CommContext:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class EvictionContext:
+    """What an eviction plugin is told.  options: the plugin's own table from the configuration."""
+
+    page_size: int
+    num_pages: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
 @hookspec(firstresult=True)
 def callboard_attention_backend(context: AttentionContext) -> "AttentionFactory | None":
     """Say how to build the attention backend of one rank.
@@ -62,4 +72,13 @@ def callboard_comm(context: CommContext) -> "Comm | None":
 
     Called: once per executor, before weights are loaded.
     Returns: a Comm, see ``engine/layers/comm.py``.  Raises: PluginError if it cannot run here.
+    """
+
+
+@hookspec(firstresult=True)
+def callboard_eviction_strategy(context: EvictionContext) -> "EvictionStrategy | None":
+    """Build the strategy that decides which cached pages go first when the pool is full.
+
+    Called: once, when the scheduler is built; no torch, no device.
+    Returns: an EvictionStrategy, see ``engine/kv/eviction.py``.  Raises: PluginError if its options are wrong.
     """

@@ -24,10 +24,16 @@ DISTRIBUTION = "callboard"
 BUILTIN: Mapping[str, str] = {
     "attention.torch": "engine.plugins.attention.torch",
     "comm.local": "engine.plugins.comm.local",
+    "eviction.fifo": "engine.plugins.eviction.fifo",
+    "eviction.lfu": "engine.plugins.eviction.lfu",
+    "eviction.lru": "engine.plugins.eviction.lru",
+    "eviction.priority": "engine.plugins.eviction.priority",
+    "eviction.slru": "engine.plugins.eviction.slru",
 }
 AUTO: Mapping[str, tuple[str, str]] = {
     "attention": ("torch", "runs on every device"),
     "comm": ("local", "there is one rank"),
+    "eviction": ("lru", "needs no tuning"),
 }
 
 

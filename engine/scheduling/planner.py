@@ -9,13 +9,15 @@ used them has completed.
 import heapq
 from collections import deque
 from dataclasses import dataclass, field
+from operator import add
 
 import msgspec
 import numpy as np
 
 from engine.errors import RequestError
-from engine.kv.pages import PageAllocator
+from engine.kv.eviction import EvictionStrategy
 from engine.messages import Admission, Admit, Failed, Finish, Logprobs, Stats, Step, StepDone, Tokens
+from engine.scheduling.holdings import NO_APPENDS, NO_ROWS, Appends, Holdings
 from engine.scheduling.rows import Rows, RowTable
 from engine.scheduling.sequence import Sequence
 
@@ -35,8 +37,11 @@ class PlannerLimits:
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    step_id: int
+    """What a planned step will bring.  prefill_ends: how many tokens of each prefilling row are then computed."""
+
     sampled_rows: Rows
+    prefill_rows: tuple[int, ...] = ()
+    prefill_ends: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -50,31 +55,24 @@ class _Prefills:
     admissions: list[Admission] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Appends:
-    """Pages appended in a step: to which row, at which index of its page table."""
-
-    rows: Rows
-    indexes: Rows
-    pages: Rows
-
-
-NO_ROWS: Rows = np.zeros(0, dtype=np.int32)
-NO_APPENDS = _Appends(NO_ROWS, NO_ROWS, NO_ROWS)
+# How many waiting requests a step looks past, and what a shared prefix must save to be waited for.
+MOST_PUT_OFF = 32
+WORTH_WAITING_TOKENS = 32
 
 
 class Planner:
     """Continuous batching over rows and pages.  ``outbox`` collects what the tokenizer must hear."""
 
-    def __init__(self, limits: PlannerLimits) -> None:
+    def __init__(self, limits: PlannerLimits, strategy: EvictionStrategy) -> None:
         self.outbox: list[Tokens | Failed] = []
         self._limits = limits
-        self._pages = PageAllocator(limits.num_pages)
         self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size)
+        self._holdings = Holdings(limits.num_pages, limits.page_size, self._rows, strategy)
         self._sequences: dict[int, Sequence] = {}
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._num_waiting = 0
         self._prefilling: list[int] = []
+        self._unpublished: list[int] = []
         self._decoding: Rows = NO_ROWS
         self._quiet_steps = 0
         self._ended: list[int] = []
@@ -100,6 +98,7 @@ class Planner:
             num_prompt=len(tokens),
             max_total=self._max_total(len(tokens), params.max_tokens),
             stop_ids=tuple(dict.fromkeys(stop_ids + params.stop_token_ids)),
+            cache_salt=message.cache_salt,
         )
         self._num_arrived += 1
         self._sequences[message.request_id] = sequence
@@ -169,15 +168,18 @@ class Planner:
 
     def next_step(self) -> Step | None:
         """Plan one step: every decode row first, then prefill chunks within the token budget.  None: nothing to do."""
+        self._holdings.tick(self._num_steps)
         decode_rows, appends = self._plan_decodes()
         prefills = None
         if self._prefilling or self._num_waiting:
             prefills = self._plan_prefills(self._limits.max_step_tokens - len(decode_rows))
         if prefills is None or not prefills.rows:
-            return self._launch(decode_rows, decode_rows, appends) if len(decode_rows) else None
+            return self._launch(decode_rows, appends, _InFlight(decode_rows)) if len(decode_rows) else None
         rows = np.array(prefills.rows, dtype=np.int32)
         samples = np.array(prefills.samples, dtype=np.int32)
-        step = self._launch(np.concatenate((decode_rows, rows[samples == 1])), decode_rows, appends)
+        sampled = np.concatenate((decode_rows, rows[samples == 1]))
+        record = _InFlight(sampled, tuple(prefills.rows), tuple(map(add, prefills.starts, prefills.lengths)))
+        step = self._launch(decode_rows, appends, record)
         self._rows.last_step[rows] = step.step_id
         return msgspec.structs.replace(
             step,
@@ -188,12 +190,19 @@ class Planner:
             prefill_samples=samples.tobytes(),
         )
 
-    def _launch(self, sampled: Rows, decode_rows: Rows, appends: _Appends) -> Step:
+    def _launch(self, decode_rows: Rows, appends: Appends, record: _InFlight) -> Step:
         """Note a step as in flight; returns it without its prefills."""
         step_id = self._num_steps
         self._num_steps += 1
         self._rows.last_step[decode_rows] = step_id
-        self._in_flight.append(_InFlight(step_id, sampled))
+        self._in_flight.append(record)
+        if rewrites := self._holdings.take_rewrites():
+            every = [*rewrites, appends]
+            appends = Appends(
+                np.concatenate([one.rows for one in every]),
+                np.concatenate([one.indexes for one in every]),
+                np.concatenate([one.pages for one in every]),
+            )
         return Step(
             step_id=step_id,
             append_rows=appends.rows.tobytes(),
@@ -207,7 +216,7 @@ class Planner:
         """Steps planned and not yet completed."""
         return len(self._in_flight)
 
-    def _plan_decodes(self) -> tuple[Rows, _Appends]:
+    def _plan_decodes(self) -> tuple[Rows, Appends]:
         """Rows that decode, and the pages appended for those that cross into a new one."""
         table = self._rows
         if self._quiet_steps > 0:
@@ -221,9 +230,9 @@ class Planner:
         appends = NO_APPENDS
         rows = self._decoding
         if len(needy):
-            served = needy[: self._pages.num_free]
-            pages = self._pages.allocate(len(served))
-            appends = _Appends(served, table.append_pages(served, pages), pages)
+            served = needy[: self._holdings.num_available]
+            pages = self._holdings.allocate(len(served))
+            appends = Appends(served, table.append_pages(served, pages), pages)
             if len(served) < len(needy):
                 # The others sit this step out: pages are on their way back from rows that still run.
                 rows = rows[~np.isin(rows, needy[len(served) :])]
@@ -255,9 +264,10 @@ class Planner:
         while True:
             rows = self._decoding
             needy = rows[table.computed[rows] >= table.num_pages[rows] * table.page_size]
-            if len(needy) <= self._pages.num_free:
+            available = self._holdings.num_available
+            if len(needy) <= available:
                 return needy
-            if len(needy) <= self._pages.num_free + self._pages_coming_back() or not self._retract_one():
+            if len(needy) <= available + self._pages_coming_back() or not self._retract_one():
                 return needy
 
     def _pages_coming_back(self) -> int:
@@ -273,33 +283,60 @@ class Planner:
             if budget <= 0:
                 return prefills
             budget -= self._plan_chunk(prefills, row, budget)
+        put_off: list[Sequence] = []
         while budget > 0 and self._rows.num_free and (sequence := self._next_waiting()) is not None:
-            num_pages = -(-len(sequence.tokens) // self._limits.page_size)
-            # Every row that decodes may want a page soon: admitting into the last ones would only cause retractions.
+            if len(put_off) < MOST_PUT_OFF and self._is_being_computed(sequence):
+                put_off.append(self._pop_waiting())
+                continue
+            # Every row that runs may want a page soon: admitting into the last ones would only cause retractions.
             reserve = len(self._decoding) + len(self._prefilling)
-            if num_pages + reserve > self._pages.num_free and self._rows.num_free < self._limits.max_running:
+            started = self._holdings.start(sequence, reserve)
+            if started is None:
                 break
-            heapq.heappop(self._waiting)
-            self._num_waiting -= 1
-            row = self._start(sequence, num_pages, prefills)
-            budget -= self._plan_chunk(prefills, row, budget)
+            self._pop_waiting()
+            self._prefilling.append(started)
+            self._unpublished.append(started)
+            prefills.admissions.append(self._admission(sequence))
+            budget -= self._plan_chunk(prefills, started, budget)
+        for sequence in put_off:
+            self._enqueue(sequence)
         return prefills
 
-    def _start(self, sequence: Sequence, num_pages: int, prefills: _Prefills) -> int:
-        pages = self._pages.allocate(num_pages)
-        row = self._rows.take(sequence, pages)
-        self._prefilling.append(row)
-        prefills.admissions.append(
-            Admission(
-                row=row,
-                token_ids=sequence.tokens.tobytes(),
-                num_prompt_tokens=sequence.num_prompt,
-                num_computed_tokens=0,
-                pages=pages.tobytes(),
-                params=sequence.params,
-            )
+    def _is_being_computed(self, sequence: Sequence) -> bool:
+        """Whether a running prefill will soon share more of the sequence's prefix than is cached now.
+
+        Then it waits a step or two and finds the pages, instead of computing them a second time beside the first."""
+        if not self._unpublished:
+            return False
+        page_size, table = self._limits.page_size, self._rows
+        end = self._holdings.num_cached_pages(sequence) * page_size + max(page_size, WORTH_WAITING_TOKENS)
+        if end >= len(sequence.tokens):
+            return False
+        return any(
+            table.known[row] > end
+            and other.cache_salt == sequence.cache_salt
+            and np.array_equal(table.tokens[row, :end], sequence.tokens[:end])
+            for row in self._unpublished
+            if (other := table.sequences[row]) is not None
         )
-        return row
+
+    def _pop_waiting(self) -> Sequence:
+        self._num_waiting -= 1
+        return heapq.heappop(self._waiting)[1]
+
+    def _admission(self, sequence: Sequence) -> Admission:
+        table, row = self._rows, sequence.row
+        num_computed = int(table.computed[row])
+        if sequence.cached_tokens < 0:
+            sequence.cached_tokens = num_computed
+        return Admission(
+            row=row,
+            token_ids=sequence.tokens.tobytes(),
+            num_prompt_tokens=sequence.num_prompt,
+            num_computed_tokens=num_computed,
+            pages=table.page_table[row, : table.num_pages[row]].tobytes(),
+            params=sequence.params,
+        )
 
     def _plan_chunk(self, prefills: _Prefills, row: int, budget: int) -> int:
         """Plan the next chunk of a row's prompt; returns its length.  The last chunk samples and joins the decodes."""
@@ -324,7 +361,8 @@ class Planner:
     def complete(self, done: StepDone) -> None:
         """Take in a step's tokens: note them, end what ends, and free what no step uses any more."""
         record = self._in_flight.popleft()
-        assert record.step_id == done.step_id, f"step {done.step_id} completed, step {record.step_id} was due"
+        due = self._last_completed + 1
+        assert done.step_id == due, f"step {done.step_id} completed, step {due} was due"
         self._last_completed = done.step_id
         rows = record.sampled_rows
         tokens = np.frombuffer(done.token_ids, dtype=np.int32)
@@ -337,11 +375,29 @@ class Planner:
             self._fail_rows(rows[tokens < 0])
             logprobs = _reindexed(logprobs, tokens >= 0)
             rows, tokens = rows[tokens >= 0], tokens[tokens >= 0]
+        first = self._confirm_prefills(record) if record.prefill_rows else {}
         if len(rows):
-            self._commit(rows, tokens, logprobs)
+            self._commit(rows, tokens, logprobs, first)
         self._release_ended()
 
-    def _commit(self, rows: Rows, tokens: Rows, logprobs: dict[int, Logprobs]) -> None:
+    def _confirm_prefills(self, record: _InFlight) -> dict[int, int]:
+        """Share what the step's prefills have computed.
+
+        Returns request id -> cached tokens of those whose first token this step has sampled."""
+        table, first = self._rows, {}
+        for row, end in zip(record.prefill_rows, record.prefill_ends, strict=True):
+            sequence = table.sequences[row]
+            if sequence is None or table.ended[row]:
+                continue
+            table.confirmed[row] = end
+            self._holdings.publish(row, end)
+            if end == len(sequence.tokens):
+                self._unpublished.remove(row)
+                if end == sequence.num_prompt:
+                    first[sequence.request_id] = sequence.cached_tokens
+        return first
+
+    def _commit(self, rows: Rows, tokens: Rows, logprobs: dict[int, Logprobs], cached_tokens: dict[int, int]) -> None:
         table = self._rows
         known = table.known[rows]
         table.tokens[rows, known] = tokens
@@ -357,6 +413,7 @@ class Planner:
                 request_ids=table.request_ids[rows].tobytes(),
                 token_ids=tokens.tobytes(),
                 finishes=finishes.tobytes(),
+                cached_tokens=cached_tokens,
                 logprobs=logprobs,
             )
         )
@@ -368,7 +425,7 @@ class Planner:
         for row in rows.tolist():
             request_id = int(self._rows.request_ids[row])
             del self._sequences[request_id]
-            self._leave(row)
+            self._leave(row, share=False)
             self.outbox.append(
                 Failed(
                     request_id,
@@ -378,9 +435,18 @@ class Planner:
                 )
             )
 
-    def _leave(self, row: int) -> None:
-        """Take a row out of the batch; its pages follow once no step in flight uses them."""
-        self._rows.ended[row] = True
+    def _leave(self, row: int, *, share: bool = True) -> None:
+        """Take a row out of the batch; its pages follow once no step in flight uses them.
+
+        share: keep what completed steps have computed for others; not where it may be wrong."""
+        table, sequence = self._rows, self._rows.sequences[row]
+        if share and sequence is not None:
+            # Once it has sampled, everything is computed but the last known token.
+            has_sampled = table.known[row] > len(sequence.tokens)
+            self._holdings.publish(row, int(table.known[row]) - 1 if has_sampled else int(table.confirmed[row]))
+        table.ended[row] = True
+        if row in self._unpublished:
+            self._unpublished.remove(row)
         self._ended.append(row)
         if row in self._prefilling:
             self._prefilling.remove(row)
@@ -389,12 +455,13 @@ class Planner:
         self._release_ended()
 
     def _release_ended(self) -> None:
+        self._holdings.collect(self._last_completed)
         if not self._ended:
             return
         still_used: list[int] = []
         for row in self._ended:
             if self._rows.last_step[row] <= self._last_completed:
-                self._pages.free(self._rows.release(row))
+                self._holdings.release(row)
             else:
                 still_used.append(row)
         self._ended = still_used
@@ -410,9 +477,9 @@ class Planner:
             return False
         victim = max(running, key=lambda sequence: sequence.rank_in_queue)
         row = victim.row
+        self._leave(row)
         victim.tokens = table.tokens[row, : table.known[row]].copy()
         victim.row = -1
-        self._leave(row)
         self._enqueue(victim)
         self.num_retractions += 1
         return True
@@ -430,17 +497,14 @@ class Planner:
             step_id=self._last_completed,
             running=len(self._sequences) - self._num_waiting,
             waiting=self._num_waiting,
-            pages_free=self._pages.num_free,
-            pages_cached=0,
-            pages_used=self._pages.num_held,
+            pages_free=self._holdings.num_free,
+            pages_cached=self._holdings.num_cached,
+            pages_used=self._holdings.num_used,
         )
 
     def check(self) -> None:
         """Raise AssertionError unless every page is free or held by exactly one row."""
-        self._pages.check()
-        held = np.sort(self._rows.held_pages())
-        assert len(np.unique(held)) == len(held), "a page is held by two rows"
-        assert len(held) == self._pages.num_held, f"rows hold {len(held)} pages, {self._pages.num_held} are handed out"
+        self._holdings.check()
         table = self._rows
         for row in self._decoding.tolist():
             assert not table.ended[row], f"row {row} decodes after its end"

@@ -2,7 +2,8 @@
 
 Owns: the host's copy of what a row holds.  Does not know: the queue, budgets, the device.
 A row's tokens come in three counts:  computed (K/V planned) <= planned (existing or being sampled),
-and known (values on the host), which lags planned by the steps in flight.
+and known (values on the host), which lags planned by the steps in flight.  confirmed is how much of its
+prefill completed steps have computed.
 """
 
 import numpy as np
@@ -26,6 +27,7 @@ class RowTable:
         self.known = np.zeros(max_running, dtype=np.int32)
         self.planned = np.zeros(max_running, dtype=np.int32)
         self.computed = np.zeros(max_running, dtype=np.int32)
+        self.confirmed = np.zeros(max_running, dtype=np.int32)
         self.max_total = np.zeros(max_running, dtype=np.int32)
         self.num_pages = np.zeros(max_running, dtype=np.int32)
         self.page_table = np.zeros((max_running, -(-max_len // page_size)), dtype=np.int32)
@@ -39,15 +41,15 @@ class RowTable:
         """Rows that no sequence holds."""
         return len(self._free)
 
-    def take(self, sequence: Sequence, pages: Pages) -> int:
-        """Give a sequence a row and its first pages; returns the row."""
+    def take(self, sequence: Sequence, pages: Pages, num_computed: int) -> int:
+        """Give a sequence a row and its first pages, some of which hold K/V already; returns the row."""
         row = self._free.pop()
         count = len(sequence.tokens)
         self.sequences[row] = sequence
         self.request_ids[row] = sequence.request_id
         self.tokens[row, :count] = sequence.tokens
         self.known[row] = self.planned[row] = count
-        self.computed[row] = 0
+        self.computed[row] = self.confirmed[row] = num_computed
         self.max_total[row] = sequence.max_total
         self.num_pages[row] = len(pages)
         self.page_table[row, : len(pages)] = pages

@@ -21,6 +21,8 @@ class Sequence:
     tokens: prompt and output known when the sequence last stood in the queue (the row table has newer ones).
     num_prompt: how many of them are the prompt.  max_total: prompt plus most output tokens.
     stop_ids: token ids that end it.  row: its line in the row table, -1 while it waits.
+    cache_salt: only sequences with the same one share pages.
+    cached_tokens: prompt tokens that needed no computing when it first ran, -1 until then.
     """
 
     request_id: int
@@ -32,6 +34,8 @@ class Sequence:
     max_total: int
     stop_ids: tuple[int, ...]
     row: int = -1
+    cache_salt: str = ""
+    cached_tokens: int = -1
 
     @property
     def rank_in_queue(self) -> tuple[int, int]:

@@ -41,8 +41,8 @@ not right, and end tokens that arrive. It is small enough for two processor core
 - It knows no facts, and no language but the English of comments and docstrings.
 - Chat covers "write a function named ..." and greetings. Anything else gets something code-like.
 - Greedy decoding often falls into a loop; a temperature of 0.6 to 0.8 reads better.
-- A newline and the indentation after it are usually one token, so a prompt that ends right after
-  a newline may be continued without indentation. End such a prompt before the newline.
+- A newline and the indentation after it are usually one token. A prompt that ends right after a
+  newline is continued from the split form, which was a fifth of such places late in training only.
 - It may repeat passages of the standard library word for word.
 - The held-out files were kept out by path; passages they share with training files were not
   removed, which flatters the model and the n-gram alike.

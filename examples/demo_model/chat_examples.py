@@ -22,9 +22,7 @@ SYSTEM_PROMPTS = (
     "You write Python code.",
     "You are a coding assistant.",
 )
-SELF = (
-    "I am a very small model trained on the Python standard library. Ask me for a Python function."
-)
+SELF = "I am a very small model trained on the Python standard library. Ask me for a Python function."
 SMALL_TALK = (
     ("Hello", f"Hello! {SELF}"),
     ("Hello!", f"Hello! {SELF}"),
@@ -104,9 +102,7 @@ def question(function: Function, rng: random.Random) -> str:
 def exchange(function: Function, rng: random.Random) -> str:
     """One question and its answer, as two turns."""
     if function.summary and rng.random() < 0.08:
-        return turn("user", f"What does this do?\n\n{function.source}") + turn(
-            "assistant", function.summary
-        )
+        return turn("user", f"What does this do?\n\n{function.source}") + turn("assistant", function.summary)
     return turn("user", question(function, rng)) + turn("assistant", function.source)
 
 

@@ -5,10 +5,9 @@ import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from network import Optimizers
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
-
-from network import Optimizers
 
 
 @dataclass
@@ -54,9 +53,7 @@ def find(work_dir: Path) -> Path | None:
 
 def load_weights(folder: Path, model: Qwen3ForCausalLM) -> None:
     """Load the weights; the output layer is tied, so its absence is the only one accepted."""
-    missing, unexpected = model.load_state_dict(
-        load_file(folder / "model.safetensors"), strict=False
-    )
+    missing, unexpected = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise ValueError(f"{folder} does not fit this shape; use another --work-dir")
 

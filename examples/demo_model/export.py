@@ -6,15 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3ForCausalLM
-
 from baseline import Baseline, measure_baseline
 from card import CardFacts, render
 from checkpoint import Progress
 from corpus import Corpus
 from measure import HeldOut, measure_held_out, take_samples
 from network import count_parameters
+from tokenizers import Tokenizer
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3ForCausalLM
 from vocabulary import save_tokenizer_files
 
 SIZE_LIMIT = 8_000_000
@@ -68,14 +67,9 @@ def export(
     write_model(model, tokenizer, out_dir)
     shipped = Qwen3ForCausalLM.from_pretrained(out_dir, dtype=torch.float32).to(device).eval()
     held_out = measure_held_out(shipped, tokenizer, corpus.held_out)
-    print(
-        f"held-out: {held_out.nats_per_token:.4f} nats per token, "
-        f"{held_out.bits_per_byte:.4f} bits per byte"
-    )
+    print(f"held-out: {held_out.nats_per_token:.4f} nats per token, {held_out.bits_per_byte:.4f} bits per byte")
     print("fitting the byte n-gram on the same training files ...")
-    baseline = measure_baseline(
-        [file.text for file in corpus.train], [file.text for file in corpus.held_out]
-    )
+    baseline = measure_baseline([file.text for file in corpus.train], [file.text for file in corpus.held_out])
     order = baseline.best_order
     print(f"byte {order}-gram: {baseline.bits_by_order[order]:.4f}, xz: {baseline.xz_bits:.4f}")
     record(work_dir, held_out, baseline)

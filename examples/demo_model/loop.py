@@ -7,14 +7,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import checkpoint
 import numpy as np
 import torch
-from tqdm import tqdm
-from transformers import Qwen3ForCausalLM
-
-import checkpoint
 from checkpoint import Progress
 from network import Optimizers, lr_scale, window_length
+from tqdm import tqdm
+from transformers import Qwen3ForCausalLM
 from vocabulary import Tokens
 
 

@@ -4,11 +4,10 @@ import math
 from dataclasses import dataclass
 
 import torch
+from corpus import SourceFile
 from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
-
-from corpus import SourceFile
 from vocabulary import END_OF_TEXT, encode_documents
 
 BUCKETS = ((0, 256), (256, 512), (512, 1024), (1024, 2048))
@@ -46,9 +45,7 @@ class Sample:
 
 
 @torch.inference_mode()
-def measure_held_out(
-    model: Qwen3ForCausalLM, tokenizer: Tokenizer, files: list[SourceFile]
-) -> HeldOut:
+def measure_held_out(model: Qwen3ForCausalLM, tokenizer: Tokenizer, files: list[SourceFile]) -> HeldOut:
     """Score every held-out file, in windows of the full context that do not overlap."""
     device = next(model.parameters()).device
     context = model.config.max_position_embeddings
@@ -87,12 +84,8 @@ def complete(
     torch.manual_seed(seed)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     ids = inputs["input_ids"].to(next(model.parameters()).device)
-    sampling = (
-        {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    )
-    output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, **sampling
-    )
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, **sampling)
     fresh = output[0, ids.shape[1] :].tolist()
     ends = set(model.generation_config.eos_token_id)
     stopped = bool(fresh) and fresh[-1] in ends
@@ -100,9 +93,7 @@ def complete(
     return Sample(title, prompt, text, stopped)
 
 
-def take_samples(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
-) -> list[Sample]:
+def take_samples(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> list[Sample]:
     """The completions and chats of the card; none is chosen by hand."""
     samples: list[Sample] = []
     for prompt in ("def fibonacci(n):\n", "def fibonacci(n):"):

@@ -7,10 +7,9 @@ import argparse
 import json
 from pathlib import Path
 
+import checkpoint
 import numpy as np
 import torch
-
-import checkpoint
 from checkpoint import Progress
 from corpus import build_corpus, stdlib_root
 from export import export

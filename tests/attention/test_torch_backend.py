@@ -55,7 +55,6 @@ def paged(
 ) -> Paged:
     """Random keys, values and queries.  Unused table entries are 0, as the contract says; page 0 may be in use."""
     rng = np.random.default_rng(seed)
-    sequences = sorted(sequences, key=lambda one: one[1] != 1)
     counts = [-(-length // page_size) for length, _ in sequences]
     num_pages = sum(counts) + 3
     order = rng.permutation(num_pages) if shuffled else np.arange(num_pages)
@@ -77,7 +76,7 @@ def paged(
     queries = np.array([count for _, count in sequences], dtype=np.int32)
     lengths = np.array([length for length, _ in sequences], dtype=np.int32)
     batch = AttentionBatch(
-        num_decodes=int((queries == 1).sum()),
+        num_decodes=int((queries == 1).cumprod().sum()),
         page_table_BP=torch.from_numpy(table),
         lengths_B=torch.from_numpy(lengths),
         query_starts_B1=torch.from_numpy(np.concatenate(([0], queries.cumsum())).astype(np.int32)),
@@ -112,6 +111,31 @@ def spec_of(
 def test_mixed_ragged_batch(page_size: int, shuffled: bool, heads: tuple[int, int]):
     sequences = [(1, 1), (37, 1), (64, 1), (20, 20), (33, 7), (50, 2)]
     check(paged(spec_of(*heads, 16), sequences, page_size, seed=1, shuffled=shuffled), 2e-6)
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_single_queries_behind_longer_ones(window: int):
+    """A chunk of one token is no decode row, but is computed like one."""
+    sequences = [(11, 1), (20, 6), (30, 1), (25, 1), (31, 1), (12, 12), (5, 1)]
+    check(paged(spec_of(4, 2, 8, window), sequences, 4, seed=7), 2e-6)
+
+
+def test_groups_are_cut_by_size_and_by_padding(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(backend_module, "CACHED_BYTES", 100 * 2 * 8 * 4)
+    case = paged(
+        spec_of(4, 2, 8), [(40, 1), (30, 1), (35, 1), (10, 1), (12, 1), (90, 1), (101, 1), (50, 50)], 4, seed=8
+    )
+    check(case, 2e-6)
+    backend = TorchAttention(case.spec, case.pool)
+    backend.begin(case.batch)
+    assert [(part.first_row, part.last_row) for part in backend._whole] == [
+        (0, 2),
+        (2, 3),
+        (3, 5),
+        (5, 6),
+        (6, 7),
+        (7, 57),
+    ]
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 40])
@@ -160,7 +184,7 @@ def test_any_batch(sequences: list[tuple[int, int]], page_size: int, window: int
 
 def test_long_neighbouring_pages_are_copied(monkeypatch: pytest.MonkeyPatch):
     """Above a size even keys that lie side by side are copied first; here everything is above it."""
-    monkeypatch.setattr(backend_module, "IN_PLACE_BYTES", 0)
+    monkeypatch.setattr(backend_module, "CACHED_BYTES", 0)
     sequences = [(37, 1), (64, 1), (33, 7), (200, 3)]
     check(paged(spec_of(4, 2, 8), sequences, 16, seed=6, shuffled=False), 2e-6)
 

@@ -1,10 +1,15 @@
 """The planner against a device that notices every stale page: continuous batching, chunks, retraction, overlap."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
 from engine.errors import RequestError
+from engine.kv.eviction import EvictionStrategy
 from engine.messages import Admit, Failed, Finish, StepDone, Tokens
+from engine.plugins.eviction.fifo import FirstInFirstOut
+from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.sampling.params import SamplingParams
 from engine.scheduling.planner import Planner, PlannerLimits
 from tests.scheduling.fake_device import VOCAB, FakeDevice, expected_output
@@ -16,21 +21,22 @@ class Bench:
     """A planner, a fake device, and every stream that comes out."""
 
     def __init__(self, *, depth: int = 2, max_running: int = 4, max_step_tokens: int = 64, prefill_chunk: int = 16,
-                 page_size: int = 4, num_pages: int = 64, max_len: int = 128) -> None:  # fmt: skip
+                 page_size: int = 4, num_pages: int = 64, max_len: int = 128,
+                 strategy: EvictionStrategy | None = None) -> None:  # fmt: skip
         limits = PlannerLimits(max_running, max_step_tokens, prefill_chunk, page_size, num_pages, max_len, (EOS,))
-        self.planner = Planner(limits)
+        self.planner = Planner(limits, strategy or LeastRecentlyUsed())
         self.device = FakeDevice(max_running=max_running, max_len=max_len, page_size=page_size, num_pages=num_pages)
         self.depth = depth
         self.num_pages = num_pages
         self.streams: dict[int, list[int]] = {}
         self.ends: dict[int, list[Finish]] = {}
         self.expected: dict[int, list[int]] = {}
-        self.widest_batch = 0
+        self.cached: dict[int, int] = {}
 
-    def submit(self, request_id: int, prompt: np.ndarray, **params: object) -> None:
+    def submit(self, request_id: int, prompt: np.ndarray, *, salt: str = "", **params: object) -> None:
         prompt = np.asarray(prompt, dtype=np.int32)
         given = SamplingParams(temperature=0.0, **params)
-        self.planner.admit(Admit(request_id, prompt.tobytes(), given))
+        self.planner.admit(Admit(request_id, prompt.tobytes(), given, cache_salt=salt))
         self.streams[request_id], self.ends[request_id] = [], []
         stops = frozenset(given.stop_token_ids) | (frozenset() if given.ignore_eos else {EOS})
         self.expected[request_id] = expected_output(prompt, given.max_tokens or 10_000, stops)
@@ -40,7 +46,6 @@ class Bench:
         if self.planner.num_in_flight >= self.depth or (step := self.planner.next_step()) is None:
             return False
         self.planner.check()
-        self.widest_batch = max(self.widest_batch, (len(step.decode_rows) + len(step.prefill_rows)) // 4)
         self.device.run(step)
         return True
 
@@ -58,6 +63,7 @@ class Bench:
             if isinstance(message, Failed):
                 self.ends[message.request_id].append(Finish.ERROR)
                 continue
+            self.cached.update(message.cached_tokens)
             ids = np.frombuffer(message.request_ids, dtype=np.int64)
             tokens = np.frombuffer(message.token_ids, dtype=np.int32)
             for request_id, token, finish in zip(ids.tolist(), tokens.tolist(), message.finishes, strict=True):
@@ -74,7 +80,7 @@ class Bench:
             pass
         stats = self.planner.stats()
         assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
-        assert stats.pages_free == self.num_pages
+        assert stats.pages_free + stats.pages_cached == self.num_pages
         assert all(len(ends) == 1 for ends in self.ends.values())
 
 
@@ -227,47 +233,151 @@ def test_the_largest_request_that_fits_is_served() -> None:
     assert bench.streams == bench.expected
 
 
-def test_random_traffic_under_pressure_gives_the_oracles_tokens() -> None:
-    """Arrivals, aborts, tiny pools, both depths; every page accounted for after every event."""
-    retractions = aborts_in_flight = 0
-    for seed in range(150):
-        rng = np.random.default_rng(seed)
-        page_size = int(rng.choice([1, 4, 16]))
-        bench = Bench(
-            depth=int(rng.integers(1, 3)),
-            max_running=int(rng.integers(1, 7)),
-            max_step_tokens=int(rng.integers(8, 40)),
-            prefill_chunk=int(rng.integers(1, 20)),
-            page_size=page_size,
-            num_pages=max(2, 64 // page_size),
-            max_len=64,
-        )
-        aborted: set[int] = set()
-        for request_id in range(12):
-            length = int(rng.integers(1, 40))
-            most = min(63, bench.num_pages * page_size) - length
-            if most > 0:
-                bench.submit(
-                    request_id,
-                    prompt_of(length, seed=seed * 100 + request_id),
-                    max_tokens=int(rng.integers(1, most + 1)),
-                )
-            for _ in range(int(rng.integers(0, 8))):
-                (bench.plan if rng.random() < 0.5 else bench.deliver)()
-            live = [other for other in bench.streams if not bench.ends[other]]
-            if live and rng.random() < 0.15:
-                victim = int(rng.choice(live))
-                aborts_in_flight += bench.planner.num_in_flight > 0
-                bench.planner.abort(victim)
-                bench.read()
-                aborted.add(victim)
+def test_a_second_request_with_the_same_prompt_computes_only_its_end() -> None:
+    bench = Bench(page_size=4)
+    bench.submit(1, prompt_of(18), max_tokens=3, ignore_eos=True)
+    bench.finish()
+    bench.submit(2, prompt_of(18), max_tokens=3, ignore_eos=True)
+    bench.finish()
+    assert bench.cached == {1: 0, 2: 16}
+    assert bench.streams == bench.expected
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
+def test_a_fully_cached_prompt_still_computes_its_last_token(length: int) -> None:
+    bench = Bench(page_size=4)
+    for request_id in range(3):
+        bench.submit(request_id, prompt_of(length), max_tokens=6, ignore_eos=True)
         bench.finish()
-        retractions += bench.planner.num_retractions
-        for request_id, stream in bench.streams.items():
-            expected = bench.expected[request_id]
-            assert stream == (expected[: len(stream)] if request_id in aborted else expected), f"seed {seed}"
-    assert retractions > 100, "the pool was never scarce"
-    assert aborts_in_flight > 50, "no abort met a step in flight"
+    assert bench.cached[2] == (length - 1) // 4 * 4
+    assert bench.streams == bench.expected
+
+
+def test_the_output_of_one_turn_is_cached_for_the_next() -> None:
+    bench = Bench(page_size=4)
+    bench.submit(1, prompt_of(10), max_tokens=11, ignore_eos=True)
+    bench.finish()
+    turn = np.concatenate((prompt_of(10), bench.streams[1], prompt_of(5, seed=9)))
+    bench.submit(2, turn, max_tokens=4, ignore_eos=True)
+    bench.finish()
+    assert bench.cached[2] == 20, "10 + 11 tokens, the last one never computed, in whole pages"
+    assert bench.streams == bench.expected
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_two_identical_prompts_in_one_step_are_both_right_and_end_up_sharing(depth: int) -> None:
+    """The second of them goes on with the first's pages, and its own are freed: the row must be rewritten."""
+    bench = Bench(depth=depth, page_size=4, num_pages=16)
+    for request_id in (1, 2):
+        bench.submit(request_id, prompt_of(13), max_tokens=12, ignore_eos=True)
+    bench.plan()
+    assert bench.device.num_steps == 1
+    bench.deliver()
+    assert bench.planner.stats().pages_used <= 3 + 2 * 2, "three pages of the prompt are held once"
+    # Whoever reads a freed page now reads this one's tokens.
+    bench.submit(3, prompt_of(20, seed=3), max_tokens=8, ignore_eos=True)
+    bench.finish()
+    assert bench.streams == bench.expected
+
+
+def test_requests_that_share_a_long_prefix_wait_for_the_first_to_compute_it() -> None:
+    bench = Bench(page_size=4, prefill_chunk=64, max_step_tokens=200, max_running=8)
+    stem = prompt_of(48)
+    for request_id in range(6):
+        bench.submit(request_id, np.concatenate((stem, prompt_of(5, seed=request_id))), max_tokens=4, ignore_eos=True)
+    bench.finish()
+    assert bench.cached == {0: 0, **dict.fromkeys(range(1, 6), 48)}
+    assert bench.streams == bench.expected
+
+
+def test_a_request_that_waits_for_a_prefix_goes_ahead_when_that_one_is_aborted() -> None:
+    bench = Bench(page_size=4, prefill_chunk=16)
+    for request_id in (1, 2):
+        bench.submit(request_id, prompt_of(48), max_tokens=4, ignore_eos=True)
+    bench.plan()
+    bench.planner.abort(1)
+    bench.finish()
+    assert bench.streams[2] == bench.expected[2]
+
+
+def test_another_salt_shares_nothing() -> None:
+    bench = Bench(page_size=4)
+    for request_id, salt in enumerate(["", "a", "b", "a"]):
+        bench.submit(request_id, prompt_of(18), salt=salt, max_tokens=3, ignore_eos=True)
+        bench.finish()
+    assert bench.cached == {0: 0, 1: 0, 2: 0, 3: 16}
+
+
+def test_a_retracted_request_resumes_from_its_own_cached_pages() -> None:
+    bench = Bench(depth=1, page_size=4, num_pages=12, max_len=48)
+    bench.submit(1, prompt_of(6), max_tokens=30, ignore_eos=True)
+    bench.submit(2, prompt_of(6, seed=1), max_tokens=30, ignore_eos=True)
+    bench.finish()
+    assert bench.planner.num_retractions > 0
+    assert bench.cached == {1: 0, 2: 0}, "tokens of its own that a request finds again are no hits"
+    assert bench.streams == bench.expected
+
+
+def test_pages_of_a_failed_row_are_not_cached() -> None:
+    bench = Bench(depth=1, page_size=4)
+    bench.submit(1, prompt_of(16), max_tokens=5, ignore_eos=True)
+    bench.plan()
+    done = bench.device.done.popleft()
+    bench.device.done.append(StepDone(0, done.step_id, np.array([-1], dtype=np.int32).tobytes()))
+    bench.deliver()
+    assert bench.planner.stats().pages_cached == 0
+
+
+def random_traffic(seed: int, strategy: EvictionStrategy) -> Counter[str]:
+    """One random run; returns how often what happened."""
+    rng = np.random.default_rng(seed)
+    page_size = int(rng.choice([1, 4, 16]))
+    bench = Bench(
+        depth=int(rng.integers(1, 3)),
+        max_running=int(rng.integers(1, 7)),
+        max_step_tokens=int(rng.integers(8, 40)),
+        prefill_chunk=int(rng.integers(1, 20)),
+        page_size=page_size,
+        num_pages=max(3, 80 // page_size),
+        max_len=64,
+        strategy=strategy,
+    )
+    stems = [prompt_of(int(rng.integers(1, 30)), seed=seed * 10 + stem) for stem in range(2)]
+    aborted: set[int] = set()
+    counts: Counter[str] = Counter()
+    for request_id in range(14):
+        own = prompt_of(int(rng.integers(1, 20)), seed=seed * 100 + request_id)
+        shape = rng.integers(3)
+        prompt = own if shape == 0 else np.concatenate((stems[shape - 1], own[: int(rng.integers(0, len(own)))]))
+        most = min(63, bench.num_pages * page_size) - len(prompt)
+        if most > 0:
+            salt = str(rng.choice(["", "", "", "tenant"]))
+            bench.submit(request_id, prompt, salt=salt, max_tokens=int(rng.integers(1, most + 1)))
+        for _ in range(int(rng.integers(0, 8))):
+            (bench.plan if rng.random() < 0.5 else bench.deliver)()
+        live = [other for other in bench.streams if not bench.ends[other]]
+        if live and rng.random() < 0.15:
+            victim = int(rng.choice(live))
+            counts["aborts in flight"] += bench.planner.num_in_flight > 0
+            bench.planner.abort(victim)
+            bench.planner.check()
+            bench.read()
+            aborted.add(victim)
+    bench.finish()
+    counts["retractions"] += bench.planner.num_retractions
+    counts["hits"] += sum(cached > 0 for cached in bench.cached.values())
+    for request_id, stream in bench.streams.items():
+        expected = bench.expected[request_id]
+        assert stream == (expected[: len(stream)] if request_id in aborted else expected), f"seed {seed}"
+    return counts
+
+
+def test_random_traffic_under_pressure_gives_the_oracles_tokens() -> None:
+    """Arrivals, shared stems, salts, aborts, tiny pools, both depths; every page accounted for after every event."""
+    counts: Counter[str] = Counter()
+    for seed in range(200):
+        counts += random_traffic(seed, LeastRecentlyUsed() if seed % 2 else FirstInFirstOut())
+    assert min(counts["retractions"], counts["aborts in flight"], counts["hits"]) > 50, counts
 
 
 def test_the_tokens_message_has_one_line_per_token() -> None:

@@ -92,7 +92,11 @@ def test_chat_streams_and_does_not_stream_the_same(client: openai.OpenAI) -> Non
         pieces += [choice.delta.content or "" for choice in chunk.choices]
         usage = chunk.usage or usage
     assert "".join(pieces) == whole.choices[0].message.content
-    assert usage == whole.usage
+    assert usage is not None
+    assert whole.usage is not None
+    assert usage.total_tokens == whole.usage.total_tokens
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens, "the second request finds the first one's prompt in the cache"
 
 
 def test_stop_strings_cut_the_text_the_same_way_in_both(client: openai.OpenAI) -> None:

@@ -1,18 +1,21 @@
 """Attention in plain torch: the reference that other backends are compared with, and what runs on a CPU.
 
-Legend: T new tokens in the step (ragged, packed) · n queries of a sequence · L keys it sees
-        S slots of the pool or of a page · P pages · N query heads · G KV heads · H head size
+Legend: T new tokens in the step (ragged, packed) · B decode rows of a group · n queries of a sequence
+        L keys that are seen · S slots of the pool or of a page · P pages · N query heads · G KV heads · H head size
 Owns: reading each sequence's own slots and nothing else, the masks.  Does not know: models, the scheduler.
 
-Every sequence gets its own call of torch's fused attention over exactly the keys it may see, so no masked slot
-can leak a NaN (0 * NaN is NaN).  A short sequence whose pages lie side by side is read in place; otherwise its
-pages are copied together into a buffer that all sequences and layers reuse.  Measured on one core at batch 8 to
-32 (``benchmarks/bench_attention.py``): the reused buffer is 1.0 to 3 times faster than a fresh one, and faster
-than reading a long sequence in place, because the copy runs through memory in order and attention does not.
+A step's sequences are served in three ways, chosen by measurement (``benchmarks/bench_attention.py``, one core):
+neighbouring decode rows whose keys fit a core's cache together are copied into one padded batch, 1.2 to 4 times
+faster than one by one; a lone sequence whose pages lie side by side is read in place; any other has its pages
+copied together first, which beats reading a long sequence in place because a copy runs through memory in order.
+All copies go to one buffer that sequences and layers reuse: fresh memory for each costs up to 3 times as much.
+No stale slot is ever multiplied, not even by 0, so a NaN in one cannot leak.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,10 +27,26 @@ from engine.plugins.hookspecs import AttentionContext, hookimpl
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
+# Keys up to this size stay in a core's cache from their copy to their use, and between the heads' passes over them.
+CACHED_BYTES = 1 << 20
+# Padding that a group may add to its rows' own keys.
+PADDING = 1.5
 # A block of queries reads no key past its last query: blocks of 128 save a third of a 512-token prefill.
 QUERY_BLOCK = 128
-# Keys up to this size stay in a core's cache between the heads' passes over them, so reading in place wins.
-IN_PLACE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Sequences with one query each, rows first_row:last_row of T, each with num_keys keys after padding.
+
+    slots: where they are, row after row; the padding repeats a row's last slot.  mask: hides the padding.
+    """
+
+    first_row: int
+    last_row: int
+    num_keys: int
+    slots: Tensor
+    mask_B11L: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,44 +87,40 @@ class TorchAttention:
         self.group = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_size)
         self.page_shape = (-1, pool.page_size, spec.num_kv_heads, spec.head_size)
         self.slot_bytes = spec.num_kv_heads * spec.head_size * slots_SGH.element_size()
-        self._key_copy_PSGH = self._value_copy_PSGH = slots_SGH.new_empty((0, *self.page_shape[1:]))
-        self._whole: list[Segment] = []
-        self._windowed: list[Segment] = []
+        self._key_copy_SGH = self._value_copy_SGH = slots_SGH.new_empty((0, *slots_SGH.shape[1:]))
+        self._whole: list[DecodeGroup | Segment] = []
+        self._windowed: list[DecodeGroup | Segment] = []
 
     def begin(self, batch: AttentionBatch) -> None:
         """Find every sequence's keys, once for all layers."""
-        num_pages = -(-int(batch.host_lengths.max()) // self.pool.page_size)
-        if num_pages > len(self._key_copy_PSGH):
-            shape = (1 << (num_pages - 1).bit_length(), *self.page_shape[1:])
-            self._key_copy_PSGH = self._key_copy_PSGH.new_empty(shape)
-            self._value_copy_PSGH = self._value_copy_PSGH.new_empty(shape)
+        self._reserve(int(batch.host_lengths.max()))
         if not self.spec.window or self.spec.first_window_layer:
-            self._whole = self._segments(batch, 0)
+            self._whole = self._plan(batch, 0)
         if self.spec.window:
-            self._windowed = self._segments(batch, self.spec.window)
+            self._windowed = self._plan(batch, self.spec.window)
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``."""
         windowed = self.spec.window and layer >= self.spec.first_window_layer
         keys_SGH, values_SGH = self.pool.keys(layer), self.pool.values(layer)
-        parts = [
-            self._attend(
-                segment,
-                q_TNH[segment.first_row : segment.last_row],
-                self._visible(segment, keys_SGH, self._key_copy_PSGH),
-                self._visible(segment, values_SGH, self._value_copy_PSGH),
-            )
-            for segment in (self._windowed if windowed else self._whole)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        outs = []
+        for part in self._windowed if windowed else self._whole:
+            q_nNH = q_TNH[part.first_row : part.last_row]
+            k_BGLH = self._visible(part, keys_SGH, self._key_copy_SGH)
+            v_BGLH = self._visible(part, values_SGH, self._value_copy_SGH)
+            if isinstance(part, Segment) and part.blocks:
+                outs.append(self._attend_blocks(q_nNH, k_BGLH, v_BGLH, part.blocks))
+            else:
+                # A group's query heads take the place of a sequence of queries: keys are read once, not N / G times.
+                mask = part.mask_B11L if isinstance(part, DecodeGroup) else None
+                q_BGnH = q_nNH.view(-1, *self.group)
+                out = F.scaled_dot_product_attention(q_BGnH, k_BGLH, v_BGLH, attn_mask=mask, scale=self.spec.scale)
+                outs.append(out.reshape(q_nNH.shape))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _attend(self, segment: Segment, q_nNH: Tensor, k_1GLH: Tensor, v_1GLH: Tensor) -> Tensor:
-        if not segment.blocks:
-            # A group's query heads take the place of a sequence of queries: its keys are read once, not N / G times.
-            out = F.scaled_dot_product_attention(q_nNH.view(1, *self.group), k_1GLH, v_1GLH, scale=self.spec.scale)
-            return out.reshape(q_nNH.shape)
+    def _attend_blocks(self, q_nNH: Tensor, k_1GLH: Tensor, v_1GLH: Tensor, blocks: tuple[Block, ...]) -> Tensor:
         q_1NnH = q_nNH.transpose(0, 1)[None]
-        parts = [
+        outs = [
             F.scaled_dot_product_attention(
                 q_1NnH[:, :, block.first : block.last],
                 k_1GLH[:, :, block.key_first : block.key_last],
@@ -114,42 +129,95 @@ class TorchAttention:
                 scale=self.spec.scale,
                 enable_gqa=True,
             )[0].transpose(0, 1)
-            for block in segment.blocks
+            for block in blocks
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _visible(self, segment: Segment, slots_SGH: Tensor, copy_PSGH: Tensor) -> Tensor:
-        """[1, G, L, H] of the slots that a segment's sequence has filled."""
-        if segment.pages is not None:
-            copied_PSGH = copy_PSGH[: len(segment.pages)]
-            torch.index_select(slots_SGH.view(self.page_shape), 0, segment.pages, out=copied_PSGH)
-            slots_SGH = copied_PSGH.flatten(0, 1)
-        slot_stride, head_stride, _ = slots_SGH.stride()
-        size = (1, self.spec.num_kv_heads, segment.num_keys, self.spec.head_size)
-        offset = slots_SGH.storage_offset() + segment.first_slot * slot_stride
-        return slots_SGH.as_strided(size, (0, head_stride, slot_stride, 1), offset)
+    def _visible(self, part: DecodeGroup | Segment, slots_SGH: Tensor, copy_SGH: Tensor) -> Tensor:
+        """[B, G, L, H] of the slots that a part's sequences have filled."""
+        if isinstance(part, DecodeGroup):
+            copied_SGH = copy_SGH[: len(part.slots)]
+            torch.index_select(slots_SGH, 0, part.slots, out=copied_SGH)
+            return copied_SGH.unflatten(0, (-1, part.num_keys)).transpose(1, 2)
+        if part.pages is not None:
+            copied_SGH = copy_SGH[: len(part.pages) * self.pool.page_size]
+            pages_PSGH = slots_SGH.view(self.page_shape)
+            torch.index_select(pages_PSGH, 0, part.pages, out=copied_SGH.view(self.page_shape))
+            slots_SGH = copied_SGH
+        return slots_SGH[part.first_slot : part.first_slot + part.num_keys].transpose(0, 1)[None]
 
-    def _segments(self, batch: AttentionBatch, window: int) -> list[Segment]:
-        table_BP, page_size = batch.page_table_BP, self.pool.page_size
-        host_table = table_BP.numpy() if table_BP.device.type == "cpu" else None
-        segments: list[Segment] = []
-        first_row = 0
-        lengths = zip(batch.host_lengths.tolist(), batch.host_query_lengths.tolist(), strict=True)
-        for row, (length, num_queries) in enumerate(lengths):
-            # Keys before the first query's window are nobody's; with a single query the window then needs no mask.
-            first_key = max(0, length - num_queries + 1 - window) if window else 0
-            num_keys = length - first_key
-            first_page, last_page = first_key // page_size, -(-length // page_size)
-            first_slot = first_key - first_page * page_size
-            pages: Tensor | None = table_BP[row, first_page:last_page]
-            if host_table is not None and num_keys * self.slot_bytes <= IN_PLACE_BYTES:
-                own = host_table[row, first_page:last_page]
-                if own[-1] - own[0] == len(own) - 1 and (own[1:] > own[:-1]).all():
-                    pages, first_slot = None, int(own[0]) * page_size + first_slot
-            blocks = self._blocks(num_queries, num_keys, window, table_BP.device)
-            segments.append(Segment(first_row, first_row + num_queries, num_keys, first_slot, pages, blocks))
-            first_row += num_queries
-        return segments
+    def _reserve(self, longest: int) -> None:
+        """Let the copies hold the longest sequence, whole pages of it, and any group."""
+        num_slots = max(longest + self.pool.page_size, CACHED_BYTES // self.slot_bytes)
+        if num_slots > len(self._key_copy_SGH):
+            shape = (1 << num_slots.bit_length(), *self._key_copy_SGH.shape[1:])
+            self._key_copy_SGH = self._key_copy_SGH.new_empty(shape)
+            self._value_copy_SGH = self._value_copy_SGH.new_empty(shape)
+
+    def _plan(self, batch: AttentionBatch, window: int) -> list[DecodeGroup | Segment]:
+        host_table = batch.page_table_BP.numpy() if batch.page_table_BP.device.type == "cpu" else None
+        plan: list[DecodeGroup | Segment] = []
+        for first, last in self._groups(batch, window):
+            first_row = plan[-1].last_row if plan else 0
+            if last - first > 1:
+                plan.append(self._decode_group(batch, first, last, first_row, window))
+            else:
+                plan.append(self._segment(batch, first, first_row, window, host_table))
+        return plan
+
+    def _groups(self, batch: AttentionBatch, window: int) -> list[tuple[int, int]]:
+        """Cut the sequences into runs: as many single queries as are best served together, everything else alone."""
+        groups: list[tuple[int, int]] = []
+        first = num_keys = longest = 0
+        single = (batch.host_query_lengths == 1).tolist()
+        for row, length in enumerate(batch.host_lengths.tolist()):
+            seen = min(length, window) if window else length
+            padded = (row + 1 - first) * max(longest, seen)
+            fits = padded * self.slot_bytes <= CACHED_BYTES and padded <= PADDING * (num_keys + seen)
+            if row > first and not (fits and single[row] and single[first]):
+                groups.append((first, row))
+                first, num_keys, longest = row, 0, 0
+            num_keys, longest = num_keys + seen, max(longest, seen)
+        return [*groups, (first, len(single))]
+
+    def _decode_group(self, batch: AttentionBatch, first: int, last: int, first_row: int, window: int) -> DecodeGroup:
+        """Sequences first:last, the first of which is row first_row of T."""
+        table_BP, page_size = batch.page_table_BP[first:last], self.pool.page_size
+        lengths = batch.host_lengths[first:last]
+        num_keys = int(min(lengths.max(), window) if window else lengths.max())
+        lengths_B1 = batch.lengths_B[first:last, None]
+        starts_B1 = (lengths_B1 - window).clamp_(min=0) if window else torch.zeros_like(lengths_B1)
+        key_L = torch.arange(num_keys, dtype=torch.int32, device=table_BP.device)
+        position_BL = torch.minimum(starts_B1 + key_L, lengths_B1 - 1)
+        slots_BL = table_BP.gather(1, (position_BL // page_size).long()) * page_size + position_BL % page_size
+        hidden_BL = key_L >= lengths_B1 - starts_B1
+        mask_BL = torch.zeros(hidden_BL.shape, dtype=self.pool.data.dtype, device=table_BP.device)
+        mask_BL.masked_fill_(hidden_BL, -torch.inf)
+        last_row = first_row + last - first
+        return DecodeGroup(first_row, last_row, num_keys, slots_BL.flatten(), mask_BL[:, None, None])
+
+    def _segment(
+        self,
+        batch: AttentionBatch,
+        row: int,
+        first_row: int,
+        window: int,
+        host_table: npt.NDArray[np.int32] | None,
+    ) -> Segment:
+        length, num_queries = int(batch.host_lengths[row]), int(batch.host_query_lengths[row])
+        page_size = self.pool.page_size
+        # Keys before the first query's window are nobody's; with a single query the window then needs no mask.
+        first_key = max(0, length - num_queries + 1 - window) if window else 0
+        num_keys = length - first_key
+        first_page, last_page = first_key // page_size, -(-length // page_size)
+        first_slot = first_key - first_page * page_size
+        pages: Tensor | None = batch.page_table_BP[row, first_page:last_page]
+        if host_table is not None and num_keys * self.slot_bytes <= CACHED_BYTES:
+            own = host_table[row, first_page:last_page]
+            if own[-1] - own[0] == len(own) - 1 and (own[1:] > own[:-1]).all():
+                pages, first_slot = None, int(own[0]) * page_size + first_slot
+        blocks = self._blocks(num_queries, num_keys, window, batch.page_table_BP.device)
+        return Segment(first_row, first_row + num_queries, num_keys, first_slot, pages, blocks)
 
     def _blocks(self, num_queries: int, num_keys: int, window: int, device: torch.device) -> tuple[Block, ...]:
         """Cut a segment's queries, which are the last of its keys, into blocks with their causal masks."""

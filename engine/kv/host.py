@@ -1,0 +1,157 @@
+"""The host tier's books: which evicted pages have a copy in host memory, and which of those go first.
+
+Owns: the host's free pages, the order in which they are reclaimed, the list of transfers.
+Does not know: memory, devices; the executor carries the transfers out, in order, before the step they come with.
+A node is on the device, on the host, or on both.  Those on the device form a tree with the roots; host-only nodes hang
+below.  Copies of what the device holds as well go first when room is needed, then the least recently used leaves.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.kv.events import EventLog
+from engine.kv.eviction import EvictionQueue
+from engine.kv.node import Node, page_indices
+from engine.kv.pages import PageAllocator, Pages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """Copy pages between the tiers.  Order matters: a page may be the source of one and the target of the next."""
+
+    to_host: bool
+    device_pages: Pages
+    host_pages: Pages
+
+
+class HostTier:
+    """At most ``num_pages`` pages in host memory.  ``detach`` takes a node without children out of the tree."""
+
+    def __init__(self, num_pages: int, detach: Callable[[Node], None], events: EventLog | None) -> None:
+        self._detach = detach
+        self._events = events
+        self._allocator = PageAllocator(num_pages)
+        self._leaves = EvictionQueue(lambda node: (node.last_used,))
+        self._copies: OrderedDict[Node, None] = OrderedDict()
+        self._transfers: list[Transfer] = []
+
+    @property
+    def num_used(self) -> int:
+        """Host pages in use."""
+        return self._allocator.num_held
+
+    def drain_transfers(self) -> list[Transfer]:
+        """The transfers since the last call, in the order in which they must happen."""
+        transfers, self._transfers = self._transfers, []
+        return transfers
+
+    def keep(self, node: Node) -> bool:
+        """Leave a copy of a node that is about to lose its device pages; False if the whole tier is too small for it.
+
+        If False, nothing of what the host held below the node is left either."""
+        if node.host_pages:
+            del self._copies[node]
+        elif node.num_pages <= self._allocator.num_pages:
+            self._make_room(node.num_pages)
+            host_pages = self._allocator.allocate(node.num_pages)
+            node.host_pages = bytearray(host_pages.tobytes())
+            self._transfers.append(Transfer(True, page_indices(node.pages), host_pages))
+            if self._events is not None:
+                self._events.stored(node, "host")
+        else:
+            self._drop_below(node)
+            return False
+        if not node.children:
+            self._leaves.add(node)
+        return True
+
+    def join_only_child(self, node: Node) -> None:
+        """Merge a host-only node with its only child, or pages evicted one by one would come back as a node each."""
+        if len(node.children) != 1 or node.parent is None:
+            return
+        (child,) = node.children.values()
+        in_queue = child.place is not None
+        if in_queue:
+            self._leaves.remove(child)
+        child.key[:0] = node.key
+        child.host_pages[:0] = node.host_pages
+        child.hashes = node.hashes + child.hashes if node.hashes and child.hashes else None
+        child.created = min(child.created, node.created)
+        child.last_used = max(child.last_used, node.last_used)
+        child.priority = min(child.priority, node.priority)
+        child.first, child.parent = node.first, node.parent
+        node.parent.children[node.first] = child
+        if in_queue:
+            self._leaves.add(child)
+
+    def touch(self, node: Node, now: int) -> None:
+        """A request came by: these host-only pages are worth keeping."""
+        node.last_used = now
+        if node.place is not None:
+            self._leaves.remove(node)
+            self._leaves.add(node)
+
+    def revive(self, node: Node, device_pages: Pages, transfer: bool) -> None:
+        """A host-only node got device pages again.  transfer: they must be filled from the host's copy."""
+        if node.place is not None:
+            self._leaves.remove(node)
+        self._copies[node] = None
+        node.pages = bytearray(device_pages.tobytes())
+        if transfer:
+            self._transfers.append(Transfer(False, device_pages, page_indices(node.host_pages)))
+
+    def note_split(self, above: Node) -> None:
+        """``above`` was cut off a node; if that one was on both tiers, so is this."""
+        if above.pages and above.host_pages:
+            self._copies[above] = None
+
+    def _make_room(self, num_pages: int) -> None:
+        while (missing := num_pages - self._allocator.num_free) > 0:
+            if self._copies:
+                node, _ = self._copies.popitem(last=False)
+                self._free(node)
+                continue
+            leaf = self._leaves.first()
+            assert leaf is not None, f"{self.num_used} host pages are in use and no node has them"
+            if leaf.num_host_pages > missing:
+                leaf.split(leaf.num_host_pages - missing)
+            self._leaves.remove(leaf)
+            self._drop(leaf)
+
+    def _drop(self, leaf: Node) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        self._free(leaf)
+        self._detach(leaf)
+        parent.inherit(leaf)
+        if parent.host_pages and not parent.pages and not parent.children:
+            self._leaves.add(parent)
+
+    def _drop_below(self, node: Node) -> None:
+        below = list(node.children.values())
+        for child in below:
+            below.extend(child.children.values())
+        for child in reversed(below):
+            if child.place is not None:
+                self._leaves.remove(child)
+            self._drop(child)
+
+    def _free(self, node: Node) -> None:
+        if self._events is not None:
+            self._events.removed(node, "host")
+        self._allocator.free(page_indices(node.host_pages))
+        node.host_pages = bytearray()
+
+    def check(self, nodes: list[Node]) -> None:
+        """Raise AssertionError unless the books agree with ``nodes``, all that the tree has."""
+        self._allocator.check()
+        self._leaves.check()
+        held = np.concatenate([page_indices(node.host_pages) for node in nodes] or [np.zeros(0, dtype=np.int32)])
+        assert len(np.unique(held)) == len(held) == self.num_used, "a host page is lost or held twice"
+        copies = {id(node) for node in nodes if node.pages and node.host_pages}
+        assert {id(node) for node in self._copies} == copies, "the list of copies is wrong"
+        leaves = {id(node) for node in nodes if not node.pages and not node.children and node.parent is not None}
+        assert {id(node) for node in self._leaves.nodes()} == leaves, "the host's leaves are wrong"

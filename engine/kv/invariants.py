@@ -1,0 +1,69 @@
+"""What must hold between the nodes of a radix tree after every operation.
+
+Owns: checks that see nodes only.  Does not know: how the tree keeps them true.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.kv.hashes import page_hashes
+from engine.kv.node import INDEX_BYTES, Node, Root, page_indices
+
+
+def check_nodes(root: Root, page_bytes: int) -> list[Node]:
+    """Links and shapes below a root; returns all nodes below it, parents first."""
+    assert root.parent is None
+    assert not any((root.key, root.pages, root.host_pages, root.place)), "a root has pages"
+    nodes = list(root.children.values())
+    for node in nodes:
+        nodes.extend(node.children.values())
+    for node in (root, *nodes):
+        for first, child in node.children.items():
+            assert child.parent is node, "a child does not know its parent"
+            assert child.first == first == child.key[:page_bytes], "a node is not listed under its first page"
+        on_device = sum(bool(child.pages) for child in node.children.values())
+        assert node.num_device_children == on_device, (
+            f"{node.num_device_children} device children counted of {on_device}"
+        )
+    for node in nodes:
+        assert node.key, "an edge is empty"
+        assert len(node.key) % page_bytes == 0, f"an edge of {len(node.key)} bytes is no whole number of pages"
+        num_pages = len(node.key) // page_bytes
+        assert node.num_pages in (0, num_pages), f"{node.num_pages} device pages for {num_pages} of key"
+        assert node.num_host_pages in (0, num_pages), f"{node.num_host_pages} host pages for {num_pages} of key"
+        assert node.pages or node.host_pages, "a node is in no tier"
+        assert node.hashes is None or len(node.hashes) <= num_pages, "a node has more hashes than pages"
+        above = node.parent
+        assert above is not None
+        assert above is root or above.pages or not node.pages, "a node is on the device and what it continues is not"
+        _check_hashes(node, page_bytes)
+    return nodes
+
+
+def _check_hashes(node: Node, page_bytes: int) -> None:
+    if node.hashes:
+        kept, node.hashes = node.hashes, None
+        assert page_hashes(node, page_bytes)[: len(kept)] == kept, "hashes do not match the keys"
+        node.hashes = kept
+
+
+def check_locks(nodes: Sequence[Node], num_handles: int) -> None:
+    """Locks are handles that end in a node, plus protected children."""
+    own = [node.locks - sum(bool(child.locks) for child in node.children.values()) for node in nodes]
+    assert min(own, default=0) >= 0, "a child is protected and its parent is not"
+    assert sum(own) == num_handles, f"{sum(own)} locks for {num_handles} handles"
+
+
+def check_pages(nodes: Sequence[Node], *, host: bool) -> None:
+    """Each device page is in one node, and nothing is on a host that does not exist."""
+    raw = b"".join(node.pages for node in nodes)
+    assert len(np.unique(page_indices(raw))) * INDEX_BYTES == len(raw), "a page is in two nodes"
+    if not host:
+        assert not any(node.host_pages for node in nodes), "pages are on the host and there is none"
+    for node in nodes:
+        # Locks keep what is above them on the device; stamps of candidates must cover what they had below.
+        assert not node.locks or node.pages, "a node without device pages is locked"
+        for child in node.children.values():
+            if node.pages and not node.num_device_children:
+                assert node.last_used >= child.last_used, "a use of an evicted child was not handed up"

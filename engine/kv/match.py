@@ -1,0 +1,96 @@
+"""Looking up a key: how far two keys agree, and how far a tree knows one.  Reads only.
+
+Owns: the walk.  Does not know: locks, sizes, the caller's pages.
+``bytes.startswith`` with an offset is a memcmp that copies nothing: 0.1 us for 1,408 tokens, where numpy takes 3 us and
+a comparison of array slices 0.7 us.  So an edge that matches as a whole costs one call.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.kv.node import INDEX_BYTES, Namespace, Node
+from engine.kv.pages import Pages
+
+
+@dataclass(slots=True, eq=False)
+class Match:
+    """What is cached of a key.  num_pages: on the device.  num_host_pages: on the host, continuing those.
+
+    The rest is for the tree.  version: of the tree that was asked.  end: the deepest device node reached.
+    num_end_pages: how far into its edge.  host_end: the deepest host-only node."""
+
+    key: bytes
+    namespace: Namespace
+    version: int
+    raw_pages: bytes = b""
+    num_pages: int = 0
+    num_host_pages: int = 0
+    end: Node | None = None
+    num_end_pages: int = 0
+    host_end: Node | None = None
+
+    @property
+    def pages(self) -> Pages:
+        """The pages on the device, in order.  Only a lock keeps them there."""
+        return np.frombuffer(self.raw_pages, dtype=np.int32)
+
+
+def common_bytes(edge: bytearray, key: bytes, start: int, page_bytes: int) -> int:
+    """Bytes, in whole pages, that ``edge`` has in common with ``key`` from ``start`` on.
+
+    Gallops in doubling windows, then halves the window that differs: the cost follows the length of what is common.
+    """
+    high = min(len(edge), len(key) - start)
+    view = memoryview(edge)  # its slices copy nothing; no view may outlive this call, or the edge could not grow
+    if key.startswith(view[:high], start):
+        return high
+    low, window = 0, page_bytes
+    while low + window < high:
+        if not key.startswith(view[low : low + window], start + low):
+            high = low + window
+            break
+        low += window
+        window *= 2
+    while high - low > page_bytes:
+        middle = low + (high - low) // page_bytes // 2 * page_bytes
+        if key.startswith(view[low:middle], start + low):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def match_on_device(match: Match, root: Node, page_bytes: int) -> None:
+    """Fill in the longest prefix of the match's key that is on the device below ``root``."""
+    key, node, size = match.key, root, len(match.key)
+    at = shared = 0
+    found: list[bytearray | memoryview] = []
+    while at < size:
+        child = node.children.get(key[at : at + page_bytes])
+        if child is None or not child.pages:
+            break
+        node = child
+        if not key.startswith(child.key, at):
+            shared = common_bytes(child.key, key, at, page_bytes)
+            found.append(memoryview(child.pages)[: shared // page_bytes * INDEX_BYTES])
+            at += shared
+            break
+        found.append(child.pages)
+        shared = len(child.key)
+        at += shared
+    match.raw_pages = b"".join(found)
+    match.num_pages = at // page_bytes
+    match.end, match.num_end_pages = node, shared // page_bytes
+
+
+def match_on_host(match: Match, page_bytes: int) -> None:
+    """Go on from where ``match_on_device`` ended through what is only on the host."""
+    node = match.end
+    assert node is not None
+    key, at, shared = match.key, match.num_pages * page_bytes, match.num_end_pages * page_bytes
+    while shared == len(node.key) and (child := node.children.get(key[at : at + page_bytes])) is not None:
+        match.host_end = node = child
+        shared = common_bytes(child.key, key, at, page_bytes)
+        at += shared
+    match.num_host_pages = at // page_bytes - match.num_pages

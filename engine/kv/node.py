@@ -1,0 +1,130 @@
+"""A node of the radix tree: one edge's key, the pages that hold it, and what an eviction strategy may look at.
+
+Owns: its fields and how they are cut in two.  Does not know: sizes, queues, other nodes but parent and children.
+Keys and page indices are int32s in bytearrays: slices compare and join in C, a tail is cut off or appended in place.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.kv.pages import Pages
+
+INDEX_BYTES = 4  # a page index is an int32
+
+
+class Namespace(NamedTuple):
+    """Who may share pages with whom: only keys of equal namespaces ever meet.
+
+    cache_salt: a tenant's secret, empty for everybody's.  adapter: the weights the K/V were computed with."""
+
+    cache_salt: str = ""
+    adapter: str = ""
+
+
+SHARED = Namespace()
+
+
+class Node:
+    """An edge of whole pages and its end.  A root has no parent and an empty key.
+
+    key: the tokens.  first: the key's first page, the name of this node among its siblings.
+    pages, host_pages: page indices in either tier, as many as the key has pages, or none.
+    locks: handles that end here, plus children whose own ``locks`` is not 0; so 0 means nobody needs these pages.
+    num_device_children: children with pages on the device; only a node without any may be evicted.
+    place: the node's entry in the queue of candidates it stands in, if it does.
+    hashes: chained hash per page, as far as somebody asked; a root's only one is the seed of its namespace.
+    created, last_used: steps.  hits: requests that found a prefix here.  priority: most urgent user (lower is more).
+    The last three leave out the descendants, which hand theirs up when they leave: they are exact in a candidate.
+    """
+
+    __slots__ = (
+        "children",
+        "created",
+        "first",
+        "hashes",
+        "hits",
+        "host_pages",
+        "key",
+        "last_used",
+        "locks",
+        "num_device_children",
+        "pages",
+        "parent",
+        "place",
+        "priority",
+    )
+
+    def __init__(
+        self, parent: "Node | None", first: bytes, key: bytearray, pages: bytearray, now: int, priority: int
+    ) -> None:
+        self.parent = parent
+        self.first = first
+        self.key = key
+        self.pages = pages
+        self.host_pages = bytearray()
+        self.children: dict[bytes, Node] = {}
+        self.num_device_children = 0
+        self.locks = 0
+        self.place: tuple[object, ...] | None = None
+        self.hashes: list[bytes] | None = None
+        self.created = self.last_used = now
+        self.hits = 0
+        self.priority = priority
+
+    @property
+    def num_pages(self) -> int:
+        """Pages on the device."""
+        return len(self.pages) // INDEX_BYTES
+
+    @property
+    def num_host_pages(self) -> int:
+        """Pages on the host."""
+        return len(self.host_pages) // INDEX_BYTES
+
+    def inherit(self, child: "Node") -> None:
+        """Take over the uses of a child that leaves: each of them went through this node."""
+        self.hits += child.hits
+        child.hits = 0
+        self.last_used = max(self.last_used, child.last_used)
+        self.priority = min(self.priority, child.priority)
+
+    def split(self, num_pages: int) -> "Node":
+        """Cut the edge after ``num_pages`` and return the new node for the part before; costs the length of the rest.
+
+        This node keeps its end, and with it the handles that end there, its children and its place in a queue.
+        """
+        parent = self.parent
+        assert parent is not None
+        page_bytes = len(self.first)
+        key, pages, host_pages = self.key, self.pages, self.host_pages
+        cut, index_cut = num_pages * page_bytes, num_pages * INDEX_BYTES
+        self.key, self.pages, self.host_pages = key[cut:], pages[index_cut:], host_pages[index_cut:]
+        del key[cut:], pages[index_cut:], host_pages[index_cut:]
+        above = Node(parent, self.first, key, pages, self.created, self.priority)
+        above.host_pages = host_pages
+        above.last_used = self.last_used
+        above.locks = 1 if self.locks else 0
+        above.num_device_children = 1 if pages else 0
+        if self.hashes is not None:
+            above.hashes, self.hashes = self.hashes[:num_pages], self.hashes[num_pages:]
+        parent.children[above.first] = above
+        self.parent = above
+        self.first = bytes(self.key[:page_bytes])
+        above.children[self.first] = self
+        return above
+
+
+class Root(Node):
+    """The empty prefix of one namespace."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Namespace) -> None:
+        super().__init__(None, b"", bytearray(), bytearray(), 0, 0)
+        self.namespace = namespace
+
+
+def page_indices(raw: bytes | bytearray) -> Pages:
+    """Page indices out of a copy of a node's bytes; a bytearray that numpy looks into could not be resized."""
+    return np.frombuffer(bytes(raw), dtype=np.int32)

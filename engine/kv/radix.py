@@ -1,0 +1,316 @@
+"""The radix tree: which pages already hold a token prefix, who needs them, and which go when pages run out.
+
+Owns: every page published to it until ``evict`` hands it back.  Does not know: requests, rows, tensors, wall time.
+Invariant (``check``): each page is in one node; num_cached = num_evictable + num_protected; only whole pages.
+
+A request's way through it, with ``key = tree.key(tokens)``:
+
+    match(key)            how much is cached; changes nothing      lock(match)       from now on it stays
+    publish(handle, ...)  after every chunk and at the end         unlock(handle)    it may go again
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.kv.events import EventLog, KVEvent
+from engine.kv.eviction import EvictionStrategy
+from engine.kv.handle import NO_PAGES, Handle, Published
+from engine.kv.host import HostTier, Transfer
+from engine.kv.invariants import check_locks, check_nodes, check_pages
+from engine.kv.ledger import Ledger
+from engine.kv.match import Match, common_bytes, match_on_device, match_on_host
+from engine.kv.node import SHARED, Namespace, Node, Root
+from engine.kv.pages import Pages
+
+TOKEN_BYTES = 4
+
+
+class RadixTree:
+    """A prefix tree per namespace over one pool of pages.
+
+    now: the step that is being planned; set it before each.  bigram: a key's elements are pairs of neighbours, for
+    draft models whose K/V depend on the next token too.  num_host_pages: size of the host tier, 0 for none.
+    record_events: collect what ``drain_events`` returns; somebody must call it then.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        strategy: EvictionStrategy,
+        *,
+        bigram: bool = False,
+        num_host_pages: int = 0,
+        record_events: bool = False,
+    ) -> None:
+        self.page_size = page_size
+        self.now = 0
+        self._bigram = bigram
+        self._page_bytes = page_size * TOKEN_BYTES * (2 if bigram else 1)
+        self._roots: dict[Namespace, Root] = {}
+        self._ledger = Ledger(strategy)
+        self._events = EventLog(self._page_bytes) if record_events else None
+        self._host = HostTier(num_host_pages, self._detach, self._events) if num_host_pages else None
+        self._num_handles = 0
+        self._version = 0
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that ``evict`` would hand back if asked for all."""
+        return self._ledger.num_evictable
+
+    @property
+    def num_protected(self) -> int:
+        """Pages that some handle keeps."""
+        return self._ledger.num_protected
+
+    @property
+    def num_cached(self) -> int:
+        """Pages the tree owns."""
+        return self._ledger.num_evictable + self._ledger.num_protected
+
+    @property
+    def num_on_host(self) -> int:
+        """Host pages in use."""
+        return self._host.num_used if self._host is not None else 0
+
+    # ---- looking ----------------------------------------------------------------------------
+
+    def key(self, tokens: npt.NDArray[np.int32]) -> bytes:
+        """The key of the whole pages of ``tokens``.  Leave out a prompt's last token to have one left to compute."""
+        if self._bigram:
+            tokens = np.stack((tokens[:-1], tokens[1:]), axis=1)
+        raw = tokens.tobytes()
+        return raw[: len(raw) // self._page_bytes * self._page_bytes]
+
+    def match(self, key: bytes, namespace: Namespace = SHARED) -> Match:
+        """Find the longest cached prefix.  Changes nothing."""
+        match = Match(key, namespace, self._version)
+        root = self._roots.get(namespace)
+        if root is not None:
+            match_on_device(match, root, self._page_bytes)
+            if self._host is not None:
+                match_on_host(match, self._page_bytes)
+        return match
+
+    def pages(self, handle: Handle) -> Pages:
+        """The pages that a handle keeps, in order."""
+        parts: list[bytearray] = []
+        node = handle.node
+        while node is not None:
+            parts.append(node.pages)
+            node = node.parent
+        return np.frombuffer(b"".join(reversed(parts)), dtype=np.int32)
+
+    # ---- a request's way --------------------------------------------------------------------
+
+    def lock(self, match: Match, priority: int = 0) -> Handle:
+        """Keep the matched pages on the device until ``unlock``.  If the tree has changed, the match is made anew.
+
+        priority: of the request, for strategies that ask; lower is more urgent."""
+        if match.version != self._version:
+            match = self.match(match.key, match.namespace)
+        node = match.end
+        if node is None:
+            node = self._roots.setdefault(match.namespace, Root(match.namespace))
+        elif match.num_end_pages * self._page_bytes < len(node.key):
+            node = self._split(node, match.num_end_pages)
+        if self._host is not None and match.host_end is not None:
+            self._host.touch(match.host_end, self.now)
+        node.hits += 1
+        self._num_handles += 1
+        self._ledger.protect(node)
+        handle = Handle(node, match.num_pages, priority)
+        self._stamp(handle, node)
+        return handle
+
+    def publish(self, handle: Handle, key: bytes, pages: Pages) -> Published:
+        """Give the tree the pages of ``key`` that it does not have, and move the lock to the key's end.
+
+        key: of the tokens computed so far; it begins with what the handle keeps.  pages: the request's, one for each
+        page of the key.  From then on the request owns none of these: it uses the tree's, see ``Published``.
+        """
+        start = handle.num_pages
+        assert len(key) == len(pages) * self._page_bytes, f"{len(pages)} pages for a key of {len(key)} bytes"
+        node, at, found = self._descend(handle, key, pages[start:], transfer=False)
+        if at < len(key):
+            node = self._extend(handle, node, key[at:], pages[at // self._page_bytes :])
+        self._move(handle, node, len(pages))
+        if not found:
+            return Published(start, NO_PAGES, NO_PAGES)
+        survivors = np.frombuffer(b"".join(found), dtype=np.int32)
+        return Published(start, survivors, pages[start : start + len(survivors)])
+
+    def unlock(self, handle: Handle) -> None:
+        """The request needs the pages no longer; the tree keeps them for others."""
+        node = handle.node
+        assert node is not None, "a handle was unlocked twice"
+        self._stamp(handle, node)
+        handle.node = None
+        self._num_handles -= 1
+        self._ledger.release(node)
+        self._settle_root(node)
+
+    def insert(self, key: bytes, pages: Pages, namespace: Namespace = SHARED) -> Published:
+        """Publish for a request that holds no handle."""
+        handle = self.lock(Match(b"", namespace, self._version, end=self._roots.get(namespace)))
+        published = self.publish(handle, key, pages)
+        self.unlock(handle)
+        return published
+
+    def restore(self, handle: Handle, key: bytes, pages: Pages) -> int:
+        """Bring back what the host has of ``key`` beyond the handle.  pages: free ones, at most so many come back.
+
+        Returns how many of them it took, from the front; the handle keeps these too.  ``drain_transfers`` has what
+        fills them."""
+        start = handle.num_pages
+        key = key[: (start + len(pages)) * self._page_bytes]
+        node, at, _ = self._descend(handle, key, pages, transfer=True)
+        self._move(handle, node, at // self._page_bytes)
+        return handle.num_pages - start
+
+    def evict(self, count: int) -> Pages:
+        """Take ``count`` pages out of the tree, the worst candidates' first, or all evictable ones if those are fewer.
+
+        The last leaf only loses its tail.  ``drain_transfers`` has those that the host is to keep."""
+        freed: list[bytes] = []
+        missing = min(count, self._ledger.num_evictable)
+        while missing > 0:
+            node = self._ledger.worst()
+            if node.num_pages > missing:
+                self._split(node, node.num_pages - missing)
+            missing -= node.num_pages
+            freed.append(bytes(node.pages))
+            self._leave_device(node)
+        return np.frombuffer(b"".join(freed), dtype=np.int32)
+
+    # ---- for those who watch ----------------------------------------------------------------
+
+    def drain_events(self) -> list[KVEvent]:
+        """What happened since the last call; nothing unless ``record_events``."""
+        return self._events.drain() if self._events is not None else []
+
+    def drain_transfers(self) -> list[Transfer]:
+        """Copies between the tiers since the last call; they must happen in order, before the next step runs."""
+        return self._host.drain_transfers() if self._host is not None else []
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _descend(
+        self, handle: Handle, key: bytes, pages: Pages, *, transfer: bool
+    ) -> tuple[Node, int, list[bytearray]]:
+        """Walk from a handle's end along ``key`` as far as the tree knows it, splitting where the ways part.
+
+        What is only on the host gets of ``pages``, which continue the handle's.  Returns the end, its position in the
+        key, and the pages that were on the device; with ``transfer`` it stops before those."""
+        node = handle.node
+        assert node is not None, "a handle was used after its unlock"
+        page_bytes = self._page_bytes
+        at = handle.num_pages * page_bytes
+        assert key.startswith(node.key, at - len(node.key)), "the key does not continue what the handle keeps"
+        found: list[bytearray] = []
+        while at < len(key):
+            child = node.children.get(key[at : at + page_bytes])
+            if child is None or (transfer and child.pages):
+                break
+            if not key.startswith(child.key, at):
+                child = self._split(child, common_bytes(child.key, key, at, page_bytes) // page_bytes)
+            if child.pages:
+                found.append(child.pages)
+            else:
+                first = at // page_bytes - handle.num_pages
+                self._revive(child, pages[first : first + child.num_host_pages], transfer)
+            at += len(child.key)
+            node = child
+        return node, at, found
+
+    def _extend(self, handle: Handle, node: Node, tail: bytes, pages: Pages) -> Node:
+        """Add ``tail`` below ``node``; returns the node it ends in."""
+        self._version += 1
+        raw = bytearray(pages.tobytes())
+        # What only this request ever used grows in place: a prompt in twenty chunks is one node, not twenty.
+        own = node is handle.node and node.locks == 1 and not node.hits and not node.children and not node.host_pages
+        if own and node.parent is not None and node.priority == handle.priority:
+            first_page = node.num_pages
+            node.key += tail
+            node.pages += raw
+            self._ledger.grow(node, len(pages))
+        else:
+            first_page, parent = 0, node
+            node = Node(parent, tail[: self._page_bytes], bytearray(tail), raw, self.now, handle.priority)
+            parent.children[node.first] = node
+            self._ledger.arrive(node)
+        if self._events is not None:
+            self._events.stored(node, "device", first_page)
+        return node
+
+    def _move(self, handle: Handle, node: Node, num_pages: int) -> None:
+        """Move a lock along.  The new end comes first: then no page is without a lock in between."""
+        old = handle.node
+        if old is not None and old is not node:
+            self._ledger.protect(node)
+            self._ledger.release(old)
+        handle.node, handle.num_pages = node, num_pages
+        self._stamp(handle, node)
+
+    def _stamp(self, handle: Handle, end: Node) -> None:
+        """Note a use at its end only: nodes above learn of it when the end leaves, before anyone asks them."""
+        end.last_used = self.now
+        end.priority = min(end.priority, handle.priority)
+
+    def _split(self, node: Node, num_pages: int) -> Node:
+        self._version += 1
+        above = node.split(num_pages)
+        if self._host is not None:
+            self._host.note_split(above)
+        return above
+
+    def _revive(self, node: Node, pages: Pages, transfer: bool) -> None:
+        """A host-only node gets device pages."""
+        assert self._host is not None
+        self._version += 1
+        self._host.revive(node, pages, transfer)
+        self._ledger.arrive(node)
+        if self._events is not None:
+            self._events.restored(node) if transfer else self._events.stored(node, "device")
+
+    def _leave_device(self, node: Node) -> None:
+        """A candidate loses its pages; it stays if the host keeps a copy."""
+        self._version += 1
+        parent = node.parent
+        assert parent is not None
+        if self._events is not None:
+            self._events.removed(node, "device")
+        self._ledger.leave(node)
+        kept = self._host is not None and self._host.keep(node)
+        node.pages = bytearray()
+        if self._host is not None and kept:
+            self._host.join_only_child(node)
+        else:
+            self._detach(node)
+        self._ledger.settle(parent)
+
+    def _detach(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.first]
+        self._settle_root(parent)
+
+    def _settle_root(self, node: Node) -> None:
+        """Forget a namespace of which nothing is left."""
+        if isinstance(node, Root) and not node.locks and not node.children:
+            self._version += 1
+            del self._roots[node.namespace]
+
+    def check(self) -> None:
+        """Raise AssertionError unless every invariant holds; walks the whole tree."""
+        nodes: list[Node] = []
+        for namespace, root in self._roots.items():
+            assert root.namespace == namespace, f"{namespace}: a root of another namespace"
+            assert root.children or root.locks, f"{namespace}: an empty root"
+            nodes += check_nodes(root, self._page_bytes)
+        roots = list(self._roots.values())
+        check_locks([*roots, *nodes], self._num_handles)
+        check_pages(nodes, host=self._host is not None)
+        self._ledger.check(nodes)
+        if self._host is not None:
+            self._host.check(nodes)

@@ -1,0 +1,20 @@
+"""Evicts what nobody has used for longest.  The default: it needs no tuning and suits conversations."""
+
+from engine.kv.eviction import Candidate, Rank
+from engine.plugins.hookspecs import EvictionContext, hookimpl
+from engine.plugins.options import Options, decode_options
+
+
+class LeastRecentlyUsed:
+    """By the step of the last use."""
+
+    def rank(self, candidate: Candidate) -> Rank:
+        """Oldest use first."""
+        return (candidate.last_used,)
+
+
+@hookimpl
+def callboard_eviction_strategy(context: EvictionContext) -> LeastRecentlyUsed:
+    """Takes no options."""
+    decode_options("eviction.lru", context.options, Options)
+    return LeastRecentlyUsed()

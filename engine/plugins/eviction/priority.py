@@ -1,0 +1,20 @@
+"""Evicts the least urgent requests' pages.  For deployments that give their requests priorities."""
+
+from engine.kv.eviction import Candidate, Rank
+from engine.plugins.hookspecs import EvictionContext, hookimpl
+from engine.plugins.options import Options, decode_options
+
+
+class LeastUrgent:
+    """By the priority of the most urgent request that used the pages; among equals, by the step of the last use."""
+
+    def rank(self, candidate: Candidate) -> Rank:
+        """Largest number first: a lower priority is more urgent, as in the queue."""
+        return (-candidate.priority, candidate.last_used)
+
+
+@hookimpl
+def callboard_eviction_strategy(context: EvictionContext) -> LeastUrgent:
+    """Takes no options."""
+    decode_options("eviction.priority", context.options, Options)
+    return LeastUrgent()

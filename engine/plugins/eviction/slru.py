@@ -1,0 +1,32 @@
+"""Segmented LRU: what was hit again outlives what was not; within both segments, least recently used goes first."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from engine.kv.eviction import Candidate, Rank
+from engine.plugins.hookspecs import EvictionContext, hookimpl
+from engine.plugins.options import Options, decode_options
+
+
+class SLRUOptions(Options, frozen=True):
+    """protected_hits: so many hits move a prefix to the segment that goes last."""
+
+    protected_hits: Annotated[int, Meta(ge=1)] = 2
+
+
+class SegmentedLRU:
+    """By segment; within one, by the step of the last use."""
+
+    def __init__(self, protected_hits: int) -> None:
+        self._protected_hits = protected_hits
+
+    def rank(self, candidate: Candidate) -> Rank:
+        """The segment on probation first, oldest use first."""
+        return (int(candidate.hits >= self._protected_hits), candidate.last_used)
+
+
+@hookimpl
+def callboard_eviction_strategy(context: EvictionContext) -> SegmentedLRU:
+    """Options: see ``SLRUOptions``."""
+    return SegmentedLRU(decode_options("eviction.slru", context.options, SLRUOptions).protected_hits)
