@@ -84,11 +84,11 @@ def compare(
     torch.set_num_threads(threads)
     with LLM(directory, progress=False, **sections) as llm:
         for batch in batches:
-            generator = torch.Generator().manual_seed(batch)
-            prompts = torch.randint(0, vocab_size, (batch, prompt_len), generator=generator)
-
             ours, theirs = [], []
             for turn in tqdm(range(turns + 1), desc=f"{label} batch {batch}", leave=False):
+                # New prompts every turn: nothing of them is in the prefix cache.
+                generator = torch.Generator().manual_seed(1000 * batch + turn)
+                prompts = torch.randint(0, vocab_size, (batch, prompt_len), generator=generator)
                 first = seconds(partial(llm.generate, prompts.tolist(), params))
                 second = seconds(partial(run_transformers, reference, prompts, output_len))
                 if turn:  # the first turn warms both up

@@ -21,6 +21,8 @@ class Actor(Generic[M]):
         self.name = name
         self.inbox: Mailbox[M | Stop] = Mailbox(name, capacity)
         self._slow: asyncio.TaskGroup | None = None
+        self._ended: asyncio.Future[None] | None = None
+        self._stopping = False
 
     def handle(self, message: M) -> None:
         """Apply one message.  Never waits."""
@@ -48,15 +50,31 @@ class Actor(Generic[M]):
 
     async def run(self) -> None:
         """Handle messages until Stop; an exception ends the actor and is its supervisor's to judge."""
-        stopping = False
+        self._ended = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.TaskGroup() as self._slow:
-                while not (stopping and self.idle):
-                    for message in await self.inbox.drain():
-                        if isinstance(message, Stop):
-                            stopping = True
-                        else:
-                            self.handle(message)
-                    self.flush()
+                self.inbox.open(self._take)
+                await self._ended
         finally:
+            self.inbox.close()
             self.close()
+
+    def _take(self, messages: list[M | Stop]) -> None:
+        """Everything that has arrived since the last time."""
+        try:
+            for message in messages:
+                if isinstance(message, Stop):
+                    self._stopping = True
+                else:
+                    self.handle(message)
+            self.flush()
+        except Exception as error:
+            self._finish(error)
+        else:
+            if self._stopping and self.idle:
+                self._finish(None)
+
+    def _finish(self, error: Exception | None) -> None:
+        self.inbox.close()
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_exception(error) if error is not None else self._ended.set_result(None)

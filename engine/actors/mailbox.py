@@ -6,6 +6,7 @@ Owns: messages that have arrived and have not been handled.  Does not know: what
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 M = TypeVar("M")
@@ -23,13 +24,17 @@ class Link(Protocol[M_contra]):
 
 
 class Mailbox(Generic[M]):
-    """FIFO of messages; ``put`` from the loop's own thread, ``drain`` by the actor."""
+    """FIFO of messages.  ``put`` from the loop's own thread; the actor gets all that has arrived, in one call.
+
+    Delivery is a plain callback on the loop, not a task that wakes up: 1 us a hop instead of 10.
+    """
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
         self.capacity = capacity
         self._messages: deque[M] = deque()
-        self._arrived = asyncio.Event()
+        self._deliver: Callable[[list[M]], None] | None = None
+        self._due = False
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -41,12 +46,24 @@ class Mailbox(Generic[M]):
                 f"{self.name}: {len(self._messages)} messages queued, cannot accept {type(message).__name__}"
             )
         self._messages.append(message)
-        self._arrived.set()
+        if not self._due and self._deliver is not None:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._drain)
 
-    async def drain(self) -> list[M]:
-        """Wait for at least one message, then take all of them."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        messages = list(self._messages)
-        self._messages.clear()
-        return messages
+    def open(self, deliver: Callable[[list[M]], None]) -> None:
+        """From now on ``deliver`` is called with what has arrived, first with what is here already."""
+        self._deliver = deliver
+        if self._messages:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._drain)
+
+    def close(self) -> None:
+        """Deliver nothing any more; late messages are kept and never read."""
+        self._deliver = None
+
+    def _drain(self) -> None:
+        self._due = False
+        if self._deliver is not None:
+            messages = list(self._messages)
+            self._messages.clear()
+            self._deliver(messages)

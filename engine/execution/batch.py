@@ -20,6 +20,7 @@ class Batch:
     """One step's tokens.
 
     rows_B, query_lengths_B, lengths_B: per sequence its row, new tokens, and context length including them.
+    query_starts_B1: where in T its new tokens begin, and at the end how many there are in all.
     rows_T, positions_T: per new token.  sample_at_N: index into T of every position whose next token is wanted;
     sample_rows_N: its row; sample_positions_N: the position that the sampled token will have.
     """
@@ -28,6 +29,7 @@ class Batch:
     rows_B: Int64
     query_lengths_B: Int32
     lengths_B: Int32
+    query_starts_B1: Int64
     rows_T: Int64
     positions_T: Int64
     sample_at_N: Int64
@@ -42,6 +44,7 @@ def lay_out(step: Step, computed: Int32) -> Batch:
     if not step.prefill_rows:
         # A new array each time: the scheduler's view of a step must not change with the next one.
         positions = computed[decode_rows].astype(np.int64)
+        starts_B1 = np.arange(num_decodes + 1)
         lengths = positions.astype(np.int32) + 1
         computed[decode_rows] = lengths
         return Batch(
@@ -49,9 +52,10 @@ def lay_out(step: Step, computed: Int32) -> Batch:
             rows_B=decode_rows,
             query_lengths_B=np.ones(num_decodes, dtype=np.int32),
             lengths_B=lengths,
+            query_starts_B1=starts_B1,
             rows_T=decode_rows,
             positions_T=positions,
-            sample_at_N=np.arange(num_decodes),
+            sample_at_N=starts_B1[:-1],
             sample_rows_N=decode_rows,
             sample_positions_N=positions + 1,
         )
@@ -63,10 +67,11 @@ def lay_out(step: Step, computed: Int32) -> Batch:
     rows_B = np.concatenate((decode_rows, prefill_rows))
     lengths_B = starts_B + query_lengths_B
     computed[rows_B] = lengths_B
-    ends_B = np.cumsum(query_lengths_B, dtype=np.int64)
+    query_starts_B1 = np.zeros(len(rows_B) + 1, dtype=np.int64)
+    np.cumsum(query_lengths_B, out=query_starts_B1[1:])
     rows_T = np.repeat(rows_B, query_lengths_B)
     # Position = index in T, shifted so that the sequence's first new token lands on its start.
-    positions_T = np.arange(len(rows_T)) + np.repeat(starts_B - (ends_B - query_lengths_B), query_lengths_B)
+    positions_T = np.arange(len(rows_T)) + np.repeat(starts_B - query_starts_B1[:-1], query_lengths_B)
     sampled_B = np.concatenate(
         (np.ones(num_decodes, dtype=np.bool_), np.frombuffer(step.prefill_samples, dtype=np.int32) == 1)
     )
@@ -75,9 +80,10 @@ def lay_out(step: Step, computed: Int32) -> Batch:
         rows_B=rows_B,
         query_lengths_B=query_lengths_B,
         lengths_B=lengths_B,
+        query_starts_B1=query_starts_B1,
         rows_T=rows_T,
         positions_T=positions_T,
-        sample_at_N=ends_B[sampled_B] - 1,
+        sample_at_N=query_starts_B1[1:][sampled_B] - 1,
         sample_rows_N=rows_B[sampled_B],
         sample_positions_N=lengths_B[sampled_B].astype(np.int64),
     )

@@ -1,8 +1,10 @@
 """The device's copy of every row: its tokens and its page table, changed only by what a step tells.
 
-Legend: R rows · P page-table width · M longest sequence
+Legend: R rows · P page-table width · M longest sequence · T new tokens · B sequences · N sampled rows
 Owns: token ids, page table, and how many positions of each row are computed.  Does not know: sampling, attention.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,6 +12,24 @@ from torch import Tensor
 
 from engine.execution.batch import Batch
 from engine.messages import Admission, Step
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A batch as tensors: int64, but page_table_BP, lengths_B and query_starts_B1, which are int32.
+
+    token_ids_T, positions_T, slots_T: of every new token.  sample_at_N: which of T are sampled from; write_at_N:
+    where in the flat token table the result goes.  The rest as ``AttentionBatch`` has it.
+    """
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    sample_at_N: Tensor
+    write_at_N: Tensor
+    page_table_BP: Tensor
+    lengths_B: Tensor
+    query_starts_B1: Tensor
 
 
 class DeviceRows:
@@ -53,25 +73,42 @@ class DeviceRows:
             return torch.from_numpy(array)
         return torch.from_numpy(array).pin_memory().to(self._device, non_blocking=True)
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(token ids, positions, slots) of T, and where in T to sample: int64, from one packed copy."""
-        num_tokens = len(batch.rows_T)
-        token_at = batch.rows_T * self.tokens_RM.shape[1] + batch.positions_T
-        page_at = batch.rows_T * self.pages_RP.shape[1] + batch.positions_T // self._page_size
-        packed = self.upload(
-            np.concatenate(
-                (token_at, page_at, batch.positions_T % self._page_size, batch.positions_T, batch.sample_at_N)
-            )
+    def inputs(self, batch: Batch) -> StepInputs:
+        """A batch on the device, by one packed copy."""
+        num_tokens, num_sequences, num_sampled = len(batch.rows_T), len(batch.rows_B), len(batch.sample_at_N)
+        row_len, width = self.tokens_RM.shape[1], self.pages_RP.shape[1]
+        page_T, offset_T = np.divmod(batch.positions_T, self._page_size)
+        columns = (
+            batch.rows_T * row_len + batch.positions_T,
+            batch.rows_T * width + page_T,
+            offset_T,
+            batch.positions_T,
+            batch.sample_at_N,
+            batch.sample_rows_N * row_len + batch.sample_positions_N,
+            batch.rows_B,
+            batch.lengths_B,
+            batch.query_starts_B1,
         )
-        token_at_T, page_at_T, offset_T, positions_T = packed[: 4 * num_tokens].view(4, num_tokens).unbind()
-        token_ids_T = self._tokens_flat.index_select(0, token_at_T).to(torch.int64)
-        slots_T = self._pages_flat.index_select(0, page_at_T).to(torch.int64) * self._page_size + offset_T
-        return token_ids_T, positions_T, slots_T, packed[4 * num_tokens :]
+        sizes = [num_tokens] * 4 + [num_sampled] * 2 + [num_sequences, 2 * num_sequences + 1]
+        token_at_T, page_at_T, offsets_T, positions_T, sample_at_N, write_at_N, rows_B, lengths_and_starts = (
+            self.upload(np.concatenate(columns)).split(sizes)
+        )
+        lengths_B, query_starts_B1 = lengths_and_starts.to(torch.int32).split((num_sequences, num_sequences + 1))
+        num_pages = -(-int(batch.lengths_B.max()) // self._page_size)
+        return StepInputs(
+            token_ids_T=self._tokens_flat.index_select(0, token_at_T).to(torch.int64),
+            positions_T=positions_T,
+            slots_T=offsets_T.add(self._pages_flat.index_select(0, page_at_T), alpha=self._page_size),
+            sample_at_N=sample_at_N,
+            write_at_N=write_at_N,
+            page_table_BP=self.pages_RP[:, :num_pages].index_select(0, rows_B),
+            lengths_B=lengths_B,
+            query_starts_B1=query_starts_B1,
+        )
 
-    def write_sampled(self, batch: Batch, token_ids_N: Tensor) -> None:
+    def write_sampled(self, write_at_N: Tensor, token_ids_N: Tensor) -> None:
         """Put sampled tokens where the next step reads them.  -1 (a failed row) is written as 0: nobody reads it."""
-        at = self.upload(batch.sample_rows_N * self.tokens_RM.shape[1] + batch.sample_positions_N)
-        self._tokens_flat.index_copy_(0, at, token_ids_N.clamp(min=0).to(torch.int32))
+        self._tokens_flat.index_copy_(0, write_at_N, token_ids_N.clamp(min=0).to(torch.int32))
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:

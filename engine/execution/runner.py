@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.execution.batch import Batch, lay_out
+from engine.execution.batch import lay_out
 from engine.execution.rows import DeviceRows
 from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionBatch
@@ -80,14 +80,23 @@ class ModelRunner:
                 self._eos_token_ids,
             )
         batch = lay_out(step, self._rows.computed)
-        token_ids_T, positions_T, slots_T, sample_at_N = self._rows.inputs(batch)
-        self._attention.begin(self._attention_batch(batch))
+        inputs = self._rows.inputs(batch)
+        self._attention.begin(
+            AttentionBatch(
+                num_decodes=batch.num_decodes,
+                page_table_BP=inputs.page_table_BP,
+                lengths_B=inputs.lengths_B,
+                query_starts_B1=inputs.query_starts_B1,
+                host_lengths=batch.lengths_B,
+                host_query_lengths=batch.query_lengths_B,
+            )
+        )
         logits_NV = self._model.forward(
             StepTensors(
-                token_ids_T=token_ids_T,
-                positions_T=positions_T,
-                slots_T=slots_T,
-                sample_at_N=sample_at_N,
+                token_ids_T=inputs.token_ids_T,
+                positions_T=inputs.positions_T,
+                slots_T=inputs.slots_T,
+                sample_at_N=inputs.sample_at_N,
                 attention=self._attention,
                 pool=self._pool,
             )
@@ -96,25 +105,8 @@ class ModelRunner:
             # Only chunks in the middle of prompts: the K/V they stored are the step's whole result.
             return self._returning(step.step_id, SampledTokens(logits_NV.new_empty(0, dtype=torch.int64), None))
         sampled = self._sampler.sample(logits_NV, batch.sample_rows_N, batch.sample_positions_N)
-        self._rows.write_sampled(batch, sampled.token_ids_N)
+        self._rows.write_sampled(inputs.write_at_N, sampled.token_ids_N)
         return self._returning(step.step_id, sampled)
-
-    def _attention_batch(self, batch: Batch) -> AttentionBatch:
-        """The attention view of a batch, its device columns from one packed copy."""
-        num_sequences = len(batch.rows_B)
-        query_starts = np.zeros(num_sequences + 1, dtype=np.int64)
-        np.cumsum(batch.query_lengths_B, out=query_starts[1:])
-        packed = self._rows.upload(np.concatenate((batch.rows_B, batch.lengths_B, query_starts)))
-        width = -(-int(batch.lengths_B.max()) // self._pool.page_size)
-        columns = packed[num_sequences:].to(torch.int32)
-        return AttentionBatch(
-            num_decodes=batch.num_decodes,
-            page_table_BP=self._rows.pages_RP[:, :width].index_select(0, packed[:num_sequences]),
-            lengths_B=columns[:num_sequences],
-            query_starts_B1=columns[num_sequences:],
-            host_lengths=batch.lengths_B,
-            host_query_lengths=batch.query_lengths_B,
-        )
 
     def _returning(self, step_id: int, sampled: SampledTokens) -> LaunchedStep:
         if not self._on_cuda:

@@ -9,13 +9,13 @@ from torch import Tensor
 
 # oneDNN picks a layout for about this many rows; 8 to 512 give the same one, which is best at 1 row as well.
 ROWS = 64
-# A oneDNN call costs 10 us before it multiplies, more than the whole product of a few rows with a weight this small.
-SMALL_BYTES = 1 << 20
-FEW_ROWS = 2
+# A oneDNN call costs 10 us before it multiplies, more than the whole product of one row with a weight this small: a
+# decode step of the demo model alone takes 0.75 of the time with these transposed.
+SMALL_BYTES = 4 << 20
 
 
 class PackedWeight:
-    """W[O, I] in oneDNN's blocked layout, for products on a CPU; a small one also transposed, for very few rows.
+    """W[O, I] in oneDNN's blocked layout, for products on a CPU; a small one also transposed, for a single row.
 
     1.1 to 3.5 times faster than torch's own product at every number of rows (``benchmarks/bench_linear.py``).
     """
@@ -30,7 +30,7 @@ class PackedWeight:
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """x W^T + bias."""
-        if self._transposed_IO is not None and len(x_TI) <= FEW_ROWS:
+        if self._transposed_IO is not None and x_TI.shape[0] == 1:
             if bias_O is None:
                 return torch.mm(x_TI, self._transposed_IO)
             return torch.addmm(bias_O, x_TI, self._transposed_IO)

@@ -85,21 +85,26 @@ class Sampler:
         positions_N: the position each sampled token will have, i.e. how many tokens come before it."""
         batch = self._batch_for(rows_N, positions_N)
         positions = _upload(positions_N, logits_NV.device) if batch.draws_any else None
-        token_ids_N = torch.empty(len(rows_N), dtype=torch.int64, device=logits_NV.device)
-        for part in batch.parts:
-            at = part.at
-            logits_nV = logits_NV[at] if isinstance(at, slice) else logits_NV.index_select(0, at)
-            token_ids_n = self._pick(part, logits_nV, positions)
-            if isinstance(at, slice):
-                token_ids_N[at] = token_ids_n
-            else:
-                token_ids_N.index_copy_(0, at, token_ids_n)
+        token_ids_N = self._pick_all(batch, logits_NV, positions)
         if batch.counted_at is not None and batch.counted_lines is not None:
             self._state.counts.add(batch.counted_lines, token_ids_N.index_select(0, batch.counted_at))
         logprobs = None
         if len(batch.logprobs_at):
             logprobs = batch_logprobs(logits_NV, token_ids_N, batch.logprobs_at, batch.num_logprobs)
         return SampledTokens(token_ids_N, logprobs)
+
+    def _pick_all(self, batch: Batch, logits_NV: Tensor, positions_N: Tensor | None) -> Tensor:
+        """Token per row, part by part."""
+        if len(batch.parts) == 1:
+            return self._pick(batch.parts[0], logits_NV, positions_N)
+        token_ids_N = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
+        for part in batch.parts:
+            at = part.at
+            if isinstance(at, slice):
+                token_ids_N[at] = self._pick(part, logits_NV[at], positions_N)
+            else:
+                token_ids_N.index_copy_(0, at, self._pick(part, logits_NV.index_select(0, at), positions_N))
+        return token_ids_N
 
     def _batch_for(self, rows_N: Int64, positions_N: Int64) -> Batch:
         """The batch of the last step, if nothing has changed: a steady decode step builds nothing."""

@@ -9,14 +9,23 @@ from engine.actors.mailbox import Mailbox, MailboxFull
 from engine.messages import Stop
 
 
-def test_drain_takes_everything_in_order() -> None:
-    async def scenario() -> list[int]:
+def test_everything_that_arrived_is_delivered_at_once_and_in_order() -> None:
+    async def scenario() -> list[list[int]]:
         mailbox: Mailbox[int] = Mailbox("test", 10)
-        for number in range(5):
+        mailbox.put(0)
+        delivered: list[list[int]] = []
+        mailbox.open(delivered.append)
+        for number in range(1, 4):
             mailbox.put(number)
-        return await mailbox.drain()
+        await asyncio.sleep(0)
+        mailbox.put(4)
+        await asyncio.sleep(0)
+        mailbox.close()
+        mailbox.put(5)
+        await asyncio.sleep(0)
+        return delivered
 
-    assert asyncio.run(scenario()) == [0, 1, 2, 3, 4]
+    assert asyncio.run(scenario()) == [[0, 1, 2, 3], [4]]
 
 
 def test_an_overflow_names_the_mailbox_and_the_message() -> None:
