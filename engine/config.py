@@ -97,6 +97,10 @@ class PluginsSection(Section, frozen=True):
         dict[str, dict[str, Any]], Meta(description="Option table per plugin, e.g. [plugins.options.'attention.torch']")
     ] = {}
 
+    def by_kind(self) -> dict[str, str]:
+        """Plugin kind -> the name wanted for it."""
+        return {"attention": self.attention, "eviction": self.eviction, "comm": self.comm}
+
 
 class ServerSection(Section, frozen=True):
     """[server]: the HTTP front."""

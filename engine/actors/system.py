@@ -44,8 +44,7 @@ class System:
         self.model_name = config.model.name or Path(config.model.path).name
         self.max_len = _max_len(config, self.spec)
         self._codec = _codec(config, directory)
-        chosen = config.plugins
-        self._plugins = Plugins({"attention": chosen.attention, "comm": chosen.comm, "eviction": chosen.eviction})
+        self._plugins = Plugins(config.plugins.by_kind())
         self.died: EngineDied | None = None
         self.stopped = asyncio.Event()
         self._cause: BaseException | None = None

@@ -75,6 +75,11 @@ def _describe(point: EntryPoint) -> PluginInfo:
     )
 
 
+def choose(wanted: Mapping[str, str]) -> dict[str, str]:
+    """Kind -> full plugin name, with 'auto' decided."""
+    return {kind: f"{kind}.{AUTO[kind][0] if name == 'auto' else name}" for kind, name in wanted.items()}
+
+
 class Plugins:
     """The chosen plugins, loaded.  ``hook`` is pluggy's caller for each hook of ``hookspecs``."""
 
@@ -84,12 +89,11 @@ class Plugins:
         self._manager.add_hookspecs(hookspecs)
         self.names: dict[str, str] = {}
         known = {info.name: info for info in available_plugins()}
-        for kind, wanted in chosen.items():
-            name = wanted
-            if wanted == "auto":
-                name, reason = AUTO[kind]
-                log.info("%s plugin: %s (auto: %s)", kind, name, reason)
-            info = known.get(f"{kind}.{name}")
+        for kind, full_name in choose(chosen).items():
+            if chosen[kind] == "auto":
+                log.info("plugin: %s (auto: %s)", full_name, AUTO[kind][1])
+            name = full_name.removeprefix(f"{kind}.")
+            info = known.get(full_name)
             if info is None:
                 choices = [other.removeprefix(f"{kind}.") for other in known if other.startswith(f"{kind}.")]
                 raise PluginError(f"no {kind} plugin named {name!r}; available: {', '.join(choices)}")

@@ -6,7 +6,6 @@ step late and the token sampled after it is dropped.  A row and its pages are re
 used them has completed.
 """
 
-import heapq
 from collections import deque
 from dataclasses import dataclass, field
 from operator import add
@@ -18,6 +17,7 @@ from engine.errors import RequestError
 from engine.kv.eviction import EvictionStrategy
 from engine.messages import Admission, Admit, Failed, Finish, Logprobs, Stats, Step, StepDone, Tokens
 from engine.scheduling.holdings import NO_APPENDS, NO_ROWS, Appends, Holdings
+from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.rows import Rows, RowTable
 from engine.scheduling.sequence import Sequence
 
@@ -69,8 +69,7 @@ class Planner:
         self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size)
         self._holdings = Holdings(limits.num_pages, limits.page_size, self._rows, strategy)
         self._sequences: dict[int, Sequence] = {}
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
-        self._num_waiting = 0
+        self._waiting = WaitingQueue()
         self._prefilling: list[int] = []
         self._unpublished: list[int] = []
         self._decoding: Rows = NO_ROWS
@@ -102,7 +101,7 @@ class Planner:
         )
         self._num_arrived += 1
         self._sequences[message.request_id] = sequence
-        self._enqueue(sequence)
+        self._waiting.push(sequence)
 
     def _max_total(self, num_prompt: int, max_tokens: int | None) -> int:
         """Prompt plus most output tokens, refused at once where it can never fit."""
@@ -134,24 +133,11 @@ class Planner:
             self._end_early(sequence)
             self._say(request_id, Finish.ABORT)
 
-    def _enqueue(self, sequence: Sequence) -> None:
-        heapq.heappush(self._waiting, (sequence.rank_in_queue, sequence))
-        self._num_waiting += 1
-
-    def _next_waiting(self) -> Sequence | None:
-        """The first in the queue; entries of requests that were aborted meanwhile are dropped here."""
-        while self._waiting:
-            sequence = self._waiting[0][1]
-            if self._sequences.get(sequence.request_id) is sequence:
-                return sequence
-            heapq.heappop(self._waiting)
-        return None
-
     def _end_early(self, sequence: Sequence) -> None:
         if sequence.row >= 0:
             self._leave(sequence.row)
         else:
-            self._num_waiting -= 1
+            self._waiting.remove(sequence)
         del self._sequences[sequence.request_id]
 
     def _say(self, request_id: int, finish: Finish) -> None:
@@ -171,7 +157,7 @@ class Planner:
         self._holdings.tick(self._num_steps)
         decode_rows, appends = self._plan_decodes()
         prefills = None
-        if self._prefilling or self._num_waiting:
+        if self._prefilling or self._waiting:
             prefills = self._plan_prefills(self._limits.max_step_tokens - len(decode_rows))
         if prefills is None or not prefills.rows:
             return self._launch(decode_rows, appends, _InFlight(decode_rows)) if len(decode_rows) else None
@@ -284,22 +270,22 @@ class Planner:
                 return prefills
             budget -= self._plan_chunk(prefills, row, budget)
         put_off: list[Sequence] = []
-        while budget > 0 and self._rows.num_free and (sequence := self._next_waiting()) is not None:
+        while budget > 0 and self._rows.num_free and (sequence := self._waiting.first()) is not None:
             if len(put_off) < MOST_PUT_OFF and self._is_being_computed(sequence):
-                put_off.append(self._pop_waiting())
+                put_off.append(self._waiting.pop())
                 continue
             # Every row that runs may want a page soon: admitting into the last ones would only cause retractions.
             reserve = len(self._decoding) + len(self._prefilling)
             started = self._holdings.start(sequence, reserve)
             if started is None:
                 break
-            self._pop_waiting()
+            self._waiting.pop()
             self._prefilling.append(started)
             self._unpublished.append(started)
             prefills.admissions.append(self._admission(sequence))
             budget -= self._plan_chunk(prefills, started, budget)
         for sequence in put_off:
-            self._enqueue(sequence)
+            self._waiting.push(sequence)
         return prefills
 
     def _is_being_computed(self, sequence: Sequence) -> bool:
@@ -319,10 +305,6 @@ class Planner:
             for row in self._unpublished
             if (other := table.sequences[row]) is not None
         )
-
-    def _pop_waiting(self) -> Sequence:
-        self._num_waiting -= 1
-        return heapq.heappop(self._waiting)[1]
 
     def _admission(self, sequence: Sequence) -> Admission:
         table, row = self._rows, sequence.row
@@ -480,7 +462,7 @@ class Planner:
         self._leave(row)
         victim.tokens = table.tokens[row, : table.known[row]].copy()
         victim.row = -1
-        self._enqueue(victim)
+        self._waiting.push(victim)
         self.num_retractions += 1
         return True
 
@@ -495,8 +477,8 @@ class Planner:
         """Gauges of this moment."""
         return Stats(
             step_id=self._last_completed,
-            running=len(self._sequences) - self._num_waiting,
-            waiting=self._num_waiting,
+            running=len(self._sequences) - len(self._waiting),
+            waiting=len(self._waiting),
             pages_free=self._holdings.num_free,
             pages_cached=self._holdings.num_cached,
             pages_used=self._holdings.num_used,
