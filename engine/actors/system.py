@@ -24,7 +24,8 @@ from engine.messages import Stop
 from engine.models.checkpoint import ModelSpec, read_spec, resolve_checkpoint
 from engine.plugins.hookspecs import EvictionContext
 from engine.plugins.manager import Plugins
-from engine.scheduling.planner import Planner, PlannerLimits
+from engine.scheduling.limits import PlannerLimits
+from engine.scheduling.planner import Planner
 from engine.text.codec import TextCodec
 
 log = logging.getLogger(__name__)

@@ -13,26 +13,13 @@ from operator import add
 import msgspec
 import numpy as np
 
-from engine.errors import RequestError
 from engine.kv.eviction import EvictionStrategy
 from engine.messages import Admission, Admit, Failed, Finish, Logprobs, Stats, Step, StepDone, Tokens
 from engine.scheduling.holdings import NO_APPENDS, NO_ROWS, Appends, Holdings
+from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.rows import Rows, RowTable
 from engine.scheduling.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerLimits:
-    """Numbers the planner works with.  max_len: tokens of prompt and output; eos_token_ids: of the model."""
-
-    max_running: int
-    max_step_tokens: int
-    prefill_chunk: int
-    page_size: int
-    num_pages: int
-    max_len: int
-    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,36 +82,13 @@ class Planner:
             params=params,
             tokens=tokens,
             num_prompt=len(tokens),
-            max_total=self._max_total(len(tokens), params.max_tokens),
+            max_total=self._limits.max_total(len(tokens), params.max_tokens),
             stop_ids=tuple(dict.fromkeys(stop_ids + params.stop_token_ids)),
             cache_salt=message.cache_salt,
         )
         self._num_arrived += 1
         self._sequences[message.request_id] = sequence
         self._waiting.push(sequence)
-
-    def _max_total(self, num_prompt: int, max_tokens: int | None) -> int:
-        """Prompt plus most output tokens, refused at once where it can never fit."""
-        limits = self._limits
-        # The last token is sampled but never computed, so it needs no slot.
-        pool_len = limits.num_pages * limits.page_size + 1
-        longest = min(limits.max_len, pool_len)
-        total = longest if max_tokens is None else num_prompt + max_tokens
-        if num_prompt < 1:
-            raise RequestError("the prompt has no tokens; send at least one", param="prompt")
-        if num_prompt >= longest or total > longest:
-            what = f"{num_prompt} prompt tokens" + (f" plus max_tokens={max_tokens}" if max_tokens else "")
-            bound = (
-                f"the model's context of {limits.max_len} tokens"
-                if longest == limits.max_len
-                else f"the KV pool of {limits.num_pages} pages x {limits.page_size} tokens (raise kv.num_pages)"
-            )
-            raise RequestError(
-                f"{what} exceed {bound}; shorten the prompt or lower max_tokens",
-                code="context_length_exceeded",
-                param="prompt" if num_prompt >= longest else "max_tokens",
-            )
-        return total
 
     def abort(self, request_id: int) -> None:
         """End a request wherever it is; an unknown id (it ended already) is no error."""

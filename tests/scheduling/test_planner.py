@@ -11,7 +11,8 @@ from engine.messages import Admit, Failed, Finish, StepDone, Tokens
 from engine.plugins.eviction.fifo import FirstInFirstOut
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.sampling.params import SamplingParams
-from engine.scheduling.planner import Planner, PlannerLimits
+from engine.scheduling.limits import PlannerLimits
+from engine.scheduling.planner import Planner
 from tests.scheduling.fake_device import VOCAB, FakeDevice, expected_output
 
 EOS = 3

@@ -1,0 +1,43 @@
+"""The scheduler's limits, and whether a request fits them at all.
+
+Owns: numbers that stay as they are while the engine runs.  Does not know: what is running.
+"""
+
+from dataclasses import dataclass
+
+from engine.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerLimits:
+    """Numbers the planner works with.  max_len: tokens of prompt and output; eos_token_ids: of the model."""
+
+    max_running: int
+    max_step_tokens: int
+    prefill_chunk: int
+    page_size: int
+    num_pages: int
+    max_len: int
+    eos_token_ids: tuple[int, ...]
+
+    def max_total(self, num_prompt: int, max_tokens: int | None) -> int:
+        """Prompt plus most output tokens, refused at once where it can never fit."""
+        # The last token is sampled but never computed, so it needs no slot.
+        pool_len = self.num_pages * self.page_size + 1
+        longest = min(self.max_len, pool_len)
+        total = longest if max_tokens is None else num_prompt + max_tokens
+        if num_prompt < 1:
+            raise RequestError("the prompt has no tokens; send at least one", param="prompt")
+        if num_prompt >= longest or total > longest:
+            what = f"{num_prompt} prompt tokens" + (f" plus max_tokens={max_tokens}" if max_tokens else "")
+            bound = (
+                f"the model's context of {self.max_len} tokens"
+                if longest == self.max_len
+                else f"the KV pool of {self.num_pages} pages x {self.page_size} tokens (raise kv.num_pages)"
+            )
+            raise RequestError(
+                f"{what} exceed {bound}; shorten the prompt or lower max_tokens",
+                code="context_length_exceeded",
+                param="prompt" if num_prompt >= longest else "max_tokens",
+            )
+        return total
