@@ -100,9 +100,9 @@ class Admission(Message, frozen=True):
 class Step(Message, frozen=True):
     """One forward pass, told as changes to what the executor already holds.
 
-    Applied in order: admissions, page appends, then the batch: every decode row (one token each, its last
-    sampled one) followed by every prefill segment.  Sampled: all decode rows, then the segments that
-    reach the end of their known tokens (``prefill_samples`` is 1), in order.
+    Applied in order: transfers between the tiers, admissions, page appends, then the batch: every decode row (one
+    token each, its last sampled one) followed by every prefill segment.  Sampled: all decode rows, then the segments
+    that reach the end of their known tokens (``prefill_samples`` is 1), in order.
     """
 
     step_id: int
@@ -115,6 +115,10 @@ class Step(Message, frozen=True):
     prefill_starts: bytes = b""  # int32[S]  first position of the segment
     prefill_lengths: bytes = b""  # int32[S]
     prefill_samples: bytes = b""  # int32[S]  0 or 1
+    # Copies between the KV pool and the host tier, to be made in this order.
+    transfer_to_host: bytes = b""  # int32[X]  1: device page to host page, 0: back
+    transfer_device_pages: bytes = b""  # int32[X]
+    transfer_host_pages: bytes = b""  # int32[X]
 
 
 # ---- executors -> scheduler -----------------------------------------------------------------

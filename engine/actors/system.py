@@ -1,10 +1,9 @@
-"""The system: builds every actor and every link of one engine, starts, supervises and stops them.
+"""The system: builds every actor and every link of one engine.
 
 Owns: who talks to whom; this is the one file that names every concrete actor.
 Does not know: what messages mean, HTTP.  Importing it does not import torch; starting it does.
 """
 
-import asyncio
 import logging
 import random
 from pathlib import Path
@@ -16,11 +15,11 @@ from engine.actors.actor import Actor
 from engine.actors.executor import Executor, Runner
 from engine.actors.ingress import Ingress
 from engine.actors.scheduler import Scheduler
+from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
 from engine.config import Config
-from engine.errors import CallboardError, ConfigError, EngineDied, PluginError
+from engine.errors import ConfigError, EngineDied, PluginError
 from engine.kv.eviction import EvictionStrategy
-from engine.messages import Stop
 from engine.models.checkpoint import ModelSpec, read_spec, resolve_checkpoint
 from engine.plugins.hookspecs import EvictionContext
 from engine.plugins.manager import Plugins
@@ -29,8 +28,6 @@ from engine.scheduling.planner import Planner
 from engine.text.codec import TextCodec
 
 log = logging.getLogger(__name__)
-
-STOP_TIMEOUT_S = 5.0
 
 
 class System:
@@ -46,11 +43,6 @@ class System:
         self.max_len = _max_len(config, self.spec)
         self._codec = _codec(config, directory)
         self._plugins = Plugins(config.plugins.by_kind())
-        self.died: EngineDied | None = None
-        self.stopped = asyncio.Event()
-        self._cause: BaseException | None = None
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._supervisor: asyncio.Task[None] | None = None
         self._build()
 
     def _build(self) -> None:
@@ -79,6 +71,9 @@ class System:
         )
         self.executor.connect(self.scheduler.inbox)
         self.tokenizer.connect(scheduler=self.scheduler.inbox, ingress=self.ingress.inbox)
+        # Stopped in this order: upstream first, so that no message is lost.
+        self.actors: list[Actor[Any]] = [self.tokenizer, self.scheduler, self.executor, self.ingress]
+        self._supervisor = Supervisor(self.actors, self.ingress)
 
     @property
     def sampling_defaults(self) -> dict[str, float | int]:
@@ -115,67 +110,22 @@ class System:
             raise PluginError(f"plugin {name} built no strategy; it must implement callboard_eviction_strategy")
         return strategy
 
-    @property
-    def actors(self) -> list[Actor[Any]]:
-        """In the order in which they are stopped: upstream first, so that no message is lost."""
-        return [self.tokenizer, self.scheduler, self.executor, self.ingress]
-
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises what the loading raised."""
-        self._supervisor = asyncio.create_task(self._supervise(), name="supervisor")
-        ready = asyncio.create_task(self.ingress.became_ready.wait(), name="ready")
-        await asyncio.wait((ready, self._supervisor), return_when=asyncio.FIRST_COMPLETED)
-        if not ready.done():
-            ready.cancel()
-            if isinstance(self._cause, CallboardError):
-                raise self._cause
-            raise self.died or EngineDied("the engine was stopped while it started")
+        await self._supervisor.start()
 
     async def wait(self) -> None:
         """Wait until the engine has ended.  Raises EngineDied if an actor crashed."""
-        await self.stopped.wait()
-        if self.died is not None:
-            raise self.died
-
-    async def _supervise(self) -> None:
-        """One for all: the first crash ends every actor and every open request."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                for actor in self.actors:
-                    self._tasks[actor.name] = group.create_task(self._watch(actor), name=actor.name)
-        except* Exception:
-            assert self.died is not None
-            self.ingress.fail_all(self.died)
-        finally:
-            self.stopped.set()
-
-    async def _watch(self, actor: Actor[Any]) -> None:
-        try:
-            await actor.run()
-        except Exception as error:
-            if self.died is None:
-                self._cause = _innermost(error)
-                self.died = EngineDied(f"{actor.name} crashed: {type(self._cause).__name__}: {self._cause}")
-                if not isinstance(self._cause, CallboardError):
-                    log.error("%s", self.died, exc_info=self._cause)
-            raise
+        await self._supervisor.wait()
 
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Refuse new requests, let open ones finish for a while, cancel the rest, then end the actors in order."""
-        if self._supervisor is None:
-            return
-        self.ingress.draining = True
-        if not await self.ingress.wait_idle(drain_timeout_s):
-            log.warning("%d requests still open after %g s are cancelled", self.ingress.num_open, drain_timeout_s)
-            self.ingress.abort_all()
-        for actor in self.actors:
-            task = self._tasks.get(actor.name)
-            if task is not None and not task.done():
-                actor.inbox.put(Stop())
-                await asyncio.wait((task,), timeout=STOP_TIMEOUT_S)
-        self._supervisor.cancel()
-        await asyncio.wait((self._supervisor,))
-        self.stopped.set()
+        await self._supervisor.stop(drain_timeout_s)
+
+    @property
+    def died(self) -> EngineDied | None:
+        """Why the engine has ended, if an actor crashed."""
+        return self._supervisor.died
 
 
 def _codec(config: Config, directory: Path) -> TextCodec:
@@ -193,10 +143,3 @@ def _max_len(config: Config, spec: ModelSpec) -> int:
             f"model.max_len={config.model.max_len}: the model was trained for {spec.max_len} tokens; lower it or use 0"
         )
     return config.model.max_len or spec.max_len
-
-
-def _innermost(error: BaseException) -> BaseException:
-    """The cause inside nested exception groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -1,0 +1,98 @@
+"""The supervisor: runs every actor, notices the first crash, and ends them all in order.
+
+Owns: the actors' tasks and why the engine ended.  Does not know: what the actors do, how they were built.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from engine.actors.actor import Actor
+from engine.actors.ingress import Ingress
+from engine.errors import CallboardError, EngineDied
+from engine.messages import Stop
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 5.0
+
+
+class Supervisor:
+    """One for all: the first crash ends every actor and every open request.
+
+    actors: in the order in which they are stopped, upstream first, so that no message is lost.
+    ``died`` is set when one has crashed, ``stopped`` when none runs any more."""
+
+    def __init__(self, actors: Sequence[Actor[Any]], ingress: Ingress) -> None:
+        self.died: EngineDied | None = None
+        self.stopped = asyncio.Event()
+        self._actors = actors
+        self._ingress = ingress
+        self._cause: BaseException | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._supervising: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Run the actors and wait until the model is loaded.  Raises what the loading raised."""
+        self._supervising = asyncio.create_task(self._supervise(), name="supervisor")
+        ready = asyncio.create_task(self._ingress.became_ready.wait(), name="ready")
+        await asyncio.wait((ready, self._supervising), return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            ready.cancel()
+            if isinstance(self._cause, CallboardError):
+                raise self._cause
+            raise self.died or EngineDied("the engine was stopped while it started")
+
+    async def wait(self) -> None:
+        """Wait until the engine has ended.  Raises EngineDied if an actor crashed."""
+        await self.stopped.wait()
+        if self.died is not None:
+            raise self.died
+
+    async def _supervise(self) -> None:
+        """One for all: the first crash ends every actor and every open request."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for actor in self._actors:
+                    self._tasks[actor.name] = group.create_task(self._watch(actor), name=actor.name)
+        except* Exception:
+            assert self.died is not None
+            self._ingress.fail_all(self.died)
+        finally:
+            self.stopped.set()
+
+    async def _watch(self, actor: Actor[Any]) -> None:
+        try:
+            await actor.run()
+        except Exception as error:
+            if self.died is None:
+                self._cause = _innermost(error)
+                self.died = EngineDied(f"{actor.name} crashed: {type(self._cause).__name__}: {self._cause}")
+                if not isinstance(self._cause, CallboardError):
+                    log.error("%s", self.died, exc_info=self._cause)
+            raise
+
+    async def stop(self, drain_timeout_s: float = 0.0) -> None:
+        """Refuse new requests, let open ones finish for a while, cancel the rest, then end the actors in order."""
+        if self._supervising is None:
+            return
+        self._ingress.draining = True
+        if not await self._ingress.wait_idle(drain_timeout_s):
+            log.warning("%d requests still open after %g s are cancelled", self._ingress.num_open, drain_timeout_s)
+            self._ingress.abort_all()
+        for actor in self._actors:
+            task = self._tasks.get(actor.name)
+            if task is not None and not task.done():
+                actor.inbox.put(Stop())
+                await asyncio.wait((task,), timeout=STOP_TIMEOUT_S)
+        self._supervising.cancel()
+        await asyncio.wait((self._supervising,))
+        self.stopped.set()
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The cause inside nested exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

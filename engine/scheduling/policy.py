@@ -1,0 +1,43 @@
+"""Scheduling policies: who of those that wait runs first.
+
+Owns: what a policy is and what it may look at.  Does not know: rows, pages, how many may start.
+"""
+
+from typing import Protocol
+
+Rank = tuple[int, ...]
+
+
+class Waiting(Protocol):
+    """What a policy may look at: a request that has no row, new or retracted.
+
+    arrival: its place in the order of arrival.  priority: lower is more urgent.  num_tokens: of its prompt, and of its
+    output so far if it was retracted.  num_cached_tokens: how many of them are in the prefix cache now; kept up to
+    date only for policies that set ``looks_at_cache``.  num_overtaken: later arrivals that have started before it,
+    counted for those policies too."""
+
+    @property
+    def arrival(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
+    @property
+    def num_overtaken(self) -> int: ...
+
+
+class SchedulingPolicy(Protocol):
+    """Decides the order of the waiting queue; who stands first and does not fit is waited for, never passed over."""
+
+    @property
+    def looks_at_cache(self) -> bool:
+        """Whether ranks change with the prefix cache.
+
+        If not, a request is ranked when it joins the queue; if so, the oldest 128 are ranked whenever one may start."""
+        ...
+
+    def rank(self, waiting: Waiting) -> Rank:
+        """Smaller runs first; among equals, who arrived first.  Always the same number of ints."""
+        ...
