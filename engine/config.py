@@ -67,6 +67,9 @@ class KVSection(Section, frozen=True):
 
     page_size: Annotated[Literal[1, 4, 8, 16, 32, 64, 128, 256], Meta(description="Tokens per page")] = 16
     num_pages: Annotated[int, Meta(ge=0, description="Pages in the pool; 0 sizes it from memory_fraction")] = 0
+    num_host_pages: Annotated[
+        int, Meta(ge=0, description="Pages of host memory that evicted pages move to and come back from; 0 for none")
+    ] = 0
     memory_fraction: Annotated[
         float, Meta(gt=0, le=0.98, description="Share of free memory for the pool, on CPU at most 4 GiB")
     ] = 0.85
@@ -80,6 +83,14 @@ class SchedulerSection(Section, frozen=True):
         int, Meta(ge=1, description="Token budget of a step: decodes first, prefill chunks after")
     ] = 2048
     prefill_chunk: Annotated[int, Meta(ge=1, description="Most prompt tokens of one request in a step")] = 512
+    prefill_order: Annotated[
+        Literal["round_robin", "fcfs"],
+        Meta(description="'round_robin': prompts take turns, a chunk each; 'fcfs': the oldest is finished first"),
+    ] = "round_robin"
+    itl_target_ms: Annotated[
+        float,
+        Meta(ge=0, description="Prefills are cut so that running requests get a token this often; 0 for no target"),
+    ] = 0.0
     overlap_depth: Annotated[
         int, Meta(ge=1, le=2, description="Steps in flight; 2 plans a step while the one before it runs")
     ] = 2
@@ -92,14 +103,21 @@ class PluginsSection(Section, frozen=True):
     eviction: Annotated[
         str, Meta(description="What leaves the prefix cache first: lru, lfu, fifo, slru, priority; 'auto' is lru")
     ] = "auto"
+    policy: Annotated[
+        str, Meta(description="Who of those that wait runs first: priority, fcfs, lpm; 'auto' is priority")
+    ] = "auto"
     comm: Annotated[str, Meta(description="Communication library between ranks, 'auto' picks by world size")] = "auto"
+    observers: Annotated[
+        list[str],
+        Meta(description="Who is told of finished requests and cached pages: any number of names, e.g. ['log']"),
+    ] = []
     options: Annotated[
         dict[str, dict[str, Any]], Meta(description="Option table per plugin, e.g. [plugins.options.'attention.torch']")
     ] = {}
 
     def by_kind(self) -> dict[str, str]:
-        """Plugin kind -> the name wanted for it."""
-        return {"attention": self.attention, "eviction": self.eviction, "comm": self.comm}
+        """Plugin kind -> the name wanted for it, of the kinds of which there is one."""
+        return {"attention": self.attention, "eviction": self.eviction, "policy": self.policy, "comm": self.comm}
 
 
 class ServerSection(Section, frozen=True):

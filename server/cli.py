@@ -20,7 +20,7 @@ from rich.table import Table
 
 from engine.config import Config, json_schema, load_config, render_toml
 from engine.errors import CallboardError, RequestError
-from engine.plugins.manager import available_plugins, choose
+from engine.plugins.manager import available_plugins, choose, observer_names
 from engine.sampling.params import SamplingParams
 from server.listener import bind
 from server.model_card import ModelCard
@@ -241,7 +241,7 @@ def _config(parsed: argparse.Namespace, config: Config) -> None:
 
 
 def _plugins(parsed: argparse.Namespace, config: Config) -> None:
-    chosen = set(choose(config.plugins.by_kind()).values())
+    chosen = {*choose(config.plugins.by_kind()).values(), *observer_names(config.plugins.observers)}
     table = Table("plugin", "distribution", "version", "module", "chosen")
     for info in available_plugins():
         mark = "yes" if info.name in chosen else ""

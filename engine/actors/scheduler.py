@@ -2,6 +2,7 @@
 
 consumes: Admit, Abort (tokenizer) · StepDone, ExecutorReady (executors) · Stop (system)
 produces: Step (every executor, same order) · Tokens, Failed (tokenizer) · EngineReady, Stats (ingress)
+tells: observers, in batches, what has ended and what the prefix cache has done.
 waits for: a message; never for a peer.   owns: the life of every sequence and every page.
 """
 
@@ -24,6 +25,7 @@ from engine.messages import (
     StepDone,
     Tokens,
 )
+from engine.plugins.observers import Observers
 from engine.scheduling.planner import Planner
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class Scheduler(Actor[SchedulerInbox]):
         executors: Sequence[Link[Step]],
         tokenizer: Link[Tokens | Failed],
         ingress: Link[EngineReady | Stats],
+        observers: Observers,
     ) -> None:
         super().__init__("scheduler", capacity)
         self._overlap_depth = overlap_depth
@@ -53,6 +56,7 @@ class Scheduler(Actor[SchedulerInbox]):
         self._executors = executors
         self._tokenizer = tokenizer
         self._ingress = ingress
+        self._observers = observers
         self._ready_pages: dict[int, int] = {}
         self._planner: Planner | None = None
         self._last_stats: Stats | None = None
@@ -86,6 +90,19 @@ class Scheduler(Actor[SchedulerInbox]):
         if self._last_stats is None or not stats.same_gauges(self._last_stats):
             self._last_stats = stats
             self._ingress.put(stats)
+        self._tell_observers(planner)
+
+    def _tell_observers(self, planner: Planner) -> None:
+        """Last, since what was put above is delivered only when this returns: hence "return at once" in the hooks."""
+        if planner.finished:
+            finished = tuple(planner.finished)
+            planner.finished.clear()
+            self._observers.request_finished(finished)
+        if events := planner.drain_kv_events():
+            self._observers.kv_event(tuple(events))
+
+    def close(self) -> None:
+        self._observers.close()
 
     @property
     def idle(self) -> bool:

@@ -6,6 +6,7 @@ Does not know: what messages mean, HTTP.  Importing it does not import torch; st
 
 import logging
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from engine.config import Config
 from engine.errors import ConfigError, EngineDied, PluginError
 from engine.kv.eviction import EvictionStrategy
 from engine.models.checkpoint import ModelSpec, read_spec, resolve_checkpoint
-from engine.plugins.hookspecs import EvictionContext
+from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.manager import Plugins
+from engine.plugins.observers import Observers
 from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.planner import Planner
+from engine.scheduling.policy import SchedulingPolicy
 from engine.text.codec import TextCodec
 
 log = logging.getLogger(__name__)
@@ -42,7 +45,8 @@ class System:
         self.model_name = config.model.name or Path(config.model.path).name
         self.max_len = _max_len(config, self.spec)
         self._codec = _codec(config, directory)
-        self._plugins = Plugins(config.plugins.by_kind())
+        self._plugins = Plugins(config.plugins.by_kind(), config.plugins.observers)
+        self._observers = Observers(self._plugins, config.plugins.options, page_size=config.kv.page_size)
         self._build()
 
     def _build(self) -> None:
@@ -68,6 +72,7 @@ class System:
             executors=[self.executor.inbox],
             tokenizer=self.tokenizer.inbox,
             ingress=self.ingress.inbox,
+            observers=self._observers,
         )
         self.executor.connect(self.scheduler.inbox)
         self.tokenizer.connect(scheduler=self.scheduler.inbox, ingress=self.ingress.inbox)
@@ -87,19 +92,21 @@ class System:
         return load_runner(self.config, self.spec, self.max_len, self._plugins, rank=0, progress=self._progress)
 
     def _new_planner(self, num_pages: int) -> Planner:
-        scheduler = self.config.scheduler
-        return Planner(
-            PlannerLimits(
-                max_running=scheduler.max_running,
-                max_step_tokens=scheduler.max_step_tokens,
-                prefill_chunk=scheduler.prefill_chunk,
-                page_size=self.config.kv.page_size,
-                num_pages=num_pages,
-                max_len=self.max_len,
-                eos_token_ids=self.spec.eos_token_ids,
-            ),
-            self._eviction_strategy(num_pages),
+        scheduler, kv = self.config.scheduler, self.config.kv
+        limits = PlannerLimits(
+            max_running=scheduler.max_running,
+            max_step_tokens=scheduler.max_step_tokens,
+            prefill_chunk=scheduler.prefill_chunk,
+            page_size=kv.page_size,
+            num_pages=num_pages,
+            max_len=self.max_len,
+            eos_token_ids=self.spec.eos_token_ids,
+            num_host_pages=kv.num_host_pages,
+            itl_target_s=scheduler.itl_target_ms / 1000,
+            fair_prefill=scheduler.prefill_order == "round_robin",
+            record_events=self._observers.wants_kv_events,
         )
+        return Planner(limits, self._eviction_strategy(num_pages), self._policy(), time.monotonic)
 
     def _eviction_strategy(self, num_pages: int) -> EvictionStrategy:
         name = self._plugins.names["eviction"]
@@ -109,6 +116,15 @@ class System:
         if strategy is None:
             raise PluginError(f"plugin {name} built no strategy; it must implement callboard_eviction_strategy")
         return strategy
+
+    def _policy(self) -> SchedulingPolicy:
+        name = self._plugins.names["policy"]
+        options = self.config.plugins.options.get(name, {})
+        context = PolicyContext(self.config.scheduler.max_running, self.config.kv.page_size, options)
+        policy: SchedulingPolicy | None = self._plugins.hook.callboard_scheduling_policy(context=context)
+        if policy is None:
+            raise PluginError(f"plugin {name} built no policy; it must implement callboard_scheduling_policy")
+        return policy
 
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises what the loading raised."""

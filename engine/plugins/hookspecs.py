@@ -3,17 +3,22 @@
 A plugin is a module with functions marked ``@hookimpl``, published under the entry-point group
 ``callboard`` with a name ``<kind>.<name>`` (for example ``attention.mykernel``).  It is imported only when the
 configuration chooses it.  Constructor hooks are asked once, at start; they are never called inside a step.
+Observer hooks are told what has happened, in batches, between steps.  ``docs/plugins.md`` has an example of each.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 if TYPE_CHECKING:
+    from engine.kv.events import KVEvent
     from engine.kv.eviction import EvictionStrategy
     from engine.layers.attention import AttentionFactory
     from engine.layers.comm import Comm
+    from engine.scheduling.metrics import RequestMetrics
+    from engine.scheduling.policy import SchedulingPolicy
 
 PROJECT = "callboard"
 SPEC_VERSION = 1
@@ -56,6 +61,28 @@ class EvictionContext:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyContext:
+    """What a scheduling policy is told.  max_running: most requests that run at once.
+    options: the plugin's own table from the configuration."""
+
+    max_running: int
+    page_size: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ObserverContext:
+    """What an observer is told.  page_size: tokens per page, and so per hash of a KV event.
+    options: the plugin's own table from the configuration."""
+
+    page_size: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+# ---- constructors: exactly one plugin of each kind is chosen, and answers -----------------------
+
+
 @hookspec(firstresult=True)
 def callboard_attention_backend(context: AttentionContext) -> "AttentionFactory | None":
     """Say how to build the attention backend of one rank.
@@ -81,4 +108,54 @@ def callboard_eviction_strategy(context: EvictionContext) -> "EvictionStrategy |
 
     Called: once, when the scheduler is built; no torch, no device.
     Returns: an EvictionStrategy, see ``engine/kv/eviction.py``.  Raises: PluginError if its options are wrong.
+    """
+
+
+@hookspec(firstresult=True)
+def callboard_scheduling_policy(context: PolicyContext) -> "SchedulingPolicy | None":
+    """Build the policy that decides who of those that wait runs first.
+
+    Called: once, when the scheduler is built; no torch, no device.
+    Returns: a SchedulingPolicy, see ``engine/scheduling/policy.py``.  Raises: PluginError if its options are wrong.
+    """
+
+
+# ---- observers: as many as the configuration names, in its order ---------------------------------
+
+
+@hookspec
+def callboard_observer(context: ObserverContext) -> object | None:
+    """Build what observes, where that takes options or state: an object with the hooks below as its methods.
+
+    A plugin that needs neither leaves this hook out and implements the ones below as functions of its module.
+    Called: once per engine, before its actors start; every observer is asked, each with its own options.
+    Returns: any object whose methods are marked ``@hookimpl``.  Raises: PluginError if its options are wrong.
+    """
+
+
+@hookspec
+def callboard_request_finished(requests: "Sequence[RequestMetrics]") -> None:
+    """Requests have ended, in this order: what they cost and how long they took.  Refused ones never began.
+
+    Called: between steps, with all that have ended since the last call; never with none.
+    It runs on the scheduler's loop: return at once, and hand what takes time to a queue or thread of your own.
+    If it raises, that is logged with the plugin's name and this observer is told nothing any more, in this hook or
+    the next one; requests and other observers do not notice.
+    """
+
+
+@hookspec
+def callboard_kv_event(events: "Sequence[KVEvent]") -> None:
+    """Pages were stored, removed or restored, in this order; see ``engine/kv/events.py``.
+
+    Called: between steps, with all events since the last call; never with none.  Events are recorded, and pages
+    hashed, only if some plugin implements this hook.  As above, return at once; raising is treated as above.
+    """
+
+
+@hookspec
+def callboard_engine_stopped() -> None:
+    """The engine has ended or crashed, and nothing will be told any more: flush, and release what is held.
+
+    Called: once, also for an observer that has raised before.
     """

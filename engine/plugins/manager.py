@@ -4,8 +4,9 @@ Owns: the table of built-in names, the choice for "auto", and the loaded modules
 Does not know: what a plugin builds.  Importing this file imports no plugin.
 """
 
+import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "callboard"
 DISTRIBUTION = "callboard"
+OBSERVER = "observer"  # the kind of which any number may be chosen
 
 BUILTIN: Mapping[str, str] = {
     "attention.torch": "engine.plugins.attention.torch",
@@ -29,11 +31,16 @@ BUILTIN: Mapping[str, str] = {
     "eviction.lru": "engine.plugins.eviction.lru",
     "eviction.priority": "engine.plugins.eviction.priority",
     "eviction.slru": "engine.plugins.eviction.slru",
+    "observer.log": "engine.plugins.observer.log",
+    "policy.fcfs": "engine.plugins.policy.fcfs",
+    "policy.lpm": "engine.plugins.policy.lpm",
+    "policy.priority": "engine.plugins.policy.priority",
 }
 AUTO: Mapping[str, tuple[str, str]] = {
     "attention": ("torch", "runs on every device"),
     "comm": ("local", "there is one rank"),
     "eviction": ("lru", "needs no tuning"),
+    "policy": ("priority", "first come, first served where nobody sends a priority"),
 }
 
 
@@ -80,45 +87,76 @@ def choose(wanted: Mapping[str, str]) -> dict[str, str]:
     return {kind: f"{kind}.{AUTO[kind][0] if name == 'auto' else name}" for kind, name in wanted.items()}
 
 
-class Plugins:
-    """The chosen plugins, loaded.  ``hook`` is pluggy's caller for each hook of ``hookspecs``."""
+def observer_names(wanted: Sequence[str]) -> list[str]:
+    """Full names of observers.  Raises PluginError if one is named twice."""
+    for name in wanted:
+        if wanted.count(name) > 1:
+            raise PluginError(f"plugins.observers names {name!r} more than once")
+    return [f"{OBSERVER}.{name}" for name in wanted]
 
-    def __init__(self, chosen: Mapping[str, str]) -> None:
-        """chosen: kind -> plugin name or 'auto'.  Raises PluginError; the message lists the alternatives."""
+
+class Plugins:
+    """The chosen plugins, loaded.  ``hook`` is pluggy's caller for each hook of ``hookspecs``.
+
+    names: kind -> full name, of the kinds of which one is chosen.  observers: full names, in the order they are told.
+    """
+
+    def __init__(self, chosen: Mapping[str, str], observers: Sequence[str] = ()) -> None:
+        """chosen: kind -> plugin name or 'auto'.  observers: names of that kind.
+
+        Raises PluginError; the message lists the alternatives."""
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
-        self.names: dict[str, str] = {}
+        self.names = choose(chosen)
+        self.observers = observer_names(observers)
         known = {info.name: info for info in available_plugins()}
-        for kind, full_name in choose(chosen).items():
+        for kind, full_name in self.names.items():
             if chosen[kind] == "auto":
                 log.info("plugin: %s (auto: %s)", full_name, AUTO[kind][1])
-            name = full_name.removeprefix(f"{kind}.")
+        for full_name in (*self.names.values(), *self.observers):
             info = known.get(full_name)
             if info is None:
+                kind, _, name = full_name.partition(".")
                 choices = [other.removeprefix(f"{kind}.") for other in known if other.startswith(f"{kind}.")]
                 raise PluginError(f"no {kind} plugin named {name!r}; available: {', '.join(choices)}")
-            self._manager.register(_import(info), name=info.name)
-            self.names[kind] = info.name
-        self._check()
+            self.register(_import(info), info.name)
 
     @property
     def hook(self) -> pluggy.HookRelay:
         """Call a hook: ``plugins.hook.callboard_comm(context=...)``."""
         return self._manager.hook
 
-    def _check(self) -> None:
-        """Misspelt hooks and two answers to one question are errors at start."""
+    def implementations(self, hook_name: str) -> list[pluggy.HookImpl]:
+        """Each loaded plugin's answer to a hook that several may answer, in the order in which they were loaded."""
+        caller: pluggy.HookCaller = getattr(self._manager.hook, hook_name)
+        return [impl for impl in caller.get_hookimpls() if not (impl.wrapper or impl.hookwrapper)]
+
+    def register(self, plugin: object, name: str) -> None:
+        """Load a module, or an object that has hooks as its methods.
+
+        Raises PluginError for a hook that is misspelt or async, and where two would answer one question."""
+        if (other := self._manager.get_name(plugin)) is not None:
+            raise PluginError(f"plugins {other} and {name} are one module; give each kind a module of its own")
         try:
+            self._manager.register(plugin, name)
             self._manager.check_pending()
         except pluggy.PluginValidationError as error:
-            raise PluginError(f"plugin hook is unknown: {error}") from None
+            raise PluginError(f"plugin {name}: {' '.join(str(error).split())}") from None
+        for caller in self._callers():
+            impls = self.implementations(caller.name)
+            for impl in impls:
+                if inspect.iscoroutinefunction(impl.function):
+                    raise PluginError(f"plugin {name}: {caller.name} is async; hooks are plain functions")
+            # Hooks with one answer; any number of plugins may observe.
+            if len(impls) > 1 and caller.spec is not None and caller.spec.opts["firstresult"]:
+                answers = " and ".join(impl.plugin_name for impl in impls)
+                raise PluginError(f"{caller.name} is implemented by {answers}; choose one")
+
+    def _callers(self) -> Iterator[pluggy.HookCaller]:
         for hook_name in vars(self._manager.hook):
-            caller = getattr(self._manager.hook, hook_name, None)
-            if not isinstance(caller, pluggy.HookCaller):
-                continue
-            answers = [impl.plugin_name for impl in caller.get_hookimpls() if not (impl.wrapper or impl.hookwrapper)]
-            if len(answers) > 1:
-                raise PluginError(f"{hook_name} is implemented by {' and '.join(answers)}; choose one")
+            caller = getattr(self._manager.hook, hook_name)
+            if isinstance(caller, pluggy.HookCaller):
+                yield caller
 
 
 def _import(info: PluginInfo) -> ModuleType:

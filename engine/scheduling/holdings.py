@@ -14,11 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
 from engine.kv.handle import Handle
+from engine.kv.host import Transfer
 from engine.kv.node import Namespace
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import RadixTree
+from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.rows import Rows, RowTable
 from engine.scheduling.sequence import Sequence
 
@@ -39,11 +42,16 @@ NO_APPENDS = Appends(NO_ROWS, NO_ROWS, NO_ROWS)
 class Holdings:
     """Pages by owner, for the rows of one table."""
 
-    def __init__(self, num_pages: int, page_size: int, rows: RowTable, strategy: EvictionStrategy) -> None:
-        self._pages = PageAllocator(num_pages)
-        self._tree = RadixTree(page_size, strategy)
+    def __init__(self, limits: PlannerLimits, rows: RowTable, strategy: EvictionStrategy) -> None:
+        self._pages = PageAllocator(limits.num_pages)
+        self._tree = RadixTree(
+            limits.page_size,
+            strategy,
+            num_host_pages=limits.num_host_pages,
+            record_events=limits.record_events,
+        )
         self._rows = rows
-        self._page_size = page_size
+        self._page_size = limits.page_size
         self._handles: dict[int, Handle] = {}
         self._deferred: deque[tuple[int, Pages]] = deque()
         self._rewrites: list[Appends] = []
@@ -72,16 +80,18 @@ class Holdings:
         """The clock of least-recent use: the step being planned."""
         self._tree.now = step_id
 
-    def num_cached_pages(self, sequence: Sequence) -> int:
-        """Pages of the sequence that would need no computing.  Changes nothing."""
-        return self._tree.match(self._prefix_key(sequence), Namespace(sequence.cache_salt)).num_pages
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """Tokens of the sequence that would need no computing.  Changes nothing."""
+        match = self._tree.match(self._prefix_key(sequence), Namespace(sequence.cache_salt))
+        return (match.num_pages + match.num_host_pages) * self._page_size
 
     def start(self, sequence: Sequence, reserve: int) -> int | None:
         """Give a sequence a row, with what is cached of it and new pages for the rest of its tokens.
 
         reserve: pages that must stay available beside it.  Returns the row, or None if there is no room now.
         """
-        match = self._tree.match(self._prefix_key(sequence), Namespace(sequence.cache_salt))
+        key = self._prefix_key(sequence)
+        match = self._tree.match(key, Namespace(sequence.cache_salt))
         num_new = -(-len(sequence.tokens) // self._page_size) - match.num_pages
         if num_new + reserve > self.num_available:
             return None
@@ -89,8 +99,12 @@ class Holdings:
         if num_new + reserve > self.num_available:
             self._tree.unlock(handle)
             return None
-        pages = np.concatenate((self._tree.pages(handle), self.allocate(num_new)))
-        row = self._rows.take(sequence, pages, num_computed=handle.num_pages * self._page_size)
+        shared = self._tree.pages(handle)
+        new = self.allocate(num_new)
+        if match.num_host_pages:
+            # What is on the host comes back into the first of the new pages, which are the tree's from then on.
+            self._tree.restore(handle, key, new)
+        row = self._rows.take(sequence, np.concatenate((shared, new)), num_shared=handle.num_pages)
         self._handles[row] = handle
         return row
 
@@ -129,6 +143,14 @@ class Holdings:
         """Free duplicates that no step in flight may read any more."""
         while self._deferred and self._deferred[0][0] <= last_completed:
             self._pages.free(self._deferred.popleft()[1])
+
+    def drain_events(self) -> list[KVEvent]:
+        """What happened to cached pages since the last call."""
+        return self._tree.drain_events()
+
+    def drain_transfers(self) -> list[Transfer]:
+        """Copies between the tiers that must happen before the next step."""
+        return self._tree.drain_transfers()
 
     def take_rewrites(self) -> list[Appends]:
         """Page-table entries that changed since the last call."""

@@ -10,7 +10,14 @@ from engine.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class PlannerLimits:
-    """Numbers the planner works with.  max_len: tokens of prompt and output; eos_token_ids: of the model."""
+    """Numbers the planner works with.
+
+    max_running: rows.  max_step_tokens: of a step, decodes and prefill chunks together.  prefill_chunk: most tokens
+    of one prompt in a step, and what each prompt gets in its turn.  max_len: tokens of prompt and output.
+    eos_token_ids: of the model.  num_host_pages: pages in the host tier, 0 for none.
+    itl_target_s: prefills are cut so that running requests get a token this often; 0 for no such target.
+    fair_prefill: prompts take turns; if not, the oldest is finished first.
+    record_events: collect what happens to cached pages; somebody must drain it then."""
 
     max_running: int
     max_step_tokens: int
@@ -19,6 +26,10 @@ class PlannerLimits:
     num_pages: int
     max_len: int
     eos_token_ids: tuple[int, ...]
+    num_host_pages: int = 0
+    itl_target_s: float = 0.0
+    fair_prefill: bool = True
+    record_events: bool = False
 
     def max_total(self, num_prompt: int, max_tokens: int | None) -> int:
         """Prompt plus most output tokens, refused at once where it can never fit."""

@@ -12,7 +12,7 @@ from engine.messages import Finish
 class RequestMetrics:
     """A request that has ended.  Times are seconds of the scheduler's clock.
 
-    arrived: when the scheduler got it.  queue_s: until the first step that computed some of it was planned.
+    arrived_at: when the scheduler got it.  queue_s: until the first step that computed some of it was planned.
     ttft_s: from arrival to its first token; tpot_s: mean time between its tokens after the first; None where there
     was no such token.  cached_tokens: prompt tokens that needed no computing when it first ran.
     num_retractions: how often it lost its row and had to come back."""
@@ -23,7 +23,7 @@ class RequestMetrics:
     num_output_tokens: int
     cached_tokens: int
     num_retractions: int
-    arrived: float
+    arrived_at: float
     queue_s: float | None
     ttft_s: float | None
     tpot_s: float | None

@@ -1,23 +1,33 @@
 """The planner: which rows compute which tokens in the next step, and what a finished step means.
 
-Owns: the queue, the rows, the pages, and each request's end.  Does not know: tensors, text, clocks, actors.
+Owns: requests from their arrival to their end, and the steps in flight.  Does not know: tensors, text, actors.
 Plans without token values: a step may be planned while the one before it still runs, so an EOS is noticed one
 step late and the token sampled after it is dropped.  A row and its pages are reused only after the last step that
 used them has completed.
+
+The halves of a step are planned by ``Decodes`` and ``Prefills``; who holds which page is in ``Holdings``.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from operator import add
 
 import msgspec
 import numpy as np
 
+from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
-from engine.messages import Admission, Admit, Failed, Finish, Logprobs, Stats, Step, StepDone, Tokens
-from engine.scheduling.holdings import NO_APPENDS, NO_ROWS, Appends, Holdings
+from engine.messages import Admit, Failed, Finish, Logprobs, Stats, Step, StepDone, Tokens
+from engine.scheduling.budget import StepBudget
+from engine.scheduling.decodes import Decodes
+from engine.scheduling.forecast import OutputForecast
+from engine.scheduling.holdings import Appends, Holdings
 from engine.scheduling.limits import PlannerLimits
-from engine.scheduling.queue import WaitingQueue
+from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.prefills import Prefills, Segments
+from engine.scheduling.queue import waiting_queue
 from engine.scheduling.rows import Rows, RowTable
 from engine.scheduling.sequence import Sequence
 
@@ -27,46 +37,45 @@ class _InFlight:
     """What a planned step will bring.  prefill_ends: how many tokens of each prefilling row are then computed."""
 
     sampled_rows: Rows
+    num_decodes: int
+    launched_at: float
     prefill_rows: tuple[int, ...] = ()
     prefill_ends: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class _Prefills:
-    """The prefill half of a step while it is being planned."""
-
-    rows: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
-    admissions: list[Admission] = field(default_factory=list)
-
-
-# How many waiting requests a step looks past, and what a shared prefix must save to be waited for.
-MOST_PUT_OFF = 32
-WORTH_WAITING_TOKENS = 32
+    num_prefill_tokens: int = 0
 
 
 class Planner:
-    """Continuous batching over rows and pages.  ``outbox`` collects what the tokenizer must hear."""
+    """Continuous batching over rows and pages.
 
-    def __init__(self, limits: PlannerLimits, strategy: EvictionStrategy) -> None:
+    clock: seconds, for metrics and the adaptive budget; no other decision depends on it.  ``outbox`` collects what the
+    tokenizer must hear, ``finished`` what observers may; whoever calls the planner empties them."""
+
+    def __init__(
+        self,
+        limits: PlannerLimits,
+        strategy: EvictionStrategy,
+        policy: SchedulingPolicy,
+        clock: Callable[[], float],
+    ) -> None:
         self.outbox: list[Tokens | Failed] = []
+        self.finished: list[RequestMetrics] = []
+        self.num_retractions = 0
         self._limits = limits
+        self._clock = clock
         self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size)
-        self._holdings = Holdings(limits.num_pages, limits.page_size, self._rows, strategy)
+        self._holdings = Holdings(limits, self._rows, strategy)
+        self._waiting = waiting_queue(policy)
+        self._forecast = OutputForecast()
+        self._budget = StepBudget(limits.max_step_tokens, limits.itl_target_s)
+        self._decodes = Decodes(self._rows, self._holdings)
+        self._prefills = Prefills(limits, self._rows, self._holdings, self._waiting, self._forecast)
         self._sequences: dict[int, Sequence] = {}
-        self._waiting = WaitingQueue()
-        self._prefilling: list[int] = []
-        self._unpublished: list[int] = []
-        self._decoding: Rows = NO_ROWS
-        self._quiet_steps = 0
         self._ended: list[int] = []
         self._in_flight: deque[_InFlight] = deque()
         self._num_arrived = 0
         self._num_steps = 0
         self._last_completed = -1
-        self.num_retractions = 0
+        self._last_completed_at = 0.0
 
     # ---- requests come and go ---------------------------------------------------------------
 
@@ -84,33 +93,55 @@ class Planner:
             num_prompt=len(tokens),
             max_total=self._limits.max_total(len(tokens), params.max_tokens),
             stop_ids=tuple(dict.fromkeys(stop_ids + params.stop_token_ids)),
+            arrived_at=self._clock(),
             cache_salt=message.cache_salt,
         )
         self._num_arrived += 1
         self._sequences[message.request_id] = sequence
         self._waiting.push(sequence)
+        self._prefills.unblock()
 
     def abort(self, request_id: int) -> None:
         """End a request wherever it is; an unknown id (it ended already) is no error."""
         sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            self._end_early(sequence)
-            self._say(request_id, Finish.ABORT)
-
-    def _end_early(self, sequence: Sequence) -> None:
+        if sequence is None:
+            return
+        num_tokens = len(sequence.tokens)
         if sequence.row >= 0:
+            num_tokens = int(self._rows.known[sequence.row])
             self._leave(sequence.row)
         else:
             self._waiting.remove(sequence)
-        del self._sequences[sequence.request_id]
-
-    def _say(self, request_id: int, finish: Finish) -> None:
-        """An end without a token."""
+        self._end(sequence, Finish.ABORT, num_tokens, self._clock())
+        # An end without a token.
         self.outbox.append(
             Tokens(
                 request_ids=np.array([request_id], dtype=np.int64).tobytes(),
                 token_ids=np.array([-1], dtype=np.int32).tobytes(),
-                finishes=bytes([finish]),
+                finishes=bytes([Finish.ABORT]),
+            )
+        )
+
+    def _end(self, sequence: Sequence, finish: Finish, num_tokens: int, now: float) -> None:
+        """The one place where a request stops being known."""
+        del self._sequences[sequence.request_id]
+        num_output = num_tokens - sequence.num_prompt
+        if finish in (Finish.STOP, Finish.LENGTH):
+            self._forecast.note_end(num_output)
+        first, arrived = sequence.first_token_at, sequence.arrived_at
+        self.finished.append(
+            RequestMetrics(
+                request_id=sequence.request_id,
+                finish=finish,
+                num_prompt_tokens=sequence.num_prompt,
+                num_output_tokens=num_output,
+                cached_tokens=max(0, sequence.cached_tokens),
+                num_retractions=sequence.num_retractions,
+                arrived_at=arrived,
+                queue_s=sequence.started_at - arrived if sequence.started_at is not None else None,
+                ttft_s=first - arrived if first is not None else None,
+                tpot_s=(now - first) / (num_output - 1) if first is not None and num_output > 1 else None,
+                e2e_s=now - arrived,
             )
         )
 
@@ -119,28 +150,49 @@ class Planner:
     def next_step(self) -> Step | None:
         """Plan one step: every decode row first, then prefill chunks within the token budget.  None: nothing to do."""
         self._holdings.tick(self._num_steps)
-        decode_rows, appends = self._plan_decodes()
-        prefills = None
-        if self._prefilling or self._waiting:
-            prefills = self._plan_prefills(self._limits.max_step_tokens - len(decode_rows))
-        if prefills is None or not prefills.rows:
-            return self._launch(decode_rows, appends, _InFlight(decode_rows)) if len(decode_rows) else None
-        rows = np.array(prefills.rows, dtype=np.int32)
-        samples = np.array(prefills.samples, dtype=np.int32)
-        sampled = np.concatenate((decode_rows, rows[samples == 1]))
-        record = _InFlight(sampled, tuple(prefills.rows), tuple(map(add, prefills.starts, prefills.lengths)))
-        step = self._launch(decode_rows, appends, record)
+        while self._decodes.lack_pages() and self._retract_one():
+            pass
+        decode_rows, appends = self._decodes.plan()
+        if self._prefills.may_go_on:
+            segments = self._prefills.plan(self._budget.prefill_tokens(len(decode_rows)))
+            if segments.rows:
+                return self._launch_mixed(decode_rows, appends, segments)
+        if not len(decode_rows):
+            return None
+        return self._launch(appends, _InFlight(decode_rows, len(decode_rows), self._clock()), decode_rows)
+
+    def _launch_mixed(self, decode_rows: Rows, appends: Appends, segments: Segments) -> Step:
+        """A step with prefills, whose last chunks decode from the next step on."""
+        now = self._clock()
+        for sequence in segments.started:
+            if sequence.started_at is None:
+                sequence.started_at = now
+        rows = np.array(segments.rows, dtype=np.int32)
+        samples = np.array(segments.samples, dtype=np.int32)
+        first_rows = rows[samples == 1]
+        for row in first_rows.tolist():
+            if self._rows.planned[row] < self._rows.max_total[row]:
+                self._decodes.join(row)
+        record = _InFlight(
+            np.concatenate((decode_rows, first_rows)),
+            len(decode_rows),
+            now,
+            tuple(segments.rows),
+            tuple(map(add, segments.starts, segments.lengths)),
+            sum(segments.lengths),
+        )
+        step = self._launch(appends, record, decode_rows)
         self._rows.last_step[rows] = step.step_id
         return msgspec.structs.replace(
             step,
-            admissions=tuple(prefills.admissions),
+            admissions=tuple(segments.admissions),
             prefill_rows=rows.tobytes(),
-            prefill_starts=np.array(prefills.starts, dtype=np.int32).tobytes(),
-            prefill_lengths=np.array(prefills.lengths, dtype=np.int32).tobytes(),
+            prefill_starts=np.array(segments.starts, dtype=np.int32).tobytes(),
+            prefill_lengths=np.array(segments.lengths, dtype=np.int32).tobytes(),
             prefill_samples=samples.tobytes(),
         )
 
-    def _launch(self, decode_rows: Rows, appends: Appends, record: _InFlight) -> Step:
+    def _launch(self, appends: Appends, record: _InFlight, decode_rows: Rows) -> Step:
         """Note a step as in flight; returns it without its prefills."""
         step_id = self._num_steps
         self._num_steps += 1
@@ -153,154 +205,27 @@ class Planner:
                 np.concatenate([one.indexes for one in every]),
                 np.concatenate([one.pages for one in every]),
             )
-        return Step(
+        step = Step(
             step_id=step_id,
             append_rows=appends.rows.tobytes(),
             append_indexes=appends.indexes.tobytes(),
             append_pages=appends.pages.tobytes(),
             decode_rows=decode_rows.tobytes(),
         )
+        if transfers := self._holdings.drain_transfers():
+            directions = [np.full(len(one.host_pages), one.to_host, dtype=np.int32) for one in transfers]
+            step = msgspec.structs.replace(
+                step,
+                transfer_to_host=np.concatenate(directions).tobytes(),
+                transfer_device_pages=np.concatenate([one.device_pages for one in transfers]).tobytes(),
+                transfer_host_pages=np.concatenate([one.host_pages for one in transfers]).tobytes(),
+            )
+        return step
 
     @property
     def num_in_flight(self) -> int:
         """Steps planned and not yet completed."""
         return len(self._in_flight)
-
-    def _plan_decodes(self) -> tuple[Rows, Appends]:
-        """Rows that decode, and the pages appended for those that cross into a new one."""
-        table = self._rows
-        if self._quiet_steps > 0:
-            # Nobody joined, and nobody needs a page or reaches its length: two additions are the whole plan.
-            self._quiet_steps -= 1
-            rows = self._decoding
-            table.computed[rows] += 1
-            table.planned[rows] += 1
-            return rows, NO_APPENDS
-        needy = self._needy_rows()
-        appends = NO_APPENDS
-        rows = self._decoding
-        if len(needy):
-            served = needy[: self._holdings.num_available]
-            pages = self._holdings.allocate(len(served))
-            appends = Appends(served, table.append_pages(served, pages), pages)
-            if len(served) < len(needy):
-                # The others sit this step out: pages are on their way back from rows that still run.
-                rows = rows[~np.isin(rows, needy[len(served) :])]
-        table.computed[rows] += 1
-        table.planned[rows] += 1
-        full = table.planned[rows] == table.max_total[rows]
-        if full.any():
-            self._set_decoding(self._decoding[~np.isin(self._decoding, rows[full])])
-        self._quiet_steps = self._count_quiet_steps()
-        return rows, appends
-
-    def _count_quiet_steps(self) -> int:
-        """How many steps until a decoding row needs a page or samples its last token."""
-        rows, table = self._decoding, self._rows
-        if not len(rows):
-            return 0
-        until_page = table.num_pages[rows] * table.page_size - table.computed[rows]
-        until_end = table.max_total[rows] - table.planned[rows] - 1
-        return int(min(until_page.min(), until_end.min()))
-
-    def _set_decoding(self, rows: Rows) -> None:
-        """Change who decodes.  Arrays are replaced, never changed: steps in flight refer to them."""
-        self._decoding = rows
-        self._quiet_steps = 0
-
-    def _needy_rows(self) -> Rows:
-        """Decode rows whose next position lies in a page they do not have yet; retracts others to serve them."""
-        table = self._rows
-        while True:
-            rows = self._decoding
-            needy = rows[table.computed[rows] >= table.num_pages[rows] * table.page_size]
-            available = self._holdings.num_available
-            if len(needy) <= available:
-                return needy
-            if len(needy) <= available + self._pages_coming_back() or not self._retract_one():
-                return needy
-
-    def _pages_coming_back(self) -> int:
-        """Pages of rows that only wait for a step in flight: ended, or with their last token being sampled."""
-        table = self._rows
-        taken = np.array([sequence is not None for sequence in table.sequences])
-        return int(table.num_pages[taken & (table.ended | (table.planned == table.max_total))].sum())
-
-    def _plan_prefills(self, budget: int) -> _Prefills:
-        """Chunks of the prompts under way, then of waiting requests as rows and pages allow."""
-        prefills = _Prefills()
-        for row in list(self._prefilling):
-            if budget <= 0:
-                return prefills
-            budget -= self._plan_chunk(prefills, row, budget)
-        put_off: list[Sequence] = []
-        while budget > 0 and self._rows.num_free and (sequence := self._waiting.first()) is not None:
-            if len(put_off) < MOST_PUT_OFF and self._is_being_computed(sequence):
-                put_off.append(self._waiting.pop())
-                continue
-            # Every row that runs may want a page soon: admitting into the last ones would only cause retractions.
-            reserve = len(self._decoding) + len(self._prefilling)
-            started = self._holdings.start(sequence, reserve)
-            if started is None:
-                break
-            self._waiting.pop()
-            self._prefilling.append(started)
-            self._unpublished.append(started)
-            prefills.admissions.append(self._admission(sequence))
-            budget -= self._plan_chunk(prefills, started, budget)
-        for sequence in put_off:
-            self._waiting.push(sequence)
-        return prefills
-
-    def _is_being_computed(self, sequence: Sequence) -> bool:
-        """Whether a running prefill will soon share more of the sequence's prefix than is cached now.
-
-        Then it waits a step or two and finds the pages, instead of computing them a second time beside the first."""
-        if not self._unpublished:
-            return False
-        page_size, table = self._limits.page_size, self._rows
-        end = self._holdings.num_cached_pages(sequence) * page_size + max(page_size, WORTH_WAITING_TOKENS)
-        if end >= len(sequence.tokens):
-            return False
-        return any(
-            table.known[row] > end
-            and other.cache_salt == sequence.cache_salt
-            and np.array_equal(table.tokens[row, :end], sequence.tokens[:end])
-            for row in self._unpublished
-            if (other := table.sequences[row]) is not None
-        )
-
-    def _admission(self, sequence: Sequence) -> Admission:
-        table, row = self._rows, sequence.row
-        num_computed = int(table.computed[row])
-        if sequence.cached_tokens < 0:
-            sequence.cached_tokens = num_computed
-        return Admission(
-            row=row,
-            token_ids=sequence.tokens.tobytes(),
-            num_prompt_tokens=sequence.num_prompt,
-            num_computed_tokens=num_computed,
-            pages=table.page_table[row, : table.num_pages[row]].tobytes(),
-            params=sequence.params,
-        )
-
-    def _plan_chunk(self, prefills: _Prefills, row: int, budget: int) -> int:
-        """Plan the next chunk of a row's prompt; returns its length.  The last chunk samples and joins the decodes."""
-        table = self._rows
-        start, known = int(table.computed[row]), int(table.known[row])
-        length = min(known - start, self._limits.prefill_chunk, budget)
-        ends = start + length == known
-        prefills.rows.append(row)
-        prefills.starts.append(start)
-        prefills.lengths.append(length)
-        prefills.samples.append(int(ends))
-        table.computed[row] = start + length
-        if ends:
-            table.planned[row] = known + 1
-            self._prefilling.remove(row)
-            if known + 1 < table.max_total[row]:
-                self._set_decoding(np.append(self._decoding, np.int32(row)))
-        return length
 
     # ---- completion -------------------------------------------------------------------------
 
@@ -310,11 +235,16 @@ class Planner:
         due = self._last_completed + 1
         assert done.step_id == due, f"step {done.step_id} completed, step {due} was due"
         self._last_completed = done.step_id
+        if self._budget.learns:
+            now = self._clock()
+            began_at = max(record.launched_at, self._last_completed_at)
+            self._budget.observe(record.num_decodes, record.num_prefill_tokens, now - began_at)
+            self._last_completed_at = now
         rows = record.sampled_rows
         tokens = np.frombuffer(done.token_ids, dtype=np.int32)
         logprobs = done.logprobs
         if self._ended:
-            live = ~self._rows.ended[rows]
+            live = self._rows.running[rows]
             logprobs = _reindexed(logprobs, live)
             rows, tokens = rows[live], tokens[live]
         if len(tokens) and tokens.min() < 0:
@@ -331,16 +261,19 @@ class Planner:
 
         Returns request id -> cached tokens of those whose first token this step has sampled."""
         table, first = self._rows, {}
+        now = self._clock()
         for row, end in zip(record.prefill_rows, record.prefill_ends, strict=True):
             sequence = table.sequences[row]
-            if sequence is None or table.ended[row]:
+            if sequence is None or not table.running[row]:
                 continue
             table.confirmed[row] = end
             self._holdings.publish(row, end)
             if end == len(sequence.tokens):
-                self._unpublished.remove(row)
+                self._prefills.shared(row)
                 if end == sequence.num_prompt:
                     first[sequence.request_id] = sequence.cached_tokens
+                    sequence.first_token_at = now
+        self._prefills.unblock()
         return first
 
     def _commit(self, rows: Rows, tokens: Rows, logprobs: dict[int, Logprobs], cached_tokens: dict[int, int]) -> None:
@@ -363,18 +296,24 @@ class Planner:
                 logprobs=logprobs,
             )
         )
-        for row in rows[ends].tolist():
-            del self._sequences[int(table.request_ids[row])]
+        if not ends.any():
+            return
+        now = self._clock()
+        for row, finish in zip(rows[ends].tolist(), finishes[ends].tolist(), strict=True):
+            sequence = table.sequences[row]
+            assert sequence is not None, f"row {row} sampled a token and is free"
             self._leave(row)
+            self._end(sequence, Finish(finish), int(table.known[row]), now)
 
     def _fail_rows(self, rows: Rows) -> None:
         for row in rows.tolist():
-            request_id = int(self._rows.request_ids[row])
-            del self._sequences[request_id]
+            sequence = self._rows.sequences[row]
+            assert sequence is not None, f"row {row} sampled a token and is free"
             self._leave(row, share=False)
+            self._end(sequence, Finish.ERROR, int(self._rows.known[row]), self._clock())
             self.outbox.append(
                 Failed(
-                    request_id,
+                    sequence.request_id,
                     "the model's logits were not finite (NaN or infinity) for this request; it was ended",
                     status=500,
                     code="nonfinite_logits",
@@ -390,14 +329,10 @@ class Planner:
             # Once it has sampled, everything is computed but the last known token.
             has_sampled = table.known[row] > len(sequence.tokens)
             self._holdings.publish(row, int(table.known[row]) - 1 if has_sampled else int(table.confirmed[row]))
-        table.ended[row] = True
-        if row in self._unpublished:
-            self._unpublished.remove(row)
+        self._prefills.leave(row)
+        self._decodes.leave(row)
+        table.running[row] = False
         self._ended.append(row)
-        if row in self._prefilling:
-            self._prefilling.remove(row)
-        else:
-            self._set_decoding(self._decoding[self._decoding != row])
         self._release_ended()
 
     def _release_ended(self) -> None:
@@ -408,6 +343,7 @@ class Planner:
         for row in self._ended:
             if self._rows.last_step[row] <= self._last_completed:
                 self._holdings.release(row)
+                self._prefills.unblock()
             else:
                 still_used.append(row)
         self._ended = still_used
@@ -417,16 +353,18 @@ class Planner:
 
         False if only one is left: it fits alone, by the check at admission."""
         table = self._rows
-        stays = ~table.ended & (table.planned < table.max_total)
-        running = [sequence for row, sequence in enumerate(table.sequences) if sequence and stays[row]]
+        stays = np.flatnonzero(table.running & (table.planned < table.max_total)).tolist()
+        running = [sequence for row in stays if (sequence := table.sequences[row]) is not None]
         if len(running) < 2:
             return False
-        victim = max(running, key=lambda sequence: sequence.rank_in_queue)
+        victim = max(running, key=lambda sequence: (sequence.priority, sequence.arrival))
         row = victim.row
         self._leave(row)
         victim.tokens = table.tokens[row, : table.known[row]].copy()
         victim.row = -1
+        victim.num_retractions += 1
         self._waiting.push(victim)
+        self._forecast.note_retraction()
         self.num_retractions += 1
         return True
 
@@ -436,6 +374,10 @@ class Planner:
     def num_open(self) -> int:
         """Requests that have not ended."""
         return len(self._sequences)
+
+    def drain_kv_events(self) -> list[KVEvent]:
+        """What happened to cached pages since the last call; nothing unless ``limits.record_events``."""
+        return self._holdings.drain_events()
 
     def stats(self) -> Stats:
         """Gauges of this moment."""
@@ -449,12 +391,9 @@ class Planner:
         )
 
     def check(self) -> None:
-        """Raise AssertionError unless every page is free or held by exactly one row."""
+        """Raise AssertionError unless every page has exactly one owner and no row runs ahead of its end."""
         self._holdings.check()
-        table = self._rows
-        for row in self._decoding.tolist():
-            assert not table.ended[row], f"row {row} decodes after its end"
-            assert table.computed[row] < table.planned[row] <= table.max_total[row], f"row {row} ran ahead"
+        self._decodes.check()
 
 
 def _reindexed(logprobs: dict[int, Logprobs], keep: np.ndarray) -> dict[int, Logprobs]:

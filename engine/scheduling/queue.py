@@ -1,42 +1,120 @@
-"""The waiting queue: sequences without a row, most urgent first.
+"""The waiting queue: sequences without a row, in the order of the policy.
 
 Owns: their order.  Does not know: why they wait, pages, rows.
 """
 
 import heapq
+from collections.abc import Callable
+from typing import Protocol
 
+from engine.scheduling.policy import Rank, SchedulingPolicy
 from engine.scheduling.sequence import Sequence
 
+WINDOW = 128  # How many are ranked anew by policies that look at the cache: a look-up each, 2 us.
 
-class WaitingQueue:
-    """A heap by priority, then age.  Who leaves out of turn is struck off a set, and skipped when its turn comes."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Sequence]] = []
+class WaitingQueue(Protocol):
+    """Who is next.  ``rerank`` comes before a round of ``first`` and ``pop``."""
+
+    def __len__(self) -> int: ...
+
+    def push(self, sequence: Sequence) -> None:
+        """Line up; a sequence that comes back takes its old place among equals."""
+        ...
+
+    def remove(self, sequence: Sequence) -> None:
+        """Leave from wherever it stands."""
+        ...
+
+    def rerank(self, num_cached_tokens: Callable[[Sequence], int]) -> None:
+        """Take note of what the cache holds now."""
+        ...
+
+    def first(self) -> Sequence | None:
+        """The next in turn; None if nobody waits."""
+        ...
+
+    def pop(self, *, starts: bool) -> Sequence:
+        """Take ``first`` out; there must be one.  starts: it overtakes those who arrived earlier."""
+        ...
+
+
+def waiting_queue(policy: SchedulingPolicy) -> WaitingQueue:
+    """The queue that serves a policy."""
+    return RerankedQueue(policy.rank) if policy.looks_at_cache else RankedQueue(policy.rank)
+
+
+class RankedQueue:
+    """A heap by rank, then age.  Who leaves out of turn is struck off a set, and skipped when its turn comes."""
+
+    def __init__(self, rank: Callable[[Sequence], Rank]) -> None:
+        self._rank = rank
+        self._heap: list[tuple[Rank, int, Sequence]] = []
         self._arrivals: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._arrivals)
 
     def push(self, sequence: Sequence) -> None:
-        """Line up; a sequence that comes back takes its old place."""
-        heapq.heappush(self._heap, (sequence.rank_in_queue, sequence))
+        heapq.heappush(self._heap, (self._rank(sequence), sequence.arrival, sequence))
         self._arrivals.add(sequence.arrival)
 
     def remove(self, sequence: Sequence) -> None:
-        """Leave from wherever it stands."""
         self._arrivals.remove(sequence.arrival)
 
-    def first(self) -> Sequence | None:
-        """The next in turn; None if nobody waits."""
-        while self._heap and self._heap[0][1].arrival not in self._arrivals:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+    def rerank(self, num_cached_tokens: Callable[[Sequence], int]) -> None:
+        """Ranks stay as they are."""
 
-    def pop(self) -> Sequence:
-        """Take ``first`` out; there must be one."""
+    def first(self) -> Sequence | None:
+        while self._heap and self._heap[0][1] not in self._arrivals:
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+    def pop(self, *, starts: bool) -> Sequence:
         sequence = self.first()
         assert sequence is not None, "nobody waits"
         heapq.heappop(self._heap)
         self._arrivals.remove(sequence.arrival)
+        return sequence
+
+
+class RerankedQueue:
+    """A window of those who would be first if nothing were cached is ranked anew each time; the others wait behind."""
+
+    def __init__(self, rank: Callable[[Sequence], Rank]) -> None:
+        self._rank = rank
+        self._window: list[tuple[Rank, int, Sequence]] = []
+        self._others = RankedQueue(self._rank_uncached)
+
+    def _rank_uncached(self, sequence: Sequence) -> Rank:
+        sequence.num_cached_tokens = 0
+        return self._rank(sequence)
+
+    def __len__(self) -> int:
+        return len(self._window) + len(self._others)
+
+    def push(self, sequence: Sequence) -> None:
+        self._others.push(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        kept = [entry for entry in self._window if entry[2] is not sequence]
+        if len(kept) == len(self._window):
+            self._others.remove(sequence)
+        self._window = kept
+
+    def rerank(self, num_cached_tokens: Callable[[Sequence], int]) -> None:
+        for _, _, sequence in self._window:
+            self._others.push(sequence)
+        sequences = [self._others.pop(starts=False) for _ in range(min(WINDOW, len(self._others)))]
+        for sequence in sequences:
+            sequence.num_cached_tokens = num_cached_tokens(sequence)
+        self._window = sorted((self._rank(sequence), sequence.arrival, sequence) for sequence in sequences)
+
+    def first(self) -> Sequence | None:
+        return self._window[0][2] if self._window else None
+
+    def pop(self, *, starts: bool) -> Sequence:
+        _, arrival, sequence = self._window.pop(0)
+        for _, other_arrival, other in self._window:
+            other.num_overtaken += starts and other_arrival < arrival
         return sequence

@@ -3,7 +3,8 @@
 Owns: the host's copy of what a row holds.  Does not know: the queue, budgets, the device.
 A row's tokens come in three counts:  computed (K/V planned) <= planned (existing or being sampled),
 and known (values on the host), which lags planned by the steps in flight.  confirmed is how much of its
-prefill completed steps have computed.
+prefill completed steps have computed.  running: from its first step to its end; a row that has ended is kept until
+the last step that used it has completed.  num_shared: pages that it found in the cache when it started.
 """
 
 import numpy as np
@@ -24,6 +25,9 @@ class RowTable:
         self.sequences: list[Sequence | None] = [None] * max_running
         self.request_ids = np.zeros(max_running, dtype=np.int64)
         self.tokens = np.zeros((max_running, max_len), dtype=np.int32)
+        self.running = np.zeros(max_running, dtype=np.bool_)
+        self.num_prompt = np.zeros(max_running, dtype=np.int32)
+        self.num_shared = np.zeros(max_running, dtype=np.int32)
         self.known = np.zeros(max_running, dtype=np.int32)
         self.planned = np.zeros(max_running, dtype=np.int32)
         self.computed = np.zeros(max_running, dtype=np.int32)
@@ -32,7 +36,6 @@ class RowTable:
         self.num_pages = np.zeros(max_running, dtype=np.int32)
         self.page_table = np.zeros((max_running, -(-max_len // page_size)), dtype=np.int32)
         self.last_step = np.zeros(max_running, dtype=np.int64)
-        self.ended = np.zeros(max_running, dtype=np.bool_)
         self.stop_ids = np.full((max_running, 4), NO_TOKEN, dtype=np.int32)
         self._free = list(range(max_running - 1, -1, -1))
 
@@ -41,20 +44,22 @@ class RowTable:
         """Rows that no sequence holds."""
         return len(self._free)
 
-    def take(self, sequence: Sequence, pages: Pages, num_computed: int) -> int:
-        """Give a sequence a row and its first pages, some of which hold K/V already; returns the row."""
+    def take(self, sequence: Sequence, pages: Pages, num_shared: int) -> int:
+        """Give a sequence a row and its first pages, ``num_shared`` of which hold K/V already; returns the row."""
         row = self._free.pop()
         count = len(sequence.tokens)
         self.sequences[row] = sequence
         self.request_ids[row] = sequence.request_id
         self.tokens[row, :count] = sequence.tokens
+        self.running[row] = True
+        self.num_prompt[row] = sequence.num_prompt
+        self.num_shared[row] = num_shared
         self.known[row] = self.planned[row] = count
-        self.computed[row] = self.confirmed[row] = num_computed
+        self.computed[row] = self.confirmed[row] = num_shared * self.page_size
         self.max_total[row] = sequence.max_total
         self.num_pages[row] = len(pages)
         self.page_table[row, : len(pages)] = pages
         self.last_step[row] = -1
-        self.ended[row] = False
         self._set_stop_ids(row, sequence.stop_ids)
         sequence.row = row
         return row
@@ -73,12 +78,6 @@ class RowTable:
         self.page_table[rows, indexes] = pages
         self.num_pages[rows] = indexes + 1
         return indexes
-
-    def held_pages(self) -> Pages:
-        """All pages of all rows."""
-        taken = [row for row, sequence in enumerate(self.sequences) if sequence is not None]
-        columns = [self.page_table[row, : self.num_pages[row]] for row in taken]
-        return np.concatenate(columns) if columns else np.zeros(0, dtype=np.int32)
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
         missing = len(stop_ids) - self.stop_ids.shape[1]

@@ -15,7 +15,7 @@ Tokens = npt.NDArray[np.int32]
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request's tokens and limits.
+    """One request's tokens, limits and history; what a policy may look at, see ``engine/scheduling/policy.py``.
 
     arrival: position in the order of admission; decides among equals.
     tokens: prompt and output known when the sequence last stood in the queue (the row table has newer ones).
@@ -23,6 +23,7 @@ class Sequence:
     stop_ids: token ids that end it.  row: its line in the row table, -1 while it waits.
     cache_salt: only sequences with the same one share pages.
     cached_tokens: prompt tokens that needed no computing when it first ran, -1 until then.
+    arrived_at, started_at, first_token_at: by the scheduler's clock; None until then.
     """
 
     request_id: int
@@ -33,11 +34,17 @@ class Sequence:
     num_prompt: int
     max_total: int
     stop_ids: tuple[int, ...]
+    arrived_at: float
     row: int = -1
     cache_salt: str = ""
     cached_tokens: int = -1
+    num_retractions: int = 0
+    started_at: float | None = None
+    first_token_at: float | None = None
+    num_cached_tokens: int = 0
+    num_overtaken: int = 0
 
     @property
-    def rank_in_queue(self) -> tuple[int, int]:
-        """Smaller runs first: priority (lower is earlier), then age."""
-        return (self.priority, self.arrival)
+    def num_tokens(self) -> int:
+        """Tokens to compute or to find in the cache before it can sample."""
+        return len(self.tokens)

@@ -10,9 +10,11 @@ from engine.kv.eviction import EvictionStrategy
 from engine.messages import Admit, Failed, Finish, StepDone, Tokens
 from engine.plugins.eviction.fifo import FirstInFirstOut
 from engine.plugins.eviction.lru import LeastRecentlyUsed
+from engine.plugins.policy.priority import MostUrgentFirst
 from engine.sampling.params import SamplingParams
 from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.planner import Planner
+from engine.scheduling.policy import SchedulingPolicy
 from tests.scheduling.fake_device import VOCAB, FakeDevice, expected_output
 
 EOS = 3
@@ -23,9 +25,15 @@ class Bench:
 
     def __init__(self, *, depth: int = 2, max_running: int = 4, max_step_tokens: int = 64, prefill_chunk: int = 16,
                  page_size: int = 4, num_pages: int = 64, max_len: int = 128,
-                 strategy: EvictionStrategy | None = None) -> None:  # fmt: skip
-        limits = PlannerLimits(max_running, max_step_tokens, prefill_chunk, page_size, num_pages, max_len, (EOS,))
-        self.planner = Planner(limits, strategy or LeastRecentlyUsed())
+                 strategy: EvictionStrategy | None = None, policy: SchedulingPolicy | None = None,
+                 **limits: object) -> None:  # fmt: skip
+        self.now = 0.0
+        self.planner = Planner(
+            PlannerLimits(max_running, max_step_tokens, prefill_chunk, page_size, num_pages, max_len, (EOS,), **limits),
+            strategy or LeastRecentlyUsed(),
+            policy or MostUrgentFirst(),
+            lambda: self.now,
+        )
         self.device = FakeDevice(max_running=max_running, max_len=max_len, page_size=page_size, num_pages=num_pages)
         self.depth = depth
         self.num_pages = num_pages
@@ -41,6 +49,12 @@ class Bench:
         self.streams[request_id], self.ends[request_id] = [], []
         stops = frozenset(given.stop_token_ids) | (frozenset() if given.ignore_eos else {EOS})
         self.expected[request_id] = expected_output(prompt, given.max_tokens or 10_000, stops)
+
+    def expect_short_outputs(self) -> None:
+        """Teach the planner that requests end after a token, so that it admits more than will fit."""
+        self.submit(99, prompt_of(1), max_tokens=1)
+        self.finish()
+        del self.cached[99]
 
     def plan(self) -> bool:
         """Plan and run one step if another may be in flight."""
@@ -174,6 +188,7 @@ def test_a_row_is_reused_only_after_the_last_step_that_used_it() -> None:
 
 def test_when_pages_run_out_the_youngest_is_retracted_and_resumes_without_a_gap() -> None:
     bench = Bench(depth=2, num_pages=12, page_size=4, max_len=48)
+    bench.expect_short_outputs()
     for request_id in range(3):
         bench.submit(request_id, prompt_of(6, seed=request_id), max_tokens=30, ignore_eos=True)
     bench.finish()
@@ -311,6 +326,7 @@ def test_another_salt_shares_nothing() -> None:
 
 def test_a_retracted_request_resumes_from_its_own_cached_pages() -> None:
     bench = Bench(depth=1, page_size=4, num_pages=12, max_len=48)
+    bench.expect_short_outputs()
     bench.submit(1, prompt_of(6), max_tokens=30, ignore_eos=True)
     bench.submit(2, prompt_of(6, seed=1), max_tokens=30, ignore_eos=True)
     bench.finish()
@@ -343,6 +359,8 @@ def random_traffic(seed: int, strategy: EvictionStrategy) -> Counter[str]:
         max_len=64,
         strategy=strategy,
     )
+    if rng.random() < 0.7:
+        bench.expect_short_outputs()
     stems = [prompt_of(int(rng.integers(1, 30)), seed=seed * 10 + stem) for stem in range(2)]
     aborted: set[int] = set()
     counts: Counter[str] = Counter()

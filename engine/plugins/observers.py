@@ -1,0 +1,107 @@
+"""The observers of one engine: tells each what happened, and lets none of them do harm.
+
+Owns: which plugins are told what, and who has raised and is told nothing any more.
+Does not know: what they do with it, when something happens.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pluggy import HookImpl
+
+from engine.errors import PluginError
+from engine.kv.events import KVEvent
+from engine.plugins.hookspecs import ObserverContext
+from engine.plugins.manager import Plugins
+from engine.scheduling.metrics import RequestMetrics
+
+log = logging.getLogger(__name__)
+
+SLOW_S = 0.05  # as long as several decode steps: clients notice
+
+
+class Observers:
+    """Every loaded plugin that implements an observer hook; see the end of ``hookspecs.py`` for the contract.
+
+    Calls from the scheduler's loop only.  Nothing an observer raises gets out of here."""
+
+    def __init__(
+        self,
+        plugins: Plugins,
+        options: Mapping[str, dict[str, Any]],
+        *,
+        page_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Build those that want building.  options: per plugin name.  clock: seconds, to name the slow.
+
+        Raises PluginError if one refuses its options or would never be told anything."""
+        self._clock = clock
+        self._silenced: set[str] = set()
+        self._slow: set[str] = set()
+        built = dict.fromkeys(plugins.observers, "")
+        for impl in plugins.implementations("callboard_observer"):
+            context = ObserverContext(page_size, options.get(impl.plugin_name, {}))
+            observer = _call(impl, context=context)
+            if observer is not None:
+                # The name that log lines show; the module keeps its own.
+                built[impl.plugin_name] = f"{impl.plugin_name} ({type(observer).__name__})"
+                plugins.register(observer, built[impl.plugin_name])
+        self._on_request_finished = plugins.implementations("callboard_request_finished")
+        self._on_kv_event = plugins.implementations("callboard_kv_event")
+        self._on_engine_stopped = plugins.implementations("callboard_engine_stopped")
+        told = {impl.plugin_name for impl in (*self._on_request_finished, *self._on_kv_event)}
+        for name, built_name in built.items():
+            if not told & {name, built_name}:
+                raise PluginError(
+                    f"plugin {name} observes nothing; it must implement callboard_request_finished or "
+                    "callboard_kv_event, and mark it @hookimpl"
+                )
+            if not built_name and options.get(name):
+                raise PluginError(f"plugin {name} takes no options: it does not implement callboard_observer")
+
+    @property
+    def wants_kv_events(self) -> bool:
+        """Whether anybody is to be told what happens to cached pages; if not, nothing needs to be recorded."""
+        return bool(self._on_kv_event)
+
+    def request_finished(self, requests: Sequence[RequestMetrics]) -> None:
+        """Tell them which requests have ended."""
+        self._tell(self._on_request_finished, requests=requests)
+
+    def kv_event(self, events: Sequence[KVEvent]) -> None:
+        """Tell them what happened to cached pages."""
+        self._tell(self._on_kv_event, events=events)
+
+    def close(self) -> None:
+        """Tell them that this was all; also those that have raised, since they may hold something."""
+        self._silenced.clear()
+        self._tell(self._on_engine_stopped)
+
+    def _tell(self, implementations: Sequence[HookImpl], **arguments: object) -> None:
+        for impl in implementations:
+            name = impl.plugin_name
+            if name in self._silenced:
+                continue
+            began = self._clock()
+            try:
+                _call(impl, **arguments)
+            except Exception:
+                self._silenced.add(name)
+                log.exception("plugin %s raised in %s and is told nothing any more", name, impl.function.__name__)
+            took_s = self._clock() - began
+            if took_s > SLOW_S and name not in self._slow:
+                self._slow.add(name)
+                log.warning(
+                    "plugin %s took %.0f ms in %s, and every request waited; it should hand its work to a thread",
+                    name,
+                    took_s * 1000,
+                    impl.function.__name__,
+                )
+
+
+def _call(impl: HookImpl, **arguments: object) -> object:
+    """Call one plugin's hook as pluggy would: with those of the arguments that it takes."""
+    return impl.function(*[arguments[name] for name in impl.argnames])

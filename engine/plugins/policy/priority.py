@@ -1,0 +1,22 @@
+"""The most urgent request first.  The default: where nobody sends a priority it is first come, first served."""
+
+from engine.plugins.hookspecs import PolicyContext, hookimpl
+from engine.plugins.options import Options, decode_options
+from engine.scheduling.policy import Rank, Waiting
+
+
+class MostUrgentFirst:
+    """By priority; among equals, by arrival."""
+
+    looks_at_cache = False
+
+    def rank(self, waiting: Waiting) -> Rank:
+        """A lower priority is more urgent."""
+        return (waiting.priority,)
+
+
+@hookimpl
+def callboard_scheduling_policy(context: PolicyContext) -> MostUrgentFirst:
+    """Takes no options."""
+    decode_options("policy.priority", context.options, Options)
+    return MostUrgentFirst()

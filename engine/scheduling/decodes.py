@@ -1,0 +1,94 @@
+"""The decode half of a step: every row that samples a token in each step, and the pages it grows into.
+
+Owns: who decodes.  Does not know: prompts, why a row ends, what is done when pages are short.
+"""
+
+import numpy as np
+
+from engine.scheduling.holdings import NO_APPENDS, NO_ROWS, Appends, Holdings
+from engine.scheduling.rows import Rows, RowTable
+
+
+class Decodes:
+    """``rows`` is replaced when somebody joins or leaves, never changed: steps in flight refer to it."""
+
+    def __init__(self, table: RowTable, holdings: Holdings) -> None:
+        self.rows: Rows = NO_ROWS
+        self._table = table
+        self._holdings = holdings
+        self._num_quiet = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def join(self, row: int) -> None:
+        """The row's first token is being sampled."""
+        self._set_rows(np.append(self.rows, np.int32(row)))
+
+    def leave(self, row: int) -> None:
+        """The row decodes no more."""
+        self._set_rows(self.rows[self.rows != row])
+
+    def _set_rows(self, rows: Rows) -> None:
+        self.rows = rows
+        self._num_quiet = 0
+
+    def lack_pages(self) -> bool:
+        """Whether some row needs a page and there is none for it, nor on its way back from a row that has ended."""
+        if self._num_quiet > 0:
+            return False
+        missing = len(self._needy()) - self._holdings.num_available
+        return missing > 0 and missing > self._pages_coming_back()
+
+    def plan(self) -> tuple[Rows, Appends]:
+        """One token for every row that has a place for it, and the pages appended for those that grow into a new one.
+
+        Who has none sits the step out."""
+        table, rows = self._table, self.rows
+        if self._num_quiet > 0:
+            # Nobody joined, and nobody needs a page or reaches its length: two additions are the whole plan.
+            self._num_quiet -= 1
+            table.computed[rows] += 1
+            table.planned[rows] += 1
+            return rows, NO_APPENDS
+        needy = self._needy()
+        appends = NO_APPENDS
+        if len(needy):
+            served = needy[: self._holdings.num_available]
+            pages = self._holdings.allocate(len(served))
+            appends = Appends(served, table.append_pages(served, pages), pages)
+            if len(served) < len(needy):
+                rows = rows[~np.isin(rows, needy[len(served) :])]
+        table.computed[rows] += 1
+        table.planned[rows] += 1
+        full = table.planned[rows] == table.max_total[rows]
+        if full.any():
+            self._set_rows(self.rows[~np.isin(self.rows, rows[full])])
+        self._num_quiet = self._count_quiet_steps()
+        return rows, appends
+
+    def _needy(self) -> Rows:
+        """Rows whose next position lies in a page they do not have yet."""
+        table, rows = self._table, self.rows
+        return rows[table.computed[rows] >= table.num_pages[rows] * table.page_size]
+
+    def _pages_coming_back(self) -> int:
+        """Pages of rows that only wait for a step in flight: ended, or with their last token being sampled."""
+        table = self._table
+        return int(table.num_pages[~table.running | (table.planned == table.max_total)].sum())
+
+    def _count_quiet_steps(self) -> int:
+        """How many steps until a row needs a page or samples its last token."""
+        table, rows = self._table, self.rows
+        if not len(rows):
+            return 0
+        until_page = table.num_pages[rows] * table.page_size - table.computed[rows]
+        until_end = table.max_total[rows] - table.planned[rows] - 1
+        return int(min(until_page.min(), until_end.min()))
+
+    def check(self) -> None:
+        """Raise AssertionError unless every row here runs and has not been planned beyond its end."""
+        table = self._table
+        for row in self.rows.tolist():
+            assert table.running[row], f"row {row} decodes after its end"
+            assert table.computed[row] < table.planned[row] <= table.max_total[row], f"row {row} ran ahead"

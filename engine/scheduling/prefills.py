@@ -1,0 +1,212 @@
+"""The prefill half of a step: who starts, and which prompt gets how many tokens.
+
+Owns: prompts under way and whose turn it is.  Does not know: decodes' pages, what a finished step means.
+Prompts take turns, a chunk each, and the waiting queue is one of those who take turns: so a long prompt cannot keep
+short ones waiting, and a stream of short ones cannot keep a long one from going on.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.messages import Admission
+from engine.scheduling.forecast import OutputForecast, peak_growth
+from engine.scheduling.holdings import Holdings
+from engine.scheduling.limits import PlannerLimits
+from engine.scheduling.queue import WaitingQueue
+from engine.scheduling.rows import RowTable
+from engine.scheduling.sequence import Sequence
+
+QUEUE = -1  # the waiting queue's place among the rows that take turns
+MOST_PUT_OFF = 32  # how many waiting requests a step looks past
+WORTH_WAITING_TOKENS = 32  # what a shared prefix must save to be waited for
+
+Stem = tuple[str, bytes]
+
+
+@dataclass(slots=True)
+class Segments:
+    """The prefill half of one step.  started: who got a row for it."""
+
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    started: list[Sequence] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+
+
+class Prefills:
+    """Rows between their first step and their first token."""
+
+    def __init__(
+        self,
+        limits: PlannerLimits,
+        table: RowTable,
+        holdings: Holdings,
+        waiting: WaitingQueue,
+        forecast: OutputForecast,
+    ) -> None:
+        self._limits = limits
+        self._table = table
+        self._holdings = holdings
+        self._waiting = waiting
+        self._forecast = forecast
+        self._turns: deque[int] = deque([QUEUE])
+        # Rows whose prompt is not in the tree yet, by what it begins with: others may want to share it.
+        self._unshared: dict[Stem, set[int]] = {}
+        self._blocked = False
+
+    def __len__(self) -> int:
+        """Prompts under way."""
+        return len(self._turns) - 1
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether ``plan`` could find anything to do."""
+        return len(self._turns) > 1 or self._may_start
+
+    @property
+    def _may_start(self) -> bool:
+        return not self._blocked and len(self._waiting) > 0 and self._table.num_free > 0
+
+    def unblock(self) -> None:
+        """Something came or went: whoever found no room may find some now."""
+        self._blocked = False
+
+    def leave(self, row: int) -> None:
+        """The row's prompt is no longer under way; harmless if it was not."""
+        if row in self._turns:
+            self._turns.remove(row)
+        self.shared(row)
+
+    def shared(self, row: int) -> None:
+        """The row's prompt is in the tree, or will never be: nobody waits for it any more."""
+        sequence = self._table.sequences[row]
+        assert sequence is not None, f"row {row} is free"
+        rows = self._unshared.get(stem := _stem(sequence))
+        if rows is not None:
+            rows.discard(row)
+            if not rows:
+                del self._unshared[stem]
+
+    # ---- planning ---------------------------------------------------------------------------
+
+    def plan(self, budget: int) -> Segments:
+        """At most ``budget`` prompt tokens: a chunk for each whose turn it is, then for newcomers what is left.
+
+        A row whose last chunk this is takes no more turns; its first token will be sampled."""
+        segments = Segments()
+        if self._may_start:
+            self._waiting.rerank(self._holdings.num_cached_tokens)
+        fair = self._limits.fair_prefill
+        for turn in list(self._turns):
+            if budget <= 0:
+                break
+            if turn == QUEUE:
+                budget -= self._start_some(segments, budget, self._limits.prefill_chunk if fair else budget)
+            else:
+                budget -= self._add_chunk(segments, turn, budget)
+            if fair and turn in self._turns:
+                self._turns.remove(turn)
+                self._turns.append(turn)
+        if budget > 0:
+            self._start_some(segments, budget, budget)
+        return segments
+
+    def _start_some(self, segments: Segments, budget: int, turn: int) -> int:
+        """Give rows to those who wait, and their first chunks; returns how many tokens those have.
+
+        Goes on as far as rows, pages and ``budget`` allow, but starts nobody once ``turn`` tokens are used."""
+        used = 0
+        put_off: list[Sequence] = []
+        while used < min(turn, budget) and self._may_start and (sequence := self._waiting.first()) is not None:
+            if len(put_off) < MOST_PUT_OFF and self._is_being_computed(sequence):
+                put_off.append(self._waiting.pop(starts=False))
+                continue
+            row = self._holdings.start(sequence, self._reserve(sequence))
+            if row is None:
+                self._blocked = True
+                break
+            self._waiting.pop(starts=True)
+            # Behind all others, who have not had their turn yet; but where nobody takes turns, in front of newcomers.
+            self._turns.insert(len(self._turns) - (not self._limits.fair_prefill), row)
+            self._unshared.setdefault(_stem(sequence), set()).add(row)
+            segments.started.append(sequence)
+            segments.admissions.append(self._admission(sequence))
+            used += self._add_chunk(segments, row, budget - used)
+        for sequence in put_off:
+            self._waiting.push(sequence)
+        return used
+
+    def _add_chunk(self, segments: Segments, row: int, budget: int) -> int:
+        table = self._table
+        start, known = int(table.computed[row]), int(table.known[row])
+        length = min(known - start, self._limits.prefill_chunk, budget)
+        ends = start + length == known
+        segments.rows.append(row)
+        segments.starts.append(start)
+        segments.lengths.append(length)
+        segments.samples.append(int(ends))
+        table.computed[row] = start + length
+        if ends:
+            table.planned[row] = known + 1
+            self._turns.remove(row)
+        return length
+
+    def _admission(self, sequence: Sequence) -> Admission:
+        table, row = self._table, sequence.row
+        num_computed = int(table.computed[row])
+        if sequence.cached_tokens < 0:
+            sequence.cached_tokens = num_computed
+        return Admission(
+            row=row,
+            token_ids=sequence.tokens.tobytes(),
+            num_prompt_tokens=sequence.num_prompt,
+            num_computed_tokens=num_computed,
+            pages=table.page_table[row, : table.num_pages[row]].tobytes(),
+            params=sequence.params,
+        )
+
+    def _is_being_computed(self, sequence: Sequence) -> bool:
+        """Whether a running prefill will soon share more of the sequence's prefix than is cached now.
+
+        Then it waits a step or two and finds the pages, instead of computing them a second time beside the first."""
+        rows = self._unshared.get(_stem(sequence))
+        if rows is None:
+            return False
+        table = self._table
+        end = self._holdings.num_cached_tokens(sequence) + max(self._limits.page_size, WORTH_WAITING_TOKENS)
+        return end < len(sequence.tokens) and any(
+            table.known[row] > end and np.array_equal(table.tokens[row, :end], sequence.tokens[:end]) for row in rows
+        )
+
+    def _reserve(self, sequence: Sequence) -> int:
+        """Pages that must stay available when the sequence starts, for those that run and for itself to grow.
+
+        0 if it would run alone: it fits, by the check at its arrival."""
+        table, page_size = self._table, self._limits.page_size
+        rows = np.flatnonzero(table.running)
+        if not len(rows):
+            return 0
+        num_tokens = len(sequence.tokens)
+        # The sequence itself comes last.
+        known = np.append(table.known[rows], num_tokens)
+        num_pages = np.append(table.num_pages[rows], -(-num_tokens // page_size))
+        generated = known - np.append(table.num_prompt[rows], sequence.num_prompt)
+        most = np.append(table.max_total[rows], sequence.max_total) - known
+        slack = num_pages * page_size - known
+        worst = int(np.maximum(-(-(most - slack) // page_size), 0).sum())
+        if worst + int(num_pages[-1]) <= self._holdings.num_available:
+            return worst
+        # Everyone who may want one more page has it, whatever the forecast says.
+        at_least = int((most > slack).sum())
+        given_back = num_pages - np.append(table.num_shared[rows], 0)
+        growth = peak_growth(self._forecast.remaining(generated, most), slack, given_back, page_size)
+        return min(worst, max(at_least, round(growth)))
+
+
+def _stem(sequence: Sequence) -> Stem:
+    """What requests that share anything worth waiting for have in common."""
+    return sequence.cache_salt, sequence.tokens[:WORTH_WAITING_TOKENS].tobytes()
