@@ -36,16 +36,22 @@ def expected_output(prompt: np.ndarray, count: int, stop_ids: frozenset[int] = f
 class FakeDevice:
     """Runs steps in order; results wait in ``done`` until the test delivers them."""
 
-    def __init__(self, *, max_running: int, max_len: int, page_size: int, num_pages: int) -> None:
+    def __init__(
+        self, *, max_running: int, max_len: int, page_size: int, num_pages: int, num_host_pages: int = 0
+    ) -> None:
         self._page_size = page_size
         self._slots = np.full(num_pages * page_size, POISON, dtype=np.int32)
+        self._host_pages = np.full((num_host_pages, page_size), POISON, dtype=np.int32)
         self._tokens = np.full((max_running, max_len + 1), POISON, dtype=np.int32)
         self._pages = np.full((max_running, -(-max_len // page_size)), -1, dtype=np.int32)
         self._computed = np.zeros(max_running, dtype=np.int32)
         self.done: deque[StepDone] = deque()
         self.num_steps = 0
+        self.num_moved_to_host = 0
+        self.num_moved_back = 0
 
     def run(self, step: Step) -> None:
+        self._move_pages(step)
         for admission in step.admissions:
             tokens = np.frombuffer(admission.token_ids, dtype=np.int32)
             pages = np.frombuffer(admission.pages, dtype=np.int32)
@@ -71,6 +77,19 @@ class FakeDevice:
             sampled.append(token)
         self.num_steps += 1
         self.done.append(StepDone(rank=0, step_id=step.step_id, token_ids=np.array(sampled, dtype=np.int32).tobytes()))
+
+    def _move_pages(self, step: Step) -> None:
+        device_pages = self._slots.reshape(-1, self._page_size)  # a view
+        columns = (step.transfer_to_host, step.transfer_device_pages, step.transfer_host_pages)
+        for to_host, on_device, on_host in zip(*(np.frombuffer(one, dtype=np.int32) for one in columns), strict=True):
+            source = device_pages[on_device] if to_host else self._host_pages[on_host]
+            assert (source != POISON).all(), f"a page that nobody has filled is moved: {on_device} {to_host} {on_host}"
+            if to_host:
+                self._host_pages[on_host] = source
+                self.num_moved_to_host += 1
+            else:
+                device_pages[on_device] = source
+                self.num_moved_back += 1
 
     def _slot(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         pages = self._pages[rows, positions // self._page_size]

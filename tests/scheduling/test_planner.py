@@ -7,100 +7,12 @@ import pytest
 
 from engine.errors import RequestError
 from engine.kv.eviction import EvictionStrategy
-from engine.messages import Admit, Failed, Finish, StepDone, Tokens
+from engine.messages import Admit, Finish, StepDone, Tokens
 from engine.plugins.eviction.fifo import FirstInFirstOut
 from engine.plugins.eviction.lru import LeastRecentlyUsed
-from engine.plugins.policy.priority import MostUrgentFirst
 from engine.sampling.params import SamplingParams
-from engine.scheduling.limits import PlannerLimits
-from engine.scheduling.planner import Planner
-from engine.scheduling.policy import SchedulingPolicy
-from tests.scheduling.fake_device import VOCAB, FakeDevice, expected_output
-
-EOS = 3
-
-
-class Bench:
-    """A planner, a fake device, and every stream that comes out."""
-
-    def __init__(self, *, depth: int = 2, max_running: int = 4, max_step_tokens: int = 64, prefill_chunk: int = 16,
-                 page_size: int = 4, num_pages: int = 64, max_len: int = 128,
-                 strategy: EvictionStrategy | None = None, policy: SchedulingPolicy | None = None,
-                 **limits: object) -> None:  # fmt: skip
-        self.now = 0.0
-        self.planner = Planner(
-            PlannerLimits(max_running, max_step_tokens, prefill_chunk, page_size, num_pages, max_len, (EOS,), **limits),
-            strategy or LeastRecentlyUsed(),
-            policy or MostUrgentFirst(),
-            lambda: self.now,
-        )
-        self.device = FakeDevice(max_running=max_running, max_len=max_len, page_size=page_size, num_pages=num_pages)
-        self.depth = depth
-        self.num_pages = num_pages
-        self.streams: dict[int, list[int]] = {}
-        self.ends: dict[int, list[Finish]] = {}
-        self.expected: dict[int, list[int]] = {}
-        self.cached: dict[int, int] = {}
-
-    def submit(self, request_id: int, prompt: np.ndarray, *, salt: str = "", **params: object) -> None:
-        prompt = np.asarray(prompt, dtype=np.int32)
-        given = SamplingParams(temperature=0.0, **params)
-        self.planner.admit(Admit(request_id, prompt.tobytes(), given, cache_salt=salt))
-        self.streams[request_id], self.ends[request_id] = [], []
-        stops = frozenset(given.stop_token_ids) | (frozenset() if given.ignore_eos else {EOS})
-        self.expected[request_id] = expected_output(prompt, given.max_tokens or 10_000, stops)
-
-    def expect_short_outputs(self) -> None:
-        """Teach the planner that requests end after a token, so that it admits more than will fit."""
-        self.submit(99, prompt_of(1), max_tokens=1)
-        self.finish()
-        del self.cached[99]
-
-    def plan(self) -> bool:
-        """Plan and run one step if another may be in flight."""
-        if self.planner.num_in_flight >= self.depth or (step := self.planner.next_step()) is None:
-            return False
-        self.planner.check()
-        self.device.run(step)
-        return True
-
-    def deliver(self) -> bool:
-        """Deliver the oldest result."""
-        if not self.device.done:
-            return False
-        self.planner.complete(self.device.done.popleft())
-        self.planner.check()
-        self.read()
-        return True
-
-    def read(self) -> None:
-        for message in self.planner.outbox:
-            if isinstance(message, Failed):
-                self.ends[message.request_id].append(Finish.ERROR)
-                continue
-            self.cached.update(message.cached_tokens)
-            ids = np.frombuffer(message.request_ids, dtype=np.int64)
-            tokens = np.frombuffer(message.token_ids, dtype=np.int32)
-            for request_id, token, finish in zip(ids.tolist(), tokens.tolist(), message.finishes, strict=True):
-                assert not self.ends[request_id], f"request {request_id} spoke after its end"
-                if token >= 0:
-                    self.streams[request_id].append(token)
-                if finish:
-                    self.ends[request_id].append(Finish(finish))
-        self.planner.outbox.clear()
-
-    def finish(self) -> None:
-        """Run until nothing is left, then check that nothing was."""
-        while self.plan() or self.deliver():
-            pass
-        stats = self.planner.stats()
-        assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
-        assert stats.pages_free + stats.pages_cached == self.num_pages
-        assert all(len(ends) == 1 for ends in self.ends.values())
-
-
-def prompt_of(length: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, VOCAB, length, dtype=np.int32)
+from tests.scheduling.bench import Bench, prompt_of
+from tests.scheduling.fake_device import expected_output
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -1,0 +1,63 @@
+"""The adaptive budget learns what a step costs and cuts prefills so that the target holds."""
+
+import numpy as np
+import pytest
+
+from engine.scheduling.budget import MIN_PREFILL_TOKENS, StepBudget
+
+BASE, PER_DECODE, PER_TOKEN = 0.004, 0.00005, 0.0001
+
+
+def taught(target_s: float, noise: float = 0.0, max_step_tokens: int = 2048) -> StepBudget:
+    budget, rng = StepBudget(max_step_tokens, target_s), np.random.default_rng(0)
+    for _ in range(300):
+        decodes, tokens = int(rng.integers(0, 64)), int(rng.choice([0, 0, 100, 300, 512]))
+        seconds = BASE + PER_DECODE * decodes + PER_TOKEN * tokens
+        budget.observe(decodes, tokens, seconds * (1 + noise * rng.standard_normal()))
+    return budget
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_step_of_the_budget_takes_as_long_as_the_target(noise: float) -> None:
+    budget = taught(0.03, noise)
+    for decodes in (1, 16, 64):
+        seconds = BASE + PER_DECODE * decodes + PER_TOKEN * budget.prefill_tokens(decodes)
+        assert seconds == pytest.approx(0.03, rel=0.02 + noise)
+
+
+def test_the_budget_shrinks_as_the_decode_batch_grows() -> None:
+    budget = taught(0.03)
+    tokens = [budget.prefill_tokens(decodes) for decodes in (1, 100, 200, 400)]
+    assert tokens == sorted(tokens, reverse=True)
+    assert tokens[-1] < tokens[0] / 2
+
+
+def test_prompts_never_stand_still_even_if_the_target_is_out_of_reach() -> None:
+    assert taught(0.001).prefill_tokens(8) == MIN_PREFILL_TOKENS
+
+
+def test_without_a_target_or_without_decodes_the_whole_step_is_free() -> None:
+    assert taught(0.0).prefill_tokens(48) == 2000
+    assert taught(0.001).prefill_tokens(0) == 2048
+
+
+def test_decodes_come_first_in_a_full_step() -> None:
+    assert StepBudget(64, 0.01).prefill_tokens(64) == 0
+
+
+def test_it_follows_a_machine_that_becomes_slower() -> None:
+    budget = taught(0.03)
+    for _ in range(200):
+        for tokens in (0, 256):
+            budget.observe(8, tokens, 3 * (BASE + PER_DECODE * 8 + PER_TOKEN * tokens))
+    seconds = 3 * (BASE + PER_DECODE * 8 + PER_TOKEN * budget.prefill_tokens(8))
+    assert seconds == pytest.approx(0.03, rel=0.05)
+
+
+def test_a_thousand_equal_steps_do_not_blow_up_what_is_known() -> None:
+    budget = taught(0.03)
+    for _ in range(3000):
+        budget.observe(8, 0, BASE + PER_DECODE * 8)
+    for _ in range(5):
+        budget.observe(8, 200, BASE + PER_DECODE * 8 + PER_TOKEN * 200)
+    assert BASE + PER_DECODE * 8 + PER_TOKEN * budget.prefill_tokens(8) == pytest.approx(0.03, rel=0.05)

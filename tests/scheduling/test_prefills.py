@@ -1,0 +1,154 @@
+"""Who starts and whose prompt goes on: turns, policies, shared work, room for those who run."""
+
+import numpy as np
+import pytest
+
+from engine.plugins.policy.fcfs import FirstComeFirstServed
+from engine.plugins.policy.lpm import LongestPrefixMatch
+from tests.scheduling.bench import Bench, prompt_of, segments
+
+
+def test_prompts_take_turns() -> None:
+    bench = Bench(depth=1, max_step_tokens=16, prefill_chunk=16, num_pages=128)
+    for request_id in range(3):
+        bench.submit(request_id, prompt_of(48, seed=request_id), max_tokens=1)
+    bench.finish()
+    assert bench.turns == [0, 0, 1, 0, 1, 2, 1, 2, 2], "the queue takes its turn like the prompts that are under way"
+
+
+def test_a_short_prompt_passes_long_ones_within_a_round() -> None:
+    bench = Bench(depth=1, max_running=8, max_step_tokens=16, prefill_chunk=16, num_pages=512, max_len=300)
+    for request_id in range(4):
+        bench.submit(request_id, prompt_of(256, seed=request_id), max_tokens=1)
+    while len(bench.started) < 4:
+        bench.step()
+    bench.submit(9, prompt_of(10, seed=9), max_tokens=1, ignore_eos=True)
+    for _ in range(5):
+        bench.step()
+    assert bench.streams[9] == bench.expected[9], "four others and the queue itself take turns"
+    bench.finish()
+    assert all(bench.streams[request_id] == bench.expected[request_id] for request_id in range(4))
+
+
+def test_in_order_of_arrival_a_short_prompt_waits_for_the_long_ones() -> None:
+    bench = Bench(depth=1, max_step_tokens=16, prefill_chunk=16, num_pages=128, fair_prefill=False)
+    bench.submit(1, prompt_of(96, seed=1), max_tokens=1)
+    bench.submit(2, prompt_of(4, seed=2), max_tokens=1, ignore_eos=True)
+    for _ in range(6):
+        bench.step()
+    assert not bench.streams[2]
+    bench.step()
+    assert bench.streams[2] == bench.expected[2]
+    bench.finish()
+
+
+def test_a_stream_of_short_prompts_does_not_stop_a_long_one() -> None:
+    bench = Bench(depth=1, max_running=8, max_step_tokens=16, prefill_chunk=16, num_pages=512, max_len=300)
+    bench.submit(1000, prompt_of(256, seed=1000), max_tokens=1, ignore_eos=True)
+    for request_id in range(60):
+        bench.submit(request_id, prompt_of(15, seed=request_id), max_tokens=1)
+        bench.step()
+    assert bench.streams[1000] == bench.expected[1000], "16 chunks in 60 steps"
+    bench.finish()
+
+
+def test_leftover_budget_is_used_for_newcomers() -> None:
+    bench = Bench(depth=1, max_running=16, max_step_tokens=64, prefill_chunk=16, num_pages=128)
+    for request_id in range(10):
+        bench.submit(request_id, prompt_of(6, seed=request_id), max_tokens=2)
+    bench.step()
+    assert sum(segments(bench.steps[0]).values()) == 60, "turns are only as long as there is something to share"
+
+
+def test_longest_prefix_match_runs_what_is_cached_first() -> None:
+    bench = Bench(depth=1, max_running=1, page_size=4, num_pages=20, policy=LongestPrefixMatch(64))
+    bench.submit(0, prompt_of(24), max_tokens=1)
+    bench.finish()
+    bench.submit(1, prompt_of(24, seed=1), max_tokens=1)
+    bench.submit(2, np.concatenate((prompt_of(24), prompt_of(4, seed=2))), max_tokens=1)
+    bench.step()
+    assert bench.streams[2]
+    assert not bench.streams[1]
+    bench.finish()
+    assert bench.cached[2] == 24
+
+
+def test_first_come_first_served_ignores_priority() -> None:
+    bench = Bench(depth=1, max_running=1, policy=FirstComeFirstServed())
+    bench.submit(1, prompt_of(4), max_tokens=1, priority=5)
+    bench.submit(2, prompt_of(4, seed=1), max_tokens=1, priority=-5)
+    bench.step()
+    assert bench.streams[1]
+    assert not bench.streams[2]
+    bench.finish()
+
+
+@pytest.mark.parametrize("policy", [FirstComeFirstServed(), LongestPrefixMatch(2)])
+def test_who_does_not_fit_is_waited_for(policy: object) -> None:
+    """A big request at the front is not starved by small ones that would still fit."""
+    bench = Bench(depth=1, max_running=8, num_pages=16, max_len=64, policy=policy)
+    bench.expect_short_outputs()
+    bench.submit(0, prompt_of(24, seed=50), max_tokens=10, ignore_eos=True)
+    bench.step()
+    bench.submit(1, prompt_of(50, seed=51), max_tokens=2, ignore_eos=True)
+    for request_id in range(2, 8):
+        bench.submit(request_id, prompt_of(4, seed=request_id), max_tokens=8, ignore_eos=True)
+    bench.finish()
+    overtaken_by = bench.started[: bench.started.index(1)]
+    assert overtaken_by == [99, 0]
+
+
+def test_short_outputs_teach_to_admit_more_at_once() -> None:
+    def most_running(history: int) -> int:
+        bench = Bench(depth=1, max_running=16, num_pages=40, max_len=128, max_step_tokens=256)
+        for request_id in range(100, 110):
+            bench.submit(request_id, prompt_of(4, seed=request_id), max_tokens=history, ignore_eos=True)
+        bench.finish()
+        for request_id in range(10):
+            bench.submit(request_id, prompt_of(8, seed=request_id), max_tokens=100, ignore_eos=True)
+        bench.step()
+        return bench.planner.stats().running
+
+    assert most_running(history=100) == 1, "108 tokens of 160"
+    assert most_running(history=4) >= 8
+
+
+def test_a_forecast_that_was_too_low_costs_retractions_and_no_token() -> None:
+    bench = Bench(depth=2, max_running=16, num_pages=40, max_len=128, max_step_tokens=256)
+    bench.expect_short_outputs()
+    for request_id in range(10):
+        bench.submit(request_id, prompt_of(8, seed=request_id), max_tokens=60, ignore_eos=True)
+    bench.finish()
+    assert 0 < bench.planner.num_retractions < 40, "once or twice each, then it has learnt"
+    assert bench.streams == bench.expected
+
+
+def test_a_request_alone_starts_whatever_the_forecast_says() -> None:
+    bench = Bench(depth=1, page_size=16, num_pages=3, max_len=64)
+    for request_id in range(2):
+        bench.submit(request_id, prompt_of(40, seed=request_id), max_tokens=9, ignore_eos=True)
+    bench.finish()
+    assert bench.streams == bench.expected
+
+
+def test_the_step_budget_holds_the_itl_target() -> None:
+    """A device whose steps take 1 ms and 0.1 ms per prompt token; beside a decode they are to take 5 ms."""
+    bench = Bench(depth=1, max_step_tokens=512, prefill_chunk=512, num_pages=800, max_len=2048, itl_target_s=0.005)
+    bench.submit(0, prompt_of(4, seed=90), max_tokens=400, ignore_eos=True)
+
+    def timed_step() -> float:
+        bench.plan()
+        seconds = 0.001 + 0.0001 * sum(segments(bench.steps[-1]).values())
+        bench.now += seconds
+        bench.deliver()
+        return seconds
+
+    for _ in range(5):
+        timed_step()
+    bench.submit(1, prompt_of(600, seed=1), max_tokens=1)
+    while not bench.ends[1]:
+        timed_step()
+    bench.submit(2, prompt_of(1200, seed=2), max_tokens=1)
+    slow = [timed_step() for _ in range(20)]
+    assert max(slow) == pytest.approx(0.005, rel=0.05)
+    assert bench.streams[0], "the other one got a token in each"

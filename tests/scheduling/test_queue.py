@@ -1,0 +1,86 @@
+"""Queues that serve a policy: order, leaving out of turn, coming back, ranks that change."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.plugins.policy.fcfs import FirstComeFirstServed
+from engine.plugins.policy.lpm import LongestPrefixMatch
+from engine.plugins.policy.priority import MostUrgentFirst
+from engine.sampling.params import SamplingParams
+from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.queue import WINDOW, waiting_queue
+from engine.scheduling.sequence import Sequence
+
+POLICIES: list[SchedulingPolicy] = [FirstComeFirstServed(), MostUrgentFirst(), LongestPrefixMatch(64)]
+
+
+def sequence(arrival: int, priority: int = 0) -> Sequence:
+    tokens = np.zeros(4, dtype=np.int32)
+    return Sequence(arrival, arrival, priority, SamplingParams(), tokens, 4, 8, (), arrived_at=0.0)
+
+
+@given(data=st.data())
+def test_the_queue_gives_the_order_of_the_policy_whatever_comes_and_goes(data: st.DataObject) -> None:
+    policy = data.draw(st.sampled_from(POLICIES))
+    cached = data.draw(st.lists(st.integers(0, 5), min_size=40, max_size=40))
+    queue, naive = waiting_queue(policy), list[Sequence]()
+    arrivals, gone = iter(range(40)), list[Sequence]()
+    for action in data.draw(st.lists(st.sampled_from(["push", "push", "pop", "look", "remove", "back"]), max_size=39)):
+        if action == "push":
+            new = sequence(next(arrivals), data.draw(st.integers(0, 2)))
+            queue.push(new)
+            naive.append(new)
+        elif action == "remove" and naive:
+            queue.remove(leaving := naive.pop(data.draw(st.integers(0, len(naive) - 1))))
+            gone.append(leaving)
+        elif action == "back" and gone:
+            queue.push(back := gone.pop())
+            naive.append(back)
+        elif action in ("pop", "look"):
+            queue.rerank(lambda one: cached[one.arrival])
+            naive.sort(key=lambda one: (policy.rank(one), one.arrival))
+            assert queue.first() is (naive[0] if naive else None)
+            if naive and action == "pop":
+                assert queue.pop(starts=False) is naive[0]
+                gone.append(naive.pop(0))
+        assert len(queue) == len(naive)
+
+
+def test_only_the_oldest_are_ranked_anew_but_an_urgent_one_is_among_them() -> None:
+    queue, asked = waiting_queue(LongestPrefixMatch(64)), list[int]()
+    for arrival in range(WINDOW + 50):
+        queue.push(sequence(arrival))
+    queue.push(sequence(999, priority=-1))
+
+    def num_cached(one: Sequence) -> int:
+        asked.append(one.arrival)
+        return one.arrival
+
+    queue.rerank(num_cached)
+    assert sorted(asked) == [*range(WINDOW - 1), 999]
+    first = queue.first()
+    assert first is not None
+    assert first.arrival == 999
+
+
+def test_who_is_overtaken_too_often_goes_first() -> None:
+    queue = waiting_queue(LongestPrefixMatch(3))
+    queue.push(sequence(0))
+    for arrival in range(1, 10):
+        queue.push(sequence(arrival))
+    order = []
+    for _ in range(6):
+        queue.rerank(lambda one: one.arrival)
+        order.append(queue.pop(starts=True).arrival)
+    assert order == [9, 8, 7, 0, 1, 2]
+
+
+def test_who_is_only_put_off_overtakes_nobody() -> None:
+    queue = waiting_queue(LongestPrefixMatch(1))
+    old, young = sequence(0), sequence(1)
+    queue.push(old)
+    queue.push(young)
+    queue.rerank(lambda one: one.arrival)
+    assert queue.pop(starts=False) is young
+    assert old.num_overtaken == 0
