@@ -59,9 +59,11 @@ class Tokenize(Message, frozen=True):
 class Abort(Message, frozen=True):
     """Cancel a request, whatever state it is in; idempotent, unknown ids are ignored.
 
+    finish: STOP where a stop string has ended it.
     Travels the same road as the request itself, so it can never overtake it."""
 
     request_id: int
+    finish: Finish = Finish.ABORT
 
 
 # ---- tokenizer -> scheduler -----------------------------------------------------------------

@@ -98,7 +98,9 @@ def test_a_missing_file_or_a_directory_is_one_sentence(tmp_path: Path, name: str
 
 
 def test_the_printed_configuration_reads_back_as_the_same() -> None:
-    config = load_config(None, ["kv.page_size=64", 'model.name="a \\"quoted\\" name"'], {})
+    overrides = ["kv.page_size=64", 'model.name="a \\"quoted\\" name"', 'plugins.observers=["log", "x"]']
+    config = load_config(None, overrides, {})
+    assert config.plugins.observers == ["log", "x"]
     assert msgspec.convert(tomllib.loads(render_toml(config)), Config) == config
 
 

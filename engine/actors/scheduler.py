@@ -68,8 +68,8 @@ class Scheduler(Actor[SchedulerInbox]):
                     self._planned.complete(message)
             case Admit():
                 self._admit(message)
-            case Abort(request_id):
-                self._planned.abort(request_id)
+            case Abort(request_id, finish):
+                self._planned.abort(request_id, finish)
             case ExecutorReady(rank, num_pages):
                 self._executor_ready(rank, num_pages)
             case _:

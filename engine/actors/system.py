@@ -46,6 +46,7 @@ class System:
         self.max_len = _max_len(config, self.spec)
         self._codec = _codec(config, directory)
         self._plugins = Plugins(config.plugins.by_kind(), config.plugins.observers)
+        self._policy = self._scheduling_policy()
         self._observers = Observers(self._plugins, config.plugins.options, page_size=config.kv.page_size)
         self._build()
 
@@ -106,7 +107,7 @@ class System:
             fair_prefill=scheduler.prefill_order == "round_robin",
             record_events=self._observers.wants_kv_events,
         )
-        return Planner(limits, self._eviction_strategy(num_pages), self._policy(), time.monotonic)
+        return Planner(limits, self._eviction_strategy(num_pages), self._policy, time.monotonic)
 
     def _eviction_strategy(self, num_pages: int) -> EvictionStrategy:
         name = self._plugins.names["eviction"]
@@ -117,7 +118,7 @@ class System:
             raise PluginError(f"plugin {name} built no strategy; it must implement callboard_eviction_strategy")
         return strategy
 
-    def _policy(self) -> SchedulingPolicy:
+    def _scheduling_policy(self) -> SchedulingPolicy:
         name = self._plugins.names["policy"]
         options = self.config.plugins.options.get(name, {})
         context = PolicyContext(self.config.scheduler.max_running, self.config.kv.page_size, options)

@@ -175,7 +175,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         if stream.matched is not None:
             stop_reason = stream.matched
             if finish == Finish.RUNNING:
-                self._scheduler.put(Abort(request.request_id))
+                self._scheduler.put(Abort(request.request_id, Finish.STOP))
             finish = Finish.STOP
         if finish != Finish.RUNNING:
             del self._texts[request.request_id]

@@ -1,4 +1,4 @@
-"""From a configuration to a runner: device, plugins, weights, KV pool, sampler, in that order.
+"""From a configuration to a runner: device, plugins, weights, KV pool, host pool, sampler, in that order.
 
 Owns: how one rank is put together, and the sizes that follow from its memory.  Does not know: actors, steps.
 """
@@ -10,8 +10,10 @@ import torch
 from engine.config import Config
 from engine.errors import ConfigError, PluginError
 from engine.execution.device import choose_device, choose_dtype, free_bytes, set_threads
+from engine.execution.host_memory import available_bytes
 from engine.execution.rows import DeviceRows
 from engine.execution.runner import ModelRunner
+from engine.kv.host_pool import HostPool
 from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionFactory, AttentionSpec
 from engine.models.checkpoint import ModelSpec
@@ -22,6 +24,7 @@ from engine.sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
+MAX_HOST_SHARE = 0.9  # of the available host memory: page-locked memory cannot be swapped, and others need some
 POOL_SEQUENCES = 4  # a pool beyond this many full batches buys nothing until prefixes are shared
 
 
@@ -68,6 +71,7 @@ def load_runner(
         rank=rank,
         model=model,
         pool=pool,
+        host_pool=_host_pool(config.kv.num_host_pages, pool, rank),
         attention=factory(attention_spec, pool),
         rows=DeviceRows(max_rows, max_len, config.kv.page_size, device),
         sampler=Sampler(max_rows, spec.vocab_size, max_len, device),
@@ -110,3 +114,32 @@ def _num_pages(config: Config, spec: AttentionSpec, max_len: int, device: torch.
             f"one sequence of {max_len} tokens needs {per_sequence}; raise it, lower model.max_len, or set kv.num_pages"
         )
     return min(fitting, per_sequence * config.scheduler.max_running * POOL_SEQUENCES)
+
+
+def _host_pool(num_pages: int, pool: KVPool, rank: int) -> HostPool | None:
+    """kv.num_host_pages of host memory, or None for 0."""
+    if not num_pages:
+        return None
+    page_bytes = pool.data.nbytes // (pool.num_pages + 1)  # the pool has its dump page beside them
+    on_cpu = pool.data.device.type == "cpu"
+    # A pool on CPU takes its memory only as pages are written, so it is still among what is available.
+    available = max(0, available_bytes() - (pool.data.nbytes if on_cpu else 0))
+    fitting = int(available * MAX_HOST_SHARE) // page_bytes
+    asked = f"kv.num_host_pages={num_pages}: {num_pages * page_bytes / 1e9:.1f} GB of host memory"
+    if num_pages > fitting:
+        raise ConfigError(
+            f"{asked} asked for, {available / 1e9:.1f} GB are available, of which {MAX_HOST_SHARE:.0%} may be used; "
+            f"lower it to {fitting} or less"
+        )
+    try:
+        host_pool = HostPool(num_pages, pool)
+    except MemoryError as error:
+        raise ConfigError(f"{asked} cannot be had ({error}); lower it") from None
+    log.info(
+        "rank %d host_pool=%.1f MB (%d pages)%s",
+        rank,
+        host_pool.data.nbytes / 1e6,
+        num_pages,
+        "" if on_cpu else ", page-locked",
+    )
+    return host_pool

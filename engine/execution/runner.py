@@ -1,4 +1,4 @@
-"""The runner: one rank's model, KV pool, rows and sampler, and how a step goes through them.
+"""The runner: one rank's model, KV pool, host pool, rows and sampler, and how a step goes through them.
 
 Owns: everything on the device.  Does not know: requests, text, actors; it knows rows.
 """
@@ -10,6 +10,7 @@ import torch
 
 from engine.execution.batch import lay_out
 from engine.execution.rows import DeviceRows
+from engine.kv.host_pool import HostPool
 from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionBatch
 from engine.layers.step import StepTensors
@@ -44,7 +45,7 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Runs steps in the order they come; all calls from one thread."""
+    """Runs steps in the order they come; all calls from one thread.  host_pool: None if there is no host tier."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class ModelRunner:
         rank: int,
         model: Decoder,
         pool: KVPool,
+        host_pool: HostPool | None,
         attention: AttentionBackend,
         rows: DeviceRows,
         sampler: Sampler,
@@ -61,6 +63,7 @@ class ModelRunner:
         self._rank = rank
         self._model = model
         self._pool = pool
+        self._host_pool = host_pool
         self._attention = attention
         self._rows = rows
         self._sampler = sampler
@@ -70,6 +73,9 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedStep:
         """Queue one forward pass and its sampling."""
+        if step.transfer_to_host:
+            assert self._host_pool is not None, f"step {step.step_id} moves pages and there is no host tier"
+            self._host_pool.apply(step)
         self._rows.apply(step)
         for admission in step.admissions:
             self._sampler.admit(

@@ -136,7 +136,7 @@ class Plugins:
 
         Raises PluginError for a hook that is misspelt or async, and where two would answer one question."""
         if (other := self._manager.get_name(plugin)) is not None:
-            raise PluginError(f"plugins {other} and {name} are one module; give each kind a module of its own")
+            raise PluginError(f"plugins {other} and {name} are one and the same; give each a module of its own")
         try:
             self._manager.register(plugin, name)
             self._manager.check_pending()

@@ -101,8 +101,8 @@ class Planner:
         self._waiting.push(sequence)
         self._prefills.unblock()
 
-    def abort(self, request_id: int) -> None:
-        """End a request wherever it is; an unknown id (it ended already) is no error."""
+    def abort(self, request_id: int, finish: Finish = Finish.ABORT) -> None:
+        """End a request wherever it is; an unknown id (it ended already) is no error.  finish: what to call it."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
@@ -112,13 +112,13 @@ class Planner:
             self._leave(sequence.row)
         else:
             self._waiting.remove(sequence)
-        self._end(sequence, Finish.ABORT, num_tokens, self._clock())
+        self._end(sequence, finish, num_tokens, self._clock())
         # An end without a token.
         self.outbox.append(
             Tokens(
                 request_ids=np.array([request_id], dtype=np.int64).tobytes(),
                 token_ids=np.array([-1], dtype=np.int32).tobytes(),
-                finishes=bytes([Finish.ABORT]),
+                finishes=bytes([finish]),
             )
         )
 

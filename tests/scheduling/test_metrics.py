@@ -71,3 +71,15 @@ def test_a_failed_and_an_aborted_request_are_told_with_what_they_had() -> None:
     assert (bench.metrics[1].finish, bench.metrics[1].num_output_tokens) == (Finish.ERROR, 1)
     assert (bench.metrics[2].finish, bench.metrics[2].num_output_tokens) == (Finish.ABORT, 2)
     bench.finish()
+
+
+def test_a_stop_string_is_a_stop_and_teaches_the_forecast() -> None:
+    bench = Bench(depth=1, num_pages=40)
+    bench.submit(1, prompt_of(4), max_tokens=100, ignore_eos=True)
+    for _ in range(3):
+        bench.step()
+    bench.planner.abort(1, Finish.STOP)
+    bench.read()
+    assert (bench.metrics[1].finish, bench.metrics[1].num_output_tokens) == (Finish.STOP, 3)
+    assert bench.planner._forecast.remaining(np.zeros(1, np.int32), np.full(1, 100, np.int32))[0] == 3
+    bench.finish()

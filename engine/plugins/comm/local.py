@@ -4,6 +4,7 @@ from torch import Tensor
 
 from engine.errors import PluginError
 from engine.plugins.hookspecs import CommContext, hookimpl
+from engine.plugins.options import Options, decode_options
 
 
 class LocalComm:
@@ -26,7 +27,8 @@ class LocalComm:
 
 @hookimpl
 def callboard_comm(context: CommContext) -> LocalComm:
-    """Refuses more than one rank."""
+    """Takes no options.  Refuses more than one rank."""
+    decode_options("comm.local", context.options, Options)
     if context.size != 1:
         raise PluginError(f"comm.local serves one rank, not {context.size}; choose a library that connects ranks")
     return LocalComm()

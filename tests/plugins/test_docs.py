@@ -1,0 +1,102 @@
+"""docs/plugins.md: its package works as printed, and no hook, context field, built-in or option is missing."""
+
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.config import Config, build_config
+from engine.errors import PluginError
+from engine.kv.events import KVEvent
+from engine.messages import Finish
+from engine.plugins import hookspecs
+from engine.plugins.hookspecs import EvictionContext, PolicyContext
+from engine.plugins.manager import BUILTIN, Plugins
+from engine.plugins.observers import Observers
+from engine.plugins.options import Options
+from tests.plugins.conftest import Install
+from tests.plugins.test_observers import finished
+from tests.plugins.test_policy import Waits, order
+
+TEXT = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
+FILES = {match[1]: body for _, body in BLOCKS if (match := re.match(r"# (\S+)\n", body))}
+SETTINGS = [tomllib.loads(body)["plugins"] for kind, body in BLOCKS if kind == "toml" and "[plugins]" in body]
+HOOKS = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("callboard_")}
+CONTEXTS = [kind for name, kind in vars(hookspecs).items() if name.endswith("Context")]
+
+
+@pytest.fixture
+def acme(install: Install) -> Path:
+    """The package of the page, installed."""
+    project = tomllib.loads(FILES["pyproject.toml"])["project"]
+    return install(project["name"], project["entry-points"]["callboard"], {**FILES, "callboard_acme/__init__.py": ""})
+
+
+def test_the_page_shows_five_files() -> None:
+    modules = {f"callboard_acme/{name}.py" for name in ("mru", "shortest", "count", "jsonl")}
+    assert set(FILES) == {"pyproject.toml", *modules}
+
+
+@pytest.mark.parametrize("table", SETTINGS)
+def test_its_settings_are_settings(acme: Path, table: dict[str, object]) -> None:
+    section = build_config(Config(), {"plugins": table}).plugins
+    plugins = Plugins(section.by_kind(), section.observers)
+    assert set(section.options) <= {*plugins.names.values(), *plugins.observers}
+
+
+def test_its_strategy_and_its_policy_do_what_it_says(acme: Path) -> None:
+    plugins = Plugins({"eviction": "mru", "policy": "shortest"})
+    strategy = plugins.hook.callboard_eviction_strategy(context=EvictionContext(page_size=1, num_pages=1))
+    old, new = (type("Part", (), {"last_used": step}) for step in (1, 2))
+    assert strategy.rank(new) < strategy.rank(old)
+    policy = plugins.hook.callboard_scheduling_policy(context=PolicyContext(4, 1, {"group": 2}))
+    assert order(policy, [Waits(0, num_tokens=9), Waits(1, num_tokens=5), Waits(2, num_tokens=1)]) == [1, 0, 2]
+    with pytest.raises(PluginError, match=r"'policy\.shortest'.*`grop`"):
+        plugins.hook.callboard_scheduling_policy(context=PolicyContext(4, 1, {"grop": 2}))
+
+
+def test_its_observers_observe(acme: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    path = tmp_path / "requests.jsonl"
+    observers = Observers(Plugins({}, ["count", "jsonl"]), {"observer.jsonl": {"path": str(path)}}, page_size=16)
+    observers.request_finished([finished(3), finished(4, Finish.ABORT)])
+    observers.request_finished([finished(5)])
+    observers.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["request_id"] for line in lines] == [3, 4, 5]
+    assert lines[1] == msgspec.to_builtins(finished(4, Finish.ABORT))
+    assert "output tokens of aborted requests: 8" in caplog.messages
+    with pytest.raises(PluginError, match=r"'observer\.jsonl'.*`path`"):
+        Observers(Plugins({}, ["jsonl"]), {}, page_size=16)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_every_hook_has_a_heading_with_its_signature(name: str) -> None:
+    assert f"\n### `{name}({', '.join(inspect.signature(HOOKS[name]).parameters)})`\n" in TEXT
+    assert inspect.getdoc(HOOKS[name])
+
+
+@pytest.mark.parametrize("kind", [*CONTEXTS, KVEvent], ids=lambda kind: kind.__name__)
+def test_every_field_of_a_context_and_an_event_is_named(kind: type) -> None:
+    (section,) = [part for part in TEXT.split("\n### ") if f"`{kind.__name__}`" in part.partition("\n## ")[0]]
+    assert all(f"`{field.name}`" in section for field in dataclasses.fields(kind))
+
+
+def test_every_built_in_and_every_option_has_its_place() -> None:
+    assert all(f"`{name.partition('.')[2]}`" in TEXT.partition("\n## ")[0] for name in BUILTIN)
+    options = {}
+    for name, module in BUILTIN.items():
+        for one in vars(importlib.import_module(module)).values():
+            if inspect.isclass(one) and issubclass(one, Options) and one is not Options:
+                options[name] = {field.name: field.default for field in msgspec.structs.fields(one)}
+    rows = re.findall(r"^\| `([a-z.]+)` \| `(\w+)` \| (\w+) \|", TEXT, re.MULTILINE)
+    assert {(name, option, str(default)) for name, table in options.items() for option, default in table.items()} == {
+        *rows
+    }

@@ -1,0 +1,104 @@
+"""Loading plugins: only what was chosen, and every ambiguity is an error that names who is at fault."""
+
+import subprocess
+import sys
+
+import pytest
+
+from engine.config import Config
+from engine.errors import PluginError
+from engine.plugins.hookspecs import hookimpl
+from engine.plugins.manager import AUTO, BUILTIN, OBSERVER, Plugins, available_plugins, choose
+from server.cli import main
+from tests.plugins.conftest import Install
+
+HOOKIMPL = "from engine.plugins.hookspecs import hookimpl\n"
+EVICTION = HOOKIMPL + "@hookimpl\ndef callboard_eviction_strategy(context): return 'a strategy'\n"
+
+
+def test_every_kind_has_a_key_a_default_and_built_ins() -> None:
+    kinds = {name.partition(".")[0] for name in BUILTIN}
+    assert set(Config().plugins.by_kind()) == set(AUTO) == kinds - {OBSERVER}
+    assert set(choose(Config().plugins.by_kind()).values()) <= set(BUILTIN)
+
+
+def test_only_what_was_chosen_is_imported(install: Install) -> None:
+    sources = {"good.py": EVICTION, "bad.py": "raise RuntimeError('imported')\n"}
+    install("acme", {"eviction.good": "good", "policy.bad": "bad"}, sources)
+    plugins = Plugins({"eviction": "good"})
+    assert plugins.hook.callboard_eviction_strategy(context=None) == "a strategy"
+    assert plugins.names == {"eviction": "eviction.good"}
+    assert {"eviction.good", "policy.bad"} <= {info.name for info in available_plugins()}
+
+
+def test_two_distributions_that_claim_one_name_are_refused(install: Install) -> None:
+    install("acme", {"eviction.good": "good"}, {"good.py": EVICTION})
+    install("zenith", {"eviction.good": "good"}, {})
+    with pytest.raises(PluginError, match=r"'eviction\.good' is claimed by (acme and zenith|zenith and acme)"):
+        Plugins({})
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (HOOKIMPL + "@hookimpl\ndef callboard_evictoin_strategy(context): ...\n", "callboard_evictoin_strategy"),
+        (HOOKIMPL + "@hookimpl\ndef callboard_eviction_strategy(contxt): ...\n", "contxt"),
+        (HOOKIMPL + "@hookimpl\nasync def callboard_eviction_strategy(context): ...\n", "is async"),
+        ("import nowhere_at_all\n", r"acme 1\.0.*cannot be imported.*nowhere_at_all"),
+    ],
+)
+def test_a_mistake_of_the_author_is_an_error_that_names_the_plugin(install: Install, source: str, said: str) -> None:
+    install("acme", {"eviction.bad": "bad"}, {"bad.py": source})
+    with pytest.raises(PluginError, match=said) as refused:
+        Plugins({"eviction": "bad"})
+    assert "eviction.bad" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_two_answers_to_one_question_are_refused(install: Install) -> None:
+    install("acme", {"policy.greedy": "greedy"}, {"greedy.py": EVICTION})
+    with pytest.raises(PluginError, match=r"eviction\.lru and policy\.greedy; choose one"):
+        Plugins({"eviction": "lru", "policy": "greedy"})
+
+
+def test_a_module_that_stands_for_two_kinds_is_refused(install: Install) -> None:
+    install("acme", {"eviction.both": "both", "policy.both": "both"}, {"both.py": EVICTION})
+    with pytest.raises(PluginError, match=r"eviction\.both and policy\.both are one and the same"):
+        Plugins({"eviction": "both", "policy": "both"})
+
+
+def test_any_number_of_plugins_may_observe() -> None:
+    class Observer:
+        @hookimpl
+        def callboard_request_finished(self) -> None: ...
+
+    plugins = Plugins({}, ["log"])
+    plugins.register(Observer(), "observer.a")
+    plugins.register(Observer(), "observer.b")
+    impls = plugins.implementations("callboard_request_finished")
+    assert [impl.plugin_name for impl in impls] == ["observer.a", "observer.b"]
+
+
+def test_observers_that_are_unknown_or_named_twice_are_refused() -> None:
+    with pytest.raises(PluginError, match="no observer plugin named 'auto'; available: log"):
+        Plugins({}, ["auto"])
+    with pytest.raises(PluginError, match="'log' more than once"):
+        Plugins({}, ["log", "log"])
+
+
+def test_the_command_lists_every_plugin_and_marks_the_chosen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    main(["plugins", "--set", 'plugins.observers=["log"]', "--set", "plugins.policy=lpm"])
+    lines = capsys.readouterr().out.splitlines()
+    marked = {name: any(name in line and "yes" in line for line in lines) for name in BUILTIN}
+    assert all(any(name in line for line in lines) for name in BUILTIN)
+    assert {name for name in marked if marked[name]} == {
+        "attention.torch", "comm.local", "eviction.lru", "observer.log", "policy.lpm",
+    }  # fmt: skip
+
+
+def test_the_manager_imports_no_plugin() -> None:
+    code = "import sys, engine.plugins.manager; sys.exit(any('plugins.policy' in name for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

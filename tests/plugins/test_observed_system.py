@@ -1,0 +1,235 @@
+"""What observers of a whole engine are told, from the first request to the end."""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.actors.system import System
+from engine.config import Config, build_config
+from engine.errors import EngineDied, PluginError
+from engine.kv.hashes import namespace_seed
+from engine.kv.node import SHARED
+from engine.messages import Finish
+from engine.sampling.params import SamplingParams
+from tests.models.checkpoints import build, random_tokens, save
+from tests.plugins.conftest import Install
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PAGE = 16
+SPY = """
+from engine.plugins.hookspecs import hookimpl
+
+requests, events, calls = [], [], []
+
+class Spy:
+    @hookimpl
+    def callboard_request_finished(self, requests):
+        calls.append("finished")
+        globals()["requests"] += requests
+
+    @hookimpl
+    def callboard_kv_event(self, events):
+        calls.append("event")
+        globals()["events"] += events
+
+    @hookimpl
+    def callboard_engine_stopped(self):
+        calls.append("stopped")
+
+@hookimpl
+def callboard_observer(context):
+    return Spy()
+"""
+COUNTING = """
+from engine.plugins.hookspecs import hookimpl
+
+requests = []
+
+@hookimpl
+def callboard_request_finished(requests):
+    globals()["requests"] += requests
+"""
+RAISING = """
+from engine.plugins.hookspecs import hookimpl
+
+@hookimpl
+def callboard_request_finished(requests):
+    raise ValueError("planted")
+
+@hookimpl
+def callboard_kv_event(events):
+    raise ValueError("planted")
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build("qwen3-tied"), tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def spies(install: Install) -> Any:
+    """The modules 'spy' and 'counting' of a distribution, which keep what they are told."""
+    points = {"observer.spy": "spy", "observer.counting": "counting", "observer.raising": "raising"}
+    install("acme", points, {"spy.py": SPY, "counting.py": COUNTING, "raising.py": RAISING})
+
+
+@asynccontextmanager
+async def running(checkpoint: Path, observers: list[str], **plugins: object) -> AsyncIterator[System]:
+    tables = {
+        "model": {"path": str(checkpoint), "tokenizer": "none"},
+        "kv": {"num_pages": 8, "page_size": PAGE},
+        "plugins": {"observers": observers, **plugins},
+    }
+    system = System(build_config(Config(), tables))
+    await system.start()
+    try:
+        yield system
+    finally:
+        await system.stop(drain_timeout_s=1)
+
+
+def page_names(tokens: list[int], count: int) -> list[bytes]:
+    """As docs/plugins.md says."""
+    names = [namespace_seed(SHARED)]
+    for start in range(0, count * PAGE, PAGE):
+        page = np.array(tokens[start : start + PAGE], dtype="<i4").tobytes()
+        names.append(hashlib.sha256(names[-1] + page).digest())
+    return names
+
+
+def test_observers_learn_what_requests_cost_and_which_pages_are_where(checkpoint: Path, spies: None) -> None:
+    async def scenario() -> None:
+        prompt, other = random_tokens(40, 0), random_tokens(110, 1)
+        began = time.monotonic()
+        async with running(checkpoint, ["spy", "log"]) as system:
+            for tokens in (prompt, prompt, other):
+                await system.ingress.open(tokens, GREEDY).collect()
+        took_s = time.monotonic() - began
+        import spy
+
+        assert spy.calls[-1] == "stopped"
+        assert spy.calls.count("stopped") == 1
+        assert [one.num_prompt_tokens for one in spy.requests] == [40, 40, 110]
+        assert [one.cached_tokens for one in spy.requests] == [0, 2 * PAGE, 0]
+        assert len({one.request_id for one in spy.requests}) == 3
+        for one in spy.requests:
+            assert (one.num_output_tokens, one.finish, one.num_retractions) == (8, Finish.LENGTH, 0)
+            assert 0 <= one.queue_s <= one.ttft_s <= one.e2e_s <= took_s
+            assert one.e2e_s == pytest.approx(one.ttft_s + 7 * one.tpot_s)
+        assert [one.arrived_at for one in spy.requests] == sorted(one.arrived_at for one in spy.requests)
+
+        names = page_names(prompt, 2)
+        stored = spy.events[0]
+        assert (stored.kind, stored.tier, stored.namespace) == ("stored", "device", SHARED)
+        assert (stored.parent, stored.hashes) == (names[0], tuple(names[1:]))
+        assert stored.tokens == np.array(prompt[: 2 * PAGE], dtype=np.int32).tobytes()
+        # 110 + 8 tokens need all eight pages.
+        gone = {name for event in spy.events if event.kind == "removed" for name in event.hashes}
+        assert gone == set(names[1:])
+        cached = set()
+        for event in spy.events:
+            assert event.parent in cached | {names[0]}
+            cached = cached - {*event.hashes} if event.kind == "removed" else cached | {*event.hashes}
+        assert set(page_names(other, 6)[1:]) <= cached
+        assert len(cached) == 7
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_request_is_told_too(checkpoint: Path, spies: None) -> None:
+    async def scenario() -> None:
+        async with running(checkpoint, ["spy"]) as system:
+            stream = system.ingress.open(random_tokens(20, 0), GREEDY.replace(max_tokens=100))
+            await stream.next()
+            stream.close()
+        import spy
+
+        (one,) = spy.requests
+        assert one.finish == Finish.ABORT
+        assert 1 <= one.num_output_tokens <= 100
+
+    asyncio.run(scenario())
+
+
+def test_no_event_is_recorded_when_nobody_is_told(checkpoint: Path, spies: None) -> None:
+    async def scenario() -> None:
+        async with running(checkpoint, ["counting"]) as system:
+            await system.ingress.open(random_tokens(40, 0), GREEDY).collect()
+            planner = system.scheduler._planner
+            assert planner is not None
+            assert planner._holdings._tree._events is None
+        import counting
+
+        assert len(counting.requests) == 1
+
+    asyncio.run(scenario())
+
+
+def test_requests_and_other_observers_do_not_notice_one_that_raises(
+    checkpoint: Path, spies: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with running(checkpoint, ["raising", "spy"]) as system:
+            for seed in range(3):
+                delta = await system.ingress.open(random_tokens(40, seed), GREEDY).collect()
+                assert delta.finish == Finish.LENGTH
+            assert system.died is None
+        import spy
+
+        assert len(spy.requests) == 3
+        assert {event.kind for event in spy.events} == {"stored"}
+
+    asyncio.run(scenario())
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "plugin observer.raising raised in" in record.getMessage()
+
+
+def test_the_end_is_told_after_a_crash(checkpoint: Path, spies: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    async def scenario() -> None:
+        async with running(checkpoint, ["spy"]) as system:
+            monkeypatch.setattr(system.tokenizer, "handle", broken)
+            stream = system.ingress.open(random_tokens(20, 0), GREEDY)
+            with pytest.raises(EngineDied, match="tokenizer crashed"):
+                await stream.collect()
+        import spy
+
+        assert spy.calls == ["stopped"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["fcfs", "lpm", "priority"])
+def test_every_policy_serves(checkpoint: Path, name: str) -> None:
+    async def scenario() -> None:
+        async with running(checkpoint, [], policy=name) as system:
+            streams = [system.ingress.open(random_tokens(40, seed % 2), GREEDY) for seed in range(6)]
+            outputs = [(await stream.collect()).token_ids for stream in streams]
+            assert outputs[:2] * 3 == outputs
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("plugins", "said"),
+    [
+        ({"policy": "nonsense"}, "available: fcfs, lpm, priority"),
+        ({"observers": ["nonsense"]}, "available: log"),
+        ({"observers": ["log"], "options": {"observer.log": {"sped": 1}}}, "sped"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_loaded(checkpoint: Path, plugins: dict[str, Any], said: str) -> None:
+    tables = {"model": {"path": str(checkpoint), "tokenizer": "none"}, "plugins": plugins}
+    with pytest.raises(PluginError, match=said):
+        System(build_config(Config(), tables))
