@@ -30,7 +30,13 @@ class Bench:
             policy or MostUrgentFirst(),
             lambda: self.now,
         )
-        self.device = FakeDevice(max_running=max_running, max_len=max_len, page_size=page_size, num_pages=num_pages)
+        self.device = FakeDevice(
+            max_running=max_running,
+            max_len=max_len,
+            page_size=page_size,
+            num_pages=num_pages,
+            num_host_pages=int(limits.get("num_host_pages", 0)),  # type: ignore[call-overload]
+        )
         self.depth = depth
         self.num_pages = num_pages
         self.streams: dict[int, list[int]] = {}

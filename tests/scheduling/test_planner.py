@@ -10,6 +10,9 @@ from engine.kv.eviction import EvictionStrategy
 from engine.messages import Admit, Finish, StepDone, Tokens
 from engine.plugins.eviction.fifo import FirstInFirstOut
 from engine.plugins.eviction.lru import LeastRecentlyUsed
+from engine.plugins.policy.fcfs import FirstComeFirstServed
+from engine.plugins.policy.lpm import LongestPrefixMatch
+from engine.plugins.policy.priority import MostUrgentFirst
 from engine.sampling.params import SamplingParams
 from tests.scheduling.bench import Bench, prompt_of
 from tests.scheduling.fake_device import expected_output
@@ -257,12 +260,15 @@ def test_pages_of_a_failed_row_are_not_cached() -> None:
     assert bench.planner.stats().pages_cached == 0
 
 
+POLICIES = (MostUrgentFirst(), FirstComeFirstServed(), LongestPrefixMatch(4))
+
+
 def random_traffic(seed: int, strategy: EvictionStrategy) -> Counter[str]:
     """One random run; returns how often what happened."""
     rng = np.random.default_rng(seed)
     page_size = int(rng.choice([1, 4, 16]))
     bench = Bench(
-        depth=int(rng.integers(1, 3)),
+        depth=int(rng.integers(1, 4)),
         max_running=int(rng.integers(1, 7)),
         max_step_tokens=int(rng.integers(8, 40)),
         prefill_chunk=int(rng.integers(1, 20)),
@@ -270,6 +276,9 @@ def random_traffic(seed: int, strategy: EvictionStrategy) -> Counter[str]:
         num_pages=max(3, 80 // page_size),
         max_len=64,
         strategy=strategy,
+        policy=POLICIES[int(rng.integers(len(POLICIES)))],
+        fair_prefill=bool(rng.integers(2)),
+        num_host_pages=int(rng.choice([0, 0, 4, 40])),
     )
     if rng.random() < 0.7:
         bench.expect_short_outputs()
@@ -283,7 +292,8 @@ def random_traffic(seed: int, strategy: EvictionStrategy) -> Counter[str]:
         most = min(63, bench.num_pages * page_size) - len(prompt)
         if most > 0:
             salt = str(rng.choice(["", "", "", "tenant"]))
-            bench.submit(request_id, prompt, salt=salt, max_tokens=int(rng.integers(1, most + 1)))
+            max_tokens = int(rng.integers(1, most + 1))
+            bench.submit(request_id, prompt, salt=salt, priority=int(rng.integers(2)), max_tokens=max_tokens)
         for _ in range(int(rng.integers(0, 8))):
             (bench.plan if rng.random() < 0.5 else bench.deliver)()
         live = [other for other in bench.streams if not bench.ends[other]]
@@ -296,6 +306,7 @@ def random_traffic(seed: int, strategy: EvictionStrategy) -> Counter[str]:
             aborted.add(victim)
     bench.finish()
     counts["retractions"] += bench.planner.num_retractions
+    counts["moved to host"] += bench.device.num_moved_to_host
     counts["hits"] += sum(cached > 0 for cached in bench.cached.values())
     for request_id, stream in bench.streams.items():
         expected = bench.expected[request_id]
@@ -308,7 +319,7 @@ def test_random_traffic_under_pressure_gives_the_oracles_tokens() -> None:
     counts: Counter[str] = Counter()
     for seed in range(200):
         counts += random_traffic(seed, LeastRecentlyUsed() if seed % 2 else FirstInFirstOut())
-    assert min(counts["retractions"], counts["aborts in flight"], counts["hits"]) > 50, counts
+    assert min(counts.values()) > 50, counts
 
 
 def test_the_tokens_message_has_one_line_per_token() -> None:
