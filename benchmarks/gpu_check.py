@@ -23,13 +23,16 @@ from rich.console import Console
 from rich.table import Table
 
 from engine import LLM, SamplingParams
+from engine.kv.host_pool import HostPool
 from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBatch, AttentionSpec
+from engine.messages import Step
 from engine.plugins.attention.torch import TorchAttention
 from engine.sampling.sampler import Sampler
 
 SECTION_TIMEOUT_S = 120.0
 Row = dict[str, Any]
+COLUMNS = {"error": "error", "us": "us", "tokens/s": "tokens_per_s", "GB/s": "gb_per_s", "of plain": "of_plain"}
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -140,6 +143,59 @@ def sampler(device: torch.device) -> list[Row]:
     return [{"case": "mixed batch of 12", "ok": differing == 0, "error": differing, "us": seconds * 1e6}]
 
 
+def host_pool(device: torch.device) -> list[Row]:
+    """Pages to the host and back: equal afterwards, no wait on the way, and how fast beside one plain pinned copy."""
+    num_layers, num_bytes = (28, 1 << 29) if device.type == "cuda" else (2, 1 << 23)
+    rows = []
+    for page_size in (1, 16, 64):
+        num_pages = num_bytes // KVPool.page_bytes(num_layers, page_size, 8, 128, torch.bfloat16)
+        pool = KVPool(num_layers, 2 * num_pages, page_size, 8, 128, torch.bfloat16, device)
+        host = HostPool(2 * num_pages, pool)
+        order = np.random.default_rng(page_size).permutation(2 * num_pages)
+        rows += _host_pool_case(pool, host, f"page {page_size}, a run", np.arange(num_pages))
+        rows += _host_pool_case(pool, host, f"page {page_size}, scattered", order[:num_pages])
+        del pool, host  # before the next size is allocated and page-locked
+    return rows
+
+
+def _host_pool_case(pool: KVPool, host: HostPool, case: str, on_host: np.ndarray) -> list[Row]:
+    """Both directions, from half of the pool's pages to the other half, by way of ``on_host``."""
+    device = pool.data.device
+    sources, targets = np.random.default_rng(0).permutation(pool.num_pages).reshape(2, -1)
+    there, back = _transfer(1, sources, on_host), _transfer(0, targets, on_host)
+    for step in (there, back):
+        host.apply(step)  # kernels are loaded now, which may wait
+    pool.data.normal_(generator=torch.Generator(device).manual_seed(0))
+    expected = pool.data[:, :, sources.tolist()].cpu()
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        host.apply(there)
+        pool.data.zero_()  # at once: on the stream the copies must be ahead of it
+        host.apply(back)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    differing = int((pool.data[:, :, targets.tolist()].cpu() != expected).sum())
+    differing += int((host.data[on_host.tolist()].movedim(0, 2) != expected).sum())
+    num_bytes = expected.nbytes
+    ours = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    rows = []
+    for way, step, target, source in (("to host", there, pinned, ours), ("back", back, ours, pinned)):
+        plain = _seconds(lambda target=target, source=source: target.copy_(source, non_blocking=True), device)
+        seconds = _seconds(lambda step=step: host.apply(step), device)
+        row = {"case": f"{case}, {way}", "ok": differing == 0, "error": differing, "us": seconds * 1e6}
+        rows.append({**row, "gb_per_s": num_bytes / seconds / 1e9, "of_plain": plain / seconds})
+    return rows
+
+
+def _transfer(to_host: int, device_pages: np.ndarray, host_pages: np.ndarray) -> Step:
+    columns = (np.full(len(host_pages), to_host), device_pages, host_pages)
+    direction, on_device, on_host = (column.astype(np.int32).tobytes() for column in columns)
+    return Step(0, transfer_to_host=direction, transfer_device_pages=on_device, transfer_host_pages=on_host)
+
+
 def greedy(device: torch.device) -> list[Row]:
     """The demo model, float32, greedy: the same tokens as on the CPU, with prefix hits and chunks on the way."""
     prompts = [f"def function_{index}(value, other):\n    return value" for index in range(6)]
@@ -175,6 +231,7 @@ def throughput(device: torch.device) -> list[Row]:
 SECTIONS: dict[str, Callable[[torch.device], list[Row]]] = {
     "attention": attention,
     "sampler": sampler,
+    "host_pool": host_pool,
     "greedy": greedy,
     "throughput": throughput,
 }
@@ -220,13 +277,16 @@ def main() -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.exit(2, "gpu_check: torch sees no GPU; --device cpu tries the script without one\n")
     results: dict[str, list[Row]] = {}
-    table = Table("section", "case", "", "error", "us", "tokens/s", "problem")
     for name in arguments.sections:
         results[name] = guarded(SECTIONS[name], device)
-        for row in results[name]:
+    present = {key for rows in results.values() for row in rows for key in row}
+    columns = {title: key for title, key in COLUMNS.items() if key in present}
+    table = Table("section", "case", "", *columns, "problem")
+    for name, rows in results.items():
+        for row in rows:
             mark = "[green]ok[/green]" if row["ok"] else "[red]FAIL[/red]"
-            numbers = [f"{row[key]:.3g}" if key in row else "" for key in ("error", "us", "tokens_per_s")]
-            table.add_row(name, row["case"], mark, *numbers, row.get("problem", ""))
+            cells = [f"{row[key]:.3g}" if key in row else "" for key in columns.values()]
+            table.add_row(name, row["case"], mark, *cells, row.get("problem", ""))
     Console().print(table)
     if arguments.output:
         report = {"machine": describe_machine(), "torch": torch.__version__, "sections": results}

@@ -1,0 +1,215 @@
+"""What does the host tier bring when the conversations need four times the KV pool?
+
+Conversations whose turns come in random order, each prompt being the whole history plus some new tokens, go through the
+real engine: once without a host tier and once with one that holds them all, in turns, with a fresh engine each time.
+The first prompts fill the cache and are not measured.  Time to first token is by the client's clock, from the request
+to the first delta; hit rate is cached prompt tokens over prompt tokens.
+
+    python benchmarks/bench_host_tier.py                         # the demo model, a minute and a half on two cores
+    python benchmarks/bench_host_tier.py --clients 1 --rounds 1  # without waiting for each other
+    python benchmarks/bench_host_tier.py --set model.path=DIRECTORY --first-tokens 8000 --output FILE
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from machine import describe_machine
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from engine import SamplingParams
+from engine.actors.system import System
+from engine.config import Config, load_config
+from engine.messages import Finish
+
+OVERCOMMIT = 4  # working set over pool
+
+
+@dataclass(frozen=True)
+class Workload:
+    """visits: the conversations whose turn it is, in order, drawn uniformly: without a host tier about a quarter of
+    what they ask for is still in the pool."""
+
+    conversations: int
+    first_tokens: int
+    turn_tokens: int
+    output_tokens: int
+    clients: int
+    visits: tuple[int, ...]
+
+    def history_tokens(self) -> list[int]:
+        """How long each conversation is in the end."""
+        turns = np.bincount(self.visits, minlength=self.conversations)
+        lengths = self.first_tokens + self.output_tokens + turns * (self.turn_tokens + self.output_tokens)
+        return lengths.tolist()
+
+    def num_pages(self, page_size: int) -> int:
+        """Pages that hold the K/V of every conversation."""
+        return sum(-(-length // page_size) for length in self.history_tokens())
+
+
+@dataclass
+class Measured:
+    """One kind of run; a list has an entry per request, over all rounds."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def row(self, host_pages: int) -> dict[str, Any]:
+        ttft_ms = np.array(self.ttft_s) * 1e3
+        return {
+            "host_pages": host_pages,
+            "requests": len(self.ttft_s),
+            "hit_rate": round(self.cached_tokens / self.prompt_tokens, 4),
+            "ttft_p50_ms": round(float(np.percentile(ttft_ms, 50)), 2),
+            "ttft_p95_ms": round(float(np.percentile(ttft_ms, 95)), 2),
+            "seconds": round(self.seconds, 2),
+        }
+
+
+async def run(config: Config, workload: Workload, measured: Measured, bar: "tqdm[Any]") -> list[list[int]]:
+    """One engine's life; returns the conversations."""
+    system = System(config)
+    longest = max(workload.history_tokens())
+    if longest > system.max_len:
+        raise SystemExit(f"a conversation has {longest} tokens in the end, the model's context is {system.max_len}")
+    await system.start()
+    try:
+        rng = np.random.default_rng(1)
+        vocab_size = system.spec.vocab_size
+        tokens = [rng.integers(0, vocab_size, workload.first_tokens).tolist() for _ in range(workload.conversations)]
+        await visit(system, tokens, list(range(workload.conversations)), workload, Measured(), bar)
+        turns = rng.integers(0, vocab_size, (len(workload.visits), workload.turn_tokens)).tolist()
+        start = time.perf_counter()
+        await visit(system, tokens, list(workload.visits), workload, measured, bar, turns)
+        measured.seconds += time.perf_counter() - start
+    finally:
+        await system.stop()
+    return tokens
+
+
+async def visit(
+    system: System,
+    histories: list[list[int]],
+    visits: list[int],
+    workload: Workload,
+    measured: Measured,
+    bar: "tqdm[Any]",
+    turns: list[list[int]] | None = None,
+) -> None:
+    """Clients take the visits in order; a conversation's next turn waits for the answer to the one before."""
+    params = SamplingParams(temperature=0.0, max_tokens=workload.output_tokens, ignore_eos=True)
+    free = [asyncio.Lock() for _ in histories]
+    todo = iter(enumerate(visits))
+
+    async def client() -> None:
+        for number, conversation in todo:
+            async with free[conversation]:
+                history = histories[conversation]
+                if turns is not None:
+                    history += turns[number]
+                history += await ask(system, history, params, measured)
+            bar.update()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(workload.clients):
+            group.create_task(client())
+
+
+async def ask(system: System, prompt: list[int], params: SamplingParams, measured: Measured) -> list[int]:
+    """One request, noted; returns the tokens of the answer."""
+    answer: list[int] = []
+    start = time.perf_counter()
+    stream = system.ingress.open(prompt, params)
+    async for delta in stream:
+        if not answer and delta.token_ids:
+            measured.ttft_s.append(time.perf_counter() - start)
+        answer += np.frombuffer(delta.token_ids, dtype=np.int32).tolist()
+        if delta.finish != Finish.RUNNING:
+            assert delta.usage is not None, "the last delta carries the usage"
+            measured.prompt_tokens += delta.usage.prompt_tokens
+            measured.cached_tokens += delta.usage.cached_tokens
+            break
+    return answer
+
+
+def compare(workload: Workload, overrides: list[str], rounds: int) -> tuple[list[dict[str, Any]], int, int]:
+    """The two rows, off and on; pages in the pool; and how many conversations went differently."""
+    page_size = load_config(None, overrides).kv.page_size
+    working_set = workload.num_pages(page_size)
+    pool_pages = working_set // OVERCOMMIT
+    host_pages = {"off": 0, "on": working_set}
+    base = ["model.tokenizer=none", f"kv.num_pages={pool_pages}", *overrides]
+    configs = {name: load_config(None, [*base, f"kv.num_host_pages={count}"]) for name, count in host_pages.items()}
+    measured = {name: Measured() for name in configs}
+    differing = 0
+    num_requests = workload.conversations + len(workload.visits)
+    with tqdm(total=2 * rounds * num_requests, unit="request", leave=False) as bar:
+        for number in range(rounds):
+            ends = []
+            for name in ("off", "on") if number % 2 == 0 else ("on", "off"):
+                bar.set_description(f"round {number + 1} of {rounds}, host tier {name}")
+                ends.append(asyncio.run(run(configs[name], workload, measured[name], bar)))
+            differing += sum(one != other for one, other in zip(*ends, strict=True))
+    rows = [{"host_tier": name, **measured[name].row(host_pages[name])} for name in configs]
+    return rows, pool_pages, differing
+
+
+def show(rows: list[dict[str, Any]], title: str) -> None:
+    """Off, on, and how much better on is."""
+    table = Table(title=title)
+    for column in ("host tier", "hit rate", "TTFT p50", "TTFT p95", "whole run"):
+        table.add_column(column, justify="left" if column == "host tier" else "right")
+    for row in rows:
+        times = [f"{row['ttft_p50_ms']:.1f} ms", f"{row['ttft_p95_ms']:.1f} ms", f"{row['seconds']:.1f} s"]
+        table.add_row(row["host_tier"], f"{row['hit_rate']:.1%}", *times)
+    off, on = rows
+    ratios = [off[key] / on[key] for key in ("ttft_p50_ms", "ttft_p95_ms", "seconds")]
+    table.add_row("off / on", "", *(f"{ratio:.2f}x" for ratio in ratios))
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--conversations", type=int, default=24)
+    parser.add_argument(
+        "--turns", type=int, default=8, help="measured turns of a conversation, on average (default: 8)"
+    )
+    parser.add_argument("--first-tokens", type=int, default=1024, help="length of first prompts (default: 1024)")
+    parser.add_argument("--turn-tokens", type=int, default=32, help="new tokens of a later turn (default: 32)")
+    parser.add_argument("--output-tokens", type=int, default=16, help="tokens of an answer (default: 16)")
+    parser.add_argument("--clients", type=int, default=4, help="most requests open at once (default: 4)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind (default: 3)")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="configuration")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write machine, workload and rows to this file")
+    arguments = parser.parse_args()
+    visits = np.random.default_rng(0).integers(0, arguments.conversations, arguments.conversations * arguments.turns)
+    workload = Workload(
+        conversations=arguments.conversations,
+        first_tokens=arguments.first_tokens,
+        turn_tokens=arguments.turn_tokens,
+        output_tokens=arguments.output_tokens,
+        clients=arguments.clients,
+        visits=tuple(visits.tolist()),
+    )
+    rows, pool_pages, differing = compare(workload, arguments.set, arguments.rounds)
+    show(rows, f"{workload.conversations} conversations, {OVERCOMMIT}x the pool of {pool_pages} pages")
+    if differing:
+        print(f"{differing} conversations went differently with and without the host tier")
+    if arguments.output:
+        settings = {**vars(arguments), "output": None, "pool_pages": pool_pages, "differing_conversations": differing}
+        report = {"machine": describe_machine(), "workload": settings, "rows": rows}
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

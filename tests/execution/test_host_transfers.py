@@ -1,0 +1,190 @@
+"""A runner with a host tier: what comes back gives the same logits, and sizes that cannot be are refused."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.actors.system import System
+from engine.config import Config, build_config
+from engine.errors import ConfigError
+from engine.execution import loading
+from engine.execution.host_memory import available_bytes
+from engine.execution.runner import ModelRunner
+from engine.messages import Admission, Step
+from engine.sampling.params import SamplingParams
+from tests.models.checkpoints import build, random_tokens, save
+
+PROMPT_LEN = 40
+MAX_LEN = 64
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build("qwen3"), tmp_path_factory.mktemp("qwen3"))
+
+
+def load(checkpoint: Path, **kv: int) -> ModelRunner:
+    model = {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32", "max_len": MAX_LEN}
+    config = build_config(Config(), {"model": model, "device": {"kind": "cpu"}, "kv": kv})
+    return System(config)._load_runner()
+
+
+def int32(numbers: Sequence[int] | np.ndarray) -> bytes:
+    return np.array(numbers, dtype=np.int32).tobytes()
+
+
+def logits_of(runner: ModelRunner, steps: list[Step], poison: dict[int, list[int]]) -> list[Tensor]:
+    """The logits that each step samples from.  poison: step -> pages of the pool that become NaN before it."""
+    logits: list[Tensor] = []
+    sample = runner._sampler.sample
+
+    def noting(logits_NV: Tensor, *where: np.ndarray) -> object:
+        logits.append(logits_NV.clone())
+        return sample(logits_NV, *where)
+
+    runner._sampler.sample = noting
+    for step in steps:
+        runner._pool.data[:, :, poison.get(step.step_id, [])] = torch.nan
+        runner.launch(step).collect()
+    return logits
+
+
+def prefill(step_id: int, row: int, pages: list[int]) -> Step:
+    prompt = int32(random_tokens(PROMPT_LEN, seed=row))
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    return Step(
+        step_id,
+        admissions=(Admission(row, prompt, PROMPT_LEN, 0, int32(pages), params),),
+        prefill_rows=int32([row]),
+        prefill_starts=int32([0]),
+        prefill_lengths=int32([PROMPT_LEN]),
+        prefill_samples=int32([1]),
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_pages_that_come_back_elsewhere_give_the_same_logits(checkpoint: Path, page_size: int) -> None:
+    width = MAX_LEN // page_size
+    before, after, others = np.random.default_rng(0).permutation(3 * width).reshape(3, width).tolist()
+    on_host = np.random.default_rng(1).permutation(width)
+    stay = [
+        prefill(0, 0, before),
+        Step(1, decode_rows=int32([0])),
+        prefill(2, 1, others),  # row 0 waits
+        Step(3, decode_rows=int32([1])),
+        Step(4, decode_rows=int32([0, 1])),
+        Step(5, decode_rows=int32([1, 0])),
+    ]
+    move = list(stay)
+    move[2] = msgspec.structs.replace(
+        stay[2],
+        transfer_to_host=int32([1] * width),
+        transfer_device_pages=int32(before),
+        transfer_host_pages=int32(on_host),
+    )
+    move[4] = msgspec.structs.replace(
+        stay[4],
+        transfer_to_host=int32([0] * width),
+        transfer_device_pages=int32(after),
+        transfer_host_pages=int32(on_host),
+        append_rows=int32([0] * width),
+        append_indexes=int32(range(width)),
+        append_pages=int32(after),
+    )
+    sizes = {"page_size": page_size, "num_pages": 3 * width}
+    expected = logits_of(load(checkpoint, **sizes), stay, poison={})
+    logits = logits_of(load(checkpoint, **sizes, num_host_pages=width), move, poison={3: before})
+    assert [torch.equal(*pair) for pair in zip(logits, expected, strict=True)] == [True] * 6
+
+
+def test_transfers_come_before_everything_else_of_their_step(checkpoint: Path) -> None:
+    """The page that a step's new request writes to is the one that the same step saves."""
+    pages, on_host = [2, 0, 1, 3], [3, 1, 0, 2]
+    runner = load(checkpoint, page_size=16, num_pages=4, num_host_pages=4)
+    logits_of(runner, [prefill(0, 0, pages)], poison={})
+    saved = runner._pool.data[:, :, pages].clone()
+    columns = {"transfer_device_pages": int32(pages), "transfer_host_pages": int32(on_host)}
+    step = msgspec.structs.replace(prefill(1, 1, pages), transfer_to_host=int32([1] * 4), **columns)
+    logits_of(runner, [step], poison={})
+    assert not torch.equal(runner._pool.data[:, :, pages], saved)
+    assert torch.equal(runner._host_pool.data[on_host].movedim(0, 2), saved)
+
+
+def test_the_size_of_the_host_pool_is_logged(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, loading.__name__):
+        load(checkpoint, page_size=16, num_pages=4, num_host_pages=12)
+        runner = load(checkpoint, page_size=16, num_pages=4)
+    lines = [record.getMessage() for record in caplog.records if "host_pool" in record.getMessage()]
+    # 3 layers x keys and values x 16 tokens x 2 heads x 32 numbers of 4 bytes, 12 times
+    assert lines == ["rank 0 host_pool=0.3 MB (12 pages)"]
+    assert runner._host_pool is None
+
+
+def test_a_host_pool_larger_than_the_memory_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page_bytes = 3 * 2 * 16 * 2 * 32 * 4
+    monkeypatch.setattr(loading, "available_bytes", lambda: 5 * page_bytes + 100 * page_bytes)
+    load(checkpoint, page_size=16, num_pages=4, num_host_pages=90)
+    with pytest.raises(ConfigError) as refused:
+        load(checkpoint, page_size=16, num_pages=4, num_host_pages=91_000_000)
+    message = str(refused.value)
+    asked, there = "kv.num_host_pages=91000000: 2236.4 GB of host memory", "0.0 GB are available"
+    assert asked in message, message
+    assert there in message, message
+    assert "lower it to 90 or less" in message, message
+
+
+def test_memory_that_the_system_then_denies_is_the_same_kind_of_error(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deny(*_: object) -> None:
+        raise MemoryError("it cannot be page-locked: out of memory")
+
+    monkeypatch.setattr(loading, "HostPool", deny)
+    with pytest.raises(ConfigError, match=r"kv\.num_host_pages=7: .* cannot be had \(it cannot be page-locked: out of"):
+        load(checkpoint, num_pages=4, num_host_pages=7)
+
+
+MEMINFO = "MemTotal:  1000 kB\nMemFree: 100 kB\nMemAvailable:  500 kB\nHugePages_Total: 0\n"
+
+
+@pytest.mark.parametrize(
+    ("group", "available"),
+    [
+        ({}, 500 << 10),
+        ({"memory.max": "max\n", "memory.current": "1\n", "memory.stat": ""}, 500 << 10),
+        ({"memory.max": "9000\n", "memory.current": "2000\n", "memory.stat": "anon 1\ninactive_file 500\n"}, 7500),
+        ({"memory.max": "9000\n", "memory.current": "9999\n", "memory.stat": "anon 1\n"}, 0),
+        (
+            {
+                "memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "memory/memory.usage_in_bytes": "1\n",
+                "memory/memory.stat": "total_inactive_file 3\n",
+            },
+            500 << 10,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1000\n",
+                "memory/memory.usage_in_bytes": "600\n",
+                "memory/memory.stat": "total_inactive_file 3\n",
+            },
+            403,
+        ),
+    ],
+)
+def test_available_memory_is_what_the_machine_and_the_container_allow(
+    tmp_path: Path, group: dict[str, str], available: int
+) -> None:
+    (tmp_path / "meminfo").write_text(MEMINFO)
+    for name, text in group.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert available_bytes(tmp_path / "meminfo", tmp_path / "cgroup") == available
+    assert available_bytes() > 1 << 20
