@@ -64,11 +64,10 @@ class Planner:
         self._clock = clock
         self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size)
         self._holdings = Holdings(limits, self._rows, strategy)
-        self._waiting = waiting_queue(policy)
         self._forecast = OutputForecast()
         self._budget = StepBudget(limits.max_step_tokens, limits.itl_target_s)
         self._decodes = Decodes(self._rows, self._holdings)
-        self._prefills = Prefills(limits, self._rows, self._holdings, self._waiting, self._forecast)
+        self._prefills = Prefills(limits, self._rows, self._holdings, waiting_queue(policy), self._forecast)
         self._sequences: dict[int, Sequence] = {}
         self._ended: list[int] = []
         self._in_flight: deque[_InFlight] = deque()
@@ -98,8 +97,7 @@ class Planner:
         )
         self._num_arrived += 1
         self._sequences[message.request_id] = sequence
-        self._waiting.push(sequence)
-        self._prefills.unblock()
+        self._prefills.wait(sequence)
 
     def abort(self, request_id: int, finish: Finish = Finish.ABORT) -> None:
         """End a request wherever it is; an unknown id (it ended already) is no error.  finish: what to call it."""
@@ -111,7 +109,7 @@ class Planner:
             num_tokens = int(self._rows.known[sequence.row])
             self._leave(sequence.row)
         else:
-            self._waiting.remove(sequence)
+            self._prefills.forget(sequence)
         self._end(sequence, finish, num_tokens, self._clock())
         # An end without a token.
         self.outbox.append(
@@ -268,12 +266,10 @@ class Planner:
                 continue
             table.confirmed[row] = end
             self._holdings.publish(row, end)
-            if end == len(sequence.tokens):
-                self._prefills.shared(row)
-                if end == sequence.num_prompt:
-                    first[sequence.request_id] = sequence.cached_tokens
-                    sequence.first_token_at = now
-        self._prefills.unblock()
+            self._prefills.published(row, end)
+            if end == sequence.num_prompt == len(sequence.tokens):
+                first[sequence.request_id] = sequence.cached_tokens
+                sequence.first_token_at = now
         return first
 
     def _commit(self, rows: Rows, tokens: Rows, logprobs: dict[int, Logprobs], cached_tokens: dict[int, int]) -> None:
@@ -363,7 +359,7 @@ class Planner:
         victim.tokens = table.tokens[row, : table.known[row]].copy()
         victim.row = -1
         victim.num_retractions += 1
-        self._waiting.push(victim)
+        self._prefills.wait(victim)
         self._forecast.note_retraction()
         self.num_retractions += 1
         return True
@@ -383,8 +379,8 @@ class Planner:
         """Gauges of this moment."""
         return Stats(
             step_id=self._last_completed,
-            running=len(self._sequences) - len(self._waiting),
-            waiting=len(self._waiting),
+            running=len(self._sequences) - self._prefills.num_waiting,
+            waiting=self._prefills.num_waiting,
             pages_free=self._holdings.num_free,
             pages_cached=self._holdings.num_cached,
             pages_used=self._holdings.num_used,

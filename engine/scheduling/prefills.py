@@ -16,10 +16,9 @@ from engine.scheduling.holdings import Holdings
 from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.rows import RowTable
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence import Sequence, Tokens
 
 QUEUE = -1  # the waiting queue's place among the rows that take turns
-MOST_PUT_OFF = 32  # how many waiting requests a step looks past
 WORTH_WAITING_TOKENS = 32  # what a shared prefix must save to be waited for
 
 Stem = tuple[str, bytes]
@@ -56,11 +55,18 @@ class Prefills:
         self._turns: deque[int] = deque([QUEUE])
         # Rows whose prompt is not in the tree yet, by what it begins with: others may want to share it.
         self._unshared: dict[Stem, set[int]] = {}
+        # Who stands aside for which of them, until how many of its tokens are in the tree.
+        self._aside: dict[int, list[tuple[int, Sequence]]] = {}
         self._blocked = False
 
     def __len__(self) -> int:
         """Prompts under way."""
         return len(self._turns) - 1
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a row."""
+        return len(self._waiting) + sum(map(len, self._aside.values()))
 
     @property
     def may_go_on(self) -> bool:
@@ -71,6 +77,20 @@ class Prefills:
     def _may_start(self) -> bool:
         return not self._blocked and len(self._waiting) > 0 and self._table.num_free > 0
 
+    def wait(self, sequence: Sequence) -> None:
+        """A sequence wants a row."""
+        self._waiting.push(sequence)
+        self._blocked = False
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence that waits wants nothing any more."""
+        for aside in self._aside.values():
+            for entry in aside:
+                if entry[1] is sequence:
+                    aside.remove(entry)
+                    return
+        self._waiting.remove(sequence)
+
     def unblock(self) -> None:
         """Something came or went: whoever found no room may find some now."""
         self._blocked = False
@@ -79,17 +99,33 @@ class Prefills:
         """The row's prompt is no longer under way; harmless if it was not."""
         if row in self._turns:
             self._turns.remove(row)
-        self.shared(row)
-
-    def shared(self, row: int) -> None:
-        """The row's prompt is in the tree, or will never be: nobody waits for it any more."""
         sequence = self._table.sequences[row]
         assert sequence is not None, f"row {row} is free"
+        self._publishes_no_more(row, sequence)
+
+    def published(self, row: int, num_tokens: int) -> None:
+        """So much of the row's prompt is in the tree: whoever waited for no more than that may start."""
+        sequence = self._table.sequences[row]
+        assert sequence is not None, f"row {row} is free"
+        self._blocked = False
+        if num_tokens == len(sequence.tokens):
+            self._publishes_no_more(row, sequence)
+        elif row in self._aside:
+            aside = self._aside.pop(row)
+            if still := [entry for entry in aside if entry[0] > num_tokens]:
+                self._aside[row] = still
+            for awaited, other in aside:
+                if awaited <= num_tokens:
+                    self._waiting.push(other)
+
+    def _publishes_no_more(self, row: int, sequence: Sequence) -> None:
         rows = self._unshared.get(stem := _stem(sequence))
         if rows is not None:
             rows.discard(row)
             if not rows:
                 del self._unshared[stem]
+        for _, other in self._aside.pop(row, ()):
+            self._waiting.push(other)
 
     # ---- planning ---------------------------------------------------------------------------
 
@@ -120,10 +156,9 @@ class Prefills:
 
         Goes on as far as rows, pages and ``budget`` allow, but starts nobody once ``turn`` tokens are used."""
         used = 0
-        put_off: list[Sequence] = []
         while used < min(turn, budget) and self._may_start and (sequence := self._waiting.first()) is not None:
-            if len(put_off) < MOST_PUT_OFF and self._is_being_computed(sequence):
-                put_off.append(self._waiting.pop(starts=False))
+            if self._stands_aside(sequence):
+                self._waiting.pop(starts=False)
                 continue
             row = self._holdings.start(sequence, self._reserve(sequence))
             if row is None:
@@ -136,8 +171,6 @@ class Prefills:
             segments.started.append(sequence)
             segments.admissions.append(self._admission(sequence))
             used += self._add_chunk(segments, row, budget - used)
-        for sequence in put_off:
-            self._waiting.push(sequence)
         return used
 
     def _add_chunk(self, segments: Segments, row: int, budget: int) -> int:
@@ -169,18 +202,21 @@ class Prefills:
             params=sequence.params,
         )
 
-    def _is_being_computed(self, sequence: Sequence) -> bool:
+    def _stands_aside(self, sequence: Sequence) -> bool:
         """Whether a running prefill will soon share more of the sequence's prefix than is cached now.
 
-        Then it waits a step or two and finds the pages, instead of computing them a second time beside the first."""
+        Then it waits until that is published, instead of computing the same a second time beside it."""
         rows = self._unshared.get(_stem(sequence))
         if rows is None:
             return False
         table = self._table
         end = self._holdings.num_cached_tokens(sequence) + max(self._limits.page_size, WORTH_WAITING_TOKENS)
-        return end < len(sequence.tokens) and any(
-            table.known[row] > end and np.array_equal(table.tokens[row, :end], sequence.tokens[:end]) for row in rows
-        )
+        common, row = max((_num_common(table.tokens[row, : table.known[row]], sequence.tokens), row) for row in rows)
+        # One token is always left to compute, so a prefix that ends with the prompt saves one less.
+        if min(common, len(sequence.tokens) - 1) <= end:
+            return False
+        self._aside.setdefault(row, []).append((common, sequence))
+        return True
 
     def _reserve(self, sequence: Sequence) -> int:
         """Pages that must stay available when the sequence starts, for those that run and for itself to grow.
@@ -210,3 +246,10 @@ class Prefills:
 def _stem(sequence: Sequence) -> Stem:
     """What requests that share anything worth waiting for have in common."""
     return sequence.cache_salt, sequence.tokens[:WORTH_WAITING_TOKENS].tobytes()
+
+
+def _num_common(first: Tokens, second: Tokens) -> int:
+    """How many tokens two sequences begin with in common."""
+    length = min(len(first), len(second))
+    differing = np.flatnonzero(first[:length] != second[:length])
+    return int(differing[0]) if len(differing) else length
