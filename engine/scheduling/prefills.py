@@ -213,7 +213,7 @@ class Prefills:
         end = self._holdings.num_cached_tokens(sequence) + max(self._limits.page_size, WORTH_WAITING_TOKENS)
         common, row = max((_num_common(table.tokens[row, : table.known[row]], sequence.tokens), row) for row in rows)
         # One token is always left to compute, so a prefix that ends with the prompt saves one less.
-        if min(common, len(sequence.tokens) - 1) <= end:
+        if min(common, len(sequence.tokens) - 1) < end:
             return False
         self._aside.setdefault(row, []).append((common, sequence))
         return True
