@@ -1,0 +1,171 @@
+"""Requests through a planner in virtual time: a device whose steps take what a cost model says.
+
+Owns: virtual time, and what came out when.  Does not know: tensors, wall time.
+A step takes BASE_S + DECODE_S for each row that decodes + PREFILL_S for each prompt token.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from engine.messages import Admit, Step, StepDone, Tokens
+from engine.plugins.hookspecs import EvictionContext, PolicyContext
+from engine.plugins.manager import Plugins
+from engine.sampling.params import SamplingParams
+from engine.scheduling.limits import PlannerLimits
+from engine.scheduling.planner import Planner
+
+EOS, TOKEN = 2, 7
+PAGE_SIZE = 16
+DEPTH = 2
+BASE_S, DECODE_S, PREFILL_S = 5e-3, 0.02e-3, 0.05e-3
+
+
+def new_planner(clock: Callable[[], float], policy: str = "priority", **limits: Any) -> Planner:
+    """The server's defaults, where ``limits`` does not say otherwise."""
+    given = {"max_running": 64, "max_step_tokens": 2048, "prefill_chunk": 512, "max_len": 4096, **limits}
+    hook = Plugins({"eviction": "lru", "policy": policy}).hook
+    return Planner(
+        PlannerLimits(page_size=PAGE_SIZE, eos_token_ids=(EOS,), **given),
+        hook.callboard_eviction_strategy(context=EvictionContext(PAGE_SIZE, given["num_pages"])),
+        hook.callboard_scheduling_policy(context=PolicyContext(given["max_running"], PAGE_SIZE)),
+        clock,
+    )
+
+
+def tokens(rng: np.random.Generator, count: int) -> np.ndarray:
+    return rng.integers(10, 30_000, count, dtype=np.int32)
+
+
+def num_sampled(step: Step) -> int:
+    return len(step.decode_rows) // 4 + step.prefill_samples.count(1)
+
+
+def pages_for(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """at: virtual seconds.  output: tokens until it samples EOS."""
+
+    at: float
+    prompt: np.ndarray
+    output: int
+    max_tokens: int
+    kind: str = ""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a simulation saw.  Per request: ``first_at``.  gaps: seconds between two tokens of a request."""
+
+    first_at: np.ndarray
+    cached: np.ndarray
+    gaps: list[np.ndarray] = field(default_factory=list)
+    num_tokens: int = 0
+    num_ended: int = 0
+    num_prefilled: int = 0  # prompt tokens computed, again after a retraction too
+    seconds: float = 0.0
+    running_s: float = 0.0  # integrals over time
+    used_s: float = 0.0
+
+
+class Simulation:
+    """A planner and a device with a cost model; two steps in flight, as in the server.
+
+    jitter: standard deviation of a step's time, as a share of it; drawn from a fixed seed."""
+
+    def __init__(self, requests: list[Request], policy: str = "priority", jitter: float = 0.0, **limits: Any) -> None:
+        self.now = 0.0
+        self._jitter = jitter
+        self._rng = np.random.default_rng(0)
+        self.requests = requests
+        self.planner = new_planner(lambda: self.now, policy, **limits)
+        self._num_pages: int = limits["num_pages"]
+        self._last_at = np.full(len(requests), np.nan)
+        self._goal = np.zeros(limits.get("max_running", 64), dtype=np.int64)
+        self._produced = np.zeros_like(self._goal)
+        self.outcome = Outcome(np.full(len(requests), np.nan), np.full(len(requests), np.nan))
+
+    def run(self, until: float = np.inf) -> Outcome:
+        """Until all have ended, or to a point in time."""
+        arriving = deque(enumerate(self.requests))
+        answers: deque[tuple[float, StepDone]] = deque()
+        device_free_at = 0.0
+        while True:
+            while arriving and arriving[0][1].at <= self.now:
+                self._admit(*arriving.popleft())
+            while self.planner.num_in_flight < DEPTH and (step := self.planner.next_step()) is not None:
+                device_free_at = max(device_free_at, self.now) + self._seconds(step)
+                answers.append((device_free_at, self._answer(step)))
+            due = min(answers[0][0] if answers else np.inf, arriving[0][1].at if arriving else np.inf)
+            if due > until or due == np.inf:
+                break
+            stats = self.planner.stats()
+            self.outcome.running_s += stats.running * (due - self.now)
+            self.outcome.used_s += stats.pages_used / self._num_pages * (due - self.now)
+            self.now = due
+            if answers and answers[0][0] <= due:
+                self.planner.complete(answers.popleft()[1])
+                self._read()
+        self.outcome.seconds = self.now
+        return self.outcome
+
+    def _admit(self, request_id: int, request: Request) -> None:
+        # The seed tells the device which request a row belongs to.
+        params = SamplingParams(max_tokens=request.max_tokens, seed=request_id)
+        self.planner.admit(Admit(request_id, request.prompt.tobytes(), params))
+
+    def _seconds(self, step: Step) -> float:
+        num_prompt_tokens = int(np.frombuffer(step.prefill_lengths, dtype=np.int32).sum())
+        self.outcome.num_prefilled += num_prompt_tokens
+        seconds = BASE_S + DECODE_S * (len(step.decode_rows) // 4) + PREFILL_S * num_prompt_tokens
+        return seconds * float(self._rng.lognormal(0.0, self._jitter))
+
+    def _answer(self, step: Step) -> StepDone:
+        for admission in step.admissions:
+            self._goal[admission.row] = self.requests[admission.params.seed or 0].output
+            self._produced[admission.row] = len(admission.token_ids) // 4 - admission.num_prompt_tokens
+        segments = np.frombuffer(step.prefill_rows, dtype=np.int32)
+        samples = np.frombuffer(step.prefill_samples, dtype=np.int32) == 1
+        rows = np.concatenate((np.frombuffer(step.decode_rows, dtype=np.int32), segments[samples]))
+        self._produced[rows] += 1
+        sampled = np.where(self._produced[rows] >= self._goal[rows], EOS, TOKEN).astype(np.int32)
+        return StepDone(0, step.step_id, sampled.tobytes())
+
+    def _read(self) -> None:
+        outcome = self.outcome
+        for message in self.planner.outbox:
+            assert isinstance(message, Tokens)
+            ids = np.frombuffer(message.request_ids, dtype=np.int64)
+            gaps = self.now - self._last_at[ids]
+            outcome.gaps.append(gaps[~np.isnan(gaps)])
+            outcome.first_at[ids[np.isnan(gaps)]] = self.now
+            self._last_at[ids] = self.now
+            outcome.num_tokens += len(ids)
+            outcome.num_ended += len(ids) - message.finishes.count(0)
+            for request_id, num_cached in message.cached_tokens.items():
+                outcome.cached[request_id] = num_cached
+        self.planner.outbox.clear()
+        self.planner.finished.clear()
+
+    def ttft_ms(self, percent: float, kind: str = "") -> float:
+        """Of those of one kind that have had a first token."""
+        waits = [
+            first - request.at
+            for first, request in zip(self.outcome.first_at, self.requests, strict=True)
+            if request.kind == kind and not np.isnan(first)
+        ]
+        return float(np.percentile(waits, percent) * 1000)
+
+    def itl_ms(self, percent: float) -> float:
+        return float(np.percentile(np.concatenate(self.outcome.gaps), percent) * 1000)
+
+
+def poisson(rng: np.random.Generator, per_s: float, seconds: float) -> np.ndarray:
+    """Times of arrival."""
+    return np.cumsum(rng.exponential(1 / per_s, int(per_s * seconds)))
