@@ -1,15 +1,16 @@
 """The adaptive step budget: how many prompt tokens fit beside the decodes without keeping those waiting.
 
 Owns: a model of how long a step takes, learnt from the steps that have run.  Does not know: what is in them, clocks.
-seconds = base + per_decode * decodes + per_token * prompt tokens, by recursive least squares with forgetting
-(Haykin, Adaptive Filter Theory, ch. 10): machine, model and context lengths are in the coefficients.
+seconds = base + per_decode * decodes + per_token * prompt tokens, by least squares over recent steps: machine, model
+and context lengths are in the coefficients.  The normal equations are kept with exponential forgetting and anchored to the
+last solution (Tikhonov), so that a long stretch of equal steps neither blows up nor forgets what they do not show.
 """
 
 import numpy as np
 
 MIN_PREFILL_TOKENS = 16  # a prompt never stands still, however many decode
 FORGETTING = 0.97
-UNSURE = 1e6  # initial variance: the first steps decide at once
+ANCHOR = 0.01  # weight of the last solution, in steps
 
 
 class StepBudget:
@@ -19,7 +20,8 @@ class StepBudget:
         self._max_step_tokens = max_step_tokens
         self._target_s = target_s
         self._costs = np.zeros(3)
-        self._covariance = np.eye(3) * UNSURE
+        self._moments = np.zeros((3, 3))
+        self._sums = np.zeros(3)
 
     @property
     def learns(self) -> bool:
@@ -30,12 +32,10 @@ class StepBudget:
         """A step of this size took so long."""
         # Per 64 decodes and 1,024 tokens, so that the three numbers are of one magnitude.
         features = np.array((1.0, num_decodes / 64, num_prefill_tokens / 1024))
-        spread = self._covariance @ features
-        gain = spread / (FORGETTING + features @ spread)
-        self._costs += gain * (seconds - features @ self._costs)
-        self._covariance = (self._covariance - np.outer(gain, spread)) / FORGETTING
-        # Without this, directions that no step shows for long would grow without bound.
-        np.clip(self._covariance, -UNSURE, UNSURE, out=self._covariance)
+        self._moments = self._moments * FORGETTING + np.outer(features, features)
+        self._sums = self._sums * FORGETTING + features * seconds
+        anchored = self._moments + np.eye(3) * ANCHOR
+        self._costs = np.maximum(np.linalg.solve(anchored, self._sums + ANCHOR * self._costs), 0.0)
 
     def prefill_tokens(self, num_decodes: int) -> int:
         """Prompt tokens that the next step may hold beside ``num_decodes``."""

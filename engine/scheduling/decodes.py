@@ -8,6 +8,8 @@ import numpy as np
 from engine.scheduling.holdings import NO_APPENDS, NO_ROWS, Appends, Holdings
 from engine.scheduling.rows import Rows, RowTable
 
+AHEAD = 3  # Where pages are plenty, rows that need one within so many steps get it together: fewer plans that do more.
+
 
 class Decodes:
     """``rows`` is replaced when somebody joins or leaves, never changed: steps in flight refer to it."""
@@ -17,6 +19,7 @@ class Decodes:
         self._table = table
         self._holdings = holdings
         self._num_quiet = 0
+        self._lacking: Rows | None = None  # what ``lack_pages`` has found, for ``plan``
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -32,12 +35,14 @@ class Decodes:
     def _set_rows(self, rows: Rows) -> None:
         self.rows = rows
         self._num_quiet = 0
+        self._lacking = None
 
     def lack_pages(self) -> bool:
         """Whether some row needs a page and there is none for it, nor on its way back from a row that has ended."""
         if self._num_quiet > 0:
             return False
-        missing = len(self._needy()) - self._holdings.num_available
+        self._lacking = self._needy()
+        missing = len(self._lacking) - self._holdings.num_available
         return missing > 0 and missing > self._pages_coming_back()
 
     def plan(self) -> tuple[Rows, Appends]:
@@ -51,9 +56,13 @@ class Decodes:
             table.computed[rows] += 1
             table.planned[rows] += 1
             return rows, NO_APPENDS
-        needy = self._needy()
+        # Unless somebody was retracted since.
+        needy = self._lacking if self._lacking is not None else self._needy()
+        self._lacking = None
         appends = NO_APPENDS
         if len(needy):
+            if self._holdings.num_available > 2 * len(rows):
+                needy = self._needy_soon()
             served = needy[: self._holdings.num_available]
             pages = self._holdings.allocate(len(served))
             appends = Appends(served, table.append_pages(served, pages), pages)
@@ -71,6 +80,13 @@ class Decodes:
         """Rows whose next position lies in a page they do not have yet."""
         table, rows = self._table, self.rows
         return rows[table.computed[rows] >= table.num_pages[rows] * table.page_size]
+
+    def _needy_soon(self) -> Rows:
+        """Rows that will need a page within the next steps."""
+        table, rows = self._table, self.rows
+        room = table.num_pages.take(rows) * table.page_size
+        soon = (table.computed.take(rows) >= room - AHEAD) & (table.max_total.take(rows) - 1 > room)
+        return rows[soon]
 
     def _pages_coming_back(self) -> int:
         """Pages of rows that only wait for a step in flight: ended, or with their last token being sampled."""

@@ -14,19 +14,21 @@ Floats = npt.NDArray[np.float64]
 
 HISTORY = 512  # outputs remembered
 FIRST_GUESS = 256  # tokens, before anything has ended
+GOLDEN = (5**0.5 - 1) / 2
 CAUTION_STEP = 0.25  # what one retraction adds to every expectation
+MOST_CAUTION = 1.0
 CAUTION_DECAY = 0.9  # what an output that ended in peace leaves of it
 
 
 class OutputForecast:
-    """Expects of an output what earlier ones that got as far did on average."""
+    """Expects of an output what earlier ones that got as far did: of each a different one, so that as many of them are
+    expected to end early and late as really did."""
 
     def __init__(self) -> None:
         self._lengths = np.full(HISTORY, FIRST_GUESS, dtype=np.int64)
         self._num_seen = 0
         self._caution = 0.0
         self._sorted: npt.NDArray[np.int64] | None = None
-        self._tail_sums: npt.NDArray[np.int64] = np.zeros(1, dtype=np.int64)
 
     def note_end(self, num_output: int) -> None:
         """An output ended by itself or at its limit."""
@@ -37,7 +39,7 @@ class OutputForecast:
 
     def note_retraction(self) -> None:
         """Pages ran out: expectations were too low."""
-        self._caution += CAUTION_STEP
+        self._caution = min(MOST_CAUTION, self._caution + CAUTION_STEP)
 
     def remaining(self, generated: Ints, most: Ints) -> Floats:
         """Tokens still to come of outputs with ``generated`` tokens now; never above ``most``, what they may still get.
@@ -45,11 +47,13 @@ class OutputForecast:
         An output longer than all before it is expected to get twice as long as it is."""
         if self._sorted is None:
             self._sorted = np.sort(self._lengths[: max(1, min(self._num_seen, HISTORY))])
-            self._tail_sums = np.concatenate((np.cumsum(self._sorted[::-1])[::-1], [0]))
         first_longer = np.searchsorted(self._sorted, generated, side="right")
         num_longer = len(self._sorted) - first_longer
-        means = self._tail_sums[first_longer] / np.maximum(num_longer, 1)
-        expected = np.where(num_longer > 0, means - generated, generated)
+        # The golden ratio's multiples spread evenly over 0 to 1, however many there are.  With the mean for everybody
+        # all would end at once, and the pool would stay a quarter empty for a peak that never comes.
+        spread = np.arange(1, len(generated) + 1) * GOLDEN % 1.0
+        lengths = self._sorted[np.minimum(first_longer + (spread * num_longer).astype(np.int64), len(self._sorted) - 1)]
+        expected = np.where(num_longer > 0, lengths - generated, generated)
         return np.minimum(expected * (1.0 + self._caution), most)
 
 

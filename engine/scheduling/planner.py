@@ -278,11 +278,15 @@ class Planner:
         table.tokens[rows, known] = tokens
         known += 1
         table.known[rows] = known
-        stopped = (table.stop_ids[rows] == tokens[:, None]).any(axis=1)
-        full = known >= table.max_total[rows]
-        finishes = full.view(np.uint8) * np.uint8(Finish.LENGTH)
+        stopped = (table.stop_ids.take(rows, axis=1) == tokens).any(axis=0)
+        full = known >= table.max_total.take(rows)
         ends = stopped | full
-        finishes[stopped] = Finish.STOP
+        some_end = ends.any()
+        if some_end:
+            finishes = full.view(np.uint8) * np.uint8(Finish.LENGTH)
+            finishes[stopped] = Finish.STOP
+        else:
+            finishes = full.view(np.uint8)
         self.outbox.append(
             Tokens(
                 request_ids=table.request_ids[rows].tobytes(),
@@ -292,7 +296,7 @@ class Planner:
                 logprobs=logprobs,
             )
         )
-        if not ends.any():
+        if not some_end:
             return
         now = self._clock()
         for row, finish in zip(rows[ends].tolist(), finishes[ends].tolist(), strict=True):

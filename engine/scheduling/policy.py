@@ -39,5 +39,7 @@ class SchedulingPolicy(Protocol):
         ...
 
     def rank(self, waiting: Waiting) -> Rank:
-        """Smaller runs first; among equals, who arrived first.  Always the same number of ints."""
+        """Smaller runs first; among equals, who arrived first.  Always the same number of ints.
+
+        Among equally urgent requests nobody may wait for ever, however many better placed ones follow."""
         ...

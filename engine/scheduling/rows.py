@@ -36,7 +36,7 @@ class RowTable:
         self.num_pages = np.zeros(max_running, dtype=np.int32)
         self.page_table = np.zeros((max_running, -(-max_len // page_size)), dtype=np.int32)
         self.last_step = np.zeros(max_running, dtype=np.int64)
-        self.stop_ids = np.full((max_running, 4), NO_TOKEN, dtype=np.int32)
+        self.stop_ids = np.full((4, max_running), NO_TOKEN, dtype=np.int32)
         self._free = list(range(max_running - 1, -1, -1))
 
     @property
@@ -80,8 +80,8 @@ class RowTable:
         return indexes
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
-        missing = len(stop_ids) - self.stop_ids.shape[1]
+        missing = len(stop_ids) - self.stop_ids.shape[0]
         if missing > 0:
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
-        self.stop_ids[row] = NO_TOKEN
-        self.stop_ids[row, : len(stop_ids)] = stop_ids
+            self.stop_ids = np.pad(self.stop_ids, ((0, missing), (0, 0)), constant_values=NO_TOKEN)
+        self.stop_ids[:, row] = NO_TOKEN
+        self.stop_ids[: len(stop_ids), row] = stop_ids

@@ -61,3 +61,22 @@ def test_a_thousand_equal_steps_do_not_blow_up_what_is_known() -> None:
     for _ in range(5):
         budget.observe(8, 200, BASE + PER_DECODE * 8 + PER_TOKEN * 200)
     assert BASE + PER_DECODE * 8 + PER_TOKEN * budget.prefill_tokens(8) == pytest.approx(0.03, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_holds_while_step_times_scatter_and_after_a_long_stretch_without_prefills(seed: int) -> None:
+    budget, rng = StepBudget(2048, 0.03), np.random.default_rng(seed)
+
+    def observe(decodes: int, tokens: int) -> None:
+        seconds = BASE + PER_DECODE * decodes + PER_TOKEN * tokens
+        budget.observe(decodes, tokens, seconds * (1 + 0.1 * rng.standard_normal()))
+
+    for _ in range(200):
+        observe(int(rng.integers(1, 64)), int(rng.choice([0, 256])))
+    for _ in range(5000):
+        observe(32, 0)
+    off = []
+    for _ in range(300):
+        observe(32, budget.prefill_tokens(32))
+        off.append(abs(BASE + PER_DECODE * 32 + PER_TOKEN * budget.prefill_tokens(32) - 0.03) / 0.03)
+    assert np.mean(np.array(off) > 0.3) < 0.02

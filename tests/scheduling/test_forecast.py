@@ -15,12 +15,17 @@ def test_before_anything_has_ended_the_first_guess_counts() -> None:
     assert expected(OutputForecast(), 0, most=20) == 20
 
 
-def test_an_output_is_expected_to_do_as_those_that_got_as_far() -> None:
+def test_outputs_are_expected_to_do_as_those_that_got_as_far() -> None:
     forecast = OutputForecast()
-    for length in (10, 20, 30, 100):
+    lengths = [10, 20, 30, 100]
+    for length in lengths:
         forecast.note_end(length)
-    assert expected(forecast, 0) == 40
-    assert expected(forecast, 15) == 50 - 15
+    for generated in (0, 15, 29):
+        most = np.full(400, 10_000, np.int32)
+        remaining = forecast.remaining(np.full(400, generated, np.int32), most) + generated
+        longer = [length for length in lengths if length > generated]
+        share = {length: float(np.mean(remaining == length)) for length in longer}
+        assert share == pytest.approx({length: 1 / len(longer) for length in longer}, abs=0.01)
     assert expected(forecast, 30) == 100 - 30, "an output of 30 tokens that goes on is longer than the one of 30"
     assert expected(forecast, 99) == 1
 
@@ -44,7 +49,10 @@ def test_a_retraction_makes_careful_and_ends_in_peace_make_bold_again() -> None:
     forecast.note_end(100)
     forecast.note_retraction()
     assert expected(forecast, 0) == 125
-    for _ in range(40):
+    for _ in range(100):
+        forecast.note_retraction()
+    assert expected(forecast, 0) == 200, "there is a limit to caution"
+    for _ in range(60):
         forecast.note_end(100)
     assert expected(forecast, 0) == pytest.approx(100, rel=0.01)
 
