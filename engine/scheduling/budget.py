@@ -2,8 +2,8 @@
 
 Owns: a model of how long a step takes, learnt from the steps that have run.  Does not know: what is in them, clocks.
 seconds = base + per_decode * decodes + per_token * prompt tokens, by least squares over recent steps: machine, model
-and context lengths are in the coefficients.  The normal equations are kept with exponential forgetting and anchored to the
-last solution (Tikhonov), so that a long stretch of equal steps neither blows up nor forgets what they do not show.
+and context lengths are in the coefficients.  The normal equations are kept with exponential forgetting and anchored to
+the last solution (Tikhonov), so that a long stretch of equal steps neither blows up nor forgets what they do not show.
 """
 
 import numpy as np
