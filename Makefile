@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test check format demo-model clean
+SEEDS ?= 20000
+
+.PHONY: serve test check signatures simulate format demo-model clean
 
 serve: $(STAMP)  ## install, then serve the demo model on 127.0.0.1:8000
 	$(BIN)/callboard serve examples/demo.toml
@@ -18,6 +20,16 @@ check: $(STAMP)  ## lint, types, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+signatures: $(STAMP)  ## every call into FlashInfer against its own Python code, 62 MB, which needs no GPU to be imported
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-compile --target $(VENV)/signatures --no-deps \
+		flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 nvidia-ml-py einops tabulate \
+		requests certifi charset-normalizer urllib3
+	PYTHONPATH=$(VENV)/signatures $(BIN)/python -m pytest \
+		tests/attention/test_flashinfer_signatures.py tests/attention/test_flashinfer_package.py
+
+simulate: $(STAMP)  ## run the deterministic simulation until SEEDS seeds counted, on all cores
+	$(BIN)/python -m tests.sim sweep --seeds $(SEEDS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,113 @@
+"""The engine of a run, put together as ``engine/actors/system.py`` does, with links that take time.
+
+Owns: which parts there are and how they are connected.  Does not know: what is done with them.
+Ingress, tokenizer, scheduler and supervisor are the engine's own; links, executor and codec are simulated.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.actors.actor import Actor
+from engine.actors.ingress import Ingress
+from engine.actors.scheduler import Scheduler
+from engine.actors.supervisor import Supervisor
+from engine.actors.tokenizer import Tokenizer
+from engine.config import LimitsSection
+from engine.messages import Message
+from engine.scheduling.planner import Planner
+from tests.sim.codec import SimCodec
+from tests.sim.device import SimDevice, SimExecutor
+from tests.sim.links import SimLink, SimMailbox
+from tests.sim.oracle import VOCAB
+from tests.sim.scenario import LINKS, Scenario
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """links: by name, ``sender>receiver``.  actors: by name, in the order in which they are stopped."""
+
+    links: dict[str, SimLink]
+    device: SimDevice
+    tokenizer: Tokenizer
+    ingress: Ingress
+    executor: SimExecutor
+    scheduler: Scheduler
+    actors: dict[str, Actor[Any]]
+    supervisor: Supervisor
+
+    @property
+    def is_anything_under_way(self) -> bool:
+        """Whether some message is on a link, or in a mailbox and not handled."""
+        return any(map(len, self.links.values())) or any(len(actor.inbox) for actor in self.actors.values())
+
+
+def assemble(
+    scenario: Scenario,
+    *,
+    new_planner: Callable[[int], Planner],
+    observers: Any,
+    nan_tokens: dict[int, int],
+    mark: Callable[[str], None],
+    op_of: Callable[[int], int],
+    watch: Callable[[str, Message], None],
+) -> Engine:
+    """nan_tokens, mark: see ``SimDevice``.  op_of, watch: see ``SimLink``."""
+    setup = scenario.setup
+    capacity = 4 * setup.max_requests + 64
+    inboxes = {name: SimMailbox(name, capacity) for name in ("ingress", "tokenizer", "scheduler", "executor0")}
+    links: dict[str, SimLink] = {}
+    for number, name in enumerate(LINKS):
+        inbox = inboxes[name.partition(">")[2].replace("executor", "executor0")]
+        links[name] = SimLink(number, name, inbox, setup.weather, op_of, watch)
+        inbox.links.append(links[name])
+    device = SimDevice(
+        num_rows=setup.max_running,
+        max_len=setup.max_len,
+        page_size=setup.page_size,
+        num_pages=setup.num_pages,
+        num_host_pages=setup.num_host_pages,
+        nan_tokens=nan_tokens,
+        mark=mark,
+    )
+    tokenizer = Tokenizer(capacity=capacity, codec=SimCodec(setup.eos_token_ids))
+    ingress = Ingress(
+        capacity=capacity,
+        limits=LimitsSection(
+            max_requests=setup.max_requests,
+            max_queued_tokens=setup.max_queued_tokens,
+            request_timeout_s=setup.request_timeout_s,
+        ),
+        max_model_len=setup.max_len,
+        vocab_size=VOCAB,
+        rng=random.Random(scenario.seed),
+        tokenizer=links["ingress>tokenizer"],
+    )
+    executor = SimExecutor(
+        capacity=capacity,
+        device=device,
+        num_pages=setup.num_pages,
+        overlap=setup.overlap,
+        step_s=setup.step_s,
+        load_s=setup.load_s,
+        seed=scenario.seed,
+    )
+    scheduler = Scheduler(
+        capacity=capacity,
+        overlap_depth=setup.overlap,
+        page_size=setup.page_size,
+        new_planner=new_planner,
+        executors=[links["scheduler>executor"]],
+        tokenizer=links["scheduler>tokenizer"],
+        ingress=links["scheduler>ingress"],
+        observers=observers,
+    )
+    executor.connect(links["executor>scheduler"])
+    tokenizer.connect(scheduler=links["tokenizer>scheduler"], ingress=links["tokenizer>ingress"])
+    actors: dict[str, Actor[Any]] = {}
+    for actor in (tokenizer, scheduler, executor, ingress):
+        actor.inbox = inboxes[actor.name]
+        actors[actor.name] = actor
+    supervisor = Supervisor(list(actors.values()), ingress)
+    return Engine(links, device, tokenizer, ingress, executor, scheduler, actors, supervisor)

@@ -1,0 +1,304 @@
+"""A device whose K/V tells whether it was read from the right place, and the actor that runs steps on it.
+
+Owns: the pool, page tables and tokens as an executor holds them; the time that steps take.
+Does not know: why a page is where it is.  Pages are poisoned the moment the scheduler frees them, also while steps
+that were planned before are still to run: whoever needs them then has been wronged.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from engine.actors.actor import Actor
+from engine.actors.mailbox import Link
+from engine.kv.pages import Pages
+from engine.messages import ExecutorInbox, ExecutorReady, ExecutorsLost, Logprobs, Step, StepDone
+from tests.sim.failures import SimIncorrect
+from tests.sim.luck import luck
+from tests.sim.oracle import U64, WEIGHT, hashes, next_tokens
+
+POISON = np.uint64(0xDEADBEEFDEADBEEF)
+GARBAGE = np.uint64(0x0BADF00D0BADF00D)  # what a step leaves behind whose logits were not finite
+
+
+def ints(column: bytes) -> np.ndarray:
+    """A message's column, wide enough to index with."""
+    return np.frombuffer(column, dtype=np.int32).astype(np.int64)
+
+
+def logprob_of(token: int, position: int) -> float:
+    """What a request that asks for log probabilities is told; exact in float32."""
+    return -float(token * 16 + position % 16)
+
+
+class SimDevice:
+    """Steps on ``num_pages`` pages.  nan_tokens: operation -> which of its output tokens comes out as NaN.
+
+    Rows know which operation they serve by their seed.  mark: notes that something scarce has happened."""
+
+    def __init__(
+        self,
+        *,
+        num_rows: int,
+        max_len: int,
+        page_size: int,
+        num_pages: int,
+        num_host_pages: int,
+        nan_tokens: dict[int, int],
+        mark: Callable[[str], None],
+    ) -> None:
+        # The last page is where page tables point that have nothing to point at.
+        self._kv: U64 = np.full((num_pages + 1, page_size), POISON, dtype=np.uint64)
+        self._slots = self._kv.reshape(-1)
+        self._host: U64 = np.full((num_host_pages, page_size), POISON, dtype=np.uint64)
+        self._page_size = page_size
+        self._nowhere = num_pages
+        self._tables = np.full((num_rows, -(-max_len // page_size)), num_pages, dtype=np.int64)
+        self._tokens = np.zeros((num_rows, max_len + 1), dtype=np.int64)
+        self._known = np.zeros(num_rows, dtype=np.int64)
+        self._computed = np.zeros(num_rows, dtype=np.int64)
+        self._offsets = np.arange(self._tables.shape[1] * page_size)
+        self._nan_tokens = nan_tokens
+        self._nan_positions: dict[int, int] = {}
+        self._logprob_rows: set[int] = set()
+        self._mark = mark
+
+    def forget(self) -> None:
+        """A new device: nothing of what was on the old one."""
+        self._kv[:] = POISON
+        self._host[:] = POISON
+        self._tables[:] = self._nowhere
+        self._known[:] = 0
+        self._computed[:] = 0
+        self._nan_positions.clear()
+        self._logprob_rows.clear()
+
+    def poison(self, pages: Pages) -> None:
+        """The scheduler has freed these."""
+        self._kv[pages] = POISON
+
+    def run(self, step: Step) -> StepDone:
+        """The whole step."""
+        if step.transfer_to_host:
+            self._transfer(step)
+        for admission in step.admissions:
+            row, tokens, pages = admission.row, ints(admission.token_ids), ints(admission.pages)
+            self._tokens[row, : len(tokens)] = tokens
+            self._tables[row] = self._nowhere
+            self._tables[row, : len(pages)] = pages
+            self._known[row] = len(tokens)
+            self._computed[row] = admission.num_computed_tokens
+            self._nan_positions.pop(row, None)
+            nan_token = self._nan_tokens.get(admission.params.seed or 0)
+            if nan_token is not None and admission.num_prompt_tokens + nan_token >= len(tokens):
+                self._nan_positions[row] = admission.num_prompt_tokens + nan_token
+            self._logprob_rows.discard(row)
+            if admission.params.logprobs is not None:
+                self._logprob_rows.add(row)
+        if step.append_rows:
+            self._tables[ints(step.append_rows), ints(step.append_indexes)] = ints(step.append_pages)
+        return self._forward(step)
+
+    def _transfer(self, step: Step) -> None:
+        columns = ints(step.transfer_to_host), ints(step.transfer_device_pages), ints(step.transfer_host_pages)
+        for to_host, on_device, on_host in zip(*(column.tolist() for column in columns), strict=True):
+            source = self._kv[on_device] if to_host else self._host[on_host]
+            if (source == POISON).any():
+                way = "to" if to_host else "from"
+                raise SimIncorrect(
+                    f"step {step.step_id} copies page {on_device} {way} host page {on_host}: never filled, or freed"
+                )
+            if to_host:
+                self._host[on_host] = source
+                self._kv[on_device] = POISON  # it was freed when this was planned
+                self._mark("pages to host")
+            else:
+                self._kv[on_device] = source
+                self._mark("pages back from host")
+
+    def _forward(self, step: Step) -> StepDone:
+        rows = ints(step.decode_rows)
+        starts = self._computed[rows]
+        if not step.prefill_rows:
+            lengths = np.ones(len(rows), dtype=np.int64)
+            sampled = rows
+        else:
+            segment_rows = ints(step.prefill_rows)
+            sampled = np.concatenate((rows, segment_rows[ints(step.prefill_samples) == 1]))
+            rows = np.concatenate((rows, segment_rows))
+            starts = np.concatenate((starts, ints(step.prefill_starts)))
+            lengths = np.concatenate((np.ones(len(step.decode_rows) // 4, np.int64), ints(step.prefill_lengths)))
+        ends = starts + lengths
+        if (starts != self._computed[rows]).any() or (ends > self._known[rows]).any():
+            raise SimIncorrect(
+                f"step {step.step_id}: rows {rows.tolist()} go from {starts.tolist()} to {ends.tolist()}, "
+                f"but have {self._computed[rows].tolist()} computed of {self._known[rows].tolist()}"
+            )
+        written = self._compute(step, rows, starts, lengths)
+        self._computed[rows] = ends
+        tokens = self._sample(step, sampled)
+        positions = self._known[sampled]
+        logprobs = {}
+        for row in self._logprob_rows.intersection(sampled.tolist()) if self._logprob_rows else ():
+            index = sampled.tolist().index(row)
+            token = int(tokens[index])
+            value = logprob_of(token, int(positions[index]))
+            top = np.array([token], np.int32).tobytes(), np.array([value], np.float32).tobytes()
+            logprobs[index] = Logprobs(value, *top)
+        for row in [row for row in self._nan_positions if row in sampled]:
+            at = np.flatnonzero(sampled == row)[0]
+            if positions[at] == self._nan_positions[row]:
+                del self._nan_positions[row]
+                tokens[at] = -1
+                logprobs.pop(int(at), None)
+                self._slots[written[np.repeat(rows, lengths) == row]] = GARBAGE
+                self._mark("NaN")
+        self._tokens[sampled, positions] = np.maximum(tokens, 0)
+        self._known[sampled] = positions + 1
+        return StepDone(0, step.step_id, tokens.astype(np.int32).tobytes(), logprobs)
+
+    def _compute(self, step: Step, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Write the K/V of the step's tokens; returns their slots."""
+        size = self._page_size
+        before = np.maximum(starts - 1, 0)
+        previous = self._slots[self._tables[rows, before // size] * size + before % size]
+        previous[starts == 0] = 0
+        if (previous == POISON).any():
+            row = rows[previous == POISON][0]
+            raise SimIncorrect(f"step {step.step_id}: row {row} continues a page that was freed or never filled")
+        if lengths.max() > 1:
+            first = np.cumsum(lengths) - lengths
+            rows_T = np.repeat(rows, lengths)
+            positions = np.arange(len(rows_T)) + np.repeat(starts - first, lengths)
+            added = hashes(self._tokens[rows_T, positions], positions)
+            sums = np.cumsum(added)
+            values = sums + np.repeat(previous - sums[first] + added[first], lengths)
+        else:
+            rows_T, positions = rows, starts
+            values = previous + hashes(self._tokens[rows, starts], starts)
+        pages = self._tables[rows_T, positions // size]
+        slots = pages * size + positions % size
+        if (pages == self._nowhere).any():
+            raise SimIncorrect(f"step {step.step_id}: row {rows_T[pages == self._nowhere][0]} writes without a page")
+        self._slots[slots] = values
+        if (self._slots[slots] != values).any():
+            raise SimIncorrect(f"step {step.step_id}: two of its tokens share a slot")
+        return slots
+
+    def _sample(self, step: Step, rows: np.ndarray) -> np.ndarray:
+        """The next token of each row, from all its slots as its page table has them."""
+        if not len(rows):
+            return np.zeros(0, dtype=np.int64)
+        lengths = self._computed[rows]
+        num_pages = -(-int(lengths.max()) // self._page_size)
+        values = self._kv[self._tables[rows, :num_pages]].reshape(len(rows), -1)
+        width = values.shape[1]
+        inside = self._offsets[:width] < lengths[:, None]
+        if ((values == POISON) & inside).any():
+            row = rows[((values == POISON) & inside).any(axis=1)][0]
+            raise SimIncorrect(f"step {step.step_id}: row {row} reads a page that was freed or never filled")
+        values *= inside
+        return next_tokens(np.add.reduce(values * WEIGHT[:width], axis=1))
+
+
+class SimExecutor(Actor[ExecutorInbox]):
+    """Runs steps in order, each for a while; at most ``overlap`` are queued.
+
+    step_s: mean duration.  Effects are made when a step begins or when it ends, by luck: a device makes them somewhere
+    between."""
+
+    def __init__(
+        self, *, capacity: int, device: SimDevice, num_pages: int, overlap: int, step_s: float, load_s: float, seed: int
+    ) -> None:
+        super().__init__("executor0", capacity)
+        self._device = device
+        self._num_pages = num_pages
+        self._overlap = overlap
+        self._step_s = step_s
+        self._load_s = load_s
+        self._seed = seed
+        self._steps: deque[Step] = deque()
+        self._result: StepDone | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._hangs_until = 0.0
+        self._is_up = False
+        self._scheduler: Link[ExecutorReady | StepDone | ExecutorsLost] | None = None
+
+    def connect(self, scheduler: Link[ExecutorReady | StepDone | ExecutorsLost]) -> None:
+        """Where results go."""
+        self._scheduler = scheduler
+
+    async def run(self) -> None:
+        """Load, then serve."""
+        self._timer = asyncio.get_running_loop().call_later(self._load_s, self.come_back)
+        await super().run()
+
+    def handle(self, message: ExecutorInbox) -> None:
+        if not isinstance(message, Step):
+            raise SimulatedCrash(f"{self.name} was told to crash")
+        if not self._is_up:
+            return  # sent before the scheduler heard of the loss
+        self._steps.append(message)
+        if len(self._steps) > self._overlap:
+            raise SimIncorrect(f"{len(self._steps)} steps in flight, at most {self._overlap} were agreed")
+        if len(self._steps) == 1:
+            self._begin()
+
+    def hang(self, seconds: float) -> None:
+        """The step under way, or the next one, takes that much longer."""
+        self._hangs_until = asyncio.get_running_loop().time() + seconds
+
+    def lose(self) -> bool:
+        """The device is gone, and every step with it; False while there is none."""
+        if not self._is_up:
+            return False
+        self.close()
+        self._is_up = False
+        self._hangs_until = 0.0
+        self._steps.clear()
+        self._result = None
+        self._device.forget()
+        assert self._scheduler is not None
+        self._scheduler.put(ExecutorsLost("the scenario says so"))
+        return True
+
+    def come_back(self) -> None:
+        """The model is loaded."""
+        self._is_up = True
+        assert self._scheduler is not None
+        self._scheduler.put(ExecutorReady(rank=0, num_pages=self._num_pages))
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def num_queued(self) -> int:
+        """Steps that have arrived and have not been answered."""
+        return len(self._steps)
+
+    def _begin(self) -> None:
+        step = self._steps[0]
+        draw = luck(self._seed, 0xE, step.step_id)
+        if draw < 0.5:
+            self._result = self._device.run(step)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._step_s * (0.5 + draw), self._end)
+
+    def _end(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._hangs_until:
+            self._timer = loop.call_at(self._hangs_until, self._end)
+            return
+        step = self._steps.popleft()
+        result, self._result = self._result or self._device.run(step), None
+        assert self._scheduler is not None
+        self._scheduler.put(result)
+        if self._steps:
+            self._begin()
+
+
+class SimulatedCrash(Exception):
+    """A scenario asked for it."""

@@ -1,0 +1,263 @@
+"""Planted bugs: each must be found by the simulation, or the simulation proves nothing.
+
+Owns: the bugs.  Does not know: how they are found.
+Every one is a mistake that this code could make or that other engines have made, planted by replacing one method.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import engine.scheduling.holdings as holdings_module
+from engine.actors.ingress import Ingress, _Open
+from engine.actors.tokenizer import Tokenizer
+from engine.kv.host import Transfer
+from engine.kv.node import SHARED, Namespace, Node
+from engine.kv.radix import RadixTree
+from engine.messages import Abort, StepDone
+from engine.scheduling.decodes import Decodes
+from engine.scheduling.holdings import Appends, Holdings
+from engine.scheduling.planner import Planner
+from engine.scheduling.prefills import Prefills
+from engine.scheduling.queue import RankedQueue
+from engine.scheduling.rows import Rows, RowTable
+from engine.scheduling.sequence import Sequence
+
+Mutant = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Gets the method as it is and returns the one that stands in its place."""
+
+
+@contextmanager
+def planted(mutant: Mutant) -> Iterator[None]:
+    """The bug is there within this context."""
+    owner, name = MUTANTS[mutant]
+    assert hasattr(owner, name), f"{owner} has no {name} any more: plant {mutant.__name__} elsewhere"
+    original = getattr(owner, name)
+    setattr(owner, name, mutant(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+# ---- pages --------------------------------------------------------------------------------------
+
+
+def a_page_is_freed_twice(release: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Holdings, row: int) -> None:
+        handle = self._handles[row]
+        handle.num_pages = max(0, handle.num_pages - 1)  # the tree's last page is freed as if it were the row's own
+        release(self, row)
+
+    return mutant
+
+
+def a_page_leaks_when_a_row_is_released(release: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Holdings, row: int) -> None:
+        if self._rows.num_pages[row] > self._handles[row].num_pages:
+            self._rows.num_pages[row] -= 1
+        release(self, row)
+
+    return mutant
+
+
+def a_page_comes_one_token_late(_: Callable[..., Rows]) -> Callable[..., Rows]:
+    def mutant(self: Decodes) -> Rows:
+        table, rows = self._table, self.rows
+        return rows[table.computed[rows] > table.num_pages[rows] * table.page_size]
+
+    return mutant
+
+
+def transfers_are_dropped(drain: Callable[..., list[Transfer]]) -> Callable[..., list[Transfer]]:
+    def mutant(self: Holdings) -> list[Transfer]:
+        return drain(self)[1:]
+
+    return mutant
+
+
+# ---- the prefix cache ---------------------------------------------------------------------------
+
+
+def an_unlock_is_missed(unlock: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: RadixTree, handle: Any) -> None:
+        if handle.num_pages % 3 != 2:
+            unlock(self, handle)
+
+    return mutant
+
+
+def a_live_page_can_be_evicted(lock: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(self: RadixTree, match: Any, priority: int = 0) -> Any:
+        handle = lock(self, match, priority)
+        self._ledger.release(handle.node)
+        return handle
+
+    return mutant
+
+
+def a_split_is_off_by_one(split: Callable[..., Node]) -> Callable[..., Node]:
+    def mutant(self: Node, num_pages: int) -> Node:
+        return split(self, num_pages - 1 if num_pages > 1 else num_pages)
+
+    return mutant
+
+
+def an_unfinished_page_is_published(publish: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Holdings, row: int, num_tokens: int) -> None:
+        size = self._page_size
+        whole = -(-num_tokens // size) * size
+        publish(self, row, whole if whole <= self._rows.num_pages[row] * size else num_tokens)
+
+    return mutant
+
+
+def duplicates_are_freed_at_once(publish: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Holdings, row: int, num_tokens: int) -> None:
+        publish(self, row, num_tokens)
+        self.collect(1 << 60)
+
+    return mutant
+
+
+def rows_keep_stale_pages_after_dedup(_: Callable[..., list[Appends]]) -> Callable[..., list[Appends]]:
+    def mutant(self: Holdings) -> list[Appends]:
+        self._rewrites = []
+        return []
+
+    return mutant
+
+
+def salts_are_ignored(_: Callable[..., Namespace]) -> Callable[..., Namespace]:
+    return lambda cache_salt="": SHARED
+
+
+# ---- rows and turns -----------------------------------------------------------------------------
+
+
+def a_row_is_reused_while_a_step_uses_it(release_ended: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Planner) -> None:
+        self._rows.last_step[self._ended] = -1
+        release_ended(self)
+
+    return mutant
+
+
+def more_counts_as_computed_than_is(take: Callable[..., int]) -> Callable[..., int]:
+    def mutant(self: RowTable, sequence: Sequence, pages: Any, num_shared: int) -> int:
+        row = take(self, sequence, pages, num_shared)
+        if 0 < self.computed[row] < self.known[row] - 1:
+            self.computed[row] += 1
+        return row
+
+    return mutant
+
+
+def a_retraction_forgets_a_token(wait: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Prefills, sequence: Sequence) -> None:
+        if len(sequence.tokens) > sequence.num_prompt:
+            sequence.tokens = sequence.tokens[:-1]
+        wait(self, sequence)
+
+    return mutant
+
+
+def the_youngest_goes_first(push: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: RankedQueue, sequence: Sequence) -> None:
+        rank, self._rank = self._rank, lambda one: (-one.arrival,)
+        push(self, sequence)
+        self._rank = rank
+
+    return mutant
+
+
+def who_stands_aside_is_forgotten(_: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Prefills, row: int, sequence: Sequence) -> None:
+        self._unshared.clear()
+
+    return mutant
+
+
+# ---- the end of a request -----------------------------------------------------------------------
+
+
+def a_token_after_the_end_is_shown(complete: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Planner, done: StepDone) -> None:
+        ended, self._ended = self._ended, []
+        complete(self, done)
+        self._ended += ended
+
+    return mutant
+
+
+def a_request_ends_twice(end: Callable[..., _Open]) -> Callable[..., _Open]:
+    def mutant(self: Ingress, request_id: int) -> _Open:
+        request = end(self, request_id)
+        if request_id % 5 == 0:
+            self._open[request_id] = request
+        return request
+
+    return mutant
+
+
+def a_cancel_is_lost(_: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Tokenizer, message: Abort) -> None:
+        self._texts.pop(message.request_id, None)
+
+    return mutant
+
+
+def a_deadline_is_lost(_: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, request_id: None
+
+
+# ---- another device -----------------------------------------------------------------------------
+
+
+def the_cache_outlives_the_device(_: Callable[..., None]) -> Callable[..., None]:
+    return lambda self: None
+
+
+def who_ran_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Planner) -> None:
+        running = [sequence for sequence in self._sequences.values() if sequence.row >= 0]
+        restart(self)
+        for sequence in running:
+            self._prefills.forget(sequence)
+
+    return mutant
+
+
+def what_was_said_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Planner) -> None:
+        self._rows.known[:] = self._rows.num_prompt
+        restart(self)
+
+    return mutant
+
+
+MUTANTS: dict[Mutant, tuple[Any, str]] = {
+    a_page_is_freed_twice: (Holdings, "release"),
+    a_page_leaks_when_a_row_is_released: (Holdings, "release"),
+    a_page_comes_one_token_late: (Decodes, "_needy"),
+    transfers_are_dropped: (Holdings, "drain_transfers"),
+    an_unlock_is_missed: (RadixTree, "unlock"),
+    a_live_page_can_be_evicted: (RadixTree, "lock"),
+    a_split_is_off_by_one: (Node, "split"),
+    an_unfinished_page_is_published: (Holdings, "publish"),
+    duplicates_are_freed_at_once: (Holdings, "publish"),
+    rows_keep_stale_pages_after_dedup: (Holdings, "take_rewrites"),
+    salts_are_ignored: (holdings_module, "Namespace"),
+    a_row_is_reused_while_a_step_uses_it: (Planner, "_release_ended"),
+    more_counts_as_computed_than_is: (RowTable, "take"),
+    a_retraction_forgets_a_token: (Prefills, "wait"),
+    the_youngest_goes_first: (RankedQueue, "push"),
+    who_stands_aside_is_forgotten: (Prefills, "_publishes_no_more"),
+    a_token_after_the_end_is_shown: (Planner, "complete"),
+    a_request_ends_twice: (Ingress, "_end"),
+    a_cancel_is_lost: (Tokenizer, "_abort"),
+    a_deadline_is_lost: (Ingress, "_expire"),
+    the_cache_outlives_the_device: (RadixTree, "forget"),
+    who_ran_is_lost_with_the_device: (Planner, "restart"),
+    what_was_said_is_lost_with_the_device: (Planner, "restart"),
+}

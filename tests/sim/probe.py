@@ -1,0 +1,186 @@
+"""The one place that knows private names of the engine: how a planner is built, watched, and looked into.
+
+Owns: those names.  Does not know: what is right or wrong.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from engine.actors.ingress import Ingress
+from engine.actors.supervisor import Supervisor
+from engine.actors.tokenizer import Tokenizer
+from engine.kv.eviction import EvictionStrategy
+from engine.kv.pages import Pages
+from engine.messages import Finish, Step, StepDone
+from engine.plugins.eviction.fifo import FirstInFirstOut
+from engine.plugins.eviction.lfu import LeastFrequentlyUsed
+from engine.plugins.eviction.lru import LeastRecentlyUsed
+from engine.plugins.eviction.priority import LeastUrgent
+from engine.plugins.eviction.slru import SegmentedLRU
+from engine.plugins.policy.fcfs import FirstComeFirstServed
+from engine.plugins.policy.lpm import LongestPrefixMatch
+from engine.plugins.policy.priority import MostUrgentFirst
+from engine.scheduling.limits import PlannerLimits
+from engine.scheduling.planner import Planner
+from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.sequence import Sequence
+from tests.sim.scenario import Setup
+
+STRATEGIES: dict[str, Callable[[], EvictionStrategy]] = {
+    "lru": LeastRecentlyUsed,
+    "lfu": LeastFrequentlyUsed,
+    "fifo": FirstInFirstOut,
+    "slru": lambda: SegmentedLRU(2),
+    "priority": LeastUrgent,
+}
+POLICIES: dict[str, Callable[[int], SchedulingPolicy]] = {
+    "fcfs": lambda _: FirstComeFirstServed(),
+    "priority": lambda _: MostUrgentFirst(),
+    "lpm": LongestPrefixMatch,
+}
+
+
+def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float]) -> Planner:
+    """A planner as the engine builds it."""
+    limits = PlannerLimits(
+        max_running=setup.max_running,
+        max_step_tokens=setup.max_step_tokens,
+        prefill_chunk=setup.prefill_chunk,
+        page_size=setup.page_size,
+        num_pages=num_pages,
+        max_len=setup.max_len,
+        eos_token_ids=setup.eos_token_ids,
+        num_host_pages=setup.num_host_pages,
+        itl_target_s=setup.itl_target_s,
+        fair_prefill=setup.fair_prefill,
+        record_events=setup.record_events,
+    )
+    return Planner(limits, STRATEGIES[setup.eviction](), POLICIES[setup.policy](setup.max_overtaken), clock)
+
+
+class Probe:
+    """A planner under observation.
+
+    mark: told of scarce events by name.  poison: told of pages that have become free."""
+
+    def __init__(self, planner: Planner, mark: Callable[[str], None], poison: Callable[[Pages], None]) -> None:
+        self.planner = planner
+        self._mark = mark
+        self._poison = poison
+        self._holdings = planner._holdings
+        self._allocator = planner._holdings._pages
+        self._tree = planner._holdings._tree
+        self._rows = planner._rows
+        wrap(self._allocator, "free", self._watch_free)
+        wrap(self._tree, "evict", self._watch_evict)
+        wrap(self._tree, "publish", self._watch_publish)
+        wrap(planner, "abort", self._watch_abort)
+        wrap(planner, "complete", self._watch_complete)
+
+    # ---- what happens -----------------------------------------------------------------------
+
+    def _watch_free(self, free: Callable[[Pages], None], pages: Pages) -> None:
+        free(pages)
+        host = self._tree._host
+        leaving = [one.device_pages for one in host._transfers if one.to_host] if host is not None else []
+        if leaving:
+            # Their content is still to be copied, by the step that is being planned; the device poisons them after.
+            pages = pages[~np.isin(pages, np.concatenate(leaving))]
+        self._poison(pages)
+
+    def _watch_evict(self, evict: Callable[[int], Pages], count: int) -> Pages:
+        pages = evict(count)
+        if len(pages):
+            self._mark("eviction")
+        return pages
+
+    def _watch_publish(self, publish: Callable[..., Any], *arguments: Any) -> Any:
+        published = publish(*arguments)
+        if len(published.pages):
+            self._mark("duplicates rewritten")
+        return published
+
+    def _watch_abort(self, abort: Callable[..., None], request_id: int, finish: Finish = Finish.ABORT) -> None:
+        planner = self.planner
+        sequence = planner._sequences.get(request_id)
+        if sequence is None:
+            self._mark("abort of an ended request")
+        elif sequence.row < 0:
+            self._mark("abort while queued")
+        elif self._rows.last_step[sequence.row] > planner._last_completed:
+            self._mark("abort in flight")
+        else:
+            self._mark("abort between steps")
+        abort(request_id, finish)
+
+    def _watch_complete(self, complete: Callable[[StepDone], None], done: StepDone) -> None:
+        if not self._rows.running[self.planner._in_flight[0].sampled_rows].all():
+            self._mark("token after the end dropped")
+        complete(done)
+
+    # ---- what is ----------------------------------------------------------------------------
+
+    @property
+    def page_counts(self) -> tuple[int, int, int, int]:
+        """Pages: free, in the tree, private to a row, deferred.  They must make up the pool."""
+        holdings, rows = self._holdings, self._rows
+        private = sum(int(rows.num_pages[row]) - handle.num_pages for row, handle in holdings._handles.items())
+        deferred = sum(len(pages) for _, pages in holdings._deferred)
+        return self._allocator.num_free, self._tree.num_cached, private, deferred
+
+    @property
+    def num_pages(self) -> int:
+        """Of the pool."""
+        return self._allocator.num_pages
+
+    @property
+    def num_protected(self) -> int:
+        """Pages in the tree that some handle keeps."""
+        return self._tree.num_protected
+
+    @property
+    def num_rows_held(self) -> int:
+        """Rows that have not come back."""
+        return len(self._rows.sequences) - self._rows.num_free
+
+    def started(self, step: Step) -> list[Sequence]:
+        """Those that got a row in this step, in order; it has just been planned."""
+        planner = self.planner
+        ids = [int(self._rows.request_ids[admission.row]) for admission in step.admissions]
+        return [planner._sequences[request_id] for request_id in ids]
+
+    def waiting(self) -> Iterator[Sequence]:
+        """Those without a row, but for those who stand aside to share what another one computes."""
+        aside = {sequence.arrival for entries in self.planner._prefills._aside.values() for _, sequence in entries}
+        if aside:
+            self._mark("stood aside to share")
+        return (one for one in self.planner._sequences.values() if one.row < 0 and one.arrival not in aside)
+
+
+def wrap(owner: Any, name: str, watcher: Callable[..., Any]) -> None:
+    """Replace a method of one object by ``watcher``, which gets the method and its arguments."""
+    method = getattr(owner, name)
+    setattr(owner, name, lambda *arguments: watcher(method, *arguments))
+
+
+def num_texts(tokenizer: Tokenizer) -> int:
+    """Requests that the tokenizer still knows."""
+    return len(tokenizer._texts)
+
+
+def is_encoding(tokenizer: Tokenizer, request_id: int) -> bool:
+    """Whether a request is between its arrival at the tokenizer and its admission."""
+    text = tokenizer._texts.get(request_id)
+    return text is not None and text.stream is None
+
+
+def queued_tokens(ingress: Ingress) -> int:
+    """Prompt tokens of open requests, as ingress estimates them."""
+    return ingress._queued_tokens
+
+
+def cause_of_death(supervisor: Supervisor) -> BaseException | None:
+    """What the first actor to crash raised."""
+    return supervisor._cause

@@ -1,0 +1,161 @@
+"""What happens in a run: the sizes of an engine, the weather on its links, and a list of operations.
+
+Owns: what may happen.  Does not know: how often (``dice.py``), how it is made to happen (``world.py``).
+The list is explicit, so that parts of it can be left out.
+"""
+
+from dataclasses import dataclass, field
+
+from tests.sim.links import LinkWeather
+
+LINKS = (
+    "ingress>tokenizer",
+    "tokenizer>scheduler",
+    "tokenizer>ingress",
+    "scheduler>executor",
+    "scheduler>tokenizer",
+    "scheduler>ingress",
+    "executor>scheduler",
+)
+ACTORS = ("tokenizer", "scheduler", "executor0", "ingress")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One engine."""
+
+    page_size: int
+    num_pages: int
+    num_host_pages: int
+    max_running: int
+    max_step_tokens: int
+    prefill_chunk: int
+    overlap: int
+    max_len: int
+    eviction: str
+    policy: str
+    max_overtaken: int
+    fair_prefill: bool
+    itl_target_s: float
+    eos_token_ids: tuple[int, ...]
+    max_requests: int
+    max_queued_tokens: int
+    request_timeout_s: float
+    step_s: float
+    load_s: float
+    record_events: bool
+    check_every: int
+    weather: LinkWeather
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and output that a request may have: its last one needs no slot."""
+        return min(self.max_len, self.num_pages * self.page_size + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A client opens a request.  kind: tokens, text or turns.  reader: fast, slow, never, or collect."""
+
+    at: float
+    prompt: tuple[int, ...]
+    kind: str = "tokens"
+    max_tokens: int | None = 16
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    salt: str = ""
+    priority: int = 0
+    reader: str = "fast"
+    echo: bool = False
+    logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The client of operation ``request`` goes away."""
+
+    at: float
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class NaN:
+    """Output token ``token`` of operation ``request`` comes out of the device as NaN."""
+
+    at: float
+    request: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Nothing gets through a link for a while."""
+
+    at: float
+    link: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """The executor does not answer for a while."""
+
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lose:
+    """Executors are lost, with all that was on the device; loading new ones takes ``seconds``."""
+
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """An actor raises."""
+
+    at: float
+    actor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Jump:
+    """The clock is set forward."""
+
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Orderly shutdown, with ``seconds`` for those that run."""
+
+    at: float
+    seconds: float
+
+
+Op = Submit | Cancel | NaN | Pause | Hang | Lose | Crash | Jump | Drain
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """ops: each under the number it has in the full list, in order of time."""
+
+    seed: int
+    setup: Setup
+    ops: dict[int, Op] = field(default_factory=dict)
+
+    def only(self, kept: list[int]) -> "Scenario":
+        """The same without all other operations."""
+        return Scenario(self.seed, self.setup, {number: self.ops[number] for number in kept})
+
+
+def describe(op: Op) -> str:
+    """One line about an operation."""
+    if not isinstance(op, Submit):
+        return str(op)
+    return str(op).replace(str(op.prompt), f"<{len(op.prompt)} tokens, {hash(op.prompt) & 0xFFFF:04x}>")
