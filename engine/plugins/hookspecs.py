@@ -2,8 +2,10 @@
 
 A plugin is a module with functions marked ``@hookimpl``, published under the entry-point group
 ``callboard`` with a name ``<kind>.<name>`` (for example ``attention.mykernel``).  It is imported only when the
-configuration chooses it.  Constructor hooks are asked once, at start; they are never called inside a step.
-Observer hooks are told what has happened, in batches, between steps.  ``docs/plugins.md`` has an example of each.
+configuration chooses it, and says for which version of this page it was written: ``CALLBOARD_PLUGIN = {"api": 1}``,
+see ``engine/plugins/declaration.py`` for what else it may say.  Constructor hooks are asked once, at start; they are
+never called inside a step.  Observer hooks are told what has happened, in batches, between steps.
+``docs/plugins.md`` has an example of each.
 """
 
 from collections.abc import Sequence
@@ -17,11 +19,14 @@ if TYPE_CHECKING:
     from engine.kv.eviction import EvictionStrategy
     from engine.layers.attention import AttentionFactory
     from engine.layers.comm import Comm
+    from engine.sampling.grammar import GrammarEngine
     from engine.scheduling.metrics import RequestMetrics
     from engine.scheduling.policy import SchedulingPolicy
 
 PROJECT = "callboard"
-SPEC_VERSION = 1
+# The version of everything on this page and of the protocols it names; docs/plugins.md says what it promises.
+API_VERSION = 1
+OLDEST_API_VERSION = 1  # what plugins may still be written for
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -30,7 +35,8 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
     """What an attention plugin is told.  device: 'cpu' or 'cuda'.  dtype: 'float32', 'bfloat16', 'float16'.
-    window: sliding window in tokens, 0 for none.  options: the plugin's own table from the configuration."""
+    window: sliding window in tokens, 0 for none.  phases: what it is to serve, 'prefill', 'decode' or both.
+    options: the plugin's own table from the configuration."""
 
     device: str
     dtype: str
@@ -39,16 +45,20 @@ class AttentionContext:
     num_kv_heads: int
     head_size: int
     window: int = 0
+    phases: tuple[str, ...] = ("prefill", "decode")
     options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class CommContext:
-    """What a communication plugin is told.  options: the plugin's own table from the configuration."""
+    """What a communication plugin is told.  device: 'cpu' or 'cuda'; on a GPU the rank's own is the current one.
+    rendezvous: URL where this group's ranks, and nobody else, meet: file:///path, tcp://host:port or env://; empty for
+    one rank.  options: the plugin's own table from the configuration."""
 
     rank: int
     size: int
     device: str
+    rendezvous: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -68,6 +78,19 @@ class PolicyContext:
 
     max_running: int
     page_size: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarContext:
+    """What a grammar plugin is told.  pieces: every token's bytes, by id; of special ones their names.
+    vocab_size: of the model, which may be larger.  eos_token_ids: what ends an output.
+    options: the plugin's own table from the configuration."""
+
+    vocab_size: int
+    pieces: "Sequence[bytes]"
+    special_token_ids: "Sequence[int]"
+    eos_token_ids: "Sequence[int]"
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -117,6 +140,15 @@ def callboard_scheduling_policy(context: PolicyContext) -> "SchedulingPolicy | N
 
     Called: once, when the scheduler is built; no torch, no device.
     Returns: a SchedulingPolicy, see ``engine/scheduling/policy.py``.  Raises: PluginError if its options are wrong.
+    """
+
+
+@hookspec(firstresult=True)
+def callboard_grammar_engine(context: GrammarContext) -> "GrammarEngine | None":
+    """Build what compiles grammars and says which tokens they allow next, for structured output.
+
+    Called: once per process, in a worker thread, when the first request needs it; no torch, no device.
+    Returns: a GrammarEngine, see ``engine/sampling/grammar.py``.  Raises: PluginError if its options are wrong.
     """
 
 

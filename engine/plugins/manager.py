@@ -1,46 +1,65 @@
 """The plugin manager: loads exactly the plugins that were chosen, and refuses what is ambiguous.
 
-Owns: the table of built-in names, the choice for "auto", and the loaded modules.
-Does not know: what a plugin builds.  Importing this file imports no plugin.
+Owns: the table of built-in names, the choice for "auto" where it needs no device, and the loaded modules.
+Does not know: what a plugin builds, which attention backend suits a device (``selection.py`` does).
+Importing this file imports no plugin.
 """
 
 import inspect
 import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
-from types import ModuleType
+from typing import Any
 
 import pluggy
 
+from engine.config import AttentionNames
 from engine.errors import PluginError
 from engine.plugins import hookspecs
+from engine.plugins.declaration import CONSTANT, Declaration, check_api, convert_declaration, read_declaration
 
 log = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "callboard"
 DISTRIBUTION = "callboard"
+ATTENTION = "attention"  # the kind of which there may be two, one for each phase
 OBSERVER = "observer"  # the kind of which any number may be chosen
 
 BUILTIN: Mapping[str, str] = {
+    "attention.flash_attn": "engine.plugins.attention.flash_attn",
+    "attention.flashinfer": "engine.plugins.attention.flashinfer",
     "attention.torch": "engine.plugins.attention.torch",
+    "attention.triton": "engine.plugins.attention.triton",
     "comm.local": "engine.plugins.comm.local",
+    "comm.pynccl": "engine.plugins.comm.nccl",
+    "comm.torch": "engine.plugins.comm.torch",
     "eviction.fifo": "engine.plugins.eviction.fifo",
     "eviction.lfu": "engine.plugins.eviction.lfu",
     "eviction.lru": "engine.plugins.eviction.lru",
     "eviction.priority": "engine.plugins.eviction.priority",
     "eviction.slru": "engine.plugins.eviction.slru",
+    "grammar.llguidance": "engine.plugins.grammar.llguidance",
     "observer.log": "engine.plugins.observer.log",
     "policy.fcfs": "engine.plugins.policy.fcfs",
     "policy.lpm": "engine.plugins.policy.lpm",
     "policy.priority": "engine.plugins.policy.priority",
 }
 AUTO: Mapping[str, tuple[str, str]] = {
-    "attention": ("torch", "runs on every device"),
     "comm": ("local", "there is one rank"),
     "eviction": ("lru", "needs no tuning"),
+    "grammar": ("llguidance", "comes with callboard"),
     "policy": ("priority", "first come, first served where nobody sends a priority"),
+}
+# Whose hook it is: two plugins of that kind share it only if both were chosen for it.
+KINDS: Mapping[str, str] = {
+    "callboard_attention_backend": ATTENTION,
+    "callboard_comm": "comm",
+    "callboard_eviction_strategy": "eviction",
+    "callboard_grammar_engine": "grammar",
+    "callboard_scheduling_policy": "policy",
 }
 
 
@@ -52,6 +71,26 @@ class PluginInfo:
     module: str
     distribution: str
     version: str
+
+    @property
+    def kind(self) -> str:
+        """Before the dot."""
+        return self.name.partition(".")[0]
+
+    @property
+    def short(self) -> str:
+        """After the dot: what the configuration calls it."""
+        return self.name.partition(".")[2]
+
+    @property
+    def built_in(self) -> bool:
+        """Whether it comes with callboard."""
+        return self.name in BUILTIN
+
+    @property
+    def label(self) -> str:
+        """For errors: its name, and whom to ask about it."""
+        return f"{self.name} ({self.distribution} {self.version})"
 
 
 def available_plugins() -> list[PluginInfo]:
@@ -82,9 +121,24 @@ def _describe(point: EntryPoint) -> PluginInfo:
     )
 
 
-def choose(wanted: Mapping[str, str]) -> dict[str, str]:
-    """Kind -> full plugin name, with 'auto' decided."""
-    return {kind: f"{kind}.{AUTO[kind][0] if name == 'auto' else name}" for kind, name in wanted.items()}
+def declared(info: PluginInfo) -> Declaration | None:
+    """What a plugin declares, without importing it; None if it declares nothing, or has no source to look into.
+
+    Raises PluginError if it declares nothing usable."""
+    try:
+        return read_declaration(info.module)
+    except PluginError as error:
+        raise PluginError(f"plugin {info.label}: {error}") from None
+
+
+def checked(info: PluginInfo, declaration: Declaration | None) -> Declaration:
+    """The declaration, if this callboard supports the API version in it.  Raises PluginError."""
+    return check_api(declaration, plugin=info.label, module=info.module, distribution=info.distribution)
+
+
+def decide(kind: str, name: str) -> str:
+    """The full name of what is wanted; 'auto' of a kind that needs no device for it."""
+    return f"{kind}.{AUTO[kind][0] if name == 'auto' else name}"
 
 
 def observer_names(wanted: Sequence[str]) -> list[str]:
@@ -98,38 +152,112 @@ def observer_names(wanted: Sequence[str]) -> list[str]:
 class Plugins:
     """The chosen plugins, loaded.  ``hook`` is pluggy's caller for each hook of ``hookspecs``.
 
-    names: kind -> full name, of the kinds of which one is chosen.  observers: full names, in the order they are told.
+    names: kind -> full name, of the kinds of which one is chosen; of attention only if one was named for both phases.
+    attention: the names wanted for its phases; what is 'auto' is loaded later, when the device is known.
+    observers: full names, in the order they are told.  options: per full name.
+    known: everything that could be chosen, by full name.  declarations: of what is loaded.
     """
 
-    def __init__(self, chosen: Mapping[str, str], observers: Sequence[str] = ()) -> None:
-        """chosen: kind -> plugin name or 'auto'.  observers: names of that kind.
+    def __init__(
+        self,
+        chosen: Mapping[str, str | AttentionNames],
+        observers: Sequence[str] = (),
+        options: Mapping[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """chosen: kind -> plugin name or 'auto'.  observers: names of that kind.  options: per full name.
 
         Raises PluginError; the message lists the alternatives."""
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
-        self.names = choose(chosen)
+        self._loading = threading.Lock()  # ranks of one process look for their attention backends at the same time
+        self.known = {info.name: info for info in available_plugins()}
+        self.options = options or {}
+        for name in self.options:
+            if name not in self.known:
+                raise PluginError(
+                    f"[plugins.options.{name!r}]: no plugin has this name; available: {', '.join(self.known)}"
+                )
+        self.names: dict[str, str] = {}
+        self.declarations: dict[str, Declaration] = {}
+        self.attention = AttentionNames()
         self.observers = observer_names(observers)
-        known = {info.name: info for info in available_plugins()}
-        for kind, full_name in self.names.items():
-            if chosen[kind] == "auto":
-                log.info("plugin: %s (auto: %s)", full_name, AUTO[kind][1])
-        for full_name in (*self.names.values(), *self.observers):
-            info = known.get(full_name)
-            if info is None:
-                kind, _, name = full_name.partition(".")
-                choices = [other.removeprefix(f"{kind}.") for other in known if other.startswith(f"{kind}.")]
-                raise PluginError(f"no {kind} plugin named {name!r}; available: {', '.join(choices)}")
-            self.register(_import(info), info.name)
+        for kind, wanted in chosen.items():
+            if isinstance(wanted, AttentionNames):
+                self._choose_attention(wanted)
+            elif kind == ATTENTION:
+                self._choose_attention(AttentionNames(prefill=wanted, decode=wanted))
+            else:
+                self.names[kind] = decide(kind, wanted)
+                if wanted == "auto":
+                    log.info("plugin: %s (auto: %s)", self.names[kind], AUTO[kind][1])
+                self.load(self.names[kind])
+        for full_name in self.observers:
+            self.load(full_name)
+
+    def _choose_attention(self, wanted: AttentionNames) -> None:
+        """Load the backends that are named, so that a mistake is found before weights are loaded."""
+        self.attention = wanted
+        for name in dict.fromkeys((wanted.prefill, wanted.decode)):
+            if name != "auto":
+                self.load(f"{ATTENTION}.{name}")
+        if wanted.prefill == wanted.decode != "auto":
+            self.names[ATTENTION] = f"{ATTENTION}.{wanted.prefill}"
 
     @property
     def hook(self) -> pluggy.HookRelay:
         """Call a hook: ``plugins.hook.callboard_comm(context=...)``."""
         return self._manager.hook
 
+    def asking(self, full_name: str, hook_name: str) -> pluggy.HookCaller:
+        """A hook's caller that asks one plugin, where several of its kind are loaded; and all that wrap the hook."""
+        others = [
+            self._manager.get_plugin(impl.plugin_name)
+            for impl in self.implementations(hook_name)
+            if impl.plugin_name != full_name
+        ]
+        return self._manager.subset_hook_caller(hook_name, others)
+
     def implementations(self, hook_name: str) -> list[pluggy.HookImpl]:
         """Each loaded plugin's answer to a hook that several may answer, in the order in which they were loaded."""
         caller: pluggy.HookCaller = getattr(self._manager.hook, hook_name)
         return [impl for impl in caller.get_hookimpls() if not (impl.wrapper or impl.hookwrapper)]
+
+    def find(self, full_name: str) -> PluginInfo:
+        """What is known of a plugin.  Raises PluginError, listing the choices, if nobody publishes it."""
+        info = self.known.get(full_name)
+        if info is None:
+            kind, _, name = full_name.partition(".")
+            choices = [other.short for other in self.known.values() if other.kind == kind]
+            raise PluginError(f"no {kind} plugin named {name!r}; available: {', '.join(choices)}")
+        return info
+
+    def load(self, full_name: str) -> PluginInfo:
+        """Import and register a plugin, unless that has been done.  Raises PluginError."""
+        with self._loading:
+            return self._load(full_name)
+
+    def _load(self, full_name: str) -> PluginInfo:
+        info = self.find(full_name)
+        if self._manager.has_plugin(full_name):
+            return info
+        declaration = declared(info)
+        if declaration is not None:
+            checked(info, declaration)  # before any of it runs: what was written for another API may do anything
+            if missing := declaration.missing_packages():
+                choices = ", ".join(other.short for other in self.known.values() if other.kind == info.kind)
+                raise PluginError(
+                    f"plugin {info.label} needs {' and '.join(missing)}, which is not installed; available: {choices}"
+                )
+        try:
+            module = import_module(info.module)
+        except Exception as error:
+            reason = error if isinstance(error, ImportError) else repr(error)
+            raise PluginError(f"plugin {info.label} cannot be imported: {reason}") from error
+        if declaration is None and (table := getattr(module, CONSTANT, None)) is not None:
+            declaration = convert_declaration(info.module, table)
+        self.declarations[full_name] = checked(info, declaration)
+        self.register(module, info.name)
+        return info
 
     def register(self, plugin: object, name: str) -> None:
         """Load a module, or an object that has hooks as its methods.
@@ -147,8 +275,9 @@ class Plugins:
             for impl in impls:
                 if inspect.iscoroutinefunction(impl.function):
                     raise PluginError(f"plugin {name}: {caller.name} is async; hooks are plain functions")
-            # Hooks with one answer; any number of plugins may observe.
-            if len(impls) > 1 and caller.spec is not None and caller.spec.opts["firstresult"]:
+            # Hooks with one answer; any number of plugins may observe, and attention may have one for each phase.
+            foreign = [impl for impl in impls if not impl.plugin_name.startswith(f"{KINDS.get(caller.name)}.")]
+            if len(impls) > 1 and foreign and caller.name in KINDS:
                 answers = " and ".join(impl.plugin_name for impl in impls)
                 raise PluginError(f"{caller.name} is implemented by {answers}; choose one")
 
@@ -157,11 +286,3 @@ class Plugins:
             caller = getattr(self._manager.hook, hook_name)
             if isinstance(caller, pluggy.HookCaller):
                 yield caller
-
-
-def _import(info: PluginInfo) -> ModuleType:
-    try:
-        return import_module(info.module)
-    except ImportError as error:
-        origin = f"{info.distribution} {info.version}"
-        raise PluginError(f"plugin {info.name} ({origin}) cannot be imported: {error}") from None

@@ -23,7 +23,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         lines = [f"{name} = {module}\n" for name, module in entry_points.items()]
         (information / "entry_points.txt").write_text("[callboard]\n" + "".join(lines))
         for path, source in sources.items():
-            (tmp_path / path).parent.mkdir(exist_ok=True)
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_text(source)
         importlib.invalidate_caches()
         return tmp_path

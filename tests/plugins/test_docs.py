@@ -1,4 +1,4 @@
-"""docs/plugins.md: its package works as printed, and no hook, context field, built-in or option is missing."""
+"""docs/plugins.md: its package works as printed, and no hook, field, key, built-in or option is missing."""
 
 import dataclasses
 import importlib
@@ -11,15 +11,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from engine import LLM, SamplingParams
 from engine.config import Config, build_config
-from engine.errors import PluginError
+from engine.errors import PluginError, RequestError
 from engine.kv.events import KVEvent
+from engine.kv.node import SHARED
 from engine.messages import Finish
 from engine.plugins import hookspecs
+from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.options import Options
+from engine.sampling.params import Grammar
 from tests.plugins.conftest import Install
 from tests.plugins.test_observers import finished
 from tests.plugins.test_policy import Waits, order
@@ -39,16 +43,43 @@ def acme(install: Install) -> Path:
     return install(project["name"], project["entry-points"]["callboard"], {**FILES, "callboard_acme/__init__.py": ""})
 
 
-def test_the_page_shows_five_files() -> None:
-    modules = {f"callboard_acme/{name}.py" for name in ("mru", "shortest", "count", "jsonl")}
-    assert set(FILES) == {"pyproject.toml", *modules}
+def test_the_page_shows_these_files() -> None:
+    modules = {f"callboard_acme/{name}.py" for name in ("mru", "shortest", "count", "jsonl", "plain", "gloo", "words")}
+    assert set(FILES) == {"pyproject.toml", "test_acme.py", *modules}
+
+
+def test_every_hook_is_implemented_by_one_of_its_files() -> None:
+    assert all(any(f"def {name}(" in body for body in FILES.values()) for name in HOOKS)
 
 
 @pytest.mark.parametrize("table", SETTINGS)
 def test_its_settings_are_settings(acme: Path, table: dict[str, object]) -> None:
     section = build_config(Config(), {"plugins": table}).plugins
-    plugins = Plugins(section.by_kind(), section.observers)
+    plugins = Plugins(section.by_kind(), section.observers, section.options)
     assert set(section.options) <= {*plugins.names.values(), *plugins.observers}
+
+
+@pytest.mark.parametrize("test", re.findall(r"^def (test_\w+)", FILES["test_acme.py"], re.MULTILINE))
+def test_its_tests_pass(acme: Path, test: str) -> None:
+    getattr(importlib.import_module("test_acme"), test)()
+
+
+def test_its_attention_serves_beside_ours(acme: Path) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    texts = []
+    for attention in ("torch", {"prefill": "torch", "decode": "plain"}, "plain"):
+        with LLM(progress=False, plugins={"attention": attention}, kv={"num_pages": 64}) as llm:
+            texts.append(llm.generate(["def add(a, b):\n"], greedy)[0].text)
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_its_grammar_engine_constrains(acme: Path) -> None:
+    choice = SamplingParams(temperature=1, seed=2, max_tokens=12, grammar=Grammar("choice", '["apple", "orange"]'))
+    with LLM(progress=False, plugins={"grammar": "words"}, kv={"num_pages": 64}) as llm:
+        outputs = llm.generate(["fruit = "] * 8, [choice.replace(seed=seed) for seed in range(8)])
+        assert {(output.text, output.finish_reason) for output in outputs} == {("apple", "stop"), ("orange", "stop")}
+        with pytest.raises(RequestError, match="no grammars but choices"):
+            llm.generate(["x"], choice.replace(grammar=Grammar("regex", "a")))
 
 
 def test_its_strategy_and_its_policy_do_what_it_says(acme: Path) -> None:
@@ -68,11 +99,12 @@ def test_its_observers_observe(acme: Path, tmp_path: Path, caplog: pytest.LogCap
     observers = Observers(Plugins({}, ["count", "jsonl"]), {"observer.jsonl": {"path": str(path)}}, page_size=16)
     observers.request_finished([finished(3), finished(4, Finish.ABORT)])
     observers.request_finished([finished(5)])
+    observers.kv_event([KVEvent("removed", "device", SHARED, b"", (b"1", b"2"), b"")])
     observers.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["request_id"] for line in lines] == [3, 4, 5]
     assert lines[1] == msgspec.to_builtins(finished(4, Finish.ABORT))
-    assert "output tokens of aborted requests: 8" in caplog.messages
+    assert {"output tokens of aborted requests: 8", "cached pages that left the device: 2"} <= set(caplog.messages)
     with pytest.raises(PluginError, match=r"'observer\.jsonl'.*`path`"):
         Observers(Plugins({}, ["jsonl"]), {}, page_size=16)
 
@@ -89,6 +121,11 @@ def test_every_field_of_a_context_and_an_event_is_named(kind: type) -> None:
     assert all(f"`{field.name}`" in section for field in dataclasses.fields(kind))
 
 
+def test_every_key_of_a_declaration_has_a_row() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", TEXT.split("## What a plugin declares")[1].partition("\n## ")[0], re.MULTILINE)
+    assert rows == list(Declaration.__struct_fields__)
+
+
 def test_every_built_in_and_every_option_has_its_place() -> None:
     assert all(f"`{name.partition('.')[2]}`" in TEXT.partition("\n## ")[0] for name in BUILTIN)
     options = {}
@@ -96,7 +133,7 @@ def test_every_built_in_and_every_option_has_its_place() -> None:
         for one in vars(importlib.import_module(module)).values():
             if inspect.isclass(one) and issubclass(one, Options) and one is not Options:
                 options[name] = {field.name: field.default for field in msgspec.structs.fields(one)}
-    rows = re.findall(r"^\| `([a-z.]+)` \| `(\w+)` \| (\w+) \|", TEXT, re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z_.]+)` \| `(\w+)` \| ([\w.]+) \|", TEXT, re.MULTILINE)
     assert {(name, option, str(default)) for name, table in options.items() for option, default in table.items()} == {
         *rows
     }

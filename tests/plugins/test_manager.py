@@ -5,21 +5,22 @@ import sys
 
 import pytest
 
-from engine.config import Config
+from engine.config import AttentionNames, Config
 from engine.errors import PluginError
 from engine.plugins.hookspecs import hookimpl
-from engine.plugins.manager import AUTO, BUILTIN, OBSERVER, Plugins, available_plugins, choose
-from server.cli import main
+from engine.plugins.manager import ATTENTION, AUTO, BUILTIN, OBSERVER, Plugins, available_plugins, decide
+from engine.plugins.selection import PREFERRED
 from tests.plugins.conftest import Install
 
-HOOKIMPL = "from engine.plugins.hookspecs import hookimpl\n"
+HOOKIMPL = 'from engine.plugins.hookspecs import hookimpl\n\nCALLBOARD_PLUGIN = {"api": 1}\n'
 EVICTION = HOOKIMPL + "@hookimpl\ndef callboard_eviction_strategy(context): return 'a strategy'\n"
 
 
 def test_every_kind_has_a_key_a_default_and_built_ins() -> None:
     kinds = {name.partition(".")[0] for name in BUILTIN}
-    assert set(Config().plugins.by_kind()) == set(AUTO) == kinds - {OBSERVER}
-    assert set(choose(Config().plugins.by_kind()).values()) <= set(BUILTIN)
+    assert set(Config().plugins.by_kind()) == {*AUTO, ATTENTION} == kinds - {OBSERVER}
+    assert {decide(kind, "auto") for kind in AUTO} <= set(BUILTIN)
+    assert {f"attention.{name}" for name in PREFERRED["cpu"]} <= set(BUILTIN)
 
 
 def test_only_what_was_chosen_is_imported(install: Install) -> None:
@@ -86,17 +87,30 @@ def test_observers_that_are_unknown_or_named_twice_are_refused() -> None:
         Plugins({}, ["log", "log"])
 
 
-def test_the_command_lists_every_plugin_and_marks_the_chosen(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    main(["plugins", "--set", 'plugins.observers=["log"]', "--set", "plugins.policy=lpm"])
-    lines = capsys.readouterr().out.splitlines()
-    marked = {name: any(name in line and "yes" in line for line in lines) for name in BUILTIN}
-    assert all(any(name in line for line in lines) for name in BUILTIN)
-    assert {name for name in marked if marked[name]} == {
-        "attention.torch", "comm.local", "eviction.lru", "observer.log", "policy.lpm",
-    }  # fmt: skip
+def test_a_plugin_that_raises_when_it_is_imported_is_named(install: Install) -> None:
+    install("acme", {"eviction.bad": "bad"}, {"bad.py": EVICTION + "raise RuntimeError('planted')\n"})
+    with pytest.raises(PluginError, match=r"eviction\.bad \(acme 1\.0\) cannot be imported: RuntimeError\('planted'\)"):
+        Plugins({"eviction": "bad"})
+
+
+def test_options_for_a_plugin_that_is_not_there_are_refused() -> None:
+    with pytest.raises(PluginError, match=r"'policy\.lmp'.*policy\.lpm"):
+        Plugins({}, options={"policy.lmp": {"max_overtaken": 3}})
+    Plugins({}, options={"policy.lpm": {"max_overtaken": 3}})
+
+
+def test_two_attention_backends_may_be_chosen_and_each_is_asked_alone(install: Install) -> None:
+    sources = {
+        f"{name}.py": HOOKIMPL + f"@hookimpl\ndef callboard_attention_backend(context): return '{name}'\n"
+        for name in ("first", "second")
+    }
+    install("acme", {f"attention.{name.removesuffix('.py')}": name.removesuffix(".py") for name in sources}, sources)
+    plugins = Plugins({"attention": AttentionNames(prefill="first", decode="second")})
+    asked = {
+        name: plugins.asking(f"attention.{name}", "callboard_attention_backend")(context=None)
+        for name in ("first", "second")
+    }
+    assert asked == {"first": "first", "second": "second"}
 
 
 def test_the_manager_imports_no_plugin() -> None:

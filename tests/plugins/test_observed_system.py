@@ -27,6 +27,7 @@ PAGE = 16
 SPY = """
 from engine.plugins.hookspecs import hookimpl
 
+CALLBOARD_PLUGIN = {"api": 1}
 requests, events, calls = [], [], []
 
 class Spy:
@@ -51,6 +52,7 @@ def callboard_observer(context):
 COUNTING = """
 from engine.plugins.hookspecs import hookimpl
 
+CALLBOARD_PLUGIN = {"api": 1}
 requests = []
 
 @hookimpl
@@ -59,6 +61,8 @@ def callboard_request_finished(requests):
 """
 RAISING = """
 from engine.plugins.hookspecs import hookimpl
+
+CALLBOARD_PLUGIN = {"api": 1}
 
 @hookimpl
 def callboard_request_finished(requests):
@@ -232,4 +236,13 @@ def test_every_policy_serves(checkpoint: Path, name: str) -> None:
 def test_mistakes_are_found_before_anything_is_loaded(checkpoint: Path, plugins: dict[str, Any], said: str) -> None:
     tables = {"model": {"path": str(checkpoint), "tokenizer": "none"}, "plugins": plugins}
     with pytest.raises(PluginError, match=said):
+        System(build_config(Config(), tables))
+
+
+def test_a_backend_that_does_not_fit_the_model_is_found_before_anything_is_loaded(
+    checkpoint: Path, install: Install
+) -> None:
+    install("acme", {"attention.small": "small"}, {"small.py": 'CALLBOARD_PLUGIN = {"api": 1, "head_sizes": [8]}\n'})
+    tables = {"model": {"path": str(checkpoint), "tokenizer": "none"}, "plugins": {"attention": "small"}}
+    with pytest.raises(PluginError, match=r"attention\.small .*head size 32, it takes 8; can run here: .*torch"):
         System(build_config(Config(), tables))

@@ -16,7 +16,7 @@ from engine.plugins.observers import Observers
 from engine.scheduling.metrics import RequestMetrics
 from tests.plugins.conftest import Install
 
-HOOKIMPL = "from engine.plugins.hookspecs import hookimpl\n"
+HOOKIMPL = 'from engine.plugins.hookspecs import hookimpl\n\nCALLBOARD_PLUGIN = {"api": 1}\n'
 STORED = KVEvent("stored", "device", SHARED, b"\0" * 32, (b"\1" * 32, b"\2" * 32), b"tokens")
 REMOVED = KVEvent("removed", "host", SHARED, b"\0" * 32, (b"\1" * 32,), b"")
 

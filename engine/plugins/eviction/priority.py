@@ -4,6 +4,8 @@ from engine.kv.eviction import Candidate, Rank
 from engine.plugins.hookspecs import EvictionContext, hookimpl
 from engine.plugins.options import Options, decode_options
 
+CALLBOARD_PLUGIN = {"api": 1}
+
 
 class LeastUrgent:
     """By the priority of the most urgent request that used the pages; among equals, by the step of the last use."""

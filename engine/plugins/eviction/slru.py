@@ -8,6 +8,8 @@ from engine.kv.eviction import Candidate, Rank
 from engine.plugins.hookspecs import EvictionContext, hookimpl
 from engine.plugins.options import Options, decode_options
 
+CALLBOARD_PLUGIN = {"api": 1}
+
 
 class SLRUOptions(Options, frozen=True):
     """protected_hits: so many hits move a prefix to the segment that goes last."""

@@ -11,6 +11,8 @@ from engine.plugins.hookspecs import ObserverContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.scheduling.metrics import RequestMetrics
 
+CALLBOARD_PLUGIN = {"api": 1}
+
 log = logging.getLogger(__name__)
 
 HASH_CHARACTERS = 12  # enough to tell pages apart by eye

@@ -11,6 +11,8 @@ from engine.plugins.hookspecs import PolicyContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.scheduling.policy import Rank, Waiting
 
+CALLBOARD_PLUGIN = {"api": 1}
+
 
 class LPMOptions(Options, frozen=True):
     """max_overtaken: so many later arrivals may start before a request; then it goes first among equally urgent ones.

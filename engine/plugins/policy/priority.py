@@ -4,6 +4,8 @@ from engine.plugins.hookspecs import PolicyContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.scheduling.policy import Rank, Waiting
 
+CALLBOARD_PLUGIN = {"api": 1}
+
 
 class MostUrgentFirst:
     """By priority; among equals, by arrival."""

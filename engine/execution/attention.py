@@ -1,0 +1,59 @@
+"""One rank's attention: chosen, and tried if it is not ours, before the KV pool is allocated; built over it afterwards.
+
+Owns: the order of that, and going on to the next backend where 'auto' took one that cannot be built after all.
+Does not know: which backends there are, kernels.
+"""
+
+from functools import partial
+
+import torch
+
+from engine.errors import PluginError
+from engine.execution.foreign import build_foreign, try_foreign
+from engine.kv.pool import KVPool
+from engine.layers.attention import AttentionBackend, AttentionSpec
+from engine.plugins.attention.split import SplitAttention
+from engine.plugins.hookspecs import AttentionContext
+from engine.plugins.manager import Plugins
+from engine.plugins.selection import choose_attention
+
+
+class RankAttention:
+    """What the plugins have agreed to build.  Raises PluginError if none can run here, or one fails its trial."""
+
+    def __init__(
+        self, plugins: Plugins, spec: AttentionSpec, page_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._plugins = plugins
+        self._spec = spec
+        self._context = AttentionContext(
+            device=device.type,
+            dtype=str(dtype).removeprefix("torch."),
+            page_size=page_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            window=spec.window,
+        )
+        self._choices = choose_attention(plugins, self._context)
+        for choice in self._choices:
+            if not choice.info.built_in:
+                try_foreign(choice, spec, page_size, device, dtype)
+
+    def build(self, pool: KVPool) -> AttentionBackend:
+        """One backend, or two behind one.  Raises PluginError if one that was chosen by name cannot be built."""
+        choices, refused = self._choices, dict[str, str]()
+        while True:
+            backends: list[AttentionBackend] = []
+            for choice in choices:
+                build = choice.factory if choice.info.built_in else partial(build_foreign, choice)
+                try:
+                    backends.append(build(self._spec, pool))
+                except PluginError as error:
+                    if not choice.auto:
+                        raise
+                    refused[choice.info.short] = str(error)
+                    break
+            else:
+                return backends[0] if len(backends) == 1 else SplitAttention(prefill=backends[0], decode=backends[1])
+            choices = choose_attention(self._plugins, self._context, refused)

@@ -1,0 +1,81 @@
+"""Two attention backends as one: what reads prompts goes to the first, what writes output to the second.
+
+Legend: T new tokens in the step (ragged, packed) · B sequences · D decode rows (the first D of B, one query each)
+        P page-table width · N query heads · H head size
+Owns: cutting a step in two.  Does not know: kernels.  It is no plugin: two names in ``plugins.attention`` make one.
+"""
+
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from engine.layers.attention import AttentionBackend, AttentionBatch
+
+
+class ForGraph(Protocol):
+    """Builds a backend for one CUDA graph of ``num_rows`` decode rows with up to ``max_pages`` pages each."""
+
+    def __call__(self, num_rows: int, max_pages: int) -> AttentionBackend: ...
+
+
+class Capturable(Protocol):
+    """A backend that can be captured whole."""
+
+    for_graph: ForGraph
+
+
+class SplitAttention:
+    """See ``AttentionBackend``.  A step of one kind goes to its backend as it is; no step waits for the device."""
+
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._num_decodes = 0
+        self._mixed = False
+
+    @property
+    def capturable(self) -> bool:
+        """See ``AttentionBackend``: of the one that a captured decode step calls."""
+        return bool(getattr(self._decode, "capturable", False))
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """Let each backend prepare its part."""
+        count = self._num_decodes = batch.num_decodes
+        self._mixed = 0 < count < len(batch.host_lengths)
+        if not self._mixed:
+            (self._decode if count else self._prefill).begin(batch)
+            return
+        self._decode.begin(
+            AttentionBatch(
+                num_decodes=count,
+                page_table_BP=batch.page_table_BP[:count],
+                lengths_B=batch.lengths_B[:count],
+                query_starts_B1=batch.query_starts_B1[: count + 1],
+                host_lengths=batch.host_lengths[:count],
+                host_query_lengths=batch.host_query_lengths[:count],
+            )
+        )
+        self._prefill.begin(
+            AttentionBatch(
+                num_decodes=0,
+                page_table_BP=batch.page_table_BP[count:],
+                lengths_B=batch.lengths_B[count:],
+                # Every decode row has one query, so the host knows where the segments begin.
+                query_starts_B1=batch.query_starts_B1[count:] - count,
+                host_lengths=batch.host_lengths[count:],
+                host_query_lengths=batch.host_query_lengths[count:],
+            )
+        )
+
+    def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
+        """See ``AttentionBackend.attend``."""
+        count = self._num_decodes
+        if not self._mixed:
+            return (self._decode if count else self._prefill).attend(layer, q_TNH)
+        return torch.cat((self._decode.attend(layer, q_TNH[:count]), self._prefill.attend(layer, q_TNH[count:])))
+
+    @property
+    def for_graph(self) -> ForGraph:
+        """The decode backend's, as a captured batch has decode rows only.  Raises AttributeError if that has none."""
+        return cast("Capturable", self._decode).for_graph

@@ -1,0 +1,203 @@
+"""What a plugin says about itself: the API it was written for and what it needs, read without running any of it.
+
+A module declares a literal ``CALLBOARD_PLUGIN = {"api": 1, ...}``, which is looked up in its source.  So a plugin that
+was not chosen can be listed with its needs although it, or the package around it, could not even be imported here.
+An entry point has no field for this, and a file of its own is easily left out of a wheel; the source is always there,
+but for compiled modules, whose declaration is seen once they are chosen and imported.
+
+Owns: Declaration, the API versions that are supported, finding a declaration.  Does not know: which plugins there are.
+"""
+
+import ast
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import msgspec
+
+from engine.errors import PluginError
+from engine.plugins.hookspecs import API_VERSION, OLDEST_API_VERSION, AttentionContext
+
+CONSTANT = "CALLBOARD_PLUGIN"
+
+
+class Multiples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Every multiple of ``multiple_of`` up to ``at_most``."""
+
+    multiple_of: int
+    at_most: int
+
+    def __contains__(self, size: int) -> bool:
+        return 0 < size <= self.at_most and size % self.multiple_of == 0
+
+    def __str__(self) -> str:
+        return f"multiples of {self.multiple_of} up to {self.at_most}"
+
+
+Sizes = tuple[int, ...] | Multiples
+Phase = Literal["prefill", "decode"]
+
+
+class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """api: the version of the plugin API it was written for.  Of the rest, what is left out or empty is not limited.
+
+    packages: what must be installed, by the names that are imported; 'a | b' for either.  devices: 'cpu', 'cuda'.
+    The others are for attention backends.  dtypes: 'float32', 'bfloat16', 'float16'.  head_sizes, page_sizes: lists or
+    {"multiple_of": ..., "at_most": ...}.  heads_per_kv_head: ratios of query heads to KV heads.
+    window: whether it does sliding windows.  phases: what it serves, 'prefill' and 'decode'.
+    padding: whether decode rows of length 0, which pad a captured batch, are fine.
+    graph_breaks: operations that it registers with torch and that must not be captured, as 'library::operation'.
+    """
+
+    api: int
+    packages: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    head_sizes: Sizes = ()
+    page_sizes: Sizes = ()
+    heads_per_kv_head: Sizes = ()
+    window: bool = True
+    phases: tuple[Phase, ...] = ("prefill", "decode")
+    padding: bool = False
+    graph_breaks: tuple[str, ...] = ()
+
+    def missing_packages(self) -> list[str]:
+        """Those of ``packages`` that are not installed; they are looked for, not imported."""
+        return [either for either in self.packages if not any(_installed(name) for name in either.split("|"))]
+
+    def misfits(self, context: AttentionContext) -> list[str]:
+        """Why it cannot run here, or [].  What the context leaves empty or 0 is not held against it."""
+        ratio = context.num_heads // context.num_kv_heads if context.num_kv_heads else 0
+        wanted: list[tuple[str, object, Any]] = [
+            ("device", context.device, self.devices),
+            ("dtype", context.dtype, self.dtypes),
+            ("head size", context.head_size, self.head_sizes),
+            ("page size", context.page_size, self.page_sizes),
+            ("ratio of query heads to KV heads", ratio, self.heads_per_kv_head),
+        ]
+        reasons = [f"package {name} is not installed" for name in self.missing_packages()]
+        reasons += [
+            f"{what} {seen}, it takes {_spell(allowed)}"
+            for what, seen, allowed in wanted
+            if seen and allowed and seen not in allowed
+        ]
+        if context.window and not self.window:
+            reasons.append(f"a sliding window of {context.window} tokens, it does none")
+        if missing := [phase for phase in context.phases if phase not in self.phases]:
+            reasons.append(f"it does not serve {' and '.join(missing)}")
+        return reasons
+
+    def needs(self) -> str:
+        """What it needs, for people to read; '' for nothing."""
+        parts = [", ".join(self.packages), " or ".join(self.devices), " or ".join(self.dtypes)]
+        sizes = {"head": self.head_sizes, "page": self.page_sizes, "query/KV heads": self.heads_per_kv_head}
+        parts += [f"{what} {_spell(allowed)}" for what, allowed in sizes.items() if allowed]
+        parts += [] if self.window else ["no window"]
+        parts += [] if len(self.phases) > 1 else [f"{self.phases[0]} only"]
+        return "; ".join(part for part in parts if part)
+
+
+def read_declaration(module: str) -> Declaration | None:
+    """The declaration in a module's source; None if there is none or no source to look into.
+
+    Raises PluginError, naming the module, if it is not to be found, not Python, or its declaration is none.
+    """
+    source = _source(module)
+    if source is None:
+        return None
+    try:
+        body = ast.parse(source).body
+    except SyntaxError as error:
+        raise PluginError(f"{module} is not valid Python: {error.msg}, line {error.lineno}") from None
+    for statement in body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name == CONSTANT:
+                pass
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value) if name == CONSTANT:
+                pass
+            case _:
+                continue
+        try:
+            table = ast.literal_eval(value)
+        except (ValueError, TypeError, RecursionError):
+            raise PluginError(
+                f"{module}, line {statement.lineno}: {CONSTANT} is read without running the module, so it must be "
+                'a literal, like {"api": 1}'
+            ) from None
+        return convert_declaration(module, table)
+    return None
+
+
+def convert_declaration(module: str, table: object) -> Declaration:
+    """Check what ``CALLBOARD_PLUGIN`` was set to.  Raises PluginError naming the module and the key."""
+    try:
+        return msgspec.convert(table, Declaration)
+    except msgspec.ValidationError as error:
+        known = ", ".join(Declaration.__struct_fields__)
+        raise PluginError(f"{CONSTANT} in {module}: {error}; keys: {known}") from None
+
+
+def check_api(declaration: Declaration | None, *, plugin: str, module: str, distribution: str) -> Declaration:
+    """The declaration, if this callboard keeps its promise to plugins of that version.
+
+    plugin: its name and origin, for the error.  Raises PluginError that says what to add or to upgrade.
+    """
+    if declaration is None:
+        raise PluginError(
+            f"plugin {plugin} does not say which plugin API it was written for; its author must add to {module}: "
+            f'{CONSTANT} = {{"api": {API_VERSION}}}'
+        )
+    supported = f"this callboard supports {_range(OLDEST_API_VERSION, API_VERSION)}"
+    if declaration.api > API_VERSION:
+        raise PluginError(f"plugin {plugin} was written for plugin API {declaration.api}; {supported}: upgrade it")
+    if declaration.api < OLDEST_API_VERSION:
+        raise PluginError(
+            f"plugin {plugin} was written for plugin API {declaration.api}; {supported}: upgrade {distribution}"
+        )
+    return declaration
+
+
+def _range(oldest: int, newest: int) -> str:
+    return str(newest) if oldest == newest else f"{oldest} to {newest}"
+
+
+def _spell(allowed: tuple[object, ...] | Multiples) -> str:
+    return str(allowed) if isinstance(allowed, Multiples) else ", ".join(map(str, allowed))
+
+
+def _installed(package: str) -> bool:
+    """Whether the top-level package could be imported; looking for it imports nothing."""
+    try:
+        return find_spec(package.strip().partition(".")[0]) is not None
+    except (ImportError, ValueError):  # ValueError: somebody put a stand-in without a spec into sys.modules
+        return False
+
+
+def _source(module: str) -> str | None:
+    """The text of a module, found as an import would find it, but without importing the packages around it."""
+    path: Any = None
+    spec: ModuleSpec | None = None
+    names = module.split(".")
+    for end in range(1, len(names) + 1):
+        try:
+            spec = _find(".".join(names[:end]), path)
+        except KeyError:  # a namespace package inside another one finds its parts only once it is imported
+            return None
+        if spec is None:
+            raise PluginError(f"there is no module {'.'.join(names[:end])}")
+        path = spec.submodule_search_locations
+    get_source = getattr(spec.loader, "get_source", None) if spec is not None else None
+    try:
+        source: str | None = get_source(module) if get_source is not None else None
+    except ImportError:  # not text
+        return None
+    return source
+
+
+def _find(name: str, path: Any) -> ModuleSpec | None:
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, path)
+        if spec is not None:
+            return spec
+    return None

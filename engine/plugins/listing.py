@@ -1,0 +1,84 @@
+"""What ``callboard plugins`` shows: every plugin, where it comes from, what it needs, and whether it can run here.
+
+Owns: the rows.  Does not know: how they are printed, torch.  No plugin is imported for them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from engine.config import AttentionNames, Config
+from engine.errors import PluginError
+from engine.plugins.declaration import Declaration
+from engine.plugins.hookspecs import AttentionContext
+from engine.plugins.manager import (
+    ATTENTION,
+    AUTO,
+    OBSERVER,
+    PluginInfo,
+    available_plugins,
+    checked,
+    decide,
+    declared,
+    observer_names,
+)
+from engine.plugins.selection import BOTH, first_fit
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One plugin.  chosen: '', 'yes', or the phases it was chosen for.  needs: '' for nothing.
+    hindrances: why it cannot run here; empty if it can, as far as it declares."""
+
+    info: PluginInfo
+    chosen: str
+    needs: str
+    hindrances: tuple[str, ...]
+
+
+def list_plugins(config: Config, context: AttentionContext) -> list[Listed]:
+    """Every plugin that is installed.  context: of this machine, this configuration and, if it is at hand, the model.
+
+    Raises PluginError if two distributions claim one name."""
+    known = {info.name: info for info in available_plugins()}
+    chosen = _chosen(config, known, context)
+    return [_row(info, chosen.get(info.name, ""), context) for info in known.values()]
+
+
+def _row(info: PluginInfo, chosen: str, context: AttentionContext) -> Listed:
+    if info.kind not in (*AUTO, ATTENTION, OBSERVER):
+        return Listed(info, chosen, "", (f"this callboard has no plugins of kind {info.kind!r}",))
+    try:
+        declaration = checked(info, declared(info))
+    except PluginError as error:
+        return Listed(info, chosen, "", (str(error),))
+    return Listed(info, chosen, declaration.needs(), tuple(_hindrances(info, declaration, context)))
+
+
+def _hindrances(info: PluginInfo, declaration: Declaration, context: AttentionContext) -> list[str]:
+    # A backend of one phase can run, if only beside another one.
+    phases = declaration.phases if info.kind == ATTENTION else ()
+    return declaration.misfits(replace(context, phases=phases))
+
+
+def _chosen(config: Config, known: Mapping[str, PluginInfo], context: AttentionContext) -> dict[str, str]:
+    chosen = dict.fromkeys(observer_names(config.plugins.observers), "yes")
+    for kind, wanted in config.chosen_plugins().items():
+        if kind != ATTENTION and isinstance(wanted, str):
+            chosen[decide(kind, wanted)] = "yes"
+            continue
+        both = wanted if isinstance(wanted, AttentionNames) else AttentionNames(prefill=wanted, decode=wanted)
+        prefill, decode = both.prefill, both.decode
+        phases = BOTH if prefill == decode else ()
+        if prefill == "auto":
+            prefill = _auto(known, replace(context, phases=phases or ("prefill",)))
+        if decode == "auto":
+            decode = _auto(known, replace(context, phases=phases or ("decode",)))
+        chosen |= {f"{ATTENTION}.{prefill}": "prefill", f"{ATTENTION}.{decode}": "decode"}
+        if prefill == decode:
+            chosen[f"{ATTENTION}.{prefill}"] = "yes"
+    return chosen
+
+
+def _auto(known: Mapping[str, PluginInfo], context: AttentionContext) -> str:
+    fitting, _ = first_fit(known, context, {})
+    return fitting.short if fitting is not None else ""

@@ -1,0 +1,177 @@
+"""Which attention backends serve: the ones that were named, or for 'auto' the first that can run here, and why.
+
+Owns: the order of preference on each kind of device, the wording of a refusal.  Does not know: torch, kernels.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from engine.config import Config
+from engine.errors import PluginError
+from engine.models.shape import DecoderShape
+from engine.plugins.declaration import Declaration
+from engine.plugins.hookspecs import AttentionContext
+from engine.plugins.manager import ATTENTION, PluginInfo, Plugins, checked, declared
+
+if TYPE_CHECKING:
+    from engine.layers.attention import AttentionFactory
+
+log = logging.getLogger(__name__)
+
+HOOK = "callboard_attention_backend"
+BOTH = ("prefill", "decode")
+# Fastest first; a name that is not in this callboard, or cannot run here, is passed over.
+PREFERRED: Mapping[str, tuple[str, ...]] = {
+    "cuda": ("flashinfer", "flash_attn", "triton", "torch"),
+    "cpu": ("torch",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """A backend that said it can run here.  factory: builds it.  phases: what it serves.
+    auto: whether another may take its place.  reason: for the log."""
+
+    info: PluginInfo
+    declaration: Declaration
+    factory: "AttentionFactory"
+    phases: tuple[str, ...]
+    auto: bool
+    reason: str
+
+
+def choose_attention(
+    plugins: Plugins, context: AttentionContext, refused: Mapping[str, str] | None = None
+) -> tuple[AttentionChoice, ...]:
+    """The one backend that serves both phases, or two: for prefill and for decode.
+
+    context: of this rank; each plugin gets it with its own options and phases.
+    refused: short name -> why, of backends that 'auto' took and that could then not be built.
+    Raises PluginError, naming the plugin and what could run instead.
+    """
+    wanted, refused = plugins.attention, refused or {}
+    if wanted.prefill == wanted.decode:
+        choices = [_choose(plugins, wanted.prefill, replace(context, phases=BOTH), refused)]
+    else:
+        named = {"prefill": wanted.prefill, "decode": wanted.decode}
+        choices = [_choose(plugins, name, replace(context, phases=(one,)), refused) for one, name in named.items()]
+        if choices[0].info == choices[1].info:
+            choices = [_choose(plugins, choices[0].info.short, replace(context, phases=BOTH), refused)]
+    for choice in choices:
+        log.info("plugin: %s for %s (%s)", choice.info.name, " and ".join(choice.phases), choice.reason)
+    return tuple(choices)
+
+
+def expected_context(
+    config: Config, shape: DecoderShape | None, *, device: str = "", dtype: str = ""
+) -> AttentionContext:
+    """What backends will be told, as far as it is known before anything is loaded; '' and 0 for the rest.
+
+    shape: None for a model that is not at hand.  device, dtype: what 'auto' comes to, if that has been found out."""
+    kind, wanted_dtype = config.device.kind, config.model.dtype
+    return AttentionContext(
+        device=device or (kind if kind != "auto" else ""),
+        dtype=dtype or (wanted_dtype if wanted_dtype != "auto" else ""),
+        page_size=config.kv.page_size,
+        num_heads=shape.num_heads if shape else 0,
+        num_kv_heads=shape.num_kv_heads if shape else 0,
+        head_size=shape.head_size if shape else 0,
+        window=shape.window if shape else 0,
+    )
+
+
+def check_named(plugins: Plugins, context: AttentionContext) -> None:
+    """Refuse a backend that was named and cannot run, as far as that is known before any weight is loaded.
+
+    context: with 0 or '' for what is not known yet.  Raises PluginError, naming the plugin and what could run instead.
+    """
+    wanted = plugins.attention
+    phases: dict[str, tuple[str, ...]] = {wanted.prefill: ("prefill",), wanted.decode: ("decode",)}
+    if len(phases) == 1:
+        phases[wanted.prefill] = BOTH
+    for name, served in phases.items():
+        if name == "auto":
+            continue
+        info, told = plugins.find(f"{ATTENTION}.{name}"), replace(context, phases=served)
+        try:
+            _check_fit(info, plugins.declarations[info.name], told)
+        except PluginError as error:
+            raise PluginError(f"{error}{alternatives(plugins.known, told, besides=info.name)}") from None
+
+
+def first_fit(
+    known: Mapping[str, PluginInfo], context: AttentionContext, refused: Mapping[str, str]
+) -> tuple[PluginInfo | None, list[str]]:
+    """What 'auto' takes by what the plugins declare, and why it passes over those before.  Imports none of them.
+
+    refused: short name -> why, of those that have been asked and said no."""
+    passed_over: list[str] = []
+    for name in PREFERRED.get(context.device, PREFERRED["cpu"]):
+        info = known.get(f"{ATTENTION}.{name}")
+        if info is None or not info.built_in:  # what others publish is imported only if the configuration names it
+            continue
+        reasons = [refused[name]] if name in refused else _misfits(info, context)
+        if not reasons:
+            return info, passed_over
+        passed_over.append(f"{name}: {'; '.join(reasons)}")
+    return None, passed_over
+
+
+def alternatives(known: Mapping[str, PluginInfo], context: AttentionContext, besides: str) -> str:
+    """The end of an error: which other backends declare that they can run here."""
+    others = [info for info in known.values() if info.kind == ATTENTION and info.name != besides]
+    fitting = [info.short for info in others if not _misfits(info, context)]
+    return f"; can run here: {', '.join(fitting)}" if fitting else "; no other backend can run here"
+
+
+def _choose(plugins: Plugins, wanted: str, context: AttentionContext, refused: Mapping[str, str]) -> AttentionChoice:
+    if wanted != "auto":
+        info = plugins.find(f"{ATTENTION}.{wanted}")
+        try:
+            return _ask(plugins, info, context, "chosen by name")
+        except PluginError as error:
+            raise PluginError(f"{error}{alternatives(plugins.known, context, besides=info.name)}") from error
+    said_no = dict(refused)
+    while True:
+        fitting, passed_over = first_fit(plugins.known, context, said_no)
+        if fitting is None:
+            raise PluginError(f"no attention backend can run on {context.device}: {' / '.join(passed_over)}")
+        try:
+            reason = " / ".join([f"auto on {context.device}", *passed_over])
+            return replace(_ask(plugins, fitting, context, reason), auto=True)
+        except PluginError as error:
+            said_no[fitting.short] = str(error)
+
+
+def _ask(plugins: Plugins, info: PluginInfo, context: AttentionContext, reason: str) -> AttentionChoice:
+    """Ask a plugin for its factory, if what it declares fits."""
+    plugins.load(info.name)
+    declaration = plugins.declarations[info.name]
+    _check_fit(info, declaration, context)
+    context = replace(context, options=plugins.options.get(info.name, {}))
+    try:
+        factory: AttentionFactory | None = plugins.asking(info.name, HOOK)(context=context)
+    except PluginError as error:
+        raise PluginError(f"plugin {info.label}: {error}") from error
+    except Exception as error:
+        raise PluginError(f"plugin {info.label} raised {error!r} in {HOOK}") from error
+    if factory is None or not callable(factory):
+        raise PluginError(
+            f"plugin {info.label} built no attention backend: it must implement {HOOK} and return a callable "
+            f"(spec, pool), not {factory!r}"
+        )
+    return AttentionChoice(info, declaration, factory, context.phases, False, reason)
+
+
+def _check_fit(info: PluginInfo, declaration: Declaration, context: AttentionContext) -> None:
+    if misfits := declaration.misfits(context):
+        raise PluginError(f"plugin {info.label} cannot run here: {'; '.join(misfits)}")
+
+
+def _misfits(info: PluginInfo, context: AttentionContext) -> list[str]:
+    try:
+        return checked(info, declared(info)).misfits(context)
+    except PluginError as error:
+        return [str(error)]

@@ -1,0 +1,228 @@
+"""The conformance kit for attention backends: one call proves one right, or lists every case in which it is not.
+
+    from engine.plugins.testing.attention import check_attention_backend, through_hook
+    check_attention_backend(through_hook(callboard_attention_backend), Declaration(api=1, devices=("cpu",)))
+
+Legend: T new tokens in the step · N query heads · G KV heads · H head size · L keys of a sequence
+Owns: steps made of random numbers with everything poisoned that must not be read, the comparison with float64.
+Does not know: which cases there are (``attention_cases.py``), kernels.
+"""
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kv.pool import KVPool
+from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionFactory, AttentionSpec
+from engine.plugins.declaration import Declaration
+from engine.plugins.hookspecs import AttentionContext
+from engine.plugins.testing.attention_cases import AttentionCase, Sequence, attention_cases
+from engine.plugins.testing.findings import Findings
+from engine.plugins.testing.reference import attend
+
+NUM_LAYERS = 2
+# A result may be off by the first plus the second times its size: a few roundings of the type.
+TOLERANCES = {"float32": (1e-5, 1e-5), "float16": (1.5e-3, 2e-3), "bfloat16": (1e-2, 1.6e-2)}
+# A score of 150 has an absolute rounding error that is as much larger than one of 5.
+LOUD, LOUD_TOLERANCE = 40.0, 20.0
+UNUSUAL_SCALE = 0.9  # so that nobody gets away with 1 / sqrt(H), whatever the spec says
+
+
+def check_attention_backend(factory: AttentionFactory, declares: Declaration, device: str = "cpu") -> None:
+    """Take a backend through everything it declares.  Raises ConformanceError with every case that fails.
+
+    factory: what the plugin's hook returns, or ``through_hook`` of the hook, so that it is tried as well.
+    """
+    findings = Findings(f"attention backend on {device}")
+    for case in attention_cases(declares):
+        with findings.case(str(case)):
+            check_case(case, factory, device)
+    findings.conclude()
+
+
+def through_hook(
+    hook: Callable[[AttentionContext], AttentionFactory | None], options: Mapping[str, Any] | None = None
+) -> AttentionFactory:
+    """A factory that asks a plugin's hook, with the context that the case calls for, as an engine's start does."""
+
+    def factory(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
+        built = hook(
+            AttentionContext(
+                device=pool.data.device.type,
+                dtype=str(pool.data.dtype).removeprefix("torch."),
+                page_size=pool.page_size,
+                num_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                head_size=spec.head_size,
+                window=spec.window,
+                options=dict(options or {}),
+            )
+        )
+        assert built is not None, "the hook returned None"
+        return built(spec, pool)
+
+    return factory
+
+
+def check_case(case: AttentionCase, factory: AttentionFactory, device: str = "cpu") -> None:
+    """Take a backend through one case.  Raises AssertionError that says what is wrong and where."""
+    spec = AttentionSpec(
+        num_layers=NUM_LAYERS,
+        num_heads=case.num_kv_heads * case.ratio,
+        num_kv_heads=case.num_kv_heads,
+        head_size=case.head_size,
+        scale=UNUSUAL_SCALE * case.head_size**-0.5,
+        window=case.window,
+        first_window_layer=case.first_window_layer,
+    )
+    check_steps(case, factory, spec, torch.device(device))
+
+
+def check_steps(case: AttentionCase, factory: AttentionFactory, spec: AttentionSpec, device: torch.device) -> None:
+    """The same with a spec of one's own; only two of its layers are used."""
+    sizes = [sum(-(-length // case.page_size) for length, _ in (*rows, *segments)) for rows, segments in case.steps]
+    pool = KVPool(
+        num_layers=NUM_LAYERS,
+        num_pages=max(sizes) + 3,
+        page_size=case.page_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=getattr(torch, case.dtype),
+        device=device,
+    )
+    backend = factory(spec, pool)
+    for method in ("begin", "attend"):
+        assert callable(getattr(backend, method, None)), f"the backend has no method {method!r}"
+    generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
+    for number, (rows, segments) in enumerate(case.steps):
+        step = _Step.draw(case, rows, segments, spec, pool, generator)
+        try:
+            _check_step(backend, step, spec, pool, case)
+        except Exception as error:
+            if len(case.steps) == 1:
+                raise
+            what = "" if isinstance(error, AssertionError) else f"raised {type(error).__name__}: "
+            raise AssertionError(f"step {number}: {what}{error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A batch, its queries, and per sequence where its keys lie and how many queries it has."""
+
+    batch: AttentionBatch
+    q_TNH: Tensor
+    slots: list[Tensor]
+    num_padding: int
+
+    @staticmethod
+    def draw(
+        case: AttentionCase,
+        rows: tuple[Sequence, ...],
+        segments: tuple[Sequence, ...],
+        spec: AttentionSpec,
+        pool: KVPool,
+        generator: torch.Generator,
+    ) -> "_Step":
+        """Random keys, values and queries in a pool in which everything else is NaN.
+
+        So is page 0, which is what the unused entries of the page table say."""
+        pool.data[:, :, : pool.num_pages].fill_(torch.nan)
+        device, page_size = pool.data.device, pool.page_size
+        padding = ((0, 1),) * (case.num_padding if not segments else 0)
+        sequences = (*rows, *padding, *segments)
+        counts = [-(-length // page_size) for length, _ in sequences]
+        free = torch.arange(1, pool.num_pages)
+        if not case.contiguous:
+            free = free[torch.randperm(len(free), generator=generator)]
+        table = torch.zeros((len(sequences), max(counts) + 1), dtype=torch.int32)
+        slots = []
+        for row, (length, _) in enumerate(sequences):
+            pages, free = free[: counts[row]], free[counts[row] :]
+            table[row, : counts[row]] = pages
+            position_L = torch.arange(length)
+            slots.append(pages[position_L // page_size] * page_size + position_L % page_size)
+        all_slots = torch.cat(slots).to(device)
+        for layer in range(NUM_LAYERS):
+            for store in (pool.keys(layer), pool.values(layer)):
+                store[all_slots] = _normal((len(all_slots), *store.shape[1:]), pool, generator)
+        host_lengths = np.array([length for length, _ in sequences], dtype=np.int32)
+        host_queries = np.array([count for _, count in sequences], dtype=np.int32)
+        starts = np.concatenate(([0], host_queries.cumsum())).astype(np.int32)
+        # The decoder hands over the query part of a merged product, or a tensor of its own.
+        wide = spec.num_heads + 2 * spec.num_kv_heads if case.strided else spec.num_heads
+        q_TNH = _normal((int(starts[-1]), wide, spec.head_size), pool, generator)[:, : spec.num_heads]
+        batch = AttentionBatch(
+            num_decodes=len(rows) + len(padding),
+            page_table_BP=table.to(device),
+            lengths_B=torch.from_numpy(host_lengths).to(device),
+            query_starts_B1=torch.from_numpy(starts).to(device),
+            host_lengths=host_lengths,
+            host_query_lengths=host_queries,
+        )
+        return _Step(batch, q_TNH * LOUD if case.loud else q_TNH, slots, len(padding))
+
+
+def _normal(shape: tuple[int, ...], pool: KVPool, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator).to(pool.data.device, pool.data.dtype)
+
+
+@torch.inference_mode()
+def _check_step(backend: AttentionBackend, step: _Step, spec: AttentionSpec, pool: KVPool, case: AttentionCase) -> None:
+    batch, q_TNH = step.batch, step.q_TNH
+    inputs = {
+        "the KV pool": pool.data,
+        "the page table": batch.page_table_BP,
+        "the lengths": batch.lengths_B,
+        "the query starts": batch.query_starts_B1,
+    }
+    before = {name: tensor.clone() for name, tensor in inputs.items()}
+    backend.begin(batch)
+    for layer in range(NUM_LAYERS):
+        out_TNH = backend.attend(layer, q_TNH)
+        assert isinstance(out_TNH, Tensor), f"attend returned {type(out_TNH).__name__}, not a tensor"
+        seen = (tuple(out_TNH.shape), out_TNH.dtype, out_TNH.device.type)
+        expected = (tuple(q_TNH.shape), q_TNH.dtype, q_TNH.device.type)
+        assert seen == expected, f"attend returned {seen}, its queries are {expected}"
+        # Before the comparison, which reads the same pool.
+        for name, tensor in inputs.items():
+            same = torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8))  # bytes: NaN is not NaN
+            assert same, f"the backend wrote to {name}"
+        _compare(out_TNH, step, spec, pool, layer, case)
+
+
+def _compare(out_TNH: Tensor, step: _Step, spec: AttentionSpec, pool: KVPool, layer: int, case: AttentionCase) -> None:
+    """Raise AssertionError that names the place of the largest error, if one is too large."""
+    windowed = spec.window and layer >= spec.first_window_layer
+    absolute, relative = TOLERANCES[case.dtype]
+    allowed_more = LOUD_TOLERANCE if case.loud else 1.0
+    out_TNH = out_TNH.double().cpu()
+    worst, message = 0.0, ""
+    first = 0
+    for index, (slots_L, count) in enumerate(zip(step.slots, step.batch.host_query_lengths.tolist(), strict=True)):
+        out_nNH, q_nNH = out_TNH[first : first + count], step.q_TNH[first : first + count]
+        first += count
+        where = f"layer {layer}, sequence {index} (context {len(slots_L)}, {count} new)"
+        if not len(slots_L):
+            # Padding: nobody reads what comes out, but its K/V go to the dump page, where NaN would stay.
+            assert out_nNH.isfinite().all(), f"{where}: padding must give something finite"
+            continue
+        slots_L = slots_L.to(pool.data.device)
+        keys_LGH, values_LGH = pool.keys(layer)[slots_L], pool.values(layer)[slots_L]
+        expected_nNH = attend(q_nNH, keys_LGH, values_LGH, spec.scale, spec.window if windowed else 0)
+        assert out_nNH.isfinite().all(), f"{where}: NaN or infinity, perhaps from a slot that is not its own"
+        error_nNH = (out_nNH - expected_nNH).abs()
+        excess_nNH = error_nNH / ((absolute + relative * expected_nNH.abs()) * allowed_more)
+        largest = int(excess_nNH.argmax())
+        if excess_nNH.flatten()[largest] > worst:
+            worst = float(excess_nNH.flatten()[largest])
+            query, head, _ = np.unravel_index(largest, excess_nNH.shape)
+            message = (
+                f"{where}: query {query}, head {head} is off by {error_nNH.flatten()[largest]:.3g}, "
+                f"{worst:.3g} times what is allowed; largest error {error_nNH.max():.3g}"
+            )
+    assert worst <= 1.0, message

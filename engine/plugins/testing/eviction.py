@@ -1,0 +1,138 @@
+"""The conformance kit for eviction strategies: one call proves one right, or lists every case in which it is not.
+
+    from engine.plugins.testing.eviction import check_eviction_strategy
+    check_eviction_strategy(MostRecentlyUsed)
+
+Owns: random candidates and a random life of the prefix tree.  Does not know: torch, which order is a good one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.kv.eviction import EvictionStrategy
+from engine.kv.handle import Handle
+from engine.kv.pages import PageAllocator, Pages
+from engine.kv.radix import RadixTree
+from engine.plugins.testing.findings import Findings
+from engine.plugins.testing.ranks import check_ranks
+
+NUM_PAGES = 48
+NUM_OPERATIONS = 300
+MOST_REQUESTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a strategy may look at, see ``engine.kv.eviction.Candidate``."""
+
+    created: int
+    last_used: int
+    hits: int
+    priority: int
+    num_pages: int
+
+
+def check_eviction_strategy(make: Callable[[], EvictionStrategy]) -> None:
+    """Ranks of random candidates, then a tree that lives by them.  Raises ConformanceError with all that fails.
+
+    make: builds a new one each time, as the plugin's hook does."""
+    findings = Findings("eviction strategy")
+    with findings.case("ranks"):
+        check_ranks(make().rank, _candidates())
+    for page_size in (1, 4, 16):
+        with findings.case(f"random tree, page {page_size}"):
+            first, second = (_Life(page_size, make()).run() for _ in range(2))
+            assert first == second, "the same requests evict different pages in a second run"
+    findings.conclude()
+
+
+def _candidates() -> list[Seen]:
+    rng = np.random.default_rng(0)
+    seen = [Seen(0, 0, 0, 0, 1), Seen(1 << 40, 1 << 40, 1 << 40, 1 << 31, 1 << 20), Seen(0, 1 << 40, 0, -(1 << 31), 1)]
+    for _ in range(200):
+        created, age, hits, priority, num_pages = rng.integers(0, 1000, 5).tolist()
+        seen.append(Seen(created, created + age, hits % 7, priority % 5 - 2, 1 + num_pages % 9))
+    return seen
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One that runs.  row: its pages, of which the tree owns the first ``handle.num_pages``."""
+
+    tokens: np.ndarray
+    handle: Handle
+    row: list[int]
+
+
+class _Life:
+    """Requests that share prefixes come, publish their pages in chunks, leave, and need each other's leftovers."""
+
+    def __init__(self, page_size: int, strategy: EvictionStrategy) -> None:
+        self._page_size = page_size
+        self._tree = RadixTree(page_size, strategy)
+        self._allocator = PageAllocator(NUM_PAGES)
+        self._rng = np.random.default_rng(page_size)
+        self._stems = self._rng.integers(0, 3, (3, 6 * page_size)).astype(np.int32)
+        self._requests: list[_Request] = []
+        self._evicted: list[list[int]] = []
+
+    def run(self) -> list[list[int]]:
+        """The pages of every eviction, in order.  Raises AssertionError where the tree and its strategy fall out."""
+        for _ in range(NUM_OPERATIONS):
+            self._tree.now += int(self._rng.integers(2))
+            draw = int(self._rng.integers(6))
+            if draw < 2 and len(self._requests) < MOST_REQUESTS:
+                self._admit()
+            elif draw < 4 and self._requests:
+                self._chunk(self._requests[self._rng.integers(len(self._requests))])
+            elif draw == 4 and self._requests:
+                self._leave(self._requests.pop(self._rng.integers(len(self._requests))))
+            else:
+                self._evict(int(self._rng.integers(1, 6)))
+            self._tree.check()
+            self._allocator.check()
+        while self._requests:
+            self._leave(self._requests.pop())
+        self._evict(NUM_PAGES)
+        assert self._allocator.num_free == NUM_PAGES, f"{self._allocator.num_held} pages can never be evicted"
+        return self._evicted
+
+    def _admit(self) -> None:
+        stem = self._stems[self._rng.integers(3), : self._rng.integers(1, 5) * self._page_size]
+        tail = self._rng.integers(0, 2, self._rng.integers(1, 3 * self._page_size + 2)).astype(np.int32)
+        tokens = np.concatenate((stem, tail))
+        handle = self._tree.lock(self._tree.match(self._tree.key(tokens[:-1])), int(self._rng.integers(-1, 2)))
+        self._requests.append(_Request(tokens, handle, self._tree.pages(handle).tolist()))
+
+    def _chunk(self, request: _Request) -> None:
+        """Compute up to two pages more, and publish them."""
+        left = len(request.tokens) // self._page_size - len(request.row)
+        wanted = min(left, int(self._rng.integers(1, 3)))
+        missing = wanted - self._allocator.num_free
+        if wanted <= 0 or missing > self._tree.num_evictable:
+            return
+        if missing > 0:
+            self._evict(missing)
+        request.row += self._allocator.allocate(wanted).tolist()
+        self._publish(request)
+
+    def _publish(self, request: _Request) -> None:
+        key = self._tree.key(request.tokens[: len(request.row) * self._page_size])
+        published = self._tree.publish(request.handle, key, np.array(request.row, dtype=np.int32))
+        request.row[published.first : published.first + len(published.pages)] = published.pages.tolist()
+        self._allocator.free(published.duplicates)
+
+    def _leave(self, request: _Request) -> None:
+        self._tree.unlock(request.handle)
+
+    def _evict(self, count: int) -> None:
+        expected = min(count, self._tree.num_evictable)
+        pages: Pages = self._tree.evict(count)
+        needed = {page for request in self._requests for page in request.row}
+        stolen = needed.intersection(pages.tolist())
+        assert not stolen, f"pages {sorted(stolen)} were evicted while a request needs them"
+        assert len(pages) == expected, f"{len(pages)} pages were evicted, {expected} could have been"
+        self._allocator.free(pages)
+        self._evicted.append(pages.tolist())

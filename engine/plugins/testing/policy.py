@@ -1,0 +1,87 @@
+"""The conformance kit for scheduling policies: one call proves one right, or lists every case in which it is not.
+
+    from engine.plugins.testing.policy import check_scheduling_policy
+    check_scheduling_policy(lambda: ShortestFirst(group=64))
+
+Owns: random queues and the least fortunate request.  Does not know: torch, which order is a good one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from engine.plugins.testing.findings import Findings
+from engine.plugins.testing.ranks import check_ranks
+from engine.scheduling.policy import SchedulingPolicy
+
+NUM_NEWCOMERS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """What a policy may look at, see ``engine.scheduling.policy.Waiting``."""
+
+    arrival: int
+    priority: int = 0
+    num_tokens: int = 100
+    num_cached_tokens: int = 0
+    num_overtaken: int = 0
+
+
+def check_scheduling_policy(make: Callable[[], SchedulingPolicy]) -> None:
+    """Ranks of random requests, then whether one can wait for ever.  Raises ConformanceError with all that fails.
+
+    make: builds a new one each time, as the plugin's hook does."""
+    findings = Findings("scheduling policy")
+    waiting = _waiting()
+    with findings.case("looks_at_cache"):
+        seen = make().looks_at_cache
+        assert isinstance(seen, bool), f"looks_at_cache is {seen!r}, not True or False"
+    with findings.case("ranks"):
+        check_ranks(make().rank, waiting)
+    with findings.case("two of the same rank alike"):
+        first, second = make(), make()
+        assert [first.rank(one) for one in waiting] == [second.rank(one) for one in waiting], "their ranks differ"
+    with findings.case("ranks that do not follow the cache"):
+        _check_unmoved(make(), waiting)
+    with findings.case("nobody waits for ever"):
+        _check_patience(make())
+    findings.conclude()
+
+
+def _waiting() -> list[Waits]:
+    rng = np.random.default_rng(0)
+    seen = [Waits(0), Waits(1 << 40, 1 << 31, 1 << 31, 1 << 31, 1 << 31), Waits(1, -(1 << 31), 1)]
+    for arrival in range(2, 200):
+        priority, num_tokens, cached, overtaken = rng.integers(0, 1000, 4).tolist()
+        seen.append(Waits(arrival, priority % 5 - 2, 1 + num_tokens, cached % (1 + num_tokens), overtaken))
+    return seen
+
+
+def _check_unmoved(policy: SchedulingPolicy, waiting: list[Waits]) -> None:
+    """A policy that is asked once, when a request joins, must not look at what changes later."""
+    if policy.looks_at_cache:
+        return
+    for one in waiting:
+        for later in (replace(one, num_cached_tokens=one.num_tokens), replace(one, num_overtaken=1 << 20)):
+            assert policy.rank(one) == policy.rank(later), (
+                "it ranks by num_cached_tokens or num_overtaken, but looks_at_cache is False"
+            )
+
+
+def _check_patience(policy: SchedulingPolicy) -> None:
+    """A long prompt that nobody shares among short cached ones, all equally urgent; one starts at a time."""
+    waiting = [Waits(0, num_tokens=1 << 20)]
+    for arrival in range(1, NUM_NEWCOMERS):
+        waiting.append(Waits(arrival, num_tokens=2, num_cached_tokens=1))
+        if arrival % 4:  # a queue that never gets empty
+            continue
+        first = min(waiting, key=lambda one: (policy.rank(one), one.arrival))
+        if first.arrival == 0:
+            return
+        later = [replace(one, num_overtaken=one.num_overtaken + (one.arrival < first.arrival)) for one in waiting]
+        waiting = [one for one in later if one.arrival != first.arrival][:128]
+    raise AssertionError(
+        f"a prompt of a million tokens still waits after {NUM_NEWCOMERS // 4} later ones of equal priority have started"
+    )

@@ -1,0 +1,77 @@
+"""Every built-in by the kit that third parties get.  A new backend is one line in ATTENTION."""
+
+import importlib
+import threading
+
+import pytest
+import torch
+
+from engine.layers.attention import AttentionFactory
+from engine.plugins.attention.split import SplitAttention
+from engine.plugins.attention.torch import TorchAttention
+from engine.plugins.comm.local import LocalComm
+from engine.plugins.declaration import Declaration, read_declaration
+from engine.plugins.manager import BUILTIN
+from engine.plugins.testing.attention import check_case, through_hook
+from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
+from engine.plugins.testing.comm import check_comm
+from engine.plugins.testing.eviction import check_eviction_strategy
+from engine.plugins.testing.policy import check_scheduling_policy
+from tests.kv.cache_model import strategy
+from tests.layers.thread_comm import ThreadComm
+from tests.plugins.test_policy import policy
+
+# (built-in, device): run with everything it declares.  On a machine without a GPU, 'cuda' is skipped.
+ATTENTION = [("attention.torch", "cpu"), ("attention.torch", "cuda")]
+
+
+def declaration(name: str) -> Declaration:
+    declared = read_declaration(BUILTIN[name])
+    assert declared is not None
+    return declared
+
+
+def factory(name: str) -> AttentionFactory:
+    return through_hook(importlib.import_module(BUILTIN[name]).callboard_attention_backend)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "case"),
+    [
+        pytest.param(name, device, case, id=f"{name}-{device}-{case}")
+        for name, device in ATTENTION
+        for case in attention_cases(declaration(name))
+    ],
+)
+def test_attention(name: str, device: str, case: AttentionCase) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    check_case(case, factory(name), device)
+
+
+@pytest.mark.parametrize("case", attention_cases(Declaration(api=1)), ids=str)
+def test_two_backends_behind_one(case: AttentionCase) -> None:
+    check_case(case, lambda spec, pool: SplitAttention(TorchAttention(spec, pool), TorchAttention(spec, pool)))
+
+
+@pytest.mark.parametrize("name", [name for name in BUILTIN if name.startswith("eviction.")])
+def test_eviction(name: str) -> None:
+    check_eviction_strategy(lambda: strategy(name.removeprefix("eviction.")))
+
+
+@pytest.mark.parametrize("name", [name for name in BUILTIN if name.startswith("policy.")])
+def test_policy(name: str) -> None:
+    check_scheduling_policy(lambda: policy(name.removeprefix("policy.")))
+
+
+def test_local_comm() -> None:
+    check_comm(lambda size: [LocalComm()], sizes=[1])
+
+
+def test_the_ranks_of_other_tests_are_a_group_too() -> None:
+    def group(size: int) -> list[ThreadComm]:
+        posted: list[torch.Tensor | None] = [None] * size
+        barrier = threading.Barrier(size)
+        return [ThreadComm(rank, posted, barrier) for rank in range(size)]
+
+    check_comm(group, sizes=(2, 3))
