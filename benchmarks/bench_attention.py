@@ -1,9 +1,11 @@
-"""How should decode attention on a CPU read a paged pool: in place, copied, or as one padded batch?
+"""How should decode attention on a CPU read a paged pool: in place, copied, page by page, or as one padded batch?
 
-All ways compute the same thing, in turns, over several layers of a pool larger than the caches.
+All ways compute the same thing, which is checked, in turns, over several layers of a pool larger than the caches.
+Numbers are relative to the naive way: copy everybody's keys and values, repeat them for every query head, attend.
 
     python benchmarks/bench_attention.py
-    python benchmarks/bench_attention.py --threads 1 --batches 1 8 32 --lengths 512
+    python benchmarks/bench_attention.py --threads 1 2 --batches 1 8 32 --lengths 512
+    python benchmarks/bench_attention.py --no-flex              # on a machine without a C++ compiler
 """
 
 import argparse
@@ -11,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +24,7 @@ from machine import describe_machine
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBatch, AttentionSpec
@@ -31,13 +35,15 @@ from engine.plugins.attention.torch import TorchAttention
 HEADS = {"qwen3-0.6b": (16, 8, 128), "demo": (4, 2, 64)}
 PAGE_SIZE = 16
 NUM_LAYERS = 4
-NUM_TURNS = 15
+NUM_TURNS = 21
 
 Way = Callable[[int], Tensor]
 
 
-def ways(spec: AttentionSpec, pool: KVPool, q_TNH: Tensor, batch_size: int, length: int) -> Iterator[tuple[str, Way]]:
-    """(name, attention of one layer): pages side by side first, then the same work over shuffled pages.
+def ways(
+    spec: AttentionSpec, pool: KVPool, q_TNH: Tensor, batch_size: int, length: int, with_flex: bool
+) -> Iterator[tuple[str, Way]]:
+    """(name, attention of one layer), over shuffled pages unless the name says that they lie side by side.
 
     Every sequence of the batch has ``length`` tokens.
     """
@@ -58,13 +64,69 @@ def ways(spec: AttentionSpec, pool: KVPool, q_TNH: Tensor, batch_size: int, leng
 
     yield "naive", naive
     yield "padded", padded
+    yield "page by page", by_pages(spec, pool, q_TNH, shuffled)
+    if with_flex:
+        yield "flex", flex(spec, pool, q_TNH, shuffled)
     for name, table, cached_bytes, padding in (
-        ("one by one in place", pages, 1 << 28, 0.0),
+        ("views, side by side", pages, 1 << 28, 0.0),
         ("one by one copied", shuffled, 0, 0.0),
-        ("callboard, neighbours", pages, backend.CACHED_BYTES, backend.PADDING),
-        ("callboard, shuffled", shuffled, backend.CACHED_BYTES, backend.PADDING),
+        ("callboard, side by side", pages, backend.CACHED_BYTES, backend.PADDING),
+        ("callboard", shuffled, backend.CACHED_BYTES, backend.PADDING),
     ):
         yield name, prepared(spec, pool, q_TNH, table, length, cached_bytes, padding)
+
+
+def by_pages(spec: AttentionSpec, pool: KVPool, q_TNH: Tensor, table: npt.NDArray[np.int32]) -> Way:
+    """One page of every sequence at a time, with a running softmax: only a page each is copied."""
+    batch_size, _, head_size = q_TNH.shape
+    shape = (-1, PAGE_SIZE, spec.num_kv_heads, spec.head_size)
+    pages_PB = torch.from_numpy(np.ascontiguousarray(table.T))
+    q_BGnH = q_TNH.view(batch_size, spec.num_kv_heads, -1, head_size) * spec.scale
+    copies = [pool.data.new_empty(batch_size, *shape[1:]) for _ in range(2)]
+
+    def attend(layer: int) -> Tensor:
+        out, total = torch.zeros_like(q_BGnH), q_BGnH.new_zeros(*q_BGnH.shape[:3], 1)
+        largest = torch.full_like(total, -torch.inf)
+        for page_B in pages_PB:
+            for store, copy in zip((pool.keys, pool.values), copies, strict=True):
+                torch.index_select(store(layer).view(shape), 0, page_B, out=copy)
+            scores = q_BGnH @ copies[0].permute(0, 2, 3, 1)
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            shrink, weights = (largest - new).exp_(), (scores - new).exp_()
+            out.mul_(shrink).add_(weights @ copies[1].transpose(1, 2))
+            total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
+            largest = new
+        return (out / total).view(q_TNH.shape)
+
+    return attend
+
+
+def flex(spec: AttentionSpec, pool: KVPool, q_TNH: Tensor, table: npt.NDArray[np.int32]) -> Way:
+    """torch's flex_attention, compiled to C++ for exactly this shape; it reads the pages where they are."""
+    batch_size, num_pages = table.shape
+    in_pool = len(pool.keys(0)) // PAGE_SIZE
+    pages = torch.zeros(batch_size, 1, 1, in_pool, dtype=torch.int32)
+    pages[:, 0, 0, :num_pages] = torch.from_numpy(table)
+    counts = torch.full((batch_size, 1, 1), num_pages, dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(
+        torch.zeros_like(counts),
+        torch.zeros_like(pages),
+        counts,
+        pages,
+        BLOCK_SIZE=(128, PAGE_SIZE),
+        seq_lengths=(1, in_pool * PAGE_SIZE),
+        compute_q_blocks=False,
+    )
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
+    q_BN1H = q_TNH[:, :, None]
+
+    def attend(layer: int) -> Tensor:
+        k, v = (store(layer).transpose(0, 1)[None] for store in (pool.keys, pool.values))
+        return compiled(q_BN1H, k, v, block_mask=mask, scale=spec.scale, enable_gqa=True)[:, :, 0]
+
+    attend(0)  # compiles
+    return attend
 
 
 def prepared(
@@ -95,14 +157,24 @@ def prepared(
     return lambda layer: attention.attend(layer, q_TNH)
 
 
-def measure(heads: str, batch_size: int, length: int) -> dict[str, float]:
-    """Median seconds per layer of each way."""
+def measure(heads: str, batch_size: int, length: int, with_flex: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Median seconds per layer of each way, and the median over turns of how many times faster than naive it is.
+
+    A turn's times are divided by each other, so that a machine that is busy for a while slows all ways alike.
+    """
     num_heads, num_kv_heads, head_size = HEADS[heads]
     spec = AttentionSpec(NUM_LAYERS, num_heads, num_kv_heads, head_size, head_size**-0.5)
     num_pages = batch_size * length // PAGE_SIZE
     pool = KVPool(NUM_LAYERS, num_pages, PAGE_SIZE, num_kv_heads, head_size, torch.float32, torch.device("cpu"))
     pool.data.normal_()
-    candidates = dict(ways(spec, pool, torch.randn(batch_size, num_heads, head_size), batch_size, length))
+    q_TNH = torch.randn(batch_size, num_heads, head_size)
+    candidates = dict(ways(spec, pool, q_TNH, batch_size, length, with_flex))
+    for name, attend in candidates.items():
+        if "side by side" not in name:  # those read other pages than the rest
+            torch.testing.assert_close(attend(1), candidates["naive"](1), msg=f"{name} is wrong")
+    torch.testing.assert_close(
+        candidates["views, side by side"](1), candidates["callboard, side by side"](1), msg="views are wrong"
+    )
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(NUM_TURNS):
         for name, attend in candidates.items():
@@ -110,37 +182,43 @@ def measure(heads: str, batch_size: int, length: int) -> dict[str, float]:
             for layer in range(NUM_LAYERS):
                 attend(layer)
             seconds[name].append((time.perf_counter() - start) / NUM_LAYERS)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    faster = {
+        name: statistics.median(base / one for base, one in zip(seconds["naive"], values, strict=True))
+        for name, values in seconds.items()
+    }
+    return {name: statistics.median(values) for name, values in seconds.items()}, faster
 
 
 def main() -> None:
     """Print the table; optionally keep it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=0, help="torch threads, 0 for all cores")
+    parser.add_argument("--threads", nargs="+", type=int, default=[torch.get_num_threads()], help="torch threads")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--lengths", nargs="+", type=int, default=[128, 512, 1024], help="multiples of 16")
+    parser.add_argument("--flex", action=argparse.BooleanOptionalAction, default=True, help="compiles for each case")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     arguments = parser.parse_args()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     results = []
-    table: Table | None = None
-    with torch.inference_mode():
-        for heads in HEADS:
-            for batch_size in arguments.batches:
-                for length in arguments.lengths:
-                    seconds = measure(heads, batch_size, length)
-                    results.append({"heads": heads, "batch": batch_size, "length": length, "seconds": seconds})
-                    if table is None:
-                        title = f"decode attention, microseconds per layer, {torch.get_num_threads()} torch threads"
-                        table = Table("heads", "batch", "length", *seconds, title=title)
-                    table.add_row(
-                        heads, str(batch_size), str(length), *(f"{one * 1e6:.0f}" for one in seconds.values())
-                    )
-    if table is not None:
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        rows = []
+        for heads, batch_size, length in product(HEADS, arguments.batches, arguments.lengths):
+            with torch.inference_mode():
+                seconds, faster = measure(heads, batch_size, length, arguments.flex)
+            case = {"heads": heads, "batch": batch_size, "length": length, "threads": threads}
+            microseconds = {name: round(one * 1e6, 1) for name, one in seconds.items()}
+            ratios = {name: round(one, 2) for name, one in faster.items()}
+            results.append({**case, "us_per_layer": microseconds, "times_faster_than_naive": ratios})
+            rows.append((heads, batch_size, length, f"{seconds['naive'] * 1e6:.0f}", *list(ratios.values())[1:]))
+        title = f"decode attention, times faster than naive, {threads} torch threads"
+        names = [name for name in ratios if name != "naive"]
+        table = Table("heads", "batch", "length", "naive us", *names, title=title, padding=(0, 0))
+        for row in rows:
+            table.add_row(*map(str, row))
         Console().print(table)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1) + "\n")
+        if arguments.json is not None:
+            report = {"machine": describe_machine(), "results": results}
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

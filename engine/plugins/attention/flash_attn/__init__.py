@@ -1,0 +1,88 @@
+"""Attention by FlashAttention (https://github.com/Dao-AILab/flash-attention): FA3 on Hopper, else FA2.
+
+    __init__.py    the hook: options, and what is refused before the engine starts
+    backend.py     what happens in a step, eager or captured
+    kernels.py     the calls into the libraries
+    libraries.py   which builds there are, and their rules
+
+Importing this imports no FlashAttention.
+"""
+
+import logging
+from typing import Literal
+
+import torch
+
+from engine.errors import PluginError
+from engine.kv.pool import KVPool
+from engine.layers.attention import AttentionFactory, AttentionSpec
+from engine.plugins.attention.flash_attn.backend import FlashAttention
+from engine.plugins.attention.flash_attn.kernels import FA2, FA3, QUERY_TILE, Kernels
+from engine.plugins.attention.flash_attn.libraries import FA2_PAGE, HOPPER, Library, Situation, find
+from engine.plugins.attention.requirements import ANYTHING_ELSE, require_capability, require_gpu, try_out
+from engine.plugins.hookspecs import AttentionContext, hookimpl
+from engine.plugins.options import Options, decode_options
+
+log = logging.getLogger(__name__)
+
+CALLBOARD_PLUGIN = {
+    "api": 1,
+    "packages": ["flash_attn | flash_attn_interface | flash_attn_3 | sgl_kernel"],
+    "devices": ["cuda"],
+    "dtypes": ["bfloat16", "float16"],
+    "head_sizes": {"multiple_of": 8, "at_most": 256},
+    "padding": True,
+}
+PLUGIN = "attention.flash_attn"
+HEAD_STEP, MAX_HEAD = 8, 256
+GENERATIONS = {"auto": (3, 2), "fa3": (3,), "fa2": (2,)}
+
+
+class FlashAttentionOptions(Options, frozen=True):
+    """implementation: which generation.  whole_pages: let FA3 read pages as a whole, see ``libraries.py``."""
+
+    implementation: Literal["auto", "fa3", "fa2"] = "auto"
+    whole_pages: bool = False
+
+
+@hookimpl
+def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
+    """16-bit models with heads of up to 256; FA3 with pages below 128, FA2 with pages of 256 and its multiples."""
+    options = decode_options(PLUGIN, context.options, FlashAttentionOptions)
+    require_gpu(PLUGIN, context)
+    if context.head_size % HEAD_STEP or context.head_size > MAX_HEAD:
+        raise PluginError(
+            f"{PLUGIN} has kernels for head sizes that are multiples of {HEAD_STEP}, up to {MAX_HEAD}; "
+            f"this model's is {context.head_size}; {ANYTHING_ELSE[3:]}"
+        )
+    capability = torch.cuda.get_device_capability()
+    require_capability(PLUGIN, capability)
+    situation = Situation(capability[0] == HOPPER, context.page_size, context.head_size, options.whole_pages)
+    library, reasons = find(GENERATIONS[options.implementation], situation)
+    if library is None:
+        raise PluginError(
+            f"{PLUGIN} finds no FlashAttention for kv.page_size={context.page_size}: {'; '.join(reasons)}. "
+            f"FA3 comes with sgl-kernel or flash-attn-3, FA2 with pip install callboard[cuda]; set kv.page_size to "
+            f"16, 32 or 64 for FA3, or to {FA2_PAGE} for FA2; or set plugins.attention=flashinfer, {ANYTHING_ELSE}"
+        )
+
+    def factory(spec: AttentionSpec, pool: KVPool) -> FlashAttention:
+        return _build(library, spec, pool, context.phases)
+
+    return factory
+
+
+def _build(library: Library, spec: AttentionSpec, pool: KVPool, phases: tuple[str, ...]) -> FlashAttention:
+    num_sms = torch.cuda.get_device_properties(pool.data.device).multi_processor_count
+    kernels: Kernels
+    if library.varlen is not None:
+        kernels = FA2(spec, library.with_kvcache, library.varlen)
+    else:
+        kernels = FA3(spec, pool, num_sms, library.with_kvcache, library.scheduler_metadata)
+    attention = FlashAttention(spec, pool, kernels)
+    log.info("FlashAttention %d: %s %s", library.generation, library.module, library.version)
+    # Few queries, whose keys are divided, and as many as it takes to fill the GPU, whose are not.
+    many = QUERY_TILE * -(-num_sms // spec.num_heads)
+    for num_queries in (2, many) if "prefill" in phases else (2,):
+        try_out(PLUGIN, attention, spec, pool, num_queries, phases)
+    return attention

@@ -1,0 +1,167 @@
+"""FlashAttention 2 and 3: what a part of a step has to look like for each, and every call into them.
+
+Legend: B sequences · T tokens · P page-table width · N query heads · H head size
+Owns: the arguments.  Does not know: which library offers a function, batches, layers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kv.pool import KVPool
+from engine.layers.attention import AttentionSpec
+from engine.plugins.attention.paging import KVPages
+
+QUERY_TILE = 128  # queries, of all heads that share a key head, that one block of FA3 works on
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Neighbouring sequences of a step that one call serves: decode rows, or segments of prompts.
+
+    page_table_BP, lengths_B, query_starts_B1: as in ``AttentionBatch``, but the starts count from the part's own first.
+    max_queries, max_length: of one sequence.  num_tiles: pieces of work, if no keys are divided.
+    """
+
+    decode: bool
+    page_table_BP: Tensor
+    lengths_B: Tensor
+    query_starts_B1: Tensor
+    max_queries: int
+    max_length: int
+    num_tiles: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a part's calls share in all layers.  num_splits: into how many pieces keys are divided, 0 to let it choose.
+
+    key_starts_B1: cumulative lengths, for FA2's prefill.  metadata: which block does what, for FA3.
+    """
+
+    num_splits: int = 0
+    key_starts_B1: Tensor | None = None
+    metadata: Tensor | None = None
+
+
+class Kernels(Protocol):
+    """One generation of FlashAttention."""
+
+    def prepare(self, part: Part, window: int) -> Prepared:
+        """Once a step, for the layers with this window; 0 for no window."""
+        ...
+
+    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, window: int, prepared: Prepared) -> Tensor:
+        """out_TNH of the part's queries in one layer."""
+        ...
+
+
+class FA2:
+    """Pages of a multiple of 256 tokens.  Decides by the width of the page table into how many pieces it divides keys,
+    so a table should not be wider than its longest row."""
+
+    def __init__(self, spec: AttentionSpec, with_kvcache: Callable[..., Any], varlen: Callable[..., Any]) -> None:
+        self._scale = spec.scale
+        self._with_kvcache = with_kvcache
+        self._varlen = varlen
+
+    def prepare(self, part: Part, window: int) -> Prepared:
+        if part.decode:
+            return Prepared()
+        key_starts_B1 = part.lengths_B.new_zeros(len(part.lengths_B) + 1)
+        torch.cumsum(part.lengths_B, 0, dtype=torch.int32, out=key_starts_B1[1:])
+        return Prepared(key_starts_B1=key_starts_B1)
+
+    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, window: int, prepared: Prepared) -> Tensor:
+        keys, values = pages
+        if part.decode:
+            return self._with_kvcache(
+                q_TNH[:, None],
+                keys,
+                values,
+                cache_seqlens=part.lengths_B,
+                block_table=part.page_table_BP,
+                softmax_scale=self._scale,
+                causal=True,
+                window_size=window_size(window),
+            )[:, 0]
+        return self._varlen(
+            q_TNH,
+            keys,
+            values,
+            cu_seqlens_q=part.query_starts_B1,
+            cu_seqlens_k=prepared.key_starts_B1,
+            max_seqlen_q=part.max_queries,
+            max_seqlen_k=part.max_length,
+            softmax_scale=self._scale,
+            causal=True,
+            window_size=window_size(window),
+            block_table=part.page_table_BP,
+        )
+
+
+class FA3:
+    """Pages of any size.  Decides on the GPU which block does what: once a step if ``scheduler_metadata`` is there."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        pool: KVPool,
+        num_sms: int,
+        with_kvcache: Callable[..., Any],
+        scheduler_metadata: Callable[..., Tensor] | None,
+    ) -> None:
+        self._spec = spec
+        self._pool = pool
+        self._num_sms = num_sms
+        self._with_kvcache = with_kvcache
+        self._scheduler_metadata = scheduler_metadata
+
+    def prepare(self, part: Part, window: int) -> Prepared:
+        # Divided keys leave partial results of (pieces x heads x queries) in float32: for a long prompt, gigabytes.
+        num_splits = 1 if not part.decode and part.num_tiles >= self._num_sms else 0
+        if self._scheduler_metadata is None:
+            return Prepared(num_splits)
+        spec, page_size = self._spec, self._pool.page_size
+        metadata = self._scheduler_metadata(
+            len(part.lengths_B),
+            part.max_queries,
+            # What the kernel takes for the longest sequence; from another number it would follow another layout.
+            part.page_table_BP.shape[1] * page_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_size,
+            part.lengths_B,
+            qkv_dtype=self._pool.data.dtype,
+            cu_seqlens_q=part.query_starts_B1,
+            page_size=page_size,
+            causal=True,
+            window_size=window_size(window),
+            num_splits=num_splits,
+        )
+        return Prepared(num_splits, metadata=metadata)
+
+    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, window: int, prepared: Prepared) -> Tensor:
+        keys, values = pages
+        return self._with_kvcache(
+            q_TNH,
+            keys,
+            values,
+            cache_seqlens=part.lengths_B,
+            page_table=part.page_table_BP,
+            cu_seqlens_q=part.query_starts_B1,
+            max_seqlen_q=part.max_queries,
+            softmax_scale=self._spec.scale,
+            causal=True,
+            window_size=window_size(window),
+            scheduler_metadata=prepared.metadata,
+            num_splits=prepared.num_splits,
+        )
+
+
+def window_size(window: int) -> tuple[int, int]:
+    """(left, right): a window counts the query's own position, and these do not.  -1 is everything."""
+    return (window - 1, 0) if window else (-1, -1)

@@ -1,0 +1,86 @@
+"""Which builds of FlashAttention are installed, and which of them can serve here.
+
+Owns: the order in which they are tried, and their rules.  Does not know: how their functions are called.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+# Upstream's own builds of FA3, in the two places where they are found, and the one in SGLang's kernels.
+FA3_MODULES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface", "sgl_kernel.flash_attn")
+FA2_MODULES = ("flash_attn",)
+HOPPER = 9
+FA2_PAGE = 256
+# Keys that one block of FA3 works on at a time, by the largest head size that it is for; several, as it depends on
+# more than that.  A page that such a tile divides is read as a whole.
+FA3_KEY_TILES = {64: (128,), 96: (128, 144), 128: (128,), 192: (96, 112, 128), 256: (64, 80)}
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A module with the functions that are needed.  scheduler_metadata: None for FA2 and for early builds of FA3."""
+
+    generation: int
+    module: str
+    version: str
+    with_kvcache: Callable[..., Any]
+    varlen: Callable[..., Any] | None
+    scheduler_metadata: Callable[..., Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What the rules are about.  whole_pages: FA3 may read tokens that nobody has written, see ``refusal``."""
+
+    hopper: bool
+    page_size: int
+    head_size: int
+    whole_pages: bool
+
+
+def find(generations: Sequence[int], situation: Situation) -> tuple[Library | None, list[str]]:
+    """The first library that can serve, or None, and why those before it cannot."""
+    reasons = []
+    for generation in generations:
+        if reason := refusal(generation, situation):
+            reasons.append(reason)
+            continue
+        for module in FA3_MODULES if generation == 3 else FA2_MODULES:
+            try:
+                return load(generation, module), reasons
+            except Exception as error:  # a library for another CUDA fails in ways of its own
+                reasons.append(f"{module}: {' '.join(str(error).split())[:200]}")
+    return None, reasons
+
+
+def load(generation: int, module: str) -> Library:
+    """Raises whatever the import does, and AttributeError if it is something else of that name."""
+    library = import_module(module)
+    return Library(
+        generation=generation,
+        module=module,
+        version=getattr(import_module(module.partition(".")[0]), "__version__", "?"),
+        with_kvcache=library.flash_attn_with_kvcache,
+        varlen=library.flash_attn_varlen_func if generation == 2 else None,
+        scheduler_metadata=getattr(library, "get_scheduler_metadata", None) if generation == 3 else None,
+    )
+
+
+def refusal(generation: int, situation: Situation) -> str:
+    """Why a generation cannot serve, or ''.
+
+    Of a page that a key tile divides, FA3 reads all slots, and the weight of those that nobody has written is 0: but 0
+    times NaN is NaN, and a NaN may be there from a sequence that had the page before.
+    """
+    size = situation.page_size
+    if generation == 2:
+        return "" if size % FA2_PAGE == 0 else f"FA2 needs pages of a multiple of {FA2_PAGE} tokens"
+    if not situation.hopper:
+        return "FA3 is for Hopper GPUs"
+    tiles = next(tiles for head_size, tiles in FA3_KEY_TILES.items() if situation.head_size <= head_size)
+    for tile in tiles:
+        if size % tile == 0 and not situation.whole_pages:
+            return f"FA3 may read unwritten slots of pages of a multiple of {tile} tokens (see option whole_pages)"
+    return ""

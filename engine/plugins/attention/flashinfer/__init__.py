@@ -1,0 +1,151 @@
+"""Attention by FlashInfer (https://github.com/flashinfer-ai/flashinfer), on NVIDIA GPUs from Ampere on.
+
+    __init__.py   the hook: options, and what is refused before the engine starts
+    backend.py    what happens in a step, eager or captured
+    planners.py   the calls into the library
+    append.py     keys and values to their pages, where callboard's own kernels do not write them
+    lists.py      where a step's keys are
+    staging.py    when page-locked memory may be written again
+
+Importing this imports no FlashInfer.
+"""
+
+import logging
+from importlib import import_module
+from types import ModuleType
+from typing import Literal
+
+import torch
+
+from engine.errors import PluginError
+from engine.kernels.choice import choose_kernels
+from engine.kv.pool import KVPool
+from engine.layers.attention import AttentionFactory, AttentionSpec
+from engine.plugins.attention.flashinfer.append import PagedAppend
+from engine.plugins.attention.flashinfer.backend import BUFFERS, FlashInferAttention
+from engine.plugins.attention.flashinfer.planners import FA3_TILE, Setup
+from engine.plugins.attention.flashinfer.staging import StagingRing
+from engine.plugins.attention.paging import windows_of
+from engine.plugins.attention.requirements import (
+    ANYTHING_ELSE,
+    missing_package,
+    require_capability,
+    require_gpu,
+    trial,
+    try_out,
+)
+from engine.plugins.hookspecs import AttentionContext, hookimpl
+from engine.plugins.options import Options, decode_options
+
+log = logging.getLogger(__name__)
+
+CALLBOARD_PLUGIN = {
+    "api": 1,
+    "packages": ["flashinfer"],
+    "devices": ["cuda"],
+    "dtypes": ["bfloat16", "float16"],
+    "head_sizes": [64, 128, 256],
+    "padding": True,
+}
+PLUGIN = "attention.flashinfer"
+HEAD_SIZES = (64, 128, 256)
+CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)  # query heads per key head that the kernel without tensor cores is built for
+# From here on a group fills enough of a tensor core's tile; mini-sglang draws the same line.
+TENSOR_CORE_GROUP = 4
+HOPPER = 9
+PLANS_IN_A_STEP = 2  # decode rows and prefill segments, for every window
+
+
+class FlashInferOptions(Options, frozen=True):
+    """prefill_backend: kernels for prompts.  tensor_cores: whether decode rows use them.
+    workspace_mb: for parts of results; FlashInfer recommends 128 and says so if it is too little."""
+
+    prefill_backend: Literal["auto", "fa2", "fa3"] = "auto"
+    tensor_cores: Literal["auto", "always", "never"] = "auto"
+    workspace_mb: int = 128
+
+
+@hookimpl
+def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
+    """16-bit models with heads of 64, 128 or 256, any page size and window; NVIDIA GPUs from Ampere on."""
+    options = decode_options(PLUGIN, context.options, FlashInferOptions)
+    require_gpu(PLUGIN, context)
+    if context.head_size not in HEAD_SIZES:
+        sizes = ", ".join(map(str, HEAD_SIZES))
+        raise PluginError(
+            f"{PLUGIN} has kernels for head sizes {sizes}; this model's is {context.head_size}; "
+            f"set plugins.attention=flash_attn, {ANYTHING_ELSE}"
+        )
+    tensor_cores = choose_tensor_cores(options, context.num_heads // context.num_kv_heads)
+    try:
+        library = import_module("flashinfer")
+    except Exception as error:  # beside ImportError whatever its own libraries raise when they do not fit this CUDA
+        raise missing_package(PLUGIN, "the package flashinfer-python", str(error)) from None
+    capability = torch.cuda.get_device_capability()
+    require_capability(PLUGIN, capability)
+    if options.prefill_backend == "fa3" and capability[0] != HOPPER:
+        raise PluginError(f"{PLUGIN}: prefill_backend='fa3' is for Hopper GPUs; set it to 'auto' or 'fa2'")
+    prefill_backend = options.prefill_backend
+    if prefill_backend == "auto" and capability[0] != HOPPER:
+        prefill_backend = "fa2"
+
+    def factory(spec: AttentionSpec, pool: KVPool) -> FlashInferAttention:
+        return _build(library, spec, pool, tensor_cores, prefill_backend, context.phases, options.workspace_mb << 20)
+
+    return factory
+
+
+def choose_tensor_cores(options: FlashInferOptions, group: int) -> bool:
+    """For so many query heads per key head.  Raises PluginError if there is no kernel without, and none is wanted."""
+    if options.tensor_cores != "auto":
+        if options.tensor_cores == "never" and group not in CUDA_CORE_GROUPS:
+            raise PluginError(
+                f"{PLUGIN}: without tensor cores there are kernels for {', '.join(map(str, CUDA_CORE_GROUPS))} query "
+                f"heads per key head; this model has {group}; set tensor_cores to 'auto'"
+            )
+        return options.tensor_cores == "always"
+    return group >= TENSOR_CORE_GROUP or group not in CUDA_CORE_GROUPS
+
+
+def _build(
+    library: ModuleType,
+    spec: AttentionSpec,
+    pool: KVPool,
+    tensor_cores: bool,
+    prefill_backend: str,
+    phases: tuple[str, ...],
+    workspace_bytes: int,
+) -> FlashInferAttention:
+    device = pool.data.device
+    setup = Setup(
+        library=library,
+        spec=spec,
+        pool=pool,
+        workspace=torch.zeros(workspace_bytes, dtype=torch.uint8, device=device),
+        plans=StagingRing(BUFFERS * PLANS_IN_A_STEP * len(windows_of(spec)), device),
+        tensor_cores=tensor_cores,
+        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+    )
+    attention = FlashInferAttention(setup, StagingRing(BUFFERS * PLANS_IN_A_STEP, device), prefill_backend, phases)
+    log.info(
+        "flashinfer %s: decode %s tensor cores, prefill %s; loading its kernels, which it may have to compile first",
+        getattr(library, "__version__", "?"),
+        "with" if tensor_cores else "without",
+        prefill_backend,
+    )
+    # Both kernels that 'auto' may choose: few queries, and as many as it takes to fill the GPU.
+    many = FA3_TILE * -(-setup.num_sms // spec.num_heads)
+    for num_queries in (2, many) if prefill_backend == "auto" and "prefill" in phases else (2,):
+        try_out(PLUGIN, attention, spec, pool, num_queries, phases)
+    if choose_kernels(device) is None:  # else one kernel normalises, rotates and stores
+        store_by_library(library, pool)
+    return attention
+
+
+def store_by_library(library: ModuleType, pool: KVPool) -> None:
+    """Have the pool written by FlashInfer from now on.  Raises PluginError if it cannot; the pool is then as before."""
+    append, device = PagedAppend(library, pool), pool.data.device
+    with trial(PLUGIN, device):
+        nothing_1GH = torch.zeros((1, *pool.keys(0).shape[1:]), dtype=pool.data.dtype, device=device)
+        append(0, nothing_1GH, nothing_1GH, torch.tensor([pool.dump_page * pool.page_size], device=device))
+    pool.store_by(append)

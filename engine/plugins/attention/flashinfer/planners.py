@@ -1,0 +1,241 @@
+"""FlashInfer's wrappers, each with what planning it takes: decode rows, prefill segments, and decode rows in a graph.
+
+Legend: T tokens · B sequences · N query heads · H head size
+Owns: every call into FlashInfer.  Does not know: batches, layers, which rows of a step these are.
+
+A plan says which block of the GPU works on which part of which sequence.  FlashInfer computes it on the host, writes
+it to page-locked memory and queues a copy of it to the device.  It has one such buffer per wrapper and no way to say
+when it may be written again, so every plan is given a buffer from a ring instead.  On the device one buffer is enough:
+its copy is queued behind the kernels that read the plan before.
+"""
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.errors import PluginError
+from engine.kv.pool import KVPool
+from engine.layers.attention import AttentionSpec
+from engine.plugins.attention.flashinfer.lists import HostLists, Int32, stride_of
+from engine.plugins.attention.flashinfer.staging import StagingRing
+from engine.plugins.attention.paging import KVPages
+
+PLAN_BYTES = 8 << 20  # what a wrapper allocates for a plan
+GRAPH_PLAN_BYTES = 1 << 20  # decode rows alone need at most 40 bytes each, and there is a wrapper per captured size
+STAGING = "_pin_memory_int_workspace_buffer"  # no public way leads to it; its name is checked at start
+DECODE_PLAN_LENGTH = 10  # of a plan of the kernel without tensor cores; its last entry says whether rows are split
+FA3_TILE = 128  # queries that one block of FA3 works on
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all wrappers share.
+
+    workspace: parts of results go there, uint8, zero at first.  One is enough: kernels of a stream do not overlap.
+    window: as in ``AttentionSpec``, 0 for all.  tensor_cores: of the decode kernel.
+    """
+
+    library: ModuleType
+    spec: AttentionSpec
+    pool: KVPool
+    workspace: Tensor
+    plans: StagingRing
+    tensor_cores: bool
+    num_sms: int
+
+    def problem(self, window: int) -> dict[str, Any]:
+        """What does not change from step to step, as every decode plan wants it."""
+        return {
+            "num_qo_heads": self.spec.num_heads,
+            "num_kv_heads": self.spec.num_kv_heads,
+            "head_dim": self.spec.head_size,
+            "page_size": self.pool.page_size,
+            # The position itself is not counted, and -1 stands for everything.
+            "window_left": window - 1,
+            "sm_scale": self.spec.scale,
+            "q_data_type": self.pool.data.dtype,
+            "kv_data_type": self.pool.data.dtype,
+            "non_blocking": True,
+        }
+
+    def lend_staging(self, wrapper: Any) -> "StagingLoan":
+        """Use it as a context around a plan."""
+        return StagingLoan(self.plans, wrapper)
+
+
+class StagingLoan:
+    """Gives a wrapper a buffer that no queued copy reads, for one plan."""
+
+    def __init__(self, ring: StagingRing, wrapper: Any) -> None:
+        self._staging = ring.take(PLAN_BYTES)
+        setattr(wrapper, STAGING, self._staging.data[:PLAN_BYTES])
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: object) -> None:
+        self._staging.sent()
+
+
+class Planner(Protocol):
+    """What a step's part is computed with."""
+
+    def plan(self, host: HostLists, pages_I: Tensor, query_lengths: Int32) -> None:
+        """Prepare the kernel for these sequences."""
+        ...
+
+    def run(self, q_BNH: Tensor, pages: KVPages, out_BNH: Tensor) -> None:
+        """Compute them in one layer."""
+        ...
+
+
+class DecodeRows:
+    """Any number of sequences with one query each."""
+
+    def __init__(self, setup: Setup, window: int) -> None:
+        self._setup = setup
+        self._problem = setup.problem(window)
+        self._wrapper = with_staging(
+            setup.library.BatchDecodeWithPagedKVCacheWrapper(
+                setup.workspace, kv_layout="NHD", use_tensor_cores=setup.tensor_cores, backend="fa2"
+            ),
+            setup.library,
+        )
+
+    def plan(self, host: HostLists, pages_I: Tensor, query_lengths: Int32) -> None:
+        with self._setup.lend_staging(self._wrapper):
+            self._wrapper.plan(
+                indptr=host.starts_B1,
+                indices=pages_I,
+                last_page_len=host.last_B,
+                seq_lens=host.lengths_B,
+                **self._problem,
+            )
+
+    def run(self, q_BNH: Tensor, pages: KVPages, out_BNH: Tensor) -> None:
+        self._wrapper.run(q_BNH, pages, out=out_BNH)
+
+
+class PrefillSegments:
+    """Sequences with any number of queries each.
+
+    backend: 'fa3' keeps Hopper's tensor cores busiest, but a block works on all keys of its queries: with few queries
+    it leaves most of the GPU idle.  'fa2' cuts the keys as well then.  'auto' decides for each step.
+    """
+
+    def __init__(self, setup: Setup, window: int, backend: str) -> None:
+        self._setup = setup
+        problem = setup.problem(window)
+        self._problem = {**problem, "head_dim_qk": problem["head_dim"], "causal": True}
+        del self._problem["head_dim"]
+        self._wrappers = {
+            name: with_staging(
+                setup.library.BatchPrefillWithPagedKVCacheWrapper(setup.workspace, kv_layout="NHD", backend=name),
+                setup.library,
+            )
+            for name in (("fa2", "fa3") if backend == "auto" else (backend,))
+        }
+        self._backend = backend
+        self._wrapper: Any = None
+
+    def plan(self, host: HostLists, pages_I: Tensor, query_lengths: Int32) -> None:
+        self._wrapper = self._wrappers[self.choose(query_lengths)]
+        with self._setup.lend_staging(self._wrapper):
+            self._wrapper.plan(
+                qo_indptr=host.query_starts_B1,
+                paged_kv_indptr=host.starts_B1,
+                paged_kv_indices=pages_I,
+                paged_kv_last_page_len=host.last_B,
+                seq_lens=host.lengths_B,
+                **self._problem,
+            )
+
+    def choose(self, query_lengths: Int32) -> str:
+        """'fa3' if its blocks can fill the GPU."""
+        if self._backend != "auto":
+            return self._backend
+        num_tiles = int((-(-query_lengths // FA3_TILE)).sum()) * self._setup.spec.num_heads
+        return "fa3" if num_tiles >= self._setup.num_sms else "fa2"
+
+    def run(self, q_TNH: Tensor, pages: KVPages, out_TNH: Tensor) -> None:
+        self._wrapper.run(q_TNH, pages, out=out_TNH)
+
+
+class GraphRows:
+    """A fixed number of decode rows whose kernels have been captured: they read the buffers that were there then.
+
+    ``plan`` is called before each replay and is often nothing: a plan depends on how many pages each row has, not on
+    which, nor on tokens, and without tensor cores not even on that once the rows fill the GPU and none is split.
+    """
+
+    def __init__(self, setup: Setup, window: int, num_rows: int, starts_and_last: Tensor, pages_I: Tensor) -> None:
+        """starts_and_last, pages_I: int32 on the device, laid out as ``HostLists`` are; filled by the caller."""
+        self._setup = setup
+        self._problem = setup.problem(window)
+        self._starts_B1 = starts_and_last[: num_rows + 1]
+        self._pages_I = pages_I
+        last_B = starts_and_last[stride_of(num_rows) :][:num_rows]
+        wrapper = setup.library.BatchDecodeWithPagedKVCacheWrapper(
+            setup.workspace,
+            kv_layout="NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=setup.tensor_cores,
+            paged_kv_indptr_buffer=self._starts_B1,
+            paged_kv_indices_buffer=pages_I,
+            paged_kv_last_page_len_buffer=last_B,
+            backend="fa2",
+        )
+        small = torch.empty(GRAPH_PLAN_BYTES, dtype=torch.uint8, device=setup.workspace.device)
+        wrapper.reset_workspace_buffer(setup.workspace, small)
+        self._wrapper = with_staging(wrapper, setup.library)
+        self._planned_starts: Int32 | None = None
+        self._splits = True
+
+    def plan(self, host: HostLists, pages_I: Tensor, query_lengths: Int32) -> None:
+        starts = host.starts_B1.numpy()
+        if self._planned_starts is None:
+            with self._setup.lend_staging(self._wrapper):
+                self._wrapper.plan(
+                    indptr=host.starts_B1,
+                    indices=pages_I[: host.num_pages],
+                    last_page_len=host.last_B,
+                    seq_lens=host.lengths_B,
+                    **self._problem,
+                )
+            self._splits = self._setup.tensor_cores or splits_rows(self._wrapper)
+        elif self._splits and not np.array_equal(starts, self._planned_starts):
+            with self._setup.lend_staging(self._wrapper):
+                self._setup.library.decode.fast_decode_plan(
+                    self._wrapper,
+                    indptr=self._starts_B1,
+                    indices=self._pages_I,
+                    last_page_len=host.last_B,
+                    global_override_indptr_cpu=host.starts_B1,
+                    **self._problem,
+                )
+        else:
+            return
+        self._planned_starts = starts.copy()
+
+    def run(self, q_BNH: Tensor, pages: KVPages, out_BNH: Tensor) -> None:
+        self._wrapper.run(q_BNH, pages, out=out_BNH)
+
+
+def splits_rows(wrapper: Any) -> bool:
+    """Whether the plan of a decode kernel without tensor cores cuts sequences; True if this cannot be told."""
+    plan = getattr(wrapper, "_plan_info", None)
+    return plan is None or len(plan) != DECODE_PLAN_LENGTH or bool(plan[DECODE_PLAN_LENGTH - 1])
+
+
+def with_staging(wrapper: Any, library: ModuleType) -> Any:
+    """The wrapper, if it keeps its staging buffer where it is expected.  Raises PluginError."""
+    if not isinstance(getattr(wrapper, STAGING, None), Tensor):
+        raise PluginError(
+            f"attention.flashinfer: FlashInfer {getattr(library, '__version__', '(unknown version)')} keeps plans in "
+            "other buffers than 0.7 does, and they would be overwritten while a step runs; install flashinfer-python "
+            "0.7, or set plugins.attention=torch"
+        )
+    return wrapper

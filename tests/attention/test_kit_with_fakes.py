@@ -1,0 +1,102 @@
+"""The plugins for compiled libraries through the kit that every attention backend goes through, over the stand-ins.
+
+What the kit poisons (other sequences' pages, unused entries of the page table, slots past a sequence's end) shows here
+whether lists, lengths and tables are right; whether a library's kernels are, shows on a GPU alone.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kv.pool import KVPool
+from engine.layers.attention import AttentionBackend, AttentionFactory, AttentionSpec
+from engine.plugins.attention.flash_attn.backend import FlashAttention
+from engine.plugins.attention.flash_attn.kernels import FA2, FA3
+from engine.plugins.attention.flash_attn.libraries import FA2_PAGE
+from engine.plugins.attention.flashinfer.backend import BUFFERS, FlashInferAttention
+from engine.plugins.attention.flashinfer.planners import Setup
+from engine.plugins.attention.flashinfer.staging import StagingRing
+from engine.plugins.attention.paging import windows_of
+from engine.plugins.declaration import read_declaration
+from engine.plugins.manager import BUILTIN
+from engine.plugins.testing.attention import check_case
+from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
+from tests.attention.fake_device import FakeStream
+from tests.attention.fake_flash_attn import FakeFlashAttention
+from tests.attention.fake_flashinfer import fake_flashinfer
+
+NUM_SMS = 8
+
+
+class AtOnce:
+    """A backend over a fake stream, whose work is done when ``attend`` returns."""
+
+    def __init__(self, backend: AttentionBackend, stream: FakeStream) -> None:
+        self.begin = backend.begin
+        self._backend = backend
+        self._stream = stream
+
+    def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
+        out_TNH = self._backend.attend(layer, q_TNH)
+        self._stream.run()
+        return out_TNH
+
+
+def flashinfer(tensor_cores: bool, spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
+    stream, device = FakeStream(), torch.device("cpu")
+    setup = Setup(
+        library=fake_flashinfer(stream),
+        spec=spec,
+        pool=pool,
+        workspace=torch.zeros(64, dtype=torch.uint8),
+        plans=StagingRing(BUFFERS * 2 * len(windows_of(spec)), device, stream.event),
+        tensor_cores=tensor_cores,
+        num_sms=NUM_SMS,
+    )
+    lists = StagingRing(BUFFERS * 2, device, stream.event)
+    return AtOnce(FlashInferAttention(setup, lists, "auto", ("prefill", "decode")), stream)
+
+
+def fa2(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
+    fake = FakeFlashAttention()
+    return FlashAttention(spec, pool, FA2(spec, fake.fa2_with_kvcache, fake.fa2_varlen))
+
+
+def fa3(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
+    fake = FakeFlashAttention()
+    return FlashAttention(spec, pool, FA3(spec, pool, NUM_SMS, fake.fa3_with_kvcache, fake.scheduler_metadata))
+
+
+BACKENDS: dict[str, tuple[str, AttentionFactory, tuple[int, ...]]] = {
+    "flashinfer": ("attention.flashinfer", partial(flashinfer, False), (1, 16, 64)),
+    "flashinfer by tensor cores": ("attention.flashinfer", partial(flashinfer, True), (1, 16, 64)),
+    "flash_attn fa3": ("attention.flash_attn", fa3, (1, 16, 64)),
+    "flash_attn fa2": ("attention.flash_attn", fa2, (FA2_PAGE,)),
+}
+MAX_QUERIES = 300  # of a case with pages of 256 tokens: the stand-in computes one query at a time
+
+
+def cases() -> Iterator[tuple[str, AttentionCase]]:
+    for name, (plugin, _, page_sizes) in BACKENDS.items():
+        declared = read_declaration(BUILTIN[plugin])
+        assert declared is not None
+        for case in attention_cases(msgspec.structs.replace(declared, page_sizes=page_sizes)):
+            num_queries = sum(count for rows, segments in case.steps for _, count in (*rows, *segments))
+            if case.page_size < FA2_PAGE or num_queries <= MAX_QUERIES:
+                yield name, case
+
+
+@pytest.mark.parametrize(("name", "case"), [pytest.param(*one, id=f"{one[0]}-{one[1]}") for one in cases()])
+def test_case(name: str, case: AttentionCase) -> None:
+    check_case(case, BACKENDS[name][1])
+
+
+def test_every_backend_has_cases_of_decode_rows_and_of_prompts():
+    for name in BACKENDS:
+        steps = [step for one, case in cases() if one == name for step in case.steps]
+        assert any(rows for rows, _ in steps), name
+        assert any(segments for _, segments in steps), name
