@@ -1,0 +1,166 @@
+"""Compiles the triton backend's kernels for an H200 (sm_90a) on a machine without a GPU, by its own launches.
+
+    python -m tests.attention.compile_triton                  # the default tiles of every case
+    python -m tests.attention.compile_triton --candidates     # and all that tuning would try, where a case says so
+
+Prints one line of JSON per variant: registers, bytes of stack (spilled registers), shared memory, copies ahead of use.
+What the interpreter cannot see shows here: types that do not match, shapes that the hardware has no instruction for,
+tiles that do not fit, loads that the compiler does not start ahead of their use.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from engine.kv.pool import KVPool
+from engine.layers.attention import AttentionBatch, AttentionSpec
+from engine.plugins.attention.triton_kernels import backend
+from engine.plugins.attention.triton_kernels.backend import TritonAttention
+from engine.plugins.attention.triton_kernels.tiles import (
+    DecodeTiles,
+    PrefillTiles,
+    decode_candidates,
+    prefill_candidates,
+)
+from tests.attention.recorded_launches import H200, KERNELS
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape.  every_candidate: all tiles that tuning would try, too."""
+
+    num_heads: int = 16
+    num_kv_heads: int = 8
+    head_size: int = 128
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    window: int = 0
+    every_candidate: bool = False
+
+
+CASES = [
+    Case(every_candidate=True),
+    Case(dtype="float16", window=1000),
+    Case(num_heads=8, num_kv_heads=1, head_size=256, page_size=256, every_candidate=True),
+    # The tests compile those above.
+    Case(num_heads=40, page_size=64),
+    Case(num_heads=8, num_kv_heads=8, head_size=64, page_size=1),
+    Case(num_heads=32, head_size=80, page_size=32),
+    Case(head_size=96, page_size=128, window=4096),
+    Case(num_heads=4, num_kv_heads=2, head_size=64, dtype="float32"),
+    Case(dtype="float32"),
+    Case(head_size=256, dtype="float32"),
+]
+
+
+class NoGPU:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclass
+class Compiler:
+    """Stands in for a launch: compiles what would be launched."""
+
+    kernels: list[Any] = field(default_factory=list)
+
+    def watch(self, name: str) -> None:
+        """From now on this kernel[grid](...) compiles only."""
+        kernel = getattr(backend, name)
+
+        def launch(*args: Any, **kwargs: Any) -> None:
+            compiled = kernel.warmup(*args, grid=(1, 1), **kwargs)
+            if compiled not in self.kernels:
+                self.kernels.append(compiled)
+
+        class Watched:
+            def __getitem__(self, grid: tuple[int, int]) -> Any:
+                assert all(0 < size < (1 << 31, 1 << 16)[axis] for axis, size in enumerate(grid)), f"grid {grid}"
+                return launch
+
+        setattr(backend, name, Watched())
+
+
+def launch(case: Case, compiler: Compiler, candidates: bool) -> list[dict[str, Any]]:
+    """What attending to a mixed batch of this shape launches, once for each choice of tiles."""
+    dtype = getattr(torch, case.dtype)
+    spec = AttentionSpec(1, case.num_heads, case.num_kv_heads, case.head_size, case.head_size**-0.5, case.window, 0)
+    pool = KVPool(1, 8, case.page_size, case.num_kv_heads, case.head_size, dtype, torch.device("cpu"))
+    attention = TritonAttention(spec, pool, H200)
+    attention._interpreted = False
+    batch = AttentionBatch(
+        num_decodes=3,
+        page_table_BP=torch.zeros((5, 3), dtype=torch.int32),
+        lengths_B=torch.ones(5, dtype=torch.int32),
+        query_starts_B1=torch.arange(6, dtype=torch.int32),
+        host_lengths=np.ones(5, np.int32),
+        host_query_lengths=np.ones(5, np.int32),
+    )
+    q_TNH = torch.zeros((5, case.num_heads + 2 * case.num_kv_heads, case.head_size), dtype=dtype)[:, : case.num_heads]
+    every: list[DecodeTiles | PrefillTiles | None] = [None]
+    if case.every_candidate and candidates:
+        every += decode_candidates(case.head_size, dtype.itemsize, H200)
+        every += prefill_candidates(case.head_size, dtype.itemsize, H200)
+    rows = []
+    for tiles in every:
+        attention.begin(batch, tiles)
+        attention.attend(0, q_TNH)
+        for kernel in compiler.kernels:
+            stats = resources(kernel)
+            rows.append({"kernel": kernel.metadata.name, **asdict(case), "tiles": repr(tiles or "default"), **stats})
+        compiler.kernels.clear()
+    return rows
+
+
+def resources(kernel: Any) -> dict[str, int]:
+    """Read off the machine code, where triton brings the tool for it."""
+    found = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
+    # Copies to shared memory that run beside the computation: of 16 bytes each, or of fewer.
+    found |= {name: kernel.asm["ptx"].count(f"cp.async.{kind}") for name, kind in (("wide", "cg"), ("narrow", "ca"))}
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if tool.exists():
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            command = [tool, "--dump-resource-usage", file.name]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found |= {
+            key: int(re.search(rf"{mark}:(\d+)", usage)[1]) for key, mark in (("regs", "REG"), ("stack", "STACK"))
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--candidates", action="store_true")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="only so many of them")
+    arguments = parser.parse_args()
+    triton.runtime.driver.set_active(NoGPU())
+    compiler = Compiler()
+    for name in KERNELS:
+        compiler.watch(name)
+    for case in CASES[: arguments.cases]:
+        for row in launch(case, compiler, arguments.candidates):
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The triton backend through the kit that every attention backend goes through, in Triton's interpreter.
+
+The kit's cases, made smaller: those with pages side by side are left to one, since no kernel can tell; mixed steps that
+vary something else have one KV head; and what would still take long is computed in float16, for which the kernels take
+larger tiles.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.plugins.attention.triton import callboard_attention_backend
+from engine.plugins.declaration import read_declaration
+from engine.plugins.testing.attention import check_case, through_hook
+from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
+
+LARGE = 400  # queries times heads
+
+
+def cases() -> list[AttentionCase]:
+    declares = read_declaration("engine.plugins.attention.triton")
+    assert declares is not None
+    cases = [case for case in attention_cases(declares) if case.name == "mixed" or not case.contiguous]
+    cases = [case if both_heads(case) else replace(case, num_kv_heads=1) for case in cases]
+    cases = [replace(case, dtype="float16") if size(case) > LARGE else case for case in cases]
+    return list(dict.fromkeys(cases))
+
+
+def both_heads(case: AttentionCase) -> bool:
+    return case.name != "mixed" or case.contiguous or case.strided
+
+
+def size(case: AttentionCase) -> int:
+    queries = sum(count for rows, segments in case.steps for _, count in (*rows, *segments))
+    return queries * case.ratio * case.num_kv_heads
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_case(case: AttentionCase) -> None:
+    check_case(case, through_hook(callboard_attention_backend))

@@ -1,0 +1,86 @@
+"""Decode rows cut into shares: however lengths, shares and the blocks that lengths are read in fall together."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.kv.pool import KVPool
+from engine.layers.attention import AttentionBackend, AttentionFactory, AttentionSpec
+from engine.plugins.attention.triton_kernels import backend as backend_module
+from engine.plugins.attention.triton_kernels.backend import TritonAttention
+from engine.plugins.attention.triton_kernels.tiles import DecodeTiles, Processors
+from engine.plugins.testing.attention import check_case
+from engine.plugins.testing.attention_cases import AttentionCase
+from tests.attention.batches import batch_of
+
+KEYS = 16  # of a tile
+
+
+def with_programs(count: int, per_processor: int = 1) -> AttentionFactory:
+    """A factory of backends with so many processors and small tiles."""
+
+    def factory(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
+        attention = TritonAttention(spec, pool, Processors("few", count, 227 << 10))
+        attention._default_decode = DecodeTiles(KEYS, num_warps=4, num_stages=2, programs=per_processor)
+        return attention
+
+    return factory
+
+
+def rows_of(*lengths: int) -> AttentionCase:
+    rows = tuple((length, 1) for length in lengths)
+    return AttentionCase(f"rows {lengths}", ((rows, ()),), "float32", page_size=4, head_size=8, num_kv_heads=1)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5, 50])
+@pytest.mark.parametrize(
+    "lengths",
+    [(1,), (150,), (16, 16, 16), (17, 33, 1), (90, 1, 1, 100, 15)],
+    ids=lambda lengths: "-".join(map(str, lengths)),
+)
+def test_any_number_of_programs(lengths: tuple[int, ...], programs: int) -> None:
+    check_case(rows_of(*lengths), with_programs(programs))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_batches_with_a_window(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    case = rows_of(*rng.integers(1, 150, rng.integers(1, 9)).tolist())
+    window, programs = int(rng.choice([1, 15, 16, 17, 60])), int(rng.integers(1, 12))
+    windowed = AttentionCase(case.name, case.steps, "float32", 4, 8, num_kv_heads=1, window=window)
+    check_case(windowed, with_programs(programs))
+
+
+@pytest.mark.parametrize("merge_programs", [1, 4096])
+def test_more_rows_and_parts_than_are_read_together(monkeypatch: pytest.MonkeyPatch, merge_programs: int) -> None:
+    monkeypatch.setattr(backend_module, "ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(backend_module, "PARTS_AT_ONCE", 2)
+    monkeypatch.setattr(backend_module, "MAX_MERGE_PROGRAMS", merge_programs)
+    check_case(rows_of(200, 3, 40, 17, 100), with_programs(3, per_processor=4))
+    prompts = AttentionCase(
+        "prompts", (((), ((5, 5), (40, 3), (33, 33), (2, 1), (18, 18))),), "float32", 4, 8, num_kv_heads=1
+    )
+    check_case(prompts, with_programs(3))
+
+
+def test_rows_of_no_length_among_others_read_nothing_and_give_zeros() -> None:
+    """Padding of a captured batch; its entries of the page table point at pages of somebody else, here of NaN."""
+    spec = AttentionSpec(1, 4, 2, 16, 0.25)
+    pool = KVPool(1, 6, 4, 2, 16, torch.float32, torch.device("cpu"))
+    pool.data.fill_(torch.nan)
+    pool.data[:, :, 1:3] = torch.randn(1, 2, 2, 4, 2, 16, generator=torch.Generator().manual_seed(0))
+    attention = TritonAttention(spec, pool)
+    batch = batch_of(5, width=2, device=torch.device("cpu"))
+    batch.lengths_B.copy_(torch.tensor([0, 4, 0, 0, 7]))
+    batch.page_table_BP[1] = torch.tensor([1, 0])
+    batch.page_table_BP[4] = torch.tensor([1, 2])
+    q_TNH = torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(1))
+    attention.begin(batch)
+    out_TNH = attention.attend(0, q_TNH)
+    assert (out_TNH[[0, 2, 3]] == 0).all()
+    assert out_TNH.isfinite().all()
+    keys, values = (slots[4:12].repeat_interleave(2, 1) for slots in (pool.keys(0), pool.values(0)))
+    for row, length in ((1, 4), (4, 7)):
+        weights_NL = torch.einsum("nh,lnh->nl", q_TNH[row], keys[:length]).mul(0.25).softmax(-1)
+        expected_NH = torch.einsum("nl,lnh->nh", weights_NL, values[:length])
+        torch.testing.assert_close(out_TNH[row], expected_NH, rtol=1e-5, atol=1e-5)

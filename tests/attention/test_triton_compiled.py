@@ -1,0 +1,64 @@
+"""The triton backend's kernels, compiled for an H200 without one: they fit, spill nothing, and load ahead of their use.
+
+A few shapes; ``python -m tests.attention.compile_triton --candidates`` has the others.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not published for this system")
+
+from engine.plugins.attention.triton_kernels.tiles import decode_bytes, default_decode, default_prefill, padded
+from tests.attention.recorded_launches import H200, KERNELS
+
+NUM_CASES = 3
+SPILLED_BYTES = 16  # a register or two more or less, by the compiler's version, is no harm
+REGISTERS = 64 << 10  # of one processor
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    if platform.machine() not in ("x86_64", "AMD64", "aarch64") or sys.platform != "linux":
+        pytest.skip("triton brings NVIDIA's assembler for Linux only")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, "-m", "tests.attention.compile_triton", "--cases", str(NUM_CASES)]
+    ran = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+def test_every_kernel_compiles_and_spills_nothing(compiled: list[dict[str, Any]]) -> None:
+    assert [row["kernel"] for row in compiled] == [*KERNELS] * NUM_CASES
+    assert max(row["stack"] for row in compiled) <= SPILLED_BYTES
+
+
+def test_keys_and_values_come_in_pieces_of_16_bytes(compiled: list[dict[str, Any]]) -> None:
+    reading = [row for row in compiled if row["kernel"] != "merge_parts"]
+    assert all(row["wide"] > 0 and row["narrow"] == 0 for row in reading)
+
+
+def test_decode_programs_run_side_by_side_with_tiles_on_their_way(compiled: list[dict[str, Any]]) -> None:
+    """A load that is not started ahead takes no shared memory, and each tile then waits for memory."""
+    for row in compiled:
+        if row["kernel"] == "decode_attention":
+            tiles = default_decode(row["head_size"], 2, H200)
+            under_way = 2 * (tiles.num_stages - 1) * tiles.block_keys * padded(row["head_size"]) * 2
+            assert under_way <= row["shared"] <= decode_bytes(tiles, row["head_size"], 2) + 4096
+            assert tiles.programs * row["shared"] <= H200.shared_bytes
+            assert tiles.programs * 32 * row["warps"] * row["regs"] <= REGISTERS
+
+
+def test_prefill_has_every_stage_in_shared_memory(compiled: list[dict[str, Any]]) -> None:
+    for row in compiled:
+        if row["kernel"] == "prefill_attention":
+            tiles = default_prefill(row["head_size"], 2, H200)
+            stages = 2 * (tiles.num_stages - 1) * tiles.block_keys * padded(row["head_size"]) * 2
+            assert stages < row["shared"] <= H200.shared_bytes
