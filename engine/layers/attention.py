@@ -57,6 +57,13 @@ class AttentionBackend(Protocol):
 
     Scores and sums are accumulated in float32.  A result may depend only on the sequence's own first
     ``lengths[b]`` positions: whatever else lies in the pool, NaN included, must not reach it.
+
+    A decode step is captured whole only with a backend that says how, in one of two ways.
+
+    capturable = True: ``begin`` looks at shapes alone, and kernels read page tables and lengths where the batch has them
+    whenever they run.  So with one ``begin`` in front of it a captured ``attend`` may be replayed for ever.
+    for_graph(num_rows, max_pages) -> AttentionBackend: one for a graph of that many decode rows.  Its ``begin`` is called
+    before the capture and each replay, with that many rows or fewer, and may queue copies into memory of its own.
     """
 
     def begin(self, batch: AttentionBatch) -> None:

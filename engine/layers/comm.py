@@ -12,7 +12,7 @@ class Comm(Protocol):
     size: int
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, in place; returns ``tensor``."""
+        """Sum over ranks, in place; returns ``tensor``.  The same bits on every rank, or they would sample apart."""
         ...
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
@@ -20,5 +20,5 @@ class Comm(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the group.  Called once."""
+        """Release the group.  Called at the end; closing again does nothing."""
         ...

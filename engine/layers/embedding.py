@@ -4,6 +4,7 @@ Legend: T new tokens in the step · N rows whose logits are wanted · D model di
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,9 @@ from torch import Tensor
 from engine.layers.comm import Comm
 from engine.layers.linear import Linear
 from engine.layers.weights import WeightSlice
+
+if TYPE_CHECKING:
+    from engine.kernels.fused import FusedKernels
 
 
 class VocabLinear(Linear):
@@ -28,21 +32,23 @@ class VocabLinear(Linear):
         self.first = comm.rank * rows
         self.rows = rows
 
-    def embed(self, token_ids_T: Tensor) -> Tensor:
+    def embed(self, token_ids_T: Tensor, kernels: "FusedKernels | None" = None) -> Tensor:
         """Hidden states of token ids; ids below 0 or past the vocabulary are a bug of the caller."""
         if self.comm.size == 1:
             return F.embedding(token_ids_T, self.weight)
+        if kernels is not None:
+            return self.comm.all_reduce(kernels.embed_shard(token_ids_T, self.weight, self.first))
         local_T = token_ids_T - self.first
         elsewhere_T = (local_T < 0) | (local_T >= self.rows)
         x_TD = F.embedding(local_T.masked_fill(elsewhere_T, 0), self.weight)
         return self.comm.all_reduce(x_TD.masked_fill_(elsewhere_T[:, None], 0))
 
-    def logits(self, x_ND: Tensor) -> Tensor:
-        """Logits_NV in float32, whole on every rank."""
+    def logits(self, x_ND: Tensor, as_float32: bool = True) -> Tensor:
+        """Logits_NV, whole on every rank; in float32, or in the model's dtype, half the memory and as exact."""
         logits_NV = self(x_ND)
         if self.comm.size > 1:
             logits_NV = self.comm.all_gather(logits_NV)[:, : self.vocab_size]
-        return logits_NV.float()
+        return logits_NV.float() if as_float32 else logits_NV
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """What this layer reads from a checkpoint."""

@@ -6,12 +6,16 @@ Owns: the formula and its quick form on a CPU.  Does not know: which model it is
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.weights import WeightSlice, parameter, whole
+
+if TYPE_CHECKING:
+    from engine.kernels.fused import FusedKernels
 
 
 class RMSNorm:
@@ -28,13 +32,19 @@ class RMSNorm:
             return F.rms_norm(x_TD, (self.size,), self.weight, self.eps)
         return self._divide_by_length(x_TD, self._floor)
 
-    def pack(self) -> None:
-        """Prepare for the device; called once, after loading.
+    def added(self, x_TD: Tensor, update_TD: Tensor, kernels: "FusedKernels | None") -> Tensor:
+        """``x += update``, in place, and the norm of the sum."""
+        if kernels is not None:
+            return kernels.add_norm(x_TD, update_TD, self.weight, self.eps)
+        return self(x_TD.add_(update_TD))
+
+    def pack(self, kernels: "FusedKernels | None" = None) -> None:
+        """Prepare for the device; called once, after loading.  Kernels take the weight as it is.
 
         On a CPU torch computes the formula in seven small operations.  Written with the vector's length,
         x / hypot(|x|, sqrt(D eps)) * (weight sqrt(D)), it takes four and 1.3 to 1.9 times less time.
         """
-        if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
+        if kernels is None and self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
             self._floor = torch.tensor(math.sqrt(self.size * self.eps))
             self.weight.mul_(math.sqrt(self.size))
 

@@ -4,8 +4,13 @@ Legend: T new tokens in the step · A query and key heads · H head size · R ro
 Owns: the rotation.  Does not know: how frequencies are chosen, attention, where positions come from.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from engine.kernels.fused import FusedKernels
 
 
 class Rotary:
@@ -21,8 +26,13 @@ class Rotary:
         self.half = len(frequencies_R)
         self.dtype = dtype
 
-    def angles(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos_T1H and sin_T1H in the model's dtype; sin is negated in its first half, as ``rotate`` wants it."""
+    def angles(self, positions_T: Tensor, kernels: "FusedKernels | None" = None) -> tuple[Tensor, ...]:
+        """cos_T1H and sin_T1H in the model's dtype; sin is negated in its first half, as ``rotate`` wants it.
+
+        With kernels one tensor, as ``rotate_and_store`` wants it.
+        """
+        if kernels is not None:
+            return (kernels.angle_table(positions_T, self.frequencies_R, self.scale),)
         angles_TR = positions_T[:, None] * self.frequencies_R
         cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin()
         if self.scale != 1.0:
@@ -31,7 +41,7 @@ class Rotary:
         sin_TH = torch.cat((-sin_TR, sin_TR), -1)
         return cos_TH.to(self.dtype)[:, None], sin_TH.to(self.dtype)[:, None]
 
-    def rotate(self, x_TAH: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def rotate(self, x_TAH: Tensor, angles: tuple[Tensor, ...]) -> Tensor:
         """x rotated.  Rolling by half a head swaps the pairs' two sides in one operation."""
         cos_T1H, sin_T1H = angles
         return torch.addcmul(x_TAH * cos_T1H, x_TAH.roll(self.half, -1), sin_T1H)

@@ -1,6 +1,6 @@
 """One step's tensors, handed from the executor down through the model: no global holds them.
 
-Legend: T new tokens in the step (ragged, packed) · R rotary size
+Legend: T new tokens in the step (ragged, packed) · B decode rows of a batch, padding included · W pages of its table
 """
 
 from dataclasses import dataclass
@@ -26,3 +26,20 @@ class StepTensors:
     sample_at_N: Tensor
     attention: AttentionBackend
     pool: KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """What a decode batch reads; new, or static tensors of a captured step.
+
+    token_ids_B, positions_B, slots_B, write_at_B: int64.  write_at_B: where in the flat token table the sampled token
+    goes; -1 for padding.  lengths_B: int32, the new token included.  page_table_BW: int32, 0 past a sequence's last
+    page, the dump page wherever there is padding.
+    """
+
+    token_ids_B: Tensor
+    positions_B: Tensor
+    slots_B: Tensor
+    write_at_B: Tensor
+    lengths_B: Tensor
+    page_table_BW: Tensor

@@ -6,11 +6,13 @@ Owns: the order of operations.  Does not know: families, files, the scheduler, w
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.choice import choose_kernels
+from engine.layers.activation import gated
 from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.embedding import VocabLinear
@@ -21,6 +23,9 @@ from engine.layers.step import StepTensors
 from engine.layers.weights import WeightSlice
 from engine.models.frequencies import frequencies
 from engine.models.shape import DecoderShape
+
+if TYPE_CHECKING:
+    from engine.kernels.fused import FusedKernels
 
 
 class DecoderLayer:
@@ -44,30 +49,44 @@ class DecoderLayer:
         self.mlp_norm = RMSNorm(hidden, shape.norm_eps, device, dtype)
         parts = [("gate_proj", shape.intermediate_size), ("up_proj", shape.intermediate_size)]
         self.gate_up = ColumnLinear(hidden, parts, shape.mlp_bias, comm, device, dtype)
+        self.activation = shape.activation
         self.down = RowLinear(shape.intermediate_size, hidden, shape.mlp_bias, comm, device, dtype)
 
-    def project(self, x_TD: Tensor, rotary: Rotary, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """q_TQH, k_TGH, v_TGH, normalised and rotated."""
-        heads = self.qkv(self.input_norm(x_TD)).view(-1, *self.head_shape)
+    def project(
+        self,
+        index: int,
+        normed_TD: Tensor,
+        rotary: Rotary,
+        angles: tuple[Tensor, ...],
+        step: StepTensors,
+        kernels: "FusedKernels | None",
+    ) -> Tensor:
+        """q_TQH, normalised and rotated; keys and values are in the pool afterwards."""
+        heads = self.qkv(normed_TD).view(-1, *self.head_shape)
+        if kernels is not None:
+            (table_TH,), norm = angles, self.head_norm
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            keys, values = step.pool.keys(index), step.pool.values(index)
+            return kernels.rotate_and_store(heads, weight, eps, table_TH, keys, values, step.slots_T)
         qk_TAH, v_TGH = heads[:, : self.num_rotated], heads[:, self.num_rotated :]
         if self.head_norm is not None:
             qk_TAH = self.head_norm(qk_TAH)
         qk_TAH = rotary.rotate(qk_TAH, angles)
-        return qk_TAH[:, : self.num_queries], qk_TAH[:, self.num_queries :], v_TGH
+        step.pool.store(index, qk_TAH[:, self.num_queries :], v_TGH, step.slots_T)
+        return qk_TAH[:, : self.num_queries]
 
-    def finish(self, x_TD: Tensor, attended_TQH: Tensor) -> Tensor:
-        """Add the attention's result and the MLP to the residual stream, in place."""
-        x_TD.add_(self.output(attended_TQH.flatten(1)))
-        gate_TI, up_TI = self.gate_up(self.mlp_norm(x_TD)).chunk(2, -1)
-        return x_TD.add_(self.down(F.silu(gate_TI).mul_(up_TI)))
+    def finish(self, x_TD: Tensor, attended_TQH: Tensor, kernels: "FusedKernels | None") -> Tensor:
+        """Add the attention's result to the residual stream, in place, and return the MLP's, which is to be added."""
+        normed_TD = self.mlp_norm.added(x_TD, self.output(attended_TQH.flatten(1)), kernels)
+        return self.down(gated(self.gate_up(normed_TD), self.activation, kernels))
 
-    def pack(self) -> None:
-        """Lay the weights out for the device; called once, after loading."""
+    def pack(self, kernels: "FusedKernels | None") -> None:
+        """Lay the weights out for the device and its kernels; called once, after loading."""
         for linear in (self.qkv, self.output, self.gate_up, self.down):
             linear.pack()
         for norm in (self.input_norm, self.mlp_norm, self.head_norm):
             if norm is not None:
-                norm.pack()
+                norm.pack(kernels)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """What this layer reads from a checkpoint."""
@@ -110,22 +129,41 @@ class Decoder:
             first_window_layer=shape.first_window_layer,
         )
         self.parameter_bytes = sum(one.target.nbytes for one in self.slices())
+        self._kernels: FusedKernels | None = None
 
     def forward(self, step: StepTensors) -> Tensor:
-        """Store the step's keys and values and return logits_NV, float32, for ``step.sample_at_N``."""
-        x_TD = self.embedding.embed(step.token_ids_T)
-        angles = self.rotary.angles(step.positions_T)
+        """Store the step's keys and values and return logits_NV for ``step.sample_at_N``; see ``logits``."""
+        return self.logits(self.hidden(step, step.sample_at_N))
+
+    def hidden(self, step: StepTensors, wanted_N: Tensor | None = None) -> Tensor:
+        """Store the step's keys and values and return x_TD of all tokens for ``logits``, or of the wanted rows of T."""
+        # A compiler fuses by itself, and better what it can see.
+        kernels = None if self._kernels is None or torch.compiler.is_compiling() else self._kernels
+        x_TD = self.embedding.embed(step.token_ids_T, kernels)
+        angles = self.rotary.angles(step.positions_T, kernels)
         last = len(self.layers) - 1
+        update_TD = None
         for index, layer in enumerate(self.layers):
-            q_TQH, k_TGH, v_TGH = layer.project(x_TD, self.rotary, angles)
-            step.pool.store(index, k_TGH, v_TGH, step.slots_T)
+            if update_TD is None:
+                normed_TD = layer.input_norm(x_TD)
+            else:
+                normed_TD = layer.input_norm.added(x_TD, update_TD, kernels)
+            q_TQH = layer.project(index, normed_TD, self.rotary, angles, step, kernels)
             attended_TQH = step.attention.attend(index, q_TQH)
-            if index == last:
+            if index == last and wanted_N is not None:
                 # Nothing reads the other rows any more: a prefill saves most of its last layer.
-                x_TD = x_TD.index_select(0, step.sample_at_N)
-                attended_TQH = attended_TQH.index_select(0, step.sample_at_N)
-            x_TD = layer.finish(x_TD, attended_TQH)
-        return self.head.logits(self.norm(x_TD))
+                x_TD = x_TD.index_select(0, wanted_N)
+                attended_TQH = attended_TQH.index_select(0, wanted_N)
+            update_TD = layer.finish(x_TD, attended_TQH, kernels)
+        return x_TD if update_TD is None else x_TD.add_(update_TD)
+
+    def logits(self, x_ND: Tensor) -> Tensor:
+        """logits_NV of rows that ``hidden`` has returned; float32, but where kernels sample: they read any dtype."""
+        return self.head.logits(self.norm(x_ND), as_float32=self._kernels is None)
+
+    def normed(self, x_ND: Tensor) -> Tensor:
+        """What the LM head reads of rows that ``hidden`` has returned: the model's last representation of them."""
+        return self.norm(x_ND)
 
     def slices(self) -> Iterator[WeightSlice]:
         """What this rank reads from a checkpoint.  Together the targets are all parameters, each element once."""
@@ -142,7 +180,8 @@ class Decoder:
         The LM head is packed as well although a tied one, whose rows the embedding reads, is then there twice:
         it is a quarter of a small model's work.
         """
+        self._kernels = choose_kernels(self.embedding.weight.device)
         for layer in self.layers:
-            layer.pack()
-        self.norm.pack()
+            layer.pack(self._kernels)
+        self.norm.pack(self._kernels)
         self.head.pack(keep_weight=self.head is self.embedding)

@@ -15,6 +15,7 @@ MAX_LAYERS = 1 << 14
 MAX_HEADS = 1 << 16
 MAX_WIDTH = 1 << 20
 MAX_VOCAB = 1 << 28
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -39,8 +40,9 @@ class RotaryShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A pre-norm decoder with grouped-query attention and a gated SiLU MLP.
+    """A pre-norm decoder with grouped-query attention and a gated MLP.
 
+    activation: silu; gelu (Hendrycks and Gimpel 2016) by the error function; gelu_pytorch_tanh, its approximation.
     tied: the LM head is the embedding table.  qk_norm: RMSNorm over each query and key head before rotation.
     window: how many tokens back a query sees, itself included, 0 for all; only layers from first_window_layer on.
     """
@@ -55,6 +57,7 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     max_len: int
     norm_eps: float
     rotary: RotaryShape
+    activation: str = "silu"
     tied: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -80,8 +83,8 @@ def read_dense(
 
     head_size, num_kv_heads: what the family takes when config.json does not say; 0 for hidden_size / heads and heads.
     """
-    if (activation := fields.text("hidden_act", "silu")) != "silu":
-        raise fields.error("hidden_act", activation, '"silu", the only activation that is implemented')
+    if (activation := fields.text("hidden_act", "silu")) not in ACTIVATIONS:
+        raise fields.error("hidden_act", activation, f"one of {', '.join(ACTIVATIONS)}")
     num_heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
     kv_heads = fields.integer("num_key_value_heads", num_kv_heads or num_heads)
     if num_heads % kv_heads:
@@ -109,6 +112,7 @@ def read_dense(
         max_len=max_len,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         rotary=read_rotary(fields, max_len),
+        activation=activation,
         tied=fields.flag("tie_word_embeddings", False),
         qkv_bias=qkv_bias,
         output_bias=output_bias,

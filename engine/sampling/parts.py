@@ -7,8 +7,9 @@ A part is either greedy or random, and either adjusted (bias, penalty or held-of
 parameters of one row cost the other rows nothing.  Parts are built when the batch changes, not every step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ PART_SCORES_CPU: Final = 1 << 19
 PART_SCORES_GPU: Final = 1 << 24
 
 Int64 = npt.NDArray[np.int64]
+Split = Callable[[Int64, npt.NDArray[np.bool_]], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """counted_at, counted_lines: int64, rows whose sampled token must be counted, and where.
+    """parts: ``Part``, or those of ``engine/kernels/sampler.py``.
+    counted_at, counted_lines: int64, rows whose sampled token must be counted, and where.
     logprobs_at: int64, rows that want log probabilities; num_logprobs: how many each."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[Any, ...]
     draws_any: bool
     counted_at: Tensor | None
     counted_lines: Tensor | None
@@ -69,8 +72,23 @@ class Batch:
     num_logprobs: Int64
 
 
-def build_batch(state: SamplingState, rows_N: Int64, holding_N: npt.NDArray[np.bool_]) -> Batch:
-    """holding_N: rows that have not yet produced their min_tokens."""
+def build_batch(
+    state: SamplingState, rows_N: Int64, holding_N: npt.NDArray[np.bool_], split: Split | None = None
+) -> Batch:
+    """holding_N: rows that have not yet produced their min_tokens.  split: instead of into ``Part``."""
+    counted_at = np.flatnonzero(state.penalised[rows_N])
+    logprobs_at = np.flatnonzero(state.logprobs[rows_N] != NO_LOGPROBS)
+    return Batch(
+        parts=_split(state, rows_N, holding_N) if split is None else split(rows_N, holding_N),
+        draws_any=not state.greedy[rows_N].all(),
+        counted_at=_upload(state, counted_at) if len(counted_at) else None,
+        counted_lines=_upload(state, state.counts.lines(rows_N[counted_at])) if len(counted_at) else None,
+        logprobs_at=logprobs_at,
+        num_logprobs=state.logprobs[rows_N[logprobs_at]],
+    )
+
+
+def _split(state: SamplingState, rows_N: Int64, holding_N: npt.NDArray[np.bool_]) -> tuple[Part, ...]:
     adjusted_N = state.biased[rows_N] | state.penalised[rows_N] | holding_N
     random_N = ~state.greedy[rows_N]
     rows_per_part = max(1, (PART_SCORES_CPU if state.device.type == "cpu" else PART_SCORES_GPU) // state.vocab_size)
@@ -88,16 +106,7 @@ def build_batch(state: SamplingState, rows_N: Int64, holding_N: npt.NDArray[np.b
                     draws=_draws(state, rows_n) if random else None,
                 )
             )
-    counted_at = np.flatnonzero(state.penalised[rows_N])
-    logprobs_at = np.flatnonzero(state.logprobs[rows_N] != NO_LOGPROBS)
-    return Batch(
-        parts=tuple(parts),
-        draws_any=bool(random_N.any()),
-        counted_at=_upload(state, counted_at) if len(counted_at) else None,
-        counted_lines=_upload(state, state.counts.lines(rows_N[counted_at])) if len(counted_at) else None,
-        logprobs_at=logprobs_at,
-        num_logprobs=state.logprobs[rows_N[logprobs_at]],
-    )
+    return tuple(parts)
 
 
 def _adjustments(state: SamplingState, rows_n: Int64, holding_n: npt.NDArray[np.bool_]) -> Adjustments:

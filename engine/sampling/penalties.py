@@ -55,6 +55,20 @@ class TokenCounts:
         """The line of every row; all of them must be held."""
         return np.array([self._line_of_row[row] for row in rows.tolist()], dtype=np.int64)
 
+    def reserve(self) -> int:
+        """Take the memory of all rows now, so that the table never moves; returns the number of one more line, which is
+        nobody's."""
+        while self._counts_CV.shape[0] < self._max_rows:
+            self._grow()
+        if self._counts_CV.shape[0] == self._max_rows:
+            self._counts_CV = torch.cat((self._counts_CV, self._counts_CV.new_zeros((1, self._vocab_size))))
+        return self._max_rows
+
+    @property
+    def table_CV(self) -> Tensor:
+        """All lines; another tensor once more are held."""
+        return self._counts_CV
+
     def read(self, lines_p: Tensor) -> Tensor:
         """A copy of some lines, counts_pV."""
         return self._counts_CV.index_select(0, lines_p)

@@ -73,6 +73,8 @@ VARIANTS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama-tied": lambda: _llama(tie_word_embeddings=True),
     "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True),
     "llama-multi-head": lambda: _llama(num_key_value_heads=4),
+    "llama-gelu": lambda: _llama(hidden_act="gelu"),
+    "llama-gelu-tanh": lambda: _llama(hidden_act="gelu_pytorch_tanh"),
     "llama-head-dim": lambda: _llama(head_dim=24),
     "llama3-rope": lambda: _llama(rope_parameters=LLAMA3),
     "llama-linear-rope": lambda: _llama(rope_parameters=LINEAR),

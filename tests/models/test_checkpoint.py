@@ -155,7 +155,7 @@ BROKEN_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
     ({"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a divisor"),
     ({"head_dim": 15}, "head_dim is 15, expected an even number"),
-    ({"hidden_act": "gelu"}, 'hidden_act is "gelu", expected "silu"'),
+    ({"hidden_act": "relu"}, 'hidden_act is "relu", expected one of silu, gelu, gelu_pytorch_tanh'),
     ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, expected true or false"),

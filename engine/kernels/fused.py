@@ -1,0 +1,43 @@
+"""The kernels as one object, handed to whoever has work for them.
+
+Owns: the list.  Does not know: when they are used, see ``choice.py``.
+"""
+
+import torch
+
+from engine.kernels import activation, embedding, heads, inputs, norm, rotary
+from engine.kernels.sampler import KernelSampler
+from engine.sampling.state import SamplingState
+
+
+class FusedKernels:
+    """Each does in one launch what torch needs several for, on tensors of one device."""
+
+    add_norm = staticmethod(norm.add_norm)
+    angle_table = staticmethod(rotary.angle_table)
+    rotate_and_store = staticmethod(heads.rotate_and_store)
+    gated = staticmethod(activation.gated)
+    embed_shard = staticmethod(embedding.embed_shard)
+    fill_inputs = staticmethod(inputs.fill_inputs)
+    write_tokens = staticmethod(inputs.write_tokens)
+
+    def __init__(self, device_type: str) -> None:
+        self._device = torch.device(device_type)
+
+    def sampler(self, state: SamplingState) -> KernelSampler:
+        """A sampler of a rank's own rows."""
+        return KernelSampler(state)
+
+    def try_out(self) -> None:
+        """Compile and run one.  Raises whatever triton raises if it cannot; RuntimeError if the result is wrong."""
+        found = gated_ones(self._device)
+        if abs(found - SILU_OF_ONE) > 1e-3:
+            raise RuntimeError(f"silu(1) gave {found}")
+
+
+SILU_OF_ONE = 0.731059
+
+
+def gated_ones(device: torch.device) -> float:
+    """silu(1) * 1, by a kernel."""
+    return float(activation.gated(torch.ones((1, 2), device=device))[0, 0])

@@ -1,0 +1,131 @@
+"""The inputs of a decode step, made on the device from the rows that live there: nothing is asked of the host.
+
+Legend: R rows · M longest sequence and one · P page-table width · B decode rows of the batch, padding included
+        W pages of the batch's table
+Owns: the reads before a decode step and the write after it.  Does not know: scheduling, sampling, graphs.
+
+Positions are read from the device's own lengths, which are advanced in the same launch, so a captured step can be
+replayed step after step: between two replays the host changes at most which rows run.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.layers.step import DecodeInputs
+
+PAGES_AT_ONCE = 256
+PLACES_AT_ONCE = 256
+
+
+def fill_inputs(
+    rows_B: Tensor,
+    tokens_RM: Tensor,
+    pages_RP: Tensor,
+    lengths_R: Tensor,
+    page_size: int,
+    dump_page: int,
+    inputs: DecodeInputs,
+) -> None:
+    """Write ``inputs`` for one more token of each row in rows_B, and add 1 to those rows' lengths_R.
+
+    rows_B: int64, distinct; a negative one is padding: one token of id 0 at position 0 of the dump page.
+    tokens_RM, pages_RP, lengths_R: int32, contiguous.  lengths_R: positions of each row that have K/V.
+    """
+    page_table_BW = inputs.page_table_BW
+    if len(rows_B):
+        fill_row[(len(rows_B),)](
+            rows_B,
+            tokens_RM,
+            pages_RP,
+            lengths_R,
+            inputs.token_ids_B,
+            inputs.positions_B,
+            inputs.slots_B,
+            inputs.write_at_B,
+            inputs.lengths_B,
+            page_table_BW,
+            tokens_RM.shape[1],
+            pages_RP.shape[1],
+            page_table_BW.shape[1],
+            page_table_BW.stride(0),
+            dump_page,
+            PAGE_SIZE=page_size,
+            BLOCK_W=PAGES_AT_ONCE,
+            num_warps=2,
+            enable_fp_fusion=True,
+        )
+
+
+def write_tokens(write_at_N: Tensor, token_ids_N: Tensor, tokens_RM: Tensor) -> None:
+    """tokens_RM.view(-1)[write_at] = token id, 0 for a negative id; a negative place is passed over.  Both int64."""
+    if len(write_at_N):
+        write_places[(triton.cdiv(len(write_at_N), PLACES_AT_ONCE),)](
+            write_at_N,
+            token_ids_N,
+            tokens_RM,
+            len(write_at_N),
+            BLOCK_N=PLACES_AT_ONCE,
+            num_warps=2,
+            enable_fp_fusion=True,
+        )
+
+
+# The width of the table and the row list change from step to step: none of it may make another variant.
+@triton.jit(
+    do_not_specialize=["row_len", "row_pages", "num_pages", "table_stride", "dump_page"],
+    do_not_specialize_on_alignment=[
+        "rows", "token_ids", "positions", "slots", "write_at", "batch_lengths", "page_table",
+    ],
+)  # fmt: skip
+def fill_row(
+    rows,
+    tokens,
+    pages,
+    lengths,
+    token_ids,
+    positions,
+    slots,
+    write_at,
+    batch_lengths,
+    page_table,
+    row_len,
+    row_pages,
+    num_pages,
+    table_stride,
+    dump_page,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """One row of the batch per program."""
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + place)
+    real = row >= 0
+    position = tl.load(lengths + row, mask=real, other=0)
+    own_pages = pages + row * row_pages
+    token = tl.load(tokens + row * row_len + position, mask=real, other=0)
+    page = tl.load(own_pages + position // PAGE_SIZE, mask=real, other=0)
+    page = tl.where(real, page, dump_page)
+    tl.store(token_ids + place, token.to(tl.int64))
+    tl.store(positions + place, position.to(tl.int64))
+    tl.store(slots + place, page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE)
+    tl.store(write_at + place, tl.where(real, row * row_len + position + 1, -1))
+    tl.store(batch_lengths + place, position + 1)
+    # Every thread has read the old length before one of them writes the new one.
+    tl.debug_barrier()
+    tl.store(lengths + row, position + 1, mask=real)
+    own_width = tl.where(real, position // PAGE_SIZE + 1, 0)
+    for first in range(0, num_pages, BLOCK_W):
+        w_W = first + tl.arange(0, BLOCK_W)
+        pages_W = tl.load(own_pages + w_W, mask=w_W < own_width, other=0)
+        pages_W = tl.where(real, pages_W, dump_page)
+        tl.store(page_table + place * table_stride + w_W, pages_W, mask=w_W < num_pages)
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["write_at", "token_ids"])
+def write_places(write_at, token_ids, tokens, num_tokens, BLOCK_N: tl.constexpr):
+    """Some tokens per program."""
+    n_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at_N = tl.load(write_at + n_N, mask=n_N < num_tokens, other=-1)
+    token_N = tl.load(token_ids + n_N, mask=n_N < num_tokens, other=0)
+    tl.store(tokens + at_N, tl.maximum(token_N, 0).to(tl.int32), mask=at_N >= 0)

@@ -1,0 +1,28 @@
+"""The sampler's uniform numbers inside kernels: the same bits as ``engine/sampling/noise.py``.
+
+Owns: the hash, once more.  Does not know: what the number decides.
+"""
+
+import triton
+import triton.language as tl
+
+from engine.sampling import noise
+
+STRIDE: tl.constexpr = tl.constexpr(noise.STRIDE)
+FACTOR_1: tl.constexpr = tl.constexpr(noise.FACTOR_1)
+FACTOR_2: tl.constexpr = tl.constexpr(noise.FACTOR_2)
+
+
+@triton.jit
+def uniform(seed, position):
+    """float64 strictly between 0 and 1 of (seed, position), both int64."""
+    bits = (mixed(mixed(seed) + position * STRIDE) >> 12) & 0xFFFFFFFFFFFFF
+    return (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2**-52
+
+
+@triton.jit
+def mixed(x):
+    """SplitMix64's finaliser; the masks make logical shifts of arithmetic ones."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * FACTOR_1
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * FACTOR_2
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)

@@ -1,0 +1,54 @@
+"""Residual add and root-mean-square normalisation in one launch.
+
+Legend: T tokens · D model dim
+Owns: one pass over the residual stream where torch makes two.  Does not know: which layer is normalised.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_WIDTH = 1 << 15  # a row is held in registers
+
+
+def add_norm(x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """``x += update`` in place, and x / sqrt(mean(x^2) + eps) * weight of the sum, in x's dtype.
+
+    All of one floating-point dtype, rows contiguous, D up to MAX_WIDTH.  The mean is taken in float32, of the sum as it
+    is stored, so that the result fits what the residual stream holds.
+    """
+    num_tokens, width = x_TD.shape
+    assert x_TD.is_contiguous(), "the residual stream is written in place"
+    assert width <= MAX_WIDTH, f"a row of {width} numbers is more than a program holds"
+    y_TD = torch.empty_like(x_TD)
+    if num_tokens:
+        block = triton.next_power_of_2(width)
+        add_norm_rows[(num_tokens,)](
+            x_TD,
+            update_TD.contiguous(),
+            weight_D,
+            y_TD,
+            eps,
+            WIDTH=width,
+            BLOCK_D=block,
+            num_warps=min(16, max(1, block // 256)),
+            enable_fp_fusion=True,
+        )
+    return y_TD
+
+
+@triton.jit
+def add_norm_rows(x, update, weight, out, eps, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One row per program."""
+    at = tl.program_id(0).to(tl.int64) * WIDTH
+    d_D = tl.arange(0, BLOCK_D)
+    live_D = d_D < WIDTH
+    before_D = tl.load(x + at + d_D, mask=live_D, other=0.0).to(tl.float32)
+    update_D = tl.load(update + at + d_D, mask=live_D, other=0.0).to(tl.float32)
+    weight_D = tl.load(weight + d_D, mask=live_D, other=0.0).to(tl.float32)
+    stored_D = (before_D + update_D).to(x.dtype.element_ty)
+    tl.store(x + at + d_D, stored_D, mask=live_D)
+    sum_D = stored_D.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(sum_D * sum_D, 0) / WIDTH + eps)
+    tl.store(out + at + d_D, (sum_D * scale * weight_D).to(out.dtype.element_ty), mask=live_D)

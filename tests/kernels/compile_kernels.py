@@ -1,0 +1,140 @@
+"""Compiles every kernel of ``engine/kernels`` for an H200 (sm_90a) on a machine without a GPU, by its own launches.
+
+    python -m tests.kernels.compile_kernels
+
+Prints one line of JSON per variant: its registers, bytes of stack (spilled registers), shared memory.  What the
+interpreter cannot see shows here: types that do not match, operations that the hardware has no instruction for.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from engine.kernels.activation import KINDS, gated
+from engine.kernels.embedding import embed_shard
+from engine.kernels.heads import rotate_and_store
+from engine.kernels.inputs import fill_inputs, write_tokens
+from engine.kernels.norm import add_norm
+from engine.kernels.rotary import angle_table
+from engine.kernels.sampler import KernelSampler
+from engine.layers.step import DecodeInputs
+from engine.sampling.params import SamplingParams
+from engine.sampling.state import SamplingState
+
+CPU = torch.device("cpu")
+VOCAB = 151_936
+
+
+class NoGPU:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def layers(dtype: torch.dtype) -> None:
+    """What a decoder launches: sizes of Qwen3-0.6B, and some that are no powers of two."""
+    for width in (1024, 5120, 100):
+        x_TD = torch.zeros((2, width), dtype=dtype)
+        add_norm(x_TD, x_TD.clone(), torch.ones(width, dtype=dtype), 1e-6)
+    for kind in KINDS:
+        gated(torch.zeros((2, 2 * 3072), dtype=dtype), kind)
+    embed_shard(torch.zeros(2, dtype=torch.int64), torch.zeros((8, 1024), dtype=dtype), 0)
+    positions_T = torch.zeros(2, dtype=torch.int64)
+    for num_heads, num_keys, head_size, normalised in ((32, 8, 128, True), (32, 8, 80, False)):
+        angles_TH = angle_table(positions_T, torch.zeros(head_size // 2), 1.0)
+        qkv_TAH = torch.zeros((2, num_heads, head_size), dtype=dtype)
+        slots_SGH = torch.zeros((32, num_keys, head_size), dtype=dtype)
+        weight = torch.ones((num_heads - num_keys, head_size), dtype=dtype) if normalised else None
+        rotate_and_store(qkv_TAH, weight, 1e-6, angles_TH, slots_SGH, slots_SGH.clone(), positions_T)
+
+
+def inputs(dtype: torch.dtype) -> None:
+    """What a decode step is prepared with."""
+    rows_B = torch.zeros(2, dtype=torch.int64)
+    table = torch.zeros((4, 100), dtype=torch.int32)
+    filled = DecodeInputs(*torch.zeros((4, 2), dtype=torch.int64), table[:2, 0], torch.zeros((2, 5), dtype=torch.int32))
+    fill_inputs(rows_B, table, table, torch.zeros(4, dtype=torch.int32), 16, 9, filled)
+    write_tokens(rows_B, rows_B, table)
+
+
+def sampling(dtype: torch.dtype) -> None:
+    """Greedy, by temperature, with cuts, and adjusted."""
+    logits_NV = torch.zeros((3, VOCAB), dtype=dtype)
+    for wishes in (
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=1),
+        SamplingParams(seed=1, top_k=20, top_p=0.9),
+        SamplingParams(seed=1, logit_bias={1: 2.0}, frequency_penalty=0.5),
+    ):
+        for max_len in (1000, 40_000):
+            state = SamplingState(3, VOCAB, max_len, CPU)
+            for row in range(3):
+                state.admit(row, wishes, np.array([1], np.int32), 1, (0,))
+            sampler = KernelSampler(state)
+            plan = sampler.plan(np.arange(3), np.zeros(3, np.bool_))
+            sampler.pick(plan, logits_NV, None if wishes.greedy else torch.ones(3, dtype=torch.int64))
+
+
+def compile_launches(work: Callable[[], None]) -> list[tuple[Any, float]]:
+    """The variants that ``work`` launches, each once, and the seconds it took; nothing is run."""
+    found: dict[int, tuple[Any, float]] = {}
+    run = JITFunction.run
+
+    def warm_up(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        assert all(0 < size < (1 << 31, 1 << 16, 1 << 16)[axis] for axis, size in enumerate(grid)), f"grid {grid}"
+        start = time.perf_counter()
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        found.setdefault(id(kernel), (kernel, time.perf_counter() - start))
+
+    JITFunction.run = warm_up
+    try:
+        work()
+    finally:
+        JITFunction.run = run
+    return list(found.values())
+
+
+def resources(kernel: Any) -> dict[str, int]:
+    """Read off the machine code, where triton brings the tool for it."""
+    found = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if tool.exists():
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            command = [tool, "--dump-resource-usage", file.name]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        for key, mark in (("regs", "REG"), ("stack", "STACK")):
+            match = re.search(rf"{mark}:(\d+)", usage)
+            if match:
+                found[key] = int(match[1])
+    return found
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(NoGPU())
+    for dtype_name in sys.argv[1:] or ["bfloat16", "float32"]:
+        for group in (layers, inputs, sampling):
+            one_dtype = getattr(torch, dtype_name)
+            for kernel, seconds in compile_launches(lambda group=group, dtype=one_dtype: group(dtype)):
+                row = {"kernel": kernel.metadata.name, "dtype": dtype_name, **resources(kernel), "s": round(seconds, 2)}
+                print(json.dumps(row), flush=True)
