@@ -6,6 +6,8 @@ from engine.errors import PluginError
 from engine.plugins.hookspecs import CommContext, hookimpl
 from engine.plugins.options import Options, decode_options
 
+CALLBOARD_PLUGIN = {"api": 1}
+
 
 class LocalComm:
     """The collectives of a single rank return what they are given."""

@@ -1,0 +1,101 @@
+"""Communication by torch's own libraries: NCCL between GPUs, Gloo between CPUs.
+
+The process group is an object of its own, not torch's default one of the process: so the ranks of a group may as well
+be threads, and a group can be given up and made anew.
+
+Owns: the group, and turning a gather along any dimension into the one the library does.
+Does not know: which layers call it.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.errors import PluginError
+from engine.plugins.comm.rendezvous import open_store
+from engine.plugins.hookspecs import CommContext, hookimpl
+from engine.plugins.options import Options, decode_options
+
+CALLBOARD_PLUGIN = {"api": 1}
+NAME = "comm.torch"
+LOOPBACK = "127.0.0.1"
+
+
+class TorchCommOptions(Options, frozen=True):
+    """timeout_s: how long a rank waits for the others, at the start and in a collective.
+    interface: IP address that Gloo binds to; 'auto' for loopback where ranks meet in a file, else the host's own."""
+
+    timeout_s: float = 600.0
+    interface: str = "auto"
+
+
+class TorchComm:
+    """See ``Comm``.  With NCCL every collective is queued on the current stream, and the host goes on."""
+
+    def __init__(self, context: CommContext, options: TorchCommOptions) -> None:
+        self.rank, self.size = context.rank, context.size
+        self.capturable = context.device == "cuda"
+        store = open_store(NAME, context.rendezvous, self.rank, self.size, options.timeout_s)
+        try:
+            self._group: Any = self._make_group(store, context, options)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise PluginError(f"{NAME}: rank {self.rank} of {self.size} could not connect: {reason}") from error
+
+    def _make_group(self, store: dist.Store, context: CommContext, options: TorchCommOptions) -> Any:
+        timeout = timedelta(seconds=options.timeout_s)
+        if context.device == "cuda":
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = timeout
+            return dist.ProcessGroupNCCL(store, self.rank, self.size, nccl)
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._timeout = timeout
+        address = options.interface
+        if address == "auto":
+            address = LOOPBACK if context.rendezvous.startswith("file:") else ""
+        create = dist.ProcessGroupGloo.create_device
+        gloo._devices = [create(hostname=address) if address else dist.ProcessGroupGloo.create_default_device()]
+        return dist.ProcessGroupGloo(store, self.rank, self.size, gloo)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See ``Comm``."""
+        summed = tensor.contiguous()
+        self._open_group().allreduce([summed]).wait()
+        return tensor if summed is tensor else tensor.copy_(summed)
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """See ``Comm``."""
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        self._open_group()._allgather_base(gathered.flatten(0, 1), tensor.contiguous()).wait()
+        return join_parts(gathered, dim)
+
+    def close(self) -> None:
+        """See ``Comm``."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
+
+    def _open_group(self) -> Any:
+        if self._group is None:
+            raise RuntimeError(f"{NAME}: rank {self.rank} has left its group")
+        return self._group
+
+
+def join_parts(gathered: Tensor, dim: int) -> Tensor:
+    """[ranks, ...] as each rank's part one after the other along ``dim`` of a part."""
+    dim %= gathered.dim() - 1
+    if dim == 0:
+        return gathered.flatten(0, 1)
+    return gathered.movedim(0, dim).flatten(dim, dim + 1)
+
+
+@hookimpl
+def callboard_comm(context: CommContext) -> TorchComm:
+    """Any number of ranks; threads, processes or machines, as ``context.rendezvous`` says."""
+    options = decode_options(NAME, context.options, TorchCommOptions)
+    if not dist.is_available() or (context.device == "cuda" and not dist.is_nccl_available()):
+        raise PluginError(f"{NAME}: this build of torch {torch.__version__} has no NCCL; install torch for CUDA")
+    return TorchComm(context, options)

@@ -1,0 +1,92 @@
+"""``comm.torch`` on CPU: the conformance kit over Gloo, and what goes wrong at a start or between ranks."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.errors import PluginError
+from engine.plugins.comm.torch import TorchComm, callboard_comm, join_parts
+from engine.plugins.hookspecs import CommContext
+from engine.plugins.testing.comm import check_comm
+from tests.comm.groups import at_once
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def group(url: str, size: int, **options: object) -> list[TorchComm]:
+    return at_once(size, lambda rank: callboard_comm(CommContext(rank, size, "cpu", url, dict(options))))
+
+
+@pytest.fixture
+def new_url(tmp_path: Path) -> Callable[[], str]:
+    urls = (f"file://{tmp_path}/group{number}" for number in range(100))
+    return lambda: next(urls)
+
+
+def test_the_whole_contract(new_url: Callable[[], str]) -> None:
+    check_comm(lambda size: group(new_url(), size), sizes=(1, 2, 4))
+
+
+def test_ranks_meet_at_a_port_as_well() -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    ranks = group(url, 2, interface="127.0.0.1")
+    sums = at_once(2, lambda rank: ranks[rank].all_reduce(torch.tensor([rank + 1.0])).item())
+    assert sums == [3.0, 3.0]
+
+
+def test_ranks_meet_where_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    ranks = group("env://", 2, interface="127.0.0.1")
+    parts = at_once(2, lambda rank: ranks[rank].all_gather(torch.tensor([rank])).tolist())
+    assert parts == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("dim", [-3, -2, -1, 0, 1, 2])
+def test_parts_are_joined_as_cat_does(dim: int) -> None:
+    parts = torch.arange(3 * 2 * 5 * 4).view(3, 2, 5, 4)
+    assert torch.equal(join_parts(parts, dim), torch.cat(tuple(parts), dim))
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("", "rendezvous '', expected one of: file:///path"),
+        ("file://", "expected one of"),
+        ("tcp://127.0.0.1", "expected one of"),
+        ("http://127.0.0.1:80", "expected one of"),
+        ("file:///no/such/directory/group", "there is no directory /no/such/directory"),
+        ("env://", "needs the environment variable 'MASTER_ADDR'"),
+    ],
+)
+def test_a_wrong_rendezvous_is_named(url: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(PluginError, match=f"comm.torch.*{said}"):
+        callboard_comm(CommContext(0, 2, "cpu", url, {"timeout_s": 0.2}))
+
+
+def test_a_rank_that_stays_alone_gives_up(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match="rank 0 of 2"):
+        callboard_comm(CommContext(0, 2, "cpu", f"file://{tmp_path}/group", {"timeout_s": 0.3}))
+
+
+def test_a_rank_that_leaves_is_an_error_for_the_others_not_a_wait(new_url: Callable[[], str]) -> None:
+    ranks = group(new_url(), 2, timeout_s=30)
+    ranks[1].close()
+    with pytest.raises(RuntimeError, match=r"(?i)connection closed|reset|peer|abort"):
+        ranks[0].all_reduce(torch.ones(4))
+    with pytest.raises(RuntimeError, match="rank 1 has left its group"):
+        ranks[1].all_reduce(torch.ones(4))
+
+
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(PluginError, match=r"`timeout`.*options: timeout_s, interface"):
+        callboard_comm(CommContext(0, 1, "cpu", "file:///tmp/x", {"timeout": 3}))
