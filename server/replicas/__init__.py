@@ -1,0 +1,1 @@
+"""Several engines behind one address: a router that keeps prefixes together, and Ray, which runs the engines."""

@@ -1,0 +1,125 @@
+"""A request on its way to a replica and back.
+
+Owns: what is sent on, which failures are tried again elsewhere.  Does not know: who is chosen, and why.
+
+Nothing a request does outlives it, so it may be sent again as long as the client has not seen any of its response.  A
+response in one piece is therefore held until it is complete, and one that streams until its first bytes are there.
+"""
+
+import logging
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from engine.config import ServerSection
+from engine.errors import RequestError
+from server.errors import error_body
+from server.exchange import EXCHANGE, REQUEST_ID_HEADER
+from server.replicas.affinity import PrefixAffinity
+from server.replicas.replica import RETRY_AFTER_S, Replica, Replicas
+
+log = logging.getLogger(__name__)
+
+# RFC 9110, 7.6.1, and what the two connections decide each for itself.
+NOT_SENT_ON = frozenset(
+    {
+        "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
+        "upgrade", "host", "content-length", "accept-encoding", "expect", "server", "date",
+    }
+)  # fmt: skip
+TRY_ELSEWHERE = frozenset({429, 503})  # this one is full or leaving; another one may not be
+EVENT_STREAM = "text/event-stream"
+
+
+class Proxy:
+    """Handles every request that is not about the replicas themselves."""
+
+    def __init__(
+        self, server: ServerSection, replicas: Replicas, session: aiohttp.ClientSession, affinity: PrefixAffinity
+    ) -> None:
+        self._server = server
+        self._replicas = replicas
+        self._session = session
+        self._affinity = affinity
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Send it on; raises RequestError if no replica can answer."""
+        body = await self._read(request)
+        # With keys, requests share cached prefixes only among those of one key.
+        tenant = request.headers.get("Authorization", "") if self._server.api_key else ""
+        blocks = self._affinity.blocks(body, tenant) if body else []
+        tried: list[Replica] = []
+        refusal: web.Response | None = None
+        while True:
+            try:
+                replica = self._replicas.choose(blocks, tried)
+            except RequestError:
+                if refusal is not None:
+                    return refusal
+                raise
+            tried.append(replica)
+            try:
+                with replica.busy():
+                    response = await self._send(request, body, replica)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                self._replicas.lose(replica, repr(error))
+                log.info("request=%s is tried again elsewhere", request[EXCHANGE].id)
+                continue
+            if isinstance(response, web.Response) and response.status in TRY_ELSEWHERE:
+                refusal = response
+                continue
+            return response
+
+    async def _read(self, request: web.Request) -> bytes:
+        limit = self._server.max_body_bytes
+        if request.content_length is not None and request.content_length > limit:
+            raise _too_large(limit)
+        body = bytearray()
+        async for chunk in request.content.iter_any():
+            body += chunk
+            if len(body) > limit:
+                raise _too_large(limit)
+        return bytes(body)
+
+    async def _send(self, request: web.Request, body: bytes, replica: Replica) -> web.StreamResponse:
+        """One attempt.  Raises ClientError if the replica is lost before the client has seen anything."""
+        headers = _sent_on(request.headers)
+        headers[REQUEST_ID_HEADER] = request[EXCHANGE].id
+        url = replica.url + str(request.rel_url)
+        async with self._session.request(
+            request.method, url, headers=headers, data=body or None, allow_redirects=False
+        ) as answer:
+            if not answer.headers.get("Content-Type", "").startswith(EVENT_STREAM):
+                whole = await answer.read()
+                return web.Response(status=answer.status, headers=_sent_on(answer.headers), body=whole)
+            first = await answer.content.readany()
+            response = web.StreamResponse(status=answer.status, headers=_sent_on(answer.headers))
+            await response.prepare(request)
+            await response.write(first)
+            try:
+                async for chunk in answer.content.iter_any():
+                    await response.write(chunk)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                self._replicas.lose(replica, repr(error))
+                await response.write(b"data: " + msgspec.json.encode(error_body(_lost())) + b"\n\n")
+            await response.write_eof()
+            return response
+
+
+def _sent_on(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in NOT_SENT_ON)
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
+
+
+def _lost() -> RequestError:
+    return RequestError(
+        "the replica that ran this request was lost; send it again",
+        status=503,
+        code="replica_lost",
+        retry_after_s=RETRY_AFTER_S,
+    )

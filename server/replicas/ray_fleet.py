@@ -1,0 +1,115 @@
+"""Replicas as Ray actors: Ray places them on its machines, and starts one again that has died.
+
+Owns: what runs in such an actor.  Does not know: requests, who is sent where.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from engine.config import Config, build_config
+from engine.errors import ConfigError
+from server.model_card import ModelCard
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+CRASHED_EXIT_CODE = 1
+
+
+class EngineReplica:
+    """One engine and its HTTP server.  Ray makes an actor of it; when the engine ends, so does the actor's process.
+
+    config: as JSON.  on_node: Ray's id of the router's node; there loopback is enough."""
+
+    def __init__(self, config: bytes, on_node: str) -> None:
+        self._config = build_config(Config(), msgspec.json.decode(config))
+        self._on_node = on_node
+        self._url: str | None = None
+        self._listening = threading.Event()
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
+
+    def url(self) -> str:
+        """Where it listens; waits until it does."""
+        self._listening.wait()
+        assert self._url is not None
+        return self._url
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException:
+            log.exception("the replica's engine has ended")
+        os._exit(CRASHED_EXIT_CODE)  # the only way in which Ray notices, and starts another
+
+    async def _serve(self) -> None:
+        import ray
+        from aiohttp import web
+
+        from engine.actors.system import System
+        from server.app import create_runner
+        from server.listener import BACKLOG, bind
+
+        here = ray.get_runtime_context().get_node_id() == self._on_node
+        host = LOOPBACK if here else ray.util.get_node_ip_address()
+        config = self._config
+        system = System(config)
+        card = ModelCard(
+            name=system.model_name,
+            max_model_len=system.max_len,
+            vocab_size=system.spec.vocab_size,
+            created=int(time.time()),
+            chat_defaults=system.sampling_defaults,
+            tool_format=system.codec.tool_format,
+            template_variables=config.server.chat_template_kwargs,
+        )
+        with bind(host, 0) as listener:
+            runner = create_runner(config.server, config.limits, system.ingress, card, system.monitor, system.codec)
+            await runner.setup()
+            await web.SockSite(runner, listener, backlog=BACKLOG).start()
+            self._url = f"http://{host}:{listener.getsockname()[1]}"
+            self._listening.set()
+            await system.start()
+            await system.wait()
+
+
+class RayFleet:
+    """See ``Fleet``.  Joins the cluster at RAY_ADDRESS, or starts Ray on this machine.
+
+    Raises ConfigError if Ray is not installed, or replicas on other machines would be open to anybody."""
+
+    def __init__(self, config: Config, size: int) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise ConfigError("--on ray needs Ray: pip install callboard[ray]") from None
+        self.size = size
+        self._ray: Any = ray
+        ray.init(include_dashboard=False, log_to_driver=True, configure_logging=False)
+        if len(ray.nodes()) > 1 and not config.server.api_key:
+            ray.shutdown()
+            raise ConfigError("replicas on other machines listen on their network: set server.api_key")
+        options = {"num_cpus": 0, "num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": 0}
+        actor = ray.remote(max_restarts=-1, max_task_retries=-1, **options)(EngineReplica)
+        node = ray.get_runtime_context().get_node_id()
+        encoded = msgspec.json.encode(config)
+        self._actors = [actor.remote(encoded, node) for _ in range(size)]
+        log.info("ray: %d replicas on %d nodes", size, len(ray.nodes()))
+
+    async def url(self, number: int) -> str:
+        """Where the replica listens.  Waits until it has been started, or started again."""
+        where: str = await self._actors[number].url.remote()
+        return where
+
+    async def stop(self, number: int) -> None:
+        """End a replica; Ray does not start it again."""
+        self._ray.kill(self._actors[number], no_restart=True)
+
+    def close(self) -> None:
+        """End them all, and leave the cluster."""
+        self._ray.shutdown()

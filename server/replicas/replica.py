@@ -1,0 +1,153 @@
+"""The replicas as the router sees them: where they are, whether they take requests, how busy they are.
+
+Owns: each one's state, the choice, watching them.  Does not know: how one is started, bodies.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import aiohttp
+
+from engine.errors import RequestError
+from server.replicas.affinity import PrefixAffinity
+
+log = logging.getLogger(__name__)
+
+CHECK_EVERY_S = 0.5
+CHECK_TIMEOUT_S = 5.0
+RETRY_AFTER_S = 1
+# The one that has the prefix is chosen unless it has so many requests more than the least busy one, and so many times.
+SLACK_REQUESTS = 8
+SLACK_FACTOR = 1.5
+
+
+class State(Enum):
+    """STARTING: not yet, or not again.  DRAINING: finishes what it has, then it is stopped.  STOPPED: for good."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+class Fleet(Protocol):
+    """What runs the replicas, each known by its number."""
+
+    size: int
+
+    async def url(self, number: int) -> str:
+        """Where the replica listens.  Waits until it has been started, or started again."""
+        ...
+
+    async def stop(self, number: int) -> None:
+        """End a replica, which does not come back."""
+        ...
+
+    def close(self) -> None:
+        """End them all."""
+        ...
+
+
+@dataclass
+class Replica:
+    """num_open: requests that the router has sent and that have not ended.  num_lost: how often it was lost."""
+
+    name: str
+    url: str = ""
+    state: State = State.STARTING
+    num_open: int = 0
+    num_sent: int = 0
+    num_lost: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While a request is there."""
+        self.num_open += 1
+        self.num_sent += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+            if not self.num_open:
+                self.idle.set()
+
+
+class Replicas:
+    """All of them.  Run ``watch`` as a task each."""
+
+    def __init__(self, fleet: Fleet, session: aiohttp.ClientSession, affinity: PrefixAffinity) -> None:
+        self.all = [Replica(f"replica{number}") for number in range(fleet.size)]
+        self.num_requests = 0
+        self.num_with_prefix = 0  # that went where the beginning of their prompt had gone before
+        self._fleet = fleet
+        self._session = session
+        self._affinity = affinity
+
+    def choose(self, blocks: list[bytes], besides: list[Replica]) -> Replica:
+        """Who gets a request: the one that has its prefix, unless that is far busier than another.
+
+        besides: who has been tried.  Raises RequestError, a 503, if nobody is left."""
+        ready = {one.name: one for one in self.all if one.state is State.READY and one not in besides}
+        if not ready:
+            raise RequestError(
+                "no replica can take this request now", status=503, code="no_replica", retry_after_s=RETRY_AFTER_S
+            )
+        least = min(ready.values(), key=lambda one: (one.num_open, one.num_sent))
+        name, _ = self._affinity.find(blocks, ready)
+        chosen = ready[name] if name is not None else least
+        if chosen.num_open > max(least.num_open + SLACK_REQUESTS, least.num_open * SLACK_FACTOR):
+            chosen = least
+        if not besides:
+            self.num_requests += 1
+            self.num_with_prefix += chosen.name == name
+        self._affinity.note(blocks, chosen.name)
+        return chosen
+
+    def lose(self, replica: Replica, reason: object) -> None:
+        """It does not answer: nobody is sent there until ``watch`` has found it again."""
+        if replica.state is State.READY:
+            log.warning("%s is lost: %s", replica.name, reason)
+            replica.state = State.STARTING
+            replica.num_lost += 1
+            self._affinity.forget(replica.name)
+
+    async def drain(self, replica: Replica) -> None:
+        """Send it nothing new, wait for what it has, and stop it."""
+        log.info("%s is drained: %d requests are open", replica.name, replica.num_open)
+        replica.state = State.DRAINING
+        if replica.num_open:
+            await replica.idle.wait()
+        await self._fleet.stop(self.all.index(replica))
+        replica.state = State.STOPPED
+        log.info("%s is stopped", replica.name)
+
+    async def watch(self, replica: Replica) -> None:
+        """Find out where it is, and whether it still is there, for ever."""
+        number = self.all.index(replica)
+        while replica.state is not State.STOPPED:
+            if replica.state is State.STARTING:
+                replica.url = await self._fleet.url(number)
+            if replica.state is not State.DRAINING:
+                await self._check(replica)
+            await asyncio.sleep(CHECK_EVERY_S)
+
+    async def _check(self, replica: Replica) -> None:
+        timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
+        try:
+            async with self._session.get(f"{replica.url}/ready", timeout=timeout) as response:
+                ready = response.status == 200
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self.lose(replica, repr(error))
+            return
+        if ready and replica.state is State.STARTING:
+            log.info("%s is ready at %s", replica.name, replica.url)
+            replica.state = State.READY
+        elif not ready and replica.state is State.READY:
+            self.lose(replica, "it is not ready any more")

@@ -1,0 +1,156 @@
+"""The router's own server: the API, sent on, and GET /replicas, POST /replicas/{name}/drain.
+
+Owns: the routes, the life of the router.  Does not know: how a replica is started, what requests say.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+from contextlib import AsyncExitStack
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from engine.config import Config
+from engine.errors import RequestError
+from server.auth import require_key
+from server.connection import Runner
+from server.exchange import note_route
+from server.listener import BACKLOG
+from server.replicas.affinity import PrefixAffinity
+from server.replicas.proxy import Proxy
+from server.replicas.replica import Fleet, Replica, Replicas, State
+from server.reply import json_reply
+from server.traffic import Traffic
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+class ReplicaBody(msgspec.Struct, frozen=True):
+    """See ``Replica``."""
+
+    name: str
+    state: str
+    url: str
+    open_requests: int
+    sent_requests: int
+    lost: int
+
+
+class ReplicasBody(msgspec.Struct, frozen=True):
+    """requests_with_prefix: of ``requests``, those that went where the beginning of their prompt had gone before."""
+
+    replicas: list[ReplicaBody]
+    requests: int
+    requests_with_prefix: int
+
+
+class RouterRoutes:
+    """What the router answers itself."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._draining: dict[str, asyncio.Task[None]] = {}
+
+    async def list(self, request: web.Request) -> web.Response:
+        """GET /replicas."""
+        replicas = self._replicas
+        rows = [
+            ReplicaBody(one.name, one.state.value, one.url, one.num_open, one.num_sent, one.num_lost)
+            for one in replicas.all
+        ]
+        return json_reply(ReplicasBody(rows, replicas.num_requests, replicas.num_with_prefix))
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """POST /replicas/{name}/drain: 202, and the replica ends when its requests have."""
+        name = request.match_info["name"]
+        replica = next((one for one in self._replicas.all if one.name == name), None)
+        if replica is None:
+            names = ", ".join(one.name for one in self._replicas.all)
+            raise RequestError(f"there is no replica {name!r}; there are {names}", status=404, code="unknown_replica")
+        if replica.state in (State.READY, State.STARTING):
+            self._draining[name] = asyncio.create_task(self._replicas.drain(replica))
+        return json_reply({"name": name, "state": State.DRAINING.value}, status=202)
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """GET /ready: whether anybody could take a request."""
+        if not any(one.state is State.READY for one in self._replicas.all):
+            raise RequestError("no replica is ready", status=503, code="not_ready", retry_after_s=1)
+        return json_reply({"status": "ready"})
+
+    async def health(self, request: web.Request) -> web.Response:
+        """GET /health: the router's own."""
+        states = {one.name: one.state.value for one in self._replicas.all}
+        return json_reply({"status": "ok", "replicas": states})
+
+
+async def route(config: Config, fleet: Fleet, listener: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT; then the replicas are drained and end."""
+    told_to_stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told_to_stop.set)
+    async with AsyncExitStack() as stack:
+        stack.callback(fleet.close)
+        replicas = await stack.enter_async_context(Router(config, fleet, listener))
+        await told_to_stop.wait()
+        log.info("draining: %d requests are open", sum(one.num_open for one in replicas.all))
+        try:
+            async with asyncio.timeout(config.server.drain_timeout_s), asyncio.TaskGroup() as draining:
+                for replica in replicas.all:
+                    draining.create_task(replicas.drain(replica))
+        except TimeoutError:
+            log.warning("draining: %d requests end unfinished", sum(one.num_open for one in replicas.all))
+
+
+class Router:
+    """An async context manager: the router listens inside of it.  Gives the replicas."""
+
+    def __init__(self, config: Config, fleet: Fleet, listener: socket.socket) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._listener = listener
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Replicas:
+        server = self._config.server
+        # Generating takes as long as the replica's own limits let it; only reaching one is bounded here.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        connector = aiohttp.TCPConnector(limit=0)
+        session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        await self._stack.enter_async_context(session)
+        affinity = PrefixAffinity()
+        replicas = Replicas(self._fleet, session, affinity)
+        routes, proxy = RouterRoutes(replicas), Proxy(server, replicas, session, affinity)
+        app = web.Application(middlewares=[note_route, *([require_key(server.api_key)] if server.api_key else [])])
+        app.add_routes(
+            [
+                web.get("/health", routes.health),
+                web.get("/ready", routes.ready),
+                web.get("/replicas", routes.list),
+                web.post("/replicas/{name}/drain", routes.drain),
+                web.route("*", "/{path:.*}", proxy.handle),
+            ]
+        )
+        runner = Runner(app, server, Traffic())
+        await runner.setup()
+        self._stack.push_async_callback(runner.cleanup)
+        await web.SockSite(runner, self._listener, backlog=BACKLOG).start()
+        for replica in replicas.all:
+            watching = asyncio.create_task(self._watch(replicas, replica))
+            self._stack.callback(watching.cancel)
+        return replicas
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stack.aclose()
+
+    async def _watch(self, replicas: Replicas, replica: Replica) -> None:
+        try:
+            await replicas.watch(replica)
+        except Exception:
+            log.exception("%s cannot be started any more; the others go on", replica.name)
+            replica.state = State.STOPPED

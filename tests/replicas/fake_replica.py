@@ -1,0 +1,95 @@
+"""A replica that answers as told, on a port of its own: the router's view of an engine without an engine."""
+
+import asyncio
+from collections import Counter
+
+from aiohttp import web
+from multidict import CIMultiDictProxy
+
+
+class FakeReplica:
+    """behaviour: 'answer', 'stream', 'full' (429), 'die' (cut the connection), 'die late' (after a first event)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.behaviour = "answer"
+        self.ready = True
+        self.bodies: list[bytes] = []
+        self.headers: list[CIMultiDictProxy[str]] = []
+        self.num_left = 0  # requests whose client went away
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.seen: Counter[str] = Counter()
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=1 << 26)
+        app.add_routes([web.get("/ready", self._ready), web.route("*", "/{path:.*}", self._handle)])
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.ready else 503)
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.read())
+        self.headers.append(request.headers)
+        self.seen[request.path_qs] += 1
+        assert request.transport is not None
+        if self.behaviour == "die":
+            request.transport.abort()
+            return web.Response()
+        if self.behaviour == "full":
+            return web.json_response({"error": "full"}, status=429, headers={"Retry-After": "7"})
+        try:
+            await self.hold.wait()
+        except asyncio.CancelledError:
+            self.num_left += 1
+            raise
+        if self.behaviour == "answer":
+            return web.json_response({"from": self.name}, headers={"X-Own": "yes"})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        await response.write(b"data: 1\n\n")
+        if self.behaviour == "die late":
+            await asyncio.sleep(0.05)
+            request.transport.abort()
+            return response
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+
+class FakeFleet:
+    """See ``Fleet``."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.replicas = [FakeReplica(f"fake{number}") for number in range(size)]
+        self.stopped: list[int] = []
+
+    async def url(self, number: int) -> str:
+        if not self.replicas[number].url:
+            await self.replicas[number].start()
+        return self.replicas[number].url
+
+    async def stop(self, number: int) -> None:
+        self.stopped.append(number)
+        await self.replicas[number].stop()
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+    async def lose(self, number: int) -> None:
+        """The replica dies; ``url`` starts it again, somewhere else."""
+        await self.replicas[number].stop()
+        self.replicas[number].url = ""

@@ -1,0 +1,76 @@
+"""Which replica has a prompt's beginning: blocks, who was sent them, forgetting."""
+
+import json
+
+import pytest
+
+from server.replicas.affinity import BLOCK_BYTES, MAX_BLOCKS, PrefixAffinity
+
+LONG = "the quick brown fox jumps over the lazy dog. " * 40
+
+
+def chat(*texts: str, **fields: object) -> bytes:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
+    return json.dumps({"model": "m", "messages": messages, **fields}).encode()
+
+
+def prompt(text: object, **fields: object) -> bytes:
+    return json.dumps({"model": "m", "prompt": text, **fields}).encode()
+
+
+def shared(first: list[bytes], second: list[bytes]) -> int:
+    """Equal blocks from the start; chained hashes agree nowhere after they differ."""
+    count = sum(a == b for a, b in zip(first, second, strict=False))
+    assert first[:count] == second[:count]
+    return count
+
+
+def test_the_next_turn_of_a_conversation_begins_like_the_last_one() -> None:
+    affinity = PrefixAffinity()
+    first, second = affinity.blocks(chat(LONG)), affinity.blocks(chat(LONG, "yes", "and?"))
+    assert shared(first, second) == len(first) - 1, "all but the block that was not full"
+
+
+def test_other_fields_change_nothing_and_other_prompts_everything() -> None:
+    affinity = PrefixAffinity()
+    blocks = affinity.blocks(prompt(LONG))
+    assert affinity.blocks(prompt(LONG, temperature=1, max_tokens=3)) == blocks
+    assert shared(blocks, affinity.blocks(prompt("A" + LONG))) == 0
+    assert shared(blocks, affinity.blocks(prompt(LONG[:600] + "!" + LONG[600:]))) == 600 // BLOCK_BYTES
+
+
+@pytest.mark.parametrize("fields", [{"cache_salt": "a"}, {}])
+def test_tenants_share_nothing(fields: dict) -> None:
+    affinity = PrefixAffinity()
+    one = affinity.blocks(prompt(LONG, **fields), "key one" if not fields else "")
+    assert shared(one, affinity.blocks(prompt(LONG), "")) == 0
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"model": "m"}', b"\xff\xfe"])
+def test_what_has_no_prompt_has_no_blocks(body: bytes) -> None:
+    assert PrefixAffinity().blocks(body) == []
+
+
+def test_a_huge_prompt_costs_a_bounded_number() -> None:
+    assert len(PrefixAffinity().blocks(prompt([7] * 500_000))) == MAX_BLOCKS
+
+
+def test_the_longest_beginning_wins_among_those_who_can() -> None:
+    affinity = PrefixAffinity()
+    short, long = affinity.blocks(prompt(LONG[:600])), affinity.blocks(prompt(LONG))
+    affinity.note(short, "a")
+    assert affinity.find(long, ["a", "b"]) == ("a", 2)
+    affinity.note(long, "b")
+    assert affinity.find(long, ["a", "b"]) == ("b", len(long))
+    assert affinity.find(long, ["a"]) == ("a", len(short)) or affinity.find(long, ["a"]) == (None, 0)
+    assert affinity.find(affinity.blocks(prompt("new " + LONG)), ["a", "b"]) == (None, 0)
+    affinity.forget("b")
+    assert affinity.find(long, ["b"]) == (None, 0)
+
+
+def test_what_is_remembered_is_bounded_and_the_ends_go_first() -> None:
+    affinity = PrefixAffinity(max_known=4)
+    long = affinity.blocks(prompt(LONG))
+    affinity.note(long, "a")
+    assert affinity.find(long, ["a"]) == ("a", 4)

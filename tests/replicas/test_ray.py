@@ -1,0 +1,126 @@
+"""Two engines as Ray actors behind the router: prefixes stay together, a killed one loses nothing and comes back."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install callboard[ray]"),
+]
+DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+SHARED = "def quick_sort(values):\n    if len(values) < 2:\n        return values\n    pivot = values[0]\n" * 4
+
+
+class Router:
+    """``callboard serve --replicas 2 --on ray`` as a process."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "server.cli", "serve", str(DEMO), "--port", "0", "--replicas", "2"]
+        command += ["--on", "ray", "--set", "kv.num_pages=512"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert self.process.stdout is not None
+        self.said: list[str] = []
+        url = None
+        while url is None:
+            line = self.process.stdout.readline()
+            assert line, "".join(self.said)
+            self.said.append(line)
+            url = re.search(r"http://127\.0\.0\.1:\d+", line)
+        self.url = url[0]
+        self._reading = threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True)
+        self._reading.start()
+
+    def _read(self, lines: IO[str]) -> None:
+        with lines:
+            self.said.extend(lines)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(60)
+        self._reading.join(60)
+        return code
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = json.dumps(body).encode() if body is not None else None
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return json.load(response)
+
+    def wait_for(self, num_ready: int, timeout_s: float = 180) -> None:
+        deadline = time.monotonic() + timeout_s
+        while [one["state"] for one in self.ask("/replicas")["replicas"]].count("ready") != num_ready:
+            assert time.monotonic() < deadline, "".join(self.said)
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def router() -> Iterator[Router]:
+    running = Router()
+    running.wait_for(2)
+    yield running
+    assert running.stop() == 0, "".join(running.said)
+
+
+def complete(router: Router, prompt: str, max_tokens: int = 16) -> dict[str, Any]:
+    body = {"model": "callboard-demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    return router.ask("/v1/completions", body)
+
+
+def sent(router: Router) -> list[int]:
+    return [one["sent_requests"] for one in router.ask("/replicas")["replicas"]]
+
+
+def test_a_shared_prefix_is_computed_once(router: Router) -> None:
+    before = sent(router)
+    cached = [
+        complete(router, f"{SHARED}# {number}\n")["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for number in range(8)
+    ]
+    grown = sorted(after - one for after, one in zip(sent(router), before, strict=True))
+    assert grown == [0, 8]
+    assert cached[0] == 0
+    assert all(count >= 64 for count in cached[1:])
+
+
+def test_killing_one_loses_no_request(router: Router) -> None:
+    pids = [one for one in _engine_pids() if one]
+    assert len(pids) == 2
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(complete, router, f"# {number}\n{SHARED}", 120) for number in range(16)]
+        time.sleep(0.5)
+        os.kill(pids[0], signal.SIGKILL)
+        answers = [one.result() for one in asked]
+    assert all(answer["usage"]["completion_tokens"] == 120 for answer in answers)
+    router.wait_for(2)
+    assert sum(one["lost"] for one in router.ask("/replicas")["replicas"]) == 1
+
+
+def test_one_can_be_drained(router: Router) -> None:
+    router.ask("/replicas/replica1/drain", {})
+    deadline = time.monotonic() + 60
+    while router.ask("/replicas")["replicas"][1]["state"] != "stopped":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert complete(router, "def f(x):")["usage"]["completion_tokens"] == 16
+
+
+def _engine_pids() -> list[int]:
+    """Processes that Ray named after the actor's class."""
+    listed = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout
+    return [int(line.split()[0]) for line in listed.splitlines() if re.search(r"\bray::EngineReplica", line)]

@@ -1,0 +1,248 @@
+"""The router over replicas that answer as told: who is sent what, what is tried again, draining, coming back."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+from engine.config import Config, build_config
+from server.listener import bind
+from server.replicas import replica as replica_module
+from server.replicas.replica import SLACK_REQUESTS, Replicas, State
+from server.replicas.router import Router
+from tests.replicas.fake_replica import FakeFleet
+
+LONG = "the quick brown fox jumps over the lazy dog. " * 40
+
+
+class Routed:
+    """A running router, its fleet, and a client."""
+
+    def __init__(self, fleet: FakeFleet, replicas: Replicas, client: aiohttp.ClientSession) -> None:
+        self.fleet = fleet
+        self.replicas = replicas
+        self.client = client
+
+    async def complete(self, prompt: str = "x", **headers: str) -> tuple[int, dict]:
+        async with self.client.post("/v1/completions", json={"prompt": prompt}, headers=headers) as response:
+            return response.status, await response.json()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def routed(size: int = 2, config: Config | None = None) -> AsyncIterator[Routed]:
+    fleet = FakeFleet(size)
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        async with (
+            Router(config or Config(), fleet, listener) as replicas,
+            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
+        ):
+            one = Routed(fleet, replicas, client)
+            await one.until(lambda: all(replica.state is State.READY for replica in replicas.all))
+            try:
+                yield one
+            finally:
+                for fake in fleet.replicas:
+                    await fake.stop()
+
+
+def run(test: Callable[[Routed], Awaitable[None]], size: int = 2, config: Config | None = None) -> None:
+    async def within() -> None:
+        async with routed(size, config) as one:
+            await test(one)
+
+    asyncio.run(within())
+
+
+@pytest.fixture(autouse=True)
+def _check_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "CHECK_EVERY_S", 0.01)
+
+
+def test_a_request_arrives_whole_and_so_does_its_response() -> None:
+    async def test(one: Routed) -> None:
+        body = {"prompt": "hello", "n": 2}
+        async with one.client.post(
+            "/v1/completions?a=b", json=body, headers={"X-Request-Id": "mine", "Authorization": "Bearer k"}
+        ) as response:
+            assert response.status == 200
+            assert response.headers["X-Own"] == "yes"
+            assert response.headers["X-Request-Id"] == "mine"
+            name = (await response.json())["from"]
+        fake = next(fake for fake in one.fleet.replicas if fake.name == name)
+        assert json.loads(fake.bodies[0]) == body
+        assert fake.seen == {"/v1/completions?a=b": 1}
+        assert fake.headers[0]["X-Request-Id"] == "mine"
+        assert fake.headers[0]["Authorization"] == "Bearer k"
+
+    run(test)
+
+
+def test_equal_beginnings_go_to_one_replica_and_others_spread() -> None:
+    async def test(one: Routed) -> None:
+        names = {(await one.complete(LONG + str(number)))[1]["from"] for number in range(10)}
+        assert len(names) == 1
+        names = {(await one.complete(f"{number} {LONG}"))[1]["from"] for number in range(14)}
+        assert names == {"fake0", "fake1"}
+        assert [replica.num_sent for replica in one.replicas.all] == [12, 12]
+        async with one.client.get("/replicas") as response:
+            listed = await response.json()
+        assert (listed["requests"], listed["requests_with_prefix"]) == (24, 9)
+        assert [replica["state"] for replica in listed["replicas"]] == ["ready", "ready"]
+
+    run(test)
+
+
+def test_one_that_is_far_busier_loses_its_prefix() -> None:
+    async def test(one: Routed) -> None:
+        for fake in one.fleet.replicas:
+            fake.hold.clear()
+        asking = [asyncio.create_task(one.complete(LONG)) for _ in range(SLACK_REQUESTS + 6)]
+        await one.until(lambda: sum(replica.num_open for replica in one.replicas.all) == len(asking))
+        counts = sorted(replica.num_open for replica in one.replicas.all)
+        assert counts[0] > 0
+        assert counts[1] <= SLACK_REQUESTS + 1 + counts[0]
+        for fake in one.fleet.replicas:
+            fake.hold.set()
+        assert all(status == 200 for status, _ in await asyncio.gather(*asking))
+        assert all(replica.num_open == 0 for replica in one.replicas.all)
+
+    run(test)
+
+
+@pytest.mark.parametrize("behaviour", ["die", "full"])
+def test_what_one_cannot_take_another_one_does(behaviour: str) -> None:
+    async def test(one: Routed) -> None:
+        (_, first), other = await one.complete(LONG), 0
+        owner = next(fake for fake in one.fleet.replicas if fake.name == first["from"])
+        owner.behaviour = behaviour
+        for _ in range(5):
+            status, answer = await one.complete(LONG + "more")
+            other += answer.get("from") not in (None, owner.name)
+            assert status == 200
+        assert other >= 1
+
+    run(test)
+
+
+def test_if_all_are_full_the_client_hears_it_from_one() -> None:
+    async def test(one: Routed) -> None:
+        for fake in one.fleet.replicas:
+            fake.behaviour = "full"
+        async with one.client.post("/v1/completions", json={"prompt": "x"}) as response:
+            assert (response.status, response.headers["Retry-After"]) == (429, "7")
+        assert sum(len(fake.bodies) for fake in one.fleet.replicas) == 2
+
+    run(test)
+
+
+def test_killing_a_replica_loses_no_request_that_was_accepted() -> None:
+    async def test(one: Routed) -> None:
+        for fake in one.fleet.replicas:
+            fake.hold.clear()
+        asking = [asyncio.create_task(one.complete(f"{number} {LONG}")) for number in range(12)]
+        await one.until(lambda: sum(replica.num_open for replica in one.replicas.all) == 12)
+        assert one.replicas.all[0].num_open > 0
+        await one.fleet.lose(0)
+        one.fleet.replicas[1].hold.set()
+        assert {(status, answer["from"]) for status, answer in await asyncio.gather(*asking)} == {(200, "fake1")}
+        await one.until(lambda: one.replicas.all[0].state is State.READY)
+        assert one.replicas.all[0].num_lost == 1
+
+    run(test)
+
+
+def test_a_stream_that_is_cut_ends_with_an_error_and_one_that_had_not_begun_is_tried_again() -> None:
+    async def test(one: Routed) -> None:
+        for fake in one.fleet.replicas:
+            fake.behaviour = "die late"
+        async with one.client.post("/v1/completions", json={"prompt": "x", "stream": True}) as response:
+            assert response.status == 200
+            events = (await response.text()).split("\n\n")
+        assert events[0] == "data: 1"
+        assert json.loads(events[1].removeprefix("data: "))["error"]["code"] == "replica_lost"
+        await one.until(lambda: all(replica.state is State.READY for replica in one.replicas.all))
+        one.fleet.replicas[0].behaviour, one.fleet.replicas[1].behaviour = "die", "stream"
+        for number in range(4):
+            body = {"prompt": f"{number} {LONG}", "stream": True}
+            async with one.client.post("/v1/completions", json=body) as response:
+                assert await response.text() == "data: 1\n\ndata: [DONE]\n\n"
+
+    run(test)
+
+
+def test_a_client_that_leaves_ends_its_request_at_the_replica() -> None:
+    async def test(one: Routed) -> None:
+        for fake in one.fleet.replicas:
+            fake.hold.clear()
+        asking = asyncio.create_task(one.complete())
+        await one.until(lambda: any(fake.bodies for fake in one.fleet.replicas))
+        asking.cancel()
+        await one.until(lambda: sum(fake.num_left for fake in one.fleet.replicas) == 1)
+        assert all(replica.num_open == 0 for replica in one.replicas.all)
+
+    run(test)
+
+
+def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_more() -> None:
+    async def test(one: Routed) -> None:
+        one.fleet.replicas[0].hold.clear()
+        one.fleet.replicas[1].hold.clear()
+        asking = [asyncio.create_task(one.complete(f"{number} {LONG}")) for number in range(4)]
+        await one.until(lambda: all(replica.num_open == 2 for replica in one.replicas.all))
+        async with one.client.post("/replicas/replica0/drain") as response:
+            assert response.status == 202
+        await one.until(lambda: one.replicas.all[0].state is State.DRAINING)
+        one.fleet.replicas[1].hold.set()
+        for _ in range(4):
+            assert (await one.complete())[1]["from"] == "fake1"
+        assert one.fleet.stopped == []
+        one.fleet.replicas[0].hold.set()
+        assert all(status == 200 for status, _ in await asyncio.gather(*asking))
+        await one.until(lambda: one.replicas.all[0].state is State.STOPPED)
+        assert one.fleet.stopped == [0]
+        async with one.client.post("/replicas/other/drain") as response:
+            assert response.status == 404
+            assert "replica0, replica1" in (await response.json())["error"]["message"]
+
+    run(test)
+
+
+def test_without_a_replica_it_is_a_503_that_may_be_tried_again() -> None:
+    async def test(one: Routed) -> None:
+        one.fleet.replicas[0].ready = False
+        await one.until(lambda: one.replicas.all[0].state is State.STARTING)
+        async with one.client.post("/v1/completions", json={"prompt": "x"}) as response:
+            assert (response.status, response.headers["Retry-After"]) == (503, "1")
+            assert (await response.json())["error"]["code"] == "no_replica"
+        async with one.client.get("/ready") as response:
+            assert response.status == 503
+        async with one.client.get("/health") as response:
+            assert response.status == 200
+        one.fleet.replicas[0].ready = True
+        await one.until(lambda: one.replicas.all[0].state is State.READY)
+        assert (await one.complete())[0] == 200
+
+    run(test, size=1)
+
+
+def test_keys_and_limits_hold_at_the_router_too() -> None:
+    config = build_config(Config(), {"server": {"api_key": "k" * 24, "max_body_bytes": 2048}})
+
+    async def test(one: Routed) -> None:
+        assert (await one.complete())[0] == 401
+        key = {"Authorization": f"Bearer {'k' * 24}"}
+        assert (await one.complete(**key))[0] == 200
+        assert (await one.complete("x" * 3000, **key))[0] == 413
+        async with one.client.post("/replicas/replica0/drain") as response:
+            assert response.status == 401
+
+    run(test, config=config)
