@@ -1,0 +1,176 @@
+"""The triton attention backend's time beside dense attention by torch and beside the libraries that are installed.
+
+Heads are those of Qwen3-0.6B and Qwen3-14B.  Times are per layer and of the device alone; keys come from memory, since
+layers are many enough to fill no cache.  'of plain' is torch's time over this one's, where torch reads keys and values
+that lie side by side, one length for all, which no server has.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.errors import PluginError
+from engine.kv.pool import KVPool
+from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
+from engine.plugins.testing.attention import through_hook
+from gpu_sections.attention_triton import cannot_run
+from gpu_sections.kernels import device_seconds
+from gpu_sections.rows import Row
+
+PAGE_SIZE, NUM_KV_HEADS, HEAD_SIZE = 16, 8, 128
+HEADS = (16, 40)
+UNCACHED_BYTES = 256 << 20
+MAX_LAYERS = 28
+OTHERS = ("flashinfer", "flash_attn")
+DECODES = ((1, 4096), (16, 4096), (64, 1024), (256, 1024), (256, 4096))
+PROMPTS = ((1, 4096), (8, 512))
+TUNED_BATCHES, TUNED_CONTEXTS = (1, 16, 64, 256), (1024, 4096)
+
+
+@dataclass(frozen=True)
+class Size:
+    """num_rows sequences of ``context`` tokens each: the last one new, or all of them."""
+
+    num_heads: int
+    num_rows: int
+    context: int
+    prompt: bool
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of keys and values."""
+        return self.num_rows * self.context * 2 * NUM_KV_HEADS * HEAD_SIZE * 2
+
+    def __str__(self) -> str:
+        what = "prompts" if self.prompt else "rows"
+        return f"{self.num_heads}/{NUM_KV_HEADS} heads, {self.num_rows} {what} of {self.context}"
+
+
+def section(device: torch.device) -> Iterator[Row]:
+    """Rows of every size: torch's and ours, then each library's, which may take minutes to compile its kernels."""
+    if rows := cannot_run(device):
+        yield from rows
+        return
+    decodes, prompts = (DECODES, PROMPTS) if device.type == "cuda" else (((2, 40),), ((1, 20),))
+    sizes = [Size(num_heads, *one, prompt=False) for num_heads in HEADS for one in decodes]
+    sizes += [Size(num_heads, *one, prompt=True) for num_heads in HEADS for one in prompts]
+    dense: dict[Size, float] = {}
+    for size in sizes:
+        dense[size] = _dense_seconds(size, device)
+        yield _row(size, "torch, dense", dense[size], dense[size])
+        yield _row(size, "triton", _plugin_seconds("triton", size, device), dense[size])
+    for name in OTHERS:
+        try:
+            for size in sizes:
+                yield _row(size, name, _plugin_seconds(name, size, device), dense[size])
+        except PluginError as error:
+            yield {"case": name, "ok": True, "problem": f"skipped: {str(error)[:150]}"}
+
+
+def tuning(device: torch.device) -> Iterator[Row]:
+    """Choose tiles for Qwen3-0.6B and keep them on disk; 'of plain' is the time of the default tiles over theirs."""
+    if rows := cannot_run(device):
+        yield from rows
+        return
+    if device.type == "cpu":
+        yield {"case": "(section)", "ok": True, "problem": "skipped: the interpreter is not tuned"}
+        return
+    # Here, because the sections above must be able to say that triton is not installed.
+    from engine.plugins.attention.triton_kernels.backend import TritonAttention
+    from engine.plugins.attention.triton_kernels.trials import tune
+
+    for size in [Size(16, rows, context, prompt=False) for rows in TUNED_BATCHES for context in TUNED_CONTEXTS]:
+        spec, pool = _spec_and_pool(size, device)
+        attention = TritonAttention(spec, pool)
+        default = _seconds(attention, size, spec, pool)
+        tune(attention, (size.num_rows,), (size.context,))
+        chosen = _seconds(attention, size, spec, pool)
+        ok = chosen <= 1.25 * default  # they were chosen on ragged rows, these are equal
+        yield {
+            "case": f"{size}: {_tiles(attention._decode)}",
+            "ok": ok,
+            "us": chosen * 1e6,
+            "of_plain": default / chosen,
+        }
+
+
+def _tiles(tiles: Any) -> str:
+    return f"{tiles.block_keys} keys, {tiles.num_warps} warps, {tiles.num_stages} stages, {tiles.programs} programs"
+
+
+def _spec_and_pool(size: Size, device: torch.device) -> tuple[AttentionSpec, KVPool]:
+    num_pages = size.num_rows * -(-size.context // PAGE_SIZE)
+    num_layers = _num_layers(size, device)
+    spec = AttentionSpec(num_layers, size.num_heads, NUM_KV_HEADS, HEAD_SIZE, HEAD_SIZE**-0.5)
+    return spec, KVPool(num_layers, num_pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_SIZE, torch.bfloat16, device)
+
+
+def _num_layers(size: Size, device: torch.device) -> int:
+    if device.type == "cpu":
+        return 1
+    return min(MAX_LAYERS, 1 + UNCACHED_BYTES // size.layer_bytes)
+
+
+def _plugin_seconds(name: str, size: Size, device: torch.device) -> float:
+    plugin = import_module(f"engine.plugins.attention.{name}")
+    spec, pool = _spec_and_pool(size, device)
+    pool.data.normal_()
+    backend = through_hook(plugin.callboard_attention_backend)(spec, pool)
+    return _seconds(backend, size, spec, pool)
+
+
+def _row(size: Size, who: str, seconds: float, dense: float) -> Row:
+    row = {"case": f"{size}: {who}", "ok": True, "us": seconds * 1e6, "of_plain": dense / seconds}
+    if not size.prompt:
+        row["gb_per_s"] = size.layer_bytes / seconds / 1e9
+    return row
+
+
+def _seconds(backend: AttentionBackend, size: Size, spec: AttentionSpec, pool: KVPool) -> float:
+    """Of one layer, over shuffled pages."""
+    device, num_rows = pool.data.device, size.num_rows
+    queries = size.context if size.prompt else 1
+    table_P = torch.randperm(pool.num_pages, generator=torch.Generator().manual_seed(0)).to(device, torch.int32)
+    backend.begin(
+        AttentionBatch(
+            num_decodes=0 if size.prompt else num_rows,
+            page_table_BP=table_P.view(num_rows, -1),
+            lengths_B=torch.full((num_rows,), size.context, dtype=torch.int32, device=device),
+            query_starts_B1=torch.arange(num_rows + 1, dtype=torch.int32, device=device) * queries,
+            host_lengths=np.full(num_rows, size.context, dtype=np.int32),
+            host_query_lengths=np.full(num_rows, queries, dtype=np.int32),
+        )
+    )
+    q_TNH = torch.randn((num_rows * queries, size.num_heads, HEAD_SIZE), device=device).bfloat16()
+    return _per_layer(lambda layer: backend.attend(layer, q_TNH), spec.num_layers, device)
+
+
+def _dense_seconds(size: Size, device: torch.device) -> float:
+    """The same numbers of queries and keys, every sequence's side by side."""
+    num_layers = _num_layers(size, device)
+    shape = (num_layers, 2, size.num_rows, NUM_KV_HEADS, size.context, HEAD_SIZE)
+    data = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    queries = size.context if size.prompt else 1
+    q_BNTH = torch.randn((size.num_rows, size.num_heads, queries, HEAD_SIZE), device=device).bfloat16()
+
+    def attend(layer: int) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            q_BNTH, data[layer, 0], data[layer, 1], is_causal=size.prompt, enable_gqa=True
+        )
+
+    return _per_layer(attend, num_layers, device)
+
+
+def _per_layer(attend: Callable[[int], torch.Tensor], num_layers: int, device: torch.device) -> float:
+    def work() -> None:
+        for layer in range(num_layers):
+            attend(layer)
+
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # what comes next runs on a stream of its own
+    return device_seconds(work, device) / num_layers

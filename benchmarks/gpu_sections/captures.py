@@ -1,0 +1,77 @@
+"""Capture time and memory on a GPU: the engine's way, and the others that it could have gone."""
+
+import time
+from typing import Any
+
+import torch
+
+from engine.actors.system import System
+from engine.config import Config, build_config
+from engine.execution import loading
+from engine.graphs import rank
+from engine.graphs.capturing import Capturing
+from engine.graphs.piecewise import PREFILL
+
+# (descending, with the warm-up capture, one pool for all sizes)
+WAYS = {
+    "engine": (True, True, True),
+    "no warm-up capture": (True, False, True),
+    "ascending": (False, True, True),
+    "ascending, no warm-up": (False, False, True),
+    "a pool each": (True, True, False),
+}
+
+
+def capture_costs(model: str, way: str, max_tokens: int = 1024, max_rows: int = 64) -> list[dict[str, Any]]:
+    """Seconds and MB of piecewise captures up to ``max_tokens`` and decode captures up to ``max_rows``."""
+    descending, rehearsal, shared = WAYS[way]
+    rows: list[dict[str, Any]] = []
+
+    class Measured(Capturing):
+        """Notes what each kind of graph has cost."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, descending=descending, rehearsal=rehearsal)
+
+        def capture(self, what: str, sizes: Any, warm_up: Any, record: Any, *, advice: str, progress: bool) -> None:
+            breaker = record.__self__._breaker
+
+            def record_apart(size: int) -> None:
+                breaker.use(self._device.pool())
+                record(size)
+
+            # Kernels are compiled and loaded in front of the clock: that costs the same in every way.
+            with torch.inference_mode(), self._device.stream():
+                for size in sizes:
+                    warm_up(size)
+            self._device.trim()
+            before, start = self._device.memory().free_bytes, time.perf_counter()
+            recorder = record if shared else record_apart
+            super().capture(what, sizes, warm_up, recorder, advice=advice, progress=progress)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+            self._device.trim()
+            taken = max(1, before - self._device.memory().free_bytes)
+            kind = "piecewise" if what == PREFILL else "decode"
+            rows.append({"case": way, "what": kind, "sizes": len(sizes), "seconds": seconds, "mb": taken / 1e6})
+
+    rank.Capturing = Measured  # type: ignore[misc]
+    sections = {
+        "model": {"path": model, "load_format": "safetensors" if model == "demo" else "dummy", "tokenizer": "none"},
+        "device": {"kind": "cuda"},
+        "kv": {"num_pages": 2048},
+        "scheduler": {"max_running": max_rows, "max_step_tokens": max_tokens},
+        "graphs": {"mode": "breakable", "max_tokens": max_tokens, "max_rows": max_rows},
+    }
+    system = System(build_config(Config(), sections))
+    loading.load_runner(system.config, system.spec, system.max_len, system._plugins, rank=0, progress=False)
+    return rows
+
+
+def section(device: torch.device) -> list[dict[str, Any]]:
+    """The demo model, as the engine does it; ``benchmarks/bench_graphs.py`` compares the other ways."""
+    rows = capture_costs("demo", "engine")
+    return [
+        {"case": f"{row['sizes']} sizes, {row['what']}", "ok": True, "us": row["seconds"] * 1e6, "mb": row["mb"]}
+        for row in rows
+    ]

@@ -1,0 +1,62 @@
+"""Pages that move to host memory and back."""
+
+import numpy as np
+import torch
+
+from engine.kv.host_pool import HostPool
+from engine.kv.pool import KVPool
+from engine.messages import Step
+from gpu_sections.rows import Row, seconds_of
+
+
+def host_pool(device: torch.device) -> list[Row]:
+    """Pages to the host and back: equal afterwards, no wait on the way, and how fast beside one plain pinned copy."""
+    num_layers, num_bytes = (28, 1 << 29) if device.type == "cuda" else (2, 1 << 23)
+    rows = []
+    for page_size in (1, 16, 64):
+        num_pages = num_bytes // KVPool.page_bytes(num_layers, page_size, 8, 128, torch.bfloat16)
+        pool = KVPool(num_layers, 2 * num_pages, page_size, 8, 128, torch.bfloat16, device)
+        host = HostPool(2 * num_pages, pool)
+        order = np.random.default_rng(page_size).permutation(2 * num_pages)
+        rows += _host_pool_case(pool, host, f"page {page_size}, a run", np.arange(num_pages))
+        rows += _host_pool_case(pool, host, f"page {page_size}, scattered", order[:num_pages])
+        del pool, host  # before the next size is allocated and page-locked
+    return rows
+
+
+def _host_pool_case(pool: KVPool, host: HostPool, case: str, on_host: np.ndarray) -> list[Row]:
+    """Both directions, from half of the pool's pages to the other half, by way of ``on_host``."""
+    device = pool.data.device
+    sources, targets = np.random.default_rng(0).permutation(pool.num_pages).reshape(2, -1)
+    there, back = _transfer(1, sources, on_host), _transfer(0, targets, on_host)
+    for step in (there, back):
+        host.apply(step)  # kernels are loaded now, which may wait
+    pool.data.normal_(generator=torch.Generator(device).manual_seed(0))
+    expected = pool.data[:, :, sources.tolist()].cpu()
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        host.apply(there)
+        pool.data.zero_()  # at once: on the stream the copies must be ahead of it
+        host.apply(back)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    differing = int((pool.data[:, :, targets.tolist()].cpu() != expected).sum())
+    differing += int((host.data[on_host.tolist()].movedim(0, 2) != expected).sum())
+    num_bytes = expected.nbytes
+    ours = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    rows = []
+    for way, step, target, source in (("to host", there, pinned, ours), ("back", back, ours, pinned)):
+        plain = seconds_of(lambda target=target, source=source: target.copy_(source, non_blocking=True), device)
+        seconds = seconds_of(lambda step=step: host.apply(step), device)
+        row = {"case": f"{case}, {way}", "ok": differing == 0, "error": differing, "us": seconds * 1e6}
+        rows.append({**row, "gb_per_s": num_bytes / seconds / 1e9, "of_plain": plain / seconds})
+    return rows
+
+
+def _transfer(to_host: int, device_pages: np.ndarray, host_pages: np.ndarray) -> Step:
+    columns = (np.full(len(host_pages), to_host), device_pages, host_pages)
+    direction, on_device, on_host = (column.astype(np.int32).tobytes() for column in columns)
+    return Step(0, transfer_to_host=direction, transfer_device_pages=on_device, transfer_host_pages=on_host)

@@ -1,0 +1,209 @@
+"""The fused kernels of layers and step inputs: next to float64, and timed beside the torch operations they replace.
+
+Times are of the device alone: twenty calls in one graph, so that nobody waits for Python to launch.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.batch import lay_out
+from engine.execution.rows import DeviceRows
+from engine.kernels.choice import choose_kernels
+from engine.kernels.fused import FusedKernels
+from engine.kv.pool import KVPool
+from engine.layers.activation import gated
+from engine.layers.embedding import VocabLinear
+from engine.layers.norm import HeadNorm, RMSNorm
+from engine.layers.rotary import Rotary
+from engine.layers.step import DecodeInputs
+from engine.messages import Step
+from gpu_sections.rows import Row
+
+HIDDEN, INTERMEDIATE, VOCAB = 1024, 3072, 151_936  # those of Qwen3-0.6B
+QUERIES, KEYS, HEAD_SIZE, PAGE_SIZE = 16, 8, 128, 16
+EPS = 1e-6
+CALLS = 20
+# Of a result around 1: some roundings in a row, and for float32 also those of an angle of 500 radians.
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1.5e-2}
+Case = tuple[str, Callable[[torch.dtype, "FusedKernels | None"], Callable[[], Any]]]
+
+
+def no_kernels(device: torch.device) -> list[Row]:
+    """The row that says so; a failure where there is a GPU."""
+    return [{"case": "(section)", "ok": device.type == "cpu", "problem": f"skipped: torch does the work on {device}"}]
+
+
+def section(device: torch.device) -> Iterator[Row]:
+    """A row per kernel, dtype and number of tokens."""
+    kernels = choose_kernels(device)
+    if kernels is None:
+        yield from no_kernels(device)
+        return
+    for num_tokens in (1, 64, 2048) if device.type == "cuda" else (3,):
+        for name, make in _cases(num_tokens, device):
+            for dtype, bound in BOUNDS.items():
+                found, expected = make(dtype, kernels)(), make(torch.float64, None)()
+                error = max(_error(one, other) for one, other in zip(found, expected, strict=True))
+                ours, plain = (device_seconds(make(dtype, who), device) for who in (kernels, None))
+                case = f"{name}, {str(dtype).removeprefix('torch.')}, {num_tokens} tokens"
+                row = {"case": case, "ok": error <= bound, "error": error, "us": ours * 1e6, "of_plain": plain / ours}
+                yield row
+    yield from _inputs(kernels, device)
+
+
+def _cases(num_tokens: int, device: torch.device) -> list[Case]:
+    """What each does in one dtype, with kernels or without, as a call that returns tensors to compare."""
+
+    def numbers(*shape: int, seed: int = 0) -> Tensor:
+        # Rounded once, so that every dtype starts from the same numbers.
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
+
+    def add_norm(dtype: torch.dtype, kernels: FusedKernels | None) -> Callable[[], tuple[Tensor, ...]]:
+        norm = RMSNorm(HIDDEN, EPS, device, dtype)
+        norm.weight.copy_(numbers(HIDDEN))
+        x_TD, update_TD = (numbers(num_tokens, HIDDEN, seed=seed).to(dtype) for seed in (1, 2))
+        return lambda: (norm.added(x_TD, update_TD, kernels), x_TD)
+
+    def activation(kind: str) -> Case:
+        def make(dtype: torch.dtype, kernels: FusedKernels | None) -> Callable[[], tuple[Tensor, ...]]:
+            gate_up_T2I = numbers(num_tokens, 2 * INTERMEDIATE).to(dtype)
+            return lambda: (gated(gate_up_T2I, kind, kernels),)
+
+        return f"gated {kind}", make
+
+    def embed(dtype: torch.dtype, kernels: FusedKernels | None) -> Callable[[], tuple[Tensor, ...]]:
+        table = VocabLinear(VOCAB if device.type == "cuda" else 99, HIDDEN, _SecondOfTwo(), device, dtype)
+        # Powers of two: rows differ, and are exact in every dtype.
+        powers_V1 = torch.exp2(-(torch.arange(table.rows, device=device) % 8).float())[:, None]
+        table.weight.copy_(numbers(1, HIDDEN) * powers_V1)
+        token_ids_T = torch.arange(num_tokens, device=device) * 64 % table.vocab_size
+        return lambda: (table.embed(token_ids_T, kernels),)
+
+    def heads(dtype: torch.dtype, kernels: FusedKernels | None) -> Callable[[], tuple[Tensor, ...]]:
+        norm = HeadNorm(QUERIES, KEYS, HEAD_SIZE, EPS, device, dtype)
+        norm.weight.copy_(numbers(QUERIES + KEYS, HEAD_SIZE))
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        frequencies_R = 1e4 ** -(torch.arange(HEAD_SIZE // 2, device=device, dtype=exact) / (HEAD_SIZE // 2))
+        rotary = Rotary(frequencies_R, 1.0, dtype)
+        qkv_TAH = numbers(num_tokens, QUERIES + 2 * KEYS, HEAD_SIZE, seed=1).to(dtype)
+        pool = KVPool(1, -(-num_tokens // PAGE_SIZE), PAGE_SIZE, KEYS, HEAD_SIZE, dtype, device)
+        slots_T = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(0)).to(device)
+        angles = rotary.angles(torch.arange(num_tokens, device=device) % 500, kernels)
+
+        def call() -> tuple[Tensor, ...]:
+            if kernels is not None:
+                keys, values = pool.keys(0), pool.values(0)
+                q_TQH = kernels.rotate_and_store(qkv_TAH, norm.weight, EPS, angles[0], keys, values, slots_T)
+            else:
+                qk_TAH = rotary.rotate(norm(qkv_TAH[:, : QUERIES + KEYS]), angles)
+                pool.store(0, qk_TAH[:, QUERIES:], qkv_TAH[:, QUERIES + KEYS :], slots_T)
+                q_TQH = qk_TAH[:, :QUERIES]
+            return q_TQH, pool.data
+
+        return call
+
+    def angle_table(dtype: torch.dtype, kernels: FusedKernels | None) -> Callable[[], tuple[Tensor, ...]]:
+        exact = torch.float64 if dtype == torch.float64 else torch.float32  # angles are float32 in every model
+        rotary = Rotary(torch.arange(1, 65, device=device, dtype=exact) / 64, 1.0, exact)
+        positions_T = torch.arange(num_tokens, device=device) % 500
+
+        def call() -> tuple[Tensor, ...]:
+            angles = rotary.angles(positions_T, kernels)
+            if kernels is not None:
+                return angles[0].chunk(2, -1)
+            return angles[0][:, 0, :64], angles[1][:, 0, 64:]
+
+        return call
+
+    gates = [activation(kind) for kind in ("silu", "gelu", "gelu_pytorch_tanh")]
+    named = [("add and norm", add_norm), ("embedding of one of two ranks", embed), ("angles", angle_table)]
+    return [*named, ("head norm, rotation, store", heads), *gates]
+
+
+class _SecondOfTwo:
+    """A rank whose sums are not taken: what is timed is the gather."""
+
+    rank, size = 1, 2
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def _inputs(kernels: FusedKernels, device: torch.device) -> Iterator[Row]:
+    """The inputs of a decode step: what ``DeviceRows`` gathers by the host's lengths, made on the device alone."""
+    max_len, dump_page = 4096, 1 << 20
+    for num_rows in (1, 64, 256) if device.type == "cuda" else (2,):
+        rng = np.random.default_rng(num_rows)
+        rows = DeviceRows(num_rows, max_len, PAGE_SIZE, device)
+        rows.tokens_RM.copy_(torch.from_numpy(rng.integers(0, VOCAB, rows.tokens_RM.shape).astype(np.int32)))
+        rows.pages_RP.copy_(torch.from_numpy(rng.integers(0, 1 << 20, rows.pages_RP.shape).astype(np.int32)))
+        lengths = rng.integers(1, max_len, num_rows).astype(np.int32)
+        rows.computed[:] = lengths
+        lengths_R = torch.from_numpy(lengths).to(device)
+        order = rng.permutation(num_rows)
+        rows_B = torch.from_numpy(order).to(device)
+        expected = rows.inputs(lay_out(Step(0, decode_rows=order.astype(np.int32).tobytes()), rows.computed))
+        found = DecodeInputs(
+            *torch.empty((4, num_rows), dtype=torch.int64, device=device),
+            lengths_B=torch.empty(num_rows, dtype=torch.int32, device=device),
+            page_table_BW=torch.empty_like(expected.page_table_BP),
+        )
+
+        def fill() -> None:
+            kernels.fill_inputs(rows_B, rows.tokens_RM, rows.pages_RP, lengths_R, PAGE_SIZE, dump_page, found)  # noqa: B023
+
+        fill()
+        # The kernel leaves out what lies past a sequence's last page.
+        used_BW = torch.arange(expected.page_table_BP.shape[1], device=device) * PAGE_SIZE < expected.lengths_B[:, None]
+        pairs = [
+            (found.token_ids_B, expected.token_ids_T),
+            (found.positions_B, expected.positions_T),
+            (found.slots_B, expected.slots_T),
+            (found.write_at_B, expected.write_at_N),
+            (found.lengths_B, expected.lengths_B),
+            (found.page_table_BW, expected.page_table_BP * used_BW),
+            (lengths_R[rows_B], expected.lengths_B),
+        ]
+        differing = sum(int((one != other).sum()) for one, other in pairs)
+        token_ids_B = torch.arange(num_rows, device=device)
+        kernels.write_tokens(found.write_at_B, token_ids_B, rows.tokens_RM)
+        written = rows.tokens_RM.view(-1)[expected.write_at_N]
+        differing += int((written != token_ids_B).sum())
+        lengths_R.zero_()  # timing goes on counting
+        seconds = device_seconds(fill, device)
+        yield {"case": f"step inputs, {num_rows} rows", "ok": differing == 0, "error": differing, "us": seconds * 1e6}
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """Largest distance, relative for numbers above 1."""
+    expected = expected.double()
+    return float(((found.double() - expected).abs() / expected.abs().clamp(min=1.0)).max())
+
+
+def device_seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """One call's share of a graph of many; on a CPU, where the script tries itself, of one plain call."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(CALLS):
+                work()
+        times = []
+        for _ in range(8):
+            start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start_event.record()
+            graph.replay()
+            end_event.record()
+            end_event.synchronize()
+            times.append(start_event.elapsed_time(end_event) / 1e3 / CALLS)
+    return float(np.median(times[3:]))
