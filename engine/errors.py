@@ -4,6 +4,7 @@ CallboardError
 ├── ConfigError        the configuration cannot be used            exit code 2
 ├── WeightsError       the checkpoint cannot be used               exit code 3
 ├── PluginError        a plugin is unknown, ambiguous or unfit     exit code 2
+├── GraphError         the model cannot be captured or compiled    exit code 4
 ├── RequestError       one request is refused or fails; carries an HTTP status and an OpenAI-style code
 └── EngineDied         an actor crashed; every open request ends with this
 """
@@ -31,6 +32,12 @@ class PluginError(CallboardError):
     """A plugin is unknown, claimed twice, misspelt, or cannot run here."""
 
     exit_code = 2
+
+
+class GraphError(CallboardError):
+    """The model could not be captured as graphs or compiled; says what to lower or turn off."""
+
+    exit_code = 4
 
 
 class RequestError(CallboardError):

@@ -32,17 +32,49 @@ class Finish(IntEnum):
 # ---- ingress -> tokenizer -------------------------------------------------------------------
 
 
+class ToolCall(Message, frozen=True):
+    """A function that the assistant called earlier in a conversation.  arguments: a JSON object as text."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
 class ChatTurn(Message, frozen=True):
-    """One message of a conversation."""
+    """One message of a conversation.
+
+    reasoning, tool_calls: of the assistant.  tool_call_id: which call a tool's message answers.
+    """
 
     role: str
     content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+
+class ChatOptions(Message, frozen=True):
+    """How a conversation becomes a prompt, and how its answer is read.
+
+    tools: JSON array of what may be called, as the API has it; empty for none.  variables: JSON object of what else the
+    template is told; empty for nothing.  continue_final: the answer goes on where the last message ends.
+    split_reasoning: what the model thinks before it answers is told apart from the answer.
+    """
+
+    tools: str = ""
+    variables: str = ""
+    add_generation_prompt: bool = True
+    continue_final: bool = False
+    split_reasoning: bool = False
 
 
 class Tokenize(Message, frozen=True):
     """A new request.  Exactly one of text, token_ids, turns is given.
 
-    token_ids: int32[n].  echo: repeat the prompt's text in front of the output.
+    token_ids: int32[n].  echo: repeat the prompt's text in front of the output.  chat: how to read ``turns``.
+    prompt_only: the prompt is all that is wanted, so the token that its last step samples is dropped.
+    return_prompt_ids: the first delta tells the prompt's token ids.
     max_model_len has been checked by nobody yet: the tokenizer counts, the scheduler decides.
     """
 
@@ -54,6 +86,9 @@ class Tokenize(Message, frozen=True):
     echo: bool = False
     priority: int = 0
     cache_salt: str = ""
+    chat: ChatOptions = ChatOptions()
+    prompt_only: bool = False
+    return_prompt_ids: bool = False
 
 
 class Abort(Message, frozen=True):
@@ -133,6 +168,26 @@ class ExecutorReady(Message, frozen=True):
     num_pages: int
 
 
+class ExecutorAlive(Message, frozen=True):
+    """An executor's process is there and its event loop turns, whatever its device does; sent every so often."""
+
+    rank: int
+
+
+class ExecutorFailed(Message, frozen=True):
+    """An executor's process is about to end.  kind: the name of the exception's class."""
+
+    rank: int
+    kind: str
+    message: str
+
+
+class ExecutorsLost(Message, frozen=True):
+    """Every executor is gone, with all that was on the devices; new ones are on their way (rank group -> scheduler)."""
+
+    reason: str
+
+
 class Logprobs(Message, frozen=True):
     """Log probabilities of one sampled token and of the k most likely ones.
 
@@ -143,14 +198,27 @@ class Logprobs(Message, frozen=True):
     top_logprobs: bytes = b""
 
 
+class PromptLogprobs(Message, frozen=True):
+    """Log probabilities of prompt tokens in a row, from position ``first`` on."""
+
+    first: int
+    entries: tuple[Logprobs, ...]
+
+
 class StepDone(Message, frozen=True):
     """A step has finished.  token_ids: int32[N] in the order ``Step`` defines; -1 where the row's logits
-    were not finite.  logprobs: index into the N sampled -> its log probabilities, where asked for."""
+    were not finite.  logprobs: index into the N sampled -> its log probabilities, where asked for.
+    prompt_logprobs: index into the S prefill segments -> those of the segment's tokens, where asked for.
+    embeddings: index into the N sampled -> float32[D], where asked for.
+    failures: index into the N sampled -> why its token is -1, where it is not for its logits."""
 
     rank: int
     step_id: int
     token_ids: bytes
     logprobs: dict[int, Logprobs] = {}
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
+    embeddings: dict[int, bytes] = {}
+    failures: dict[int, str] = {}
 
 
 # ---- scheduler -> tokenizer -----------------------------------------------------------------
@@ -161,7 +229,9 @@ class Tokens(Message, frozen=True):
 
     request_ids: int64[N].  token_ids: int32[N], -1 for "no token, only an end".  finishes: uint8[N], Finish.
     cached_tokens: request id -> prompt tokens that needed no computing, told with a request's first token.
-    logprobs: line -> log probabilities.
+    logprobs: line -> log probabilities.  embeddings: line -> float32[D].
+    prompt_logprobs: request id -> log probabilities of a part of its prompt; all parts come before the first token or
+    with it, and a part may come again.
     """
 
     request_ids: bytes
@@ -169,6 +239,8 @@ class Tokens(Message, frozen=True):
     finishes: bytes
     cached_tokens: dict[int, int] = {}
     logprobs: dict[int, Logprobs] = {}
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
+    embeddings: dict[int, bytes] = {}
 
 
 class Failed(Message, frozen=True):
@@ -185,11 +257,12 @@ class Failed(Message, frozen=True):
 
 
 class Usage(Message, frozen=True):
-    """Token counts of a request, final in its last delta."""
+    """Token counts of a request, final in its last delta.  reasoning_tokens: of the completion, where told apart."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
 
 
 class TokenText(Message, frozen=True):
@@ -214,6 +287,9 @@ class Delta(Message, frozen=True):
 
     text: what may be shown now.  token_ids: int32[n] of the tokens since the last delta.
     stop_reason: the stop string or stop token id that ended it, where that is the cause.
+    reasoning: text that comes before all other text, where the two are told apart.
+    prompt_logprobs: of every prompt token, in the first delta; the first token's number means nothing.
+    embedding: float32[D], in the last delta, where asked for.  prompt_token_ids: int32[n], in the first one, likewise.
     """
 
     request_id: int
@@ -223,6 +299,10 @@ class Delta(Message, frozen=True):
     stop_reason: str | int | None = None
     usage: Usage | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    reasoning: str = ""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    embedding: bytes = b""
+    prompt_token_ids: bytes = b""
 
 
 class Deltas(Message, frozen=True):
@@ -239,6 +319,12 @@ class EngineReady(Message, frozen=True):
 
     num_pages: int
     page_size: int
+
+
+class EngineRecovering(Message, frozen=True):
+    """The executors were lost; requests wait until the next EngineReady and then go on where they were."""
+
+    reason: str
 
 
 class Stats(Message, frozen=True):
@@ -272,9 +358,8 @@ class Stop(Message, frozen=True):
 
 # What each actor handles; Stop reaches every one of them and is handled by the base class.
 TokenizerInbox = Tokenize | Abort | Tokens | Failed
-SchedulerInbox = Admit | Abort | StepDone | ExecutorReady
+SchedulerInbox = Admit | Abort | StepDone | ExecutorReady | ExecutorsLost
 ExecutorInbox = Step
-IngressInbox = Deltas | Failed | EngineReady | Stats
-AnyMessage = (
-    Tokenize | Abort | Admit | Step | ExecutorReady | StepDone | Tokens | Failed | Deltas | EngineReady | Stats | Stop
-)
+RankGroupInbox = ExecutorReady | StepDone | ExecutorAlive | ExecutorFailed
+IngressInbox = Deltas | Failed | EngineReady | EngineRecovering | Stats
+AnyMessage = TokenizerInbox | SchedulerInbox | ExecutorInbox | RankGroupInbox | IngressInbox | Stop

@@ -62,7 +62,8 @@ class Executor(Actor[ExecutorInbox]):
         self._scheduler: Link[ExecutorReady | StepDone] | None = None
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._loaded = False
+        self._abandoned = False
+        self.loaded = False
 
     def connect(self, scheduler: Link[ExecutorReady | StepDone]) -> None:
         """Where results go; known only after the scheduler, which needs this actor's link, is built."""
@@ -106,8 +107,12 @@ class Executor(Actor[ExecutorInbox]):
     def close(self) -> None:
         """End the device thread after the step it is in; a load that still runs is left to die with the process."""
         self._steps.put(None)
-        if self._thread is not None and self._loaded:
+        if self._thread is not None and self.loaded and not self._abandoned:
             self._thread.join(timeout=30)
+
+    def abandon(self) -> None:
+        """Do not wait for the device thread: it may never come back."""
+        self._abandoned = True
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         scheduler = self._scheduler
@@ -115,7 +120,7 @@ class Executor(Actor[ExecutorInbox]):
         runner = self._load()
         ready = ExecutorReady(rank=self._rank, num_pages=runner.num_pages)
         _call_soon(loop, partial(scheduler.put, ready))
-        self._loaded = True
+        self.loaded = True
         pending: deque[PendingStep] = deque()
         while True:
             if not pending or not self._steps.empty():

@@ -1,6 +1,6 @@
 """The ingress actor: where clients' requests enter and their output leaves.
 
-consumes: Deltas, Failed (tokenizer) · EngineReady, Stats (scheduler) · Stop (system)
+consumes: Deltas, Failed (tokenizer) · EngineReady, EngineRecovering, Stats (scheduler) · Stop (system)
 produces: Tokenize, Abort (tokenizer)
 waits for: a message; never for a peer.   owns: request ids, seeds, deadlines, admission, one stream per client.
 """
@@ -21,9 +21,11 @@ from engine.config import LimitsSection
 from engine.errors import EngineDied, RequestError
 from engine.messages import (
     Abort,
+    ChatOptions,
     ChatTurn,
     Deltas,
     EngineReady,
+    EngineRecovering,
     Failed,
     Finish,
     IngressInbox,
@@ -34,6 +36,7 @@ from engine.sampling.params import MAX_SEED, SamplingParams
 
 log = logging.getLogger(__name__)
 
+PLAIN = ChatOptions()
 Prompt = str | Sequence[int] | tuple[ChatTurn, ...]
 
 CHARS_PER_TOKEN = 4  # for the admission estimate only; English text and code have three to five
@@ -76,6 +79,8 @@ class Ingress(Actor[IngressInbox]):
         self._queued_tokens = 0
         self.ready = False
         self.draining = False
+        self.recovering = False
+        self._heard_at = 0.0
         self.failure: str | None = None
         self.stats: Stats | None = None
         self.num_late_events = 0
@@ -90,6 +95,13 @@ class Ingress(Actor[IngressInbox]):
         """Requests accepted and not yet ended."""
         return len(self._open)
 
+    @property
+    def quiet_s(self) -> float:
+        """Seconds without any output although requests run; 0 while none does."""
+        if self.stats is None or not self.stats.running:
+            return 0.0
+        return asyncio.get_running_loop().time() - self._heard_at
+
     def open(
         self,
         prompt: Prompt,
@@ -98,21 +110,23 @@ class Ingress(Actor[IngressInbox]):
         echo: bool = False,
         priority: int = 0,
         cache_salt: str = "",
+        chat: ChatOptions = PLAIN,
+        prompt_only: bool = False,
+        return_prompt_ids: bool = False,
     ) -> Stream:
-        """Accept a request and return its stream.
+        """Accept a request and return its stream.  Arguments as in ``Tokenize``.
 
         Raises RequestError: 503 when not serving, 429 when full, 400 when a value is out of range.
         """
         self._refuse_unless_serving()
         params.check(self._vocab_size)
-        message = self._read_prompt(prompt)
+        message = self._read_prompt(prompt, chat)
         estimated = self._admission_cost(message)
         if params.seed is None:
             params = params.replace(seed=self._rng.randint(0, MAX_SEED))
         request_id = next(self._ids)
         stream = Stream(request_id, self._cancel)
-        timer = asyncio.get_running_loop().call_later(self._limits.request_timeout_s, self._expire, request_id)
-        self._open[request_id] = _Open(stream, estimated, timer)
+        self._open[request_id] = _Open(stream, estimated, self._first_timer(request_id))
         self._queued_tokens += estimated
         self._idle.clear()
         text, token_ids, turns = message
@@ -126,6 +140,9 @@ class Ingress(Actor[IngressInbox]):
                 echo=echo,
                 priority=priority,
                 cache_salt=cache_salt,
+                chat=chat,
+                prompt_only=prompt_only,
+                return_prompt_ids=return_prompt_ids,
             )
         )
         return stream
@@ -168,14 +185,16 @@ class Ingress(Actor[IngressInbox]):
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, bytes | None, tuple[ChatTurn, ...] | None]:
+    def _read_prompt(
+        self, prompt: Prompt, chat: ChatOptions
+    ) -> tuple[str | None, bytes | None, tuple[ChatTurn, ...] | None]:
         """(text, token ids, turns), exactly one of them set."""
         if isinstance(prompt, str):
             self._check_chars(len(prompt))
             return prompt, None, None
         if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], ChatTurn):
             turns: tuple[ChatTurn, ...] = prompt
-            self._check_chars(sum(len(turn.content) for turn in turns))
+            self._check_chars(sum(map(_num_chars, turns)) + len(chat.tools))
             return None, None, turns
         return None, self._check_ids(prompt).tobytes(), None  # type: ignore[arg-type]
 
@@ -212,7 +231,7 @@ class Ingress(Actor[IngressInbox]):
         if token_ids is not None:
             cost = len(token_ids) // 4
         else:
-            num_chars = len(text) if text is not None else sum(len(turn.content) for turn in turns or ())
+            num_chars = len(text) if text is not None else sum(map(_num_chars, turns or ()))
             cost = num_chars // CHARS_PER_TOKEN + 1
         if self._open and self._queued_tokens + cost > self._limits.max_queued_tokens:
             raise RequestError(
@@ -228,6 +247,28 @@ class Ingress(Actor[IngressInbox]):
         if request_id in self._open:
             self._end(request_id)
             self._tokenizer.put(Abort(request_id))
+
+    def _first_timer(self, request_id: int) -> asyncio.TimerHandle:
+        loop, limits = asyncio.get_running_loop(), self._limits
+        if 0 < limits.first_token_timeout_s < limits.request_timeout_s:
+            return loop.call_later(limits.first_token_timeout_s, self._expect_output, request_id)
+        return loop.call_later(limits.request_timeout_s, self._expire, request_id)
+
+    def _expect_output(self, request_id: int) -> None:
+        """A request that has had none is told to come back, or go elsewhere, while there is time for that."""
+        request, limits = self._open[request_id], self._limits
+        if request.stream.has_output:
+            left_s = limits.request_timeout_s - limits.first_token_timeout_s
+            request.timer = asyncio.get_running_loop().call_later(left_s, self._expire, request_id)
+            return
+        self._tokenizer.put(Abort(request_id))
+        error = RequestError(
+            f"the request has had no token for {limits.first_token_timeout_s:g} s; try again later",
+            status=503,
+            code="queue_timeout",
+            retry_after_s=RETRY_AFTER_S,
+        )
+        self._end(request_id).stream.fail(error)
 
     def _expire(self, request_id: int) -> None:
         self._tokenizer.put(Abort(request_id))
@@ -255,13 +296,18 @@ class Ingress(Actor[IngressInbox]):
                 self._fail(message)
             case Stats():
                 self.stats = message
+                self._heard_at = asyncio.get_running_loop().time()
             case EngineReady():
                 self.ready = True
+                self.recovering = False
                 self.became_ready.set()
+            case EngineRecovering():
+                self.recovering = True  # requests are taken: they wait, as those do that ran
             case _:
                 assert_never(message)
 
     def _deliver(self, message: Deltas) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
         for delta in message.deltas:
             request = self._open.get(delta.request_id)
             if request is None:
@@ -277,3 +323,8 @@ class Ingress(Actor[IngressInbox]):
             return
         error = RequestError(message.message, status=message.status, code=message.code, param=message.param)
         self._end(message.request_id).stream.fail(error)
+
+
+def _num_chars(turn: ChatTurn) -> int:
+    calls = sum(len(call.name) + len(call.arguments) for call in turn.tool_calls)
+    return len(turn.content) + len(turn.reasoning) + calls

@@ -35,6 +35,7 @@ class Mailbox(Generic[M]):
         self._messages: deque[M] = deque()
         self._deliver: Callable[[list[M]], None] | None = None
         self._due = False
+        self.peak = 0  # most messages that were handed over at once
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -66,4 +67,6 @@ class Mailbox(Generic[M]):
         if self._deliver is not None:
             messages = list(self._messages)
             self._messages.clear()
+            if len(messages) > self.peak:
+                self.peak = len(messages)
             self._deliver(messages)

@@ -1,7 +1,8 @@
 """The scheduler actor: a shell around the planner.
 
-consumes: Admit, Abort (tokenizer) · StepDone, ExecutorReady (executors) · Stop (system)
-produces: Step (every executor, same order) · Tokens, Failed (tokenizer) · EngineReady, Stats (ingress)
+consumes: Admit, Abort (tokenizer) · StepDone, ExecutorReady (executors) · ExecutorsLost (rank group) · Stop (system)
+produces: Step (every executor, same order) · Tokens, Failed (tokenizer)
+  EngineReady, EngineRecovering, Stats (ingress)
 tells: observers, in batches, what has ended and what the prefix cache has done.
 waits for: a message; never for a peer.   owns: the life of every sequence and every page.
 """
@@ -12,12 +13,15 @@ from typing import assert_never
 
 from engine.actors.actor import Actor
 from engine.actors.mailbox import Link
+from engine.actors.results import RankResults
 from engine.errors import RequestError
 from engine.messages import (
     Abort,
     Admit,
     EngineReady,
+    EngineRecovering,
     ExecutorReady,
+    ExecutorsLost,
     Failed,
     SchedulerInbox,
     Stats,
@@ -35,6 +39,7 @@ class Scheduler(Actor[SchedulerInbox]):
     """Plans steps while fewer than ``overlap_depth`` are in flight.
 
     new_planner: builds the planner once the executors have said how many pages they have.
+    executors: one link per rank.  When they are lost, requests keep what they have and wait until all are ready again.
     """
 
     def __init__(
@@ -46,7 +51,7 @@ class Scheduler(Actor[SchedulerInbox]):
         new_planner: Callable[[int], Planner],
         executors: Sequence[Link[Step]],
         tokenizer: Link[Tokens | Failed],
-        ingress: Link[EngineReady | Stats],
+        ingress: Link[EngineReady | EngineRecovering | Stats],
         observers: Observers,
     ) -> None:
         super().__init__("scheduler", capacity)
@@ -58,20 +63,24 @@ class Scheduler(Actor[SchedulerInbox]):
         self._ingress = ingress
         self._observers = observers
         self._ready_pages: dict[int, int] = {}
+        self._results = RankResults(len(executors))
         self._planner: Planner | None = None
+        self._num_pages = 0
         self._last_stats: Stats | None = None
 
     def handle(self, message: SchedulerInbox) -> None:
         match message:
             case StepDone():
-                if message.rank == 0:
-                    self._planned.complete(message)
+                if (result := self._results.add(message)) is not None:
+                    self._planned.complete(result)
             case Admit():
                 self._admit(message)
             case Abort(request_id, finish):
                 self._planned.abort(request_id, finish)
             case ExecutorReady(rank, num_pages):
                 self._executor_ready(rank, num_pages)
+            case ExecutorsLost(reason):
+                self._executors_lost(reason)
             case _:
                 assert_never(message)
 
@@ -80,7 +89,9 @@ class Scheduler(Actor[SchedulerInbox]):
         if planner is None:
             return
         # Steps first: the device should not wait for the text side.
-        while planner.num_in_flight < self._overlap_depth and (step := planner.next_step()) is not None:
+        while self._is_ready and planner.num_in_flight < self._overlap_depth:
+            if (step := planner.next_step()) is None:
+                break
             for executor in self._executors:
                 executor.put(step)
         for message in planner.outbox:
@@ -110,6 +121,15 @@ class Scheduler(Actor[SchedulerInbox]):
         return self._planner is None or self._planner.num_in_flight == 0
 
     @property
+    def planner(self) -> Planner | None:
+        """For those who look and touch nothing; None until the executors are ready for the first time."""
+        return self._planner
+
+    @property
+    def _is_ready(self) -> bool:
+        return len(self._ready_pages) == len(self._executors)
+
+    @property
     def _planned(self) -> Planner:
         assert self._planner is not None, "a request or a step arrived before the executors were ready"
         return self._planner
@@ -124,9 +144,22 @@ class Scheduler(Actor[SchedulerInbox]):
 
     def _executor_ready(self, rank: int, num_pages: int) -> None:
         self._ready_pages[rank] = num_pages
-        if len(self._ready_pages) < len(self._executors):
+        if not self._is_ready:
             return
         pages = min(self._ready_pages.values())
-        self._planner = self._new_planner(pages)
+        if self._planner is None:
+            self._planner = self._new_planner(pages)
+        else:
+            # Requests were admitted by the pool's first size, so the rank group asks for the same one again.
+            assert pages >= self._num_pages, f"the pool had {self._num_pages} pages and came back with {pages}"
+            pages = self._num_pages
+        self._num_pages = pages
         log.info("scheduler ready: pages=%d page_size=%d tokens=%d", pages, self._page_size, pages * self._page_size)
         self._ingress.put(EngineReady(num_pages=pages, page_size=self._page_size))
+
+    def _executors_lost(self, reason: str) -> None:
+        self._ready_pages.clear()
+        self._results.clear()
+        if self._planner is not None:
+            self._planner.restart()
+        self._ingress.put(EngineRecovering(reason))

@@ -67,8 +67,10 @@ class Supervisor:
             await actor.run()
         except Exception as error:
             if self.died is None:
-                self._cause = _innermost(error)
-                self.died = EngineDied(f"{actor.name} crashed: {type(self._cause).__name__}: {self._cause}")
+                self._cause = cause = _innermost(error)
+                # A rank group says by itself which executor it was, and how often.
+                died = cause if isinstance(cause, EngineDied) else None
+                self.died = died or EngineDied(f"{actor.name} crashed: {type(cause).__name__}: {cause}")
                 if not isinstance(self._cause, CallboardError):
                     log.error("%s", self.died, exc_info=self._cause)
             raise

@@ -13,24 +13,35 @@ from typing import Any
 import msgspec
 
 from engine.actors.actor import Actor
-from engine.actors.executor import Executor, Runner
+from engine.actors.executor import Runner
+from engine.actors.group import Placement, RankGroup
 from engine.actors.ingress import Ingress
+from engine.actors.inline import InlinePlacement
+from engine.actors.intensity import RestartIntensity
+from engine.actors.monitor import Monitor
 from engine.actors.scheduler import Scheduler
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
-from engine.config import Config
+from engine.config import Config, with_pages
 from engine.errors import ConfigError, EngineDied, PluginError
+from engine.execution.shrinking import Shrinking
 from engine.kv.eviction import EvictionStrategy
 from engine.models.checkpoint import ModelSpec, read_spec, resolve_checkpoint
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
+from engine.plugins.selection import check_named, expected_context
+from engine.plugins.structured import plugin_grammars
 from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.text.codec import TextCodec
+from engine.text.loading import load_codec
 
 log = logging.getLogger(__name__)
+
+SCORED_LOGITS = 1 << 24  # logits of prompt tokens in a step, 64 MB in float32
+MIN_SCORED_CHUNK = 16
 
 
 class System:
@@ -44,10 +55,18 @@ class System:
         self.spec: ModelSpec = read_spec(directory)
         self.model_name = config.model.name or Path(config.model.path).name
         self.max_len = _max_len(config, self.spec)
-        self._codec = _codec(config, directory)
-        self._plugins = Plugins(config.plugins.by_kind(), config.plugins.observers)
+        self._codec = load_codec(config.model, directory)
+        self._plugins = Plugins(config.chosen_plugins(), config.plugins.observers, config.plugins.options)
+        check_named(self._plugins, expected_context(config, self.spec.shape))
         self._policy = self._scheduling_policy()
         self._observers = Observers(self._plugins, config.plugins.options, page_size=config.kv.page_size)
+        self._grammars = plugin_grammars(
+            self._plugins,
+            lambda: self._codec,
+            vocab_size=self.spec.vocab_size,
+            eos_token_ids=self.spec.eos_token_ids,
+            options=config.plugins.options,
+        )
         self._build()
 
     def _build(self) -> None:
@@ -55,7 +74,7 @@ class System:
         config = self.config
         # Per open request at most: its Tokenize and Abort, or its Admit and Abort, plus steps and their results.
         capacity = 4 * config.limits.max_requests + 64
-        self.tokenizer = Tokenizer(capacity=capacity, codec=self._codec)
+        self.tokenizer = Tokenizer(capacity=capacity, codec=self._codec, grammars=self._grammars)
         self.ingress = Ingress(
             capacity=capacity,
             limits=config.limits,
@@ -64,22 +83,44 @@ class System:
             rng=random.Random(config.device.seed or None),
             tokenizer=self.tokenizer.inbox,
         )
-        self.executor = Executor(rank=0, capacity=capacity, load=self._load_runner)
+        placement = config.placement
+        self.executors = RankGroup(
+            num_ranks=config.device.tensor_parallel,
+            placement=self._placement(capacity),
+            intensity=RestartIntensity(placement.max_restarts, placement.restart_window_s),
+            step_timeout_s=placement.step_timeout_s,
+        )
         self.scheduler = Scheduler(
             capacity=capacity,
             overlap_depth=config.scheduler.overlap_depth,
             page_size=config.kv.page_size,
             new_planner=self._new_planner,
-            executors=[self.executor.inbox],
+            executors=self.executors.links,
             tokenizer=self.tokenizer.inbox,
             ingress=self.ingress.inbox,
             observers=self._observers,
         )
-        self.executor.connect(self.scheduler.inbox)
+        self.executors.connect(self.scheduler.inbox)
         self.tokenizer.connect(scheduler=self.scheduler.inbox, ingress=self.ingress.inbox)
         # Stopped in this order: upstream first, so that no message is lost.
-        self.actors: list[Actor[Any]] = [self.tokenizer, self.scheduler, self.executor, self.ingress]
+        self.actors: list[Actor[Any]] = [self.tokenizer, self.scheduler, self.executors, self.ingress]
         self._supervisor = Supervisor(self.actors, self.ingress)
+        self.monitor = Monitor(
+            ingress=self.ingress,
+            tokenizer=self.tokenizer,
+            scheduler=self.scheduler,
+            executors=self.executors,
+            observers=self._observers,
+            page_size=config.kv.page_size,
+            max_running=config.scheduler.max_running,
+            decode=self._codec.decode,
+            clock=time.monotonic,
+        )
+
+    @property
+    def codec(self) -> TextCodec:
+        """The model's tokenizer and chat template."""
+        return self._codec
 
     @property
     def sampling_defaults(self) -> dict[str, float | int]:
@@ -87,10 +128,35 @@ class System:
         given: dict[str, float | int | None] = msgspec.to_builtins(self.spec.sampling)
         return {name: value for name, value in given.items() if value is not None}
 
-    def _load_runner(self) -> Runner:
+    def _placement(self, capacity: int) -> Placement:
+        num_ranks = self.config.device.tensor_parallel
+        if self.config.placement.executor == "process":
+            from engine.processes.placement import ProcessPlacement  # ZeroMQ is needed from here on
+
+            return ProcessPlacement(
+                config=self.config,
+                max_len=self.max_len,
+                num_ranks=num_ranks,
+                capacity=capacity,
+                progress=self._progress,
+            )
+        return InlinePlacement(num_ranks=num_ranks, capacity=capacity, load=self._load_runner)
+
+    def _load_runner(self, rank: int, num_pages: int, rendezvous: str = "") -> Runner:
         from engine.execution.loading import load_runner  # torch is needed from here on
 
-        return load_runner(self.config, self.spec, self.max_len, self._plugins, rank=0, progress=self._progress)
+        config = self.config if not num_pages else with_pages(self.config, num_pages)
+        runner = load_runner(
+            config,
+            self.spec,
+            self.max_len,
+            self._plugins,
+            rank=rank,
+            rendezvous=rendezvous,
+            progress=self._progress and not rank,
+            grammars=self._grammars,
+        )
+        return Shrinking(runner) if config.device.tensor_parallel == 1 else runner
 
     def _new_planner(self, num_pages: int) -> Planner:
         scheduler, kv = self.config.scheduler, self.config.kv
@@ -106,6 +172,7 @@ class System:
             itl_target_s=scheduler.itl_target_ms / 1000,
             fair_prefill=scheduler.prefill_order == "round_robin",
             record_events=self._observers.wants_kv_events,
+            scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
         )
         return Planner(limits, self._eviction_strategy(num_pages), self._policy, time.monotonic)
 
@@ -143,15 +210,6 @@ class System:
     def died(self) -> EngineDied | None:
         """Why the engine has ended, if an actor crashed."""
         return self._supervisor.died
-
-
-def _codec(config: Config, directory: Path) -> TextCodec:
-    setting = config.model.tokenizer
-    dummy = config.model.load_format == "dummy" and not (directory / "tokenizer.json").exists()
-    if setting == "none" or (dummy and not setting):
-        log.info("no tokenizer: prompts and output are token ids only")
-        return TextCodec.without_tokenizer()
-    return TextCodec.load(Path(setting) if setting else directory)
 
 
 def _max_len(config: Config, spec: ModelSpec) -> int:

@@ -10,11 +10,13 @@ import logging
 from dataclasses import dataclass
 from typing import assert_never
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from engine.actors.actor import Actor
 from engine.actors.mailbox import Link
+from engine.actors.prompt_columns import PromptColumns
 from engine.errors import RequestError
 from engine.messages import (
     Abort,
@@ -30,7 +32,10 @@ from engine.messages import (
     Tokens,
     Usage,
 )
+from engine.sampling.grammars import Grammars
+from engine.sampling.params import SamplingParams
 from engine.text.codec import TextCodec
+from engine.text.reasoning import Thinking
 from engine.text.stream import TextStream
 
 log = logging.getLogger(__name__)
@@ -40,10 +45,14 @@ TokenIds = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A worker thread is done with a prompt.  Never leaves this actor, so it needs no wire form."""
+    """A worker thread is done with a prompt.  Never leaves this actor, so it needs no wire form.
+
+    params: the request's, with a grammar that knows how the prompt leaves the model."""
 
     request: Tokenize
     token_ids: TokenIds | None
+    params: SamplingParams
+    thinking: Thinking = "none"
     error: RequestError | None = None
 
 
@@ -56,14 +65,16 @@ class _Text:
     num_completion: int = 0
     cached_tokens: int = 0
     stream: TextStream | None = None
+    prompt_logprobs: PromptColumns | None = None
 
 
 class Tokenizer(Actor[TokenizerInbox | _Encoded]):
-    """codec: the model's tokenizer and chat template."""
+    """codec: the model's tokenizer and chat template.  grammars: what checks those of requests, None for nothing."""
 
-    def __init__(self, *, capacity: int, codec: TextCodec) -> None:
+    def __init__(self, *, capacity: int, codec: TextCodec, grammars: Grammars | None = None) -> None:
         super().__init__("tokenizer", capacity)
         self._codec = codec
+        self._grammars = grammars
         self._texts: dict[int, _Text] = {}
         self._out: list[Delta] = []
 
@@ -97,16 +108,31 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
 
     async def _encode(self, request: Tokenize) -> _Encoded:
         try:
-            if request.token_ids is not None:
-                return _Encoded(request, np.frombuffer(request.token_ids, dtype=np.int32))
-            if request.turns is not None:
-                token_ids = await asyncio.to_thread(self._codec.encode_chat, request.turns)
-            else:
-                assert request.text is not None, f"request {request.request_id} has no prompt of any kind"
-                token_ids = await asyncio.to_thread(self._codec.encode, request.text)
+            if request.token_ids is not None and request.params.grammar is None:
+                return _Encoded(request, np.frombuffer(request.token_ids, dtype=np.int32), request.params)
+            return await asyncio.to_thread(self._understand, request)
         except RequestError as error:
-            return _Encoded(request, None, error)
-        return _Encoded(request, token_ids)
+            return _Encoded(request, None, request.params, error=error)
+
+    def _understand(self, request: Tokenize) -> _Encoded:
+        """In a worker thread: the prompt as tokens, and the grammar compiled, so that a wrong one is refused here."""
+        thinking: Thinking = "none"
+        if request.token_ids is not None:
+            token_ids = np.frombuffer(request.token_ids, dtype=np.int32)
+        elif request.turns is not None:
+            chat = self._codec.encode_chat(request.turns, request.chat)
+            token_ids, thinking = chat.token_ids, chat.thinking
+        else:
+            assert request.text is not None, f"request {request.request_id} has no prompt of any kind"
+            token_ids = self._codec.encode(request.text)
+        params = request.params
+        if params.grammar is not None:
+            if self._grammars is None:
+                raise RequestError("structured output: this engine has no grammar plugin", code="unsupported_parameter")
+            grammar = msgspec.structs.replace(params.grammar, thinking=thinking)
+            self._grammars.check(grammar)
+            params = params.replace(grammar=grammar)
+        return _Encoded(request, token_ids, params, thinking if request.chat.split_reasoning else "none")
 
     def _admit(self, encoded: _Encoded) -> None:
         request = encoded.request
@@ -119,15 +145,20 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             self._fail(Failed(request.request_id, error.message, error.status, error.code, error.param))
             return
         text.num_prompt = len(encoded.token_ids)
-        text.stream = self._codec.open_stream(encoded.token_ids, request.params)
-        if request.echo:
+        params = encoded.params
+        chat = request.turns is not None
+        text.stream = self._codec.open_stream(encoded.token_ids, params, chat=chat, thinking=encoded.thinking)
+        if params.prompt_logprobs is not None:
+            text.prompt_logprobs = PromptColumns(encoded.token_ids)
+        if request.echo or request.return_prompt_ids:
             prompt = request.text if request.text is not None else self._codec.decode(encoded.token_ids)
-            self._out.append(Delta(request.request_id, prompt))
+            ids = encoded.token_ids.tobytes() if request.return_prompt_ids else b""
+            self._out.append(Delta(request.request_id, prompt if request.echo else "", prompt_token_ids=ids))
         self._scheduler.put(
             Admit(
                 request.request_id,
                 encoded.token_ids.tobytes(),
-                request.params,
+                params,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
             )
@@ -151,12 +182,34 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         for request_id, cached_tokens in message.cached_tokens.items():
             if (text := self._texts.get(request_id)) is not None:
                 text.cached_tokens = cached_tokens
+        for request_id, part in message.prompt_logprobs.items():
+            if (text := self._texts.get(request_id)) is not None and text.prompt_logprobs is not None:
+                text.prompt_logprobs.take(part)
         for line, (request_id, token_id, finish) in enumerate(
             zip(request_ids, token_ids, message.finishes, strict=True)
         ):
             text = self._texts.get(request_id)
             if text is not None:  # else it ended here already, by a stop string or a cancellation
-                self._take_token(text, token_id, Finish(finish), message.logprobs.get(line))
+                if text.request.prompt_only:
+                    self._take_prompt(text, Finish(finish), message.embeddings.get(line, b""))
+                else:
+                    self._take_token(text, token_id, Finish(finish), message.logprobs.get(line))
+
+    def _take_prompt(self, text: _Text, finish: Finish, embedding: bytes) -> None:
+        """The end of a request whose prompt is all that is wanted."""
+        if finish == Finish.RUNNING:
+            return
+        del self._texts[text.request.request_id]
+        self._out.append(
+            Delta(
+                request_id=text.request.request_id,
+                text="",
+                finish=finish if finish == Finish.ABORT else Finish.LENGTH,
+                usage=self._usage(text),
+                prompt_logprobs=self._render_prompt(text),
+                embedding=embedding,
+            )
+        )
 
     def _take_token(self, text: _Text, token_id: int, finish: Finish, logprobs: Logprobs | None) -> None:
         stream, request = text.stream, text.request
@@ -189,6 +242,8 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                 # The first one says how long the prompt was, the last one everything.
                 usage=self._usage(text) if finish != Finish.RUNNING or text.num_completion == 1 else None,
                 logprobs=(self._render(token_id, logprobs),) if logprobs is not None else (),
+                reasoning=stream.take_thoughts(),
+                prompt_logprobs=self._render_prompt(text),
             )
         )
 
@@ -197,6 +252,19 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             prompt_tokens=text.num_prompt,
             completion_tokens=text.num_completion,
             cached_tokens=text.cached_tokens,
+            reasoning_tokens=text.stream.num_reasoning_tokens if text.stream is not None else 0,
+        )
+
+    def _render_prompt(self, text: _Text) -> tuple[TokenLogprobs, ...]:
+        """Once, with the first token: all parts have come by then."""
+        columns, text.prompt_logprobs = text.prompt_logprobs, None
+        if columns is None:
+            return ()
+        return tuple(
+            TokenLogprobs(self._codec.token_text(token_id, 0.0), ())
+            if logprobs is None
+            else self._render(token_id, logprobs)
+            for token_id, logprobs in columns
         )
 
     def _render(self, token_id: int, logprobs: Logprobs) -> TokenLogprobs:

@@ -1,5 +1,7 @@
 """Messages as bytes: msgpack with a tag per type and a length limit.  Nothing on any wire is pickled."""
 
+from typing import Any
+
 import msgspec
 
 from engine.errors import CallboardError
@@ -13,13 +15,15 @@ class WireError(CallboardError):
 
 
 class Wire:
-    """Encoder and decoder of one link; not shared between threads."""
+    """Encoder and decoder of one link; not shared between threads.
 
-    def __init__(self, name: str, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+    accepts: the union of messages that may arrive on it; another message is as unwelcome as none."""
+
+    def __init__(self, name: str, max_frame_bytes: int = MAX_FRAME_BYTES, accepts: Any = AnyMessage) -> None:
         self._name = name
         self._max_frame_bytes = max_frame_bytes
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage, strict=True)
+        self._decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(accepts, strict=True)
 
     def encode(self, message: Message) -> bytes:
         """The frame of a message.  Raises WireError if it is over the limit."""

@@ -15,10 +15,14 @@ class PageAllocator:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
+        self.clear()
+
+    def clear(self) -> None:
+        """All pages are free."""
         # Descending, so that a fresh pool hands out 0, 1, 2 ...: consecutive pages are contiguous memory.
-        self._stack: Pages = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
-        self._num_free = num_pages
-        self._is_free = np.ones(num_pages, dtype=np.bool_)
+        self._stack: Pages = np.arange(self.num_pages - 1, -1, -1, dtype=np.int32)
+        self._num_free = self.num_pages
+        self._is_free = np.ones(self.num_pages, dtype=np.bool_)
 
     @property
     def num_free(self) -> int:

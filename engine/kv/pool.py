@@ -5,10 +5,13 @@ Owns: the memory and its layout.  Does not know: which page belongs to whom.
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
+
+StoreKernel = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 class KVPool:
@@ -36,6 +39,7 @@ class KVPool:
         slots = self.data.view(num_layers, 2, (num_pages + 1) * page_size, num_kv_heads, head_size)
         self._key_slots = [slots[layer, 0] for layer in range(num_layers)]
         self._value_slots = [slots[layer, 1] for layer in range(num_layers)]
+        self._store_by: StoreKernel | None = None
 
     def keys(self, layer: int) -> Tensor:
         """[slots, G, H] view of a layer's keys; slot = page * page_size + offset."""
@@ -47,8 +51,16 @@ class KVPool:
 
     def store(self, layer: int, k_TGH: Tensor, v_TGH: Tensor, slots_T: Tensor) -> None:
         """Write a step's new keys and values to their slots."""
+        # A compiler knows what an index_copy_ is, and nothing of a library's kernel.
+        if self._store_by is not None and not torch.compiler.is_compiling():
+            self._store_by(layer, k_TGH, v_TGH, slots_T)
+            return
         self._key_slots[layer].index_copy_(0, slots_T, k_TGH)
         self._value_slots[layer].index_copy_(0, slots_T, v_TGH)
+
+    def store_by(self, kernel: StoreKernel) -> None:
+        """Have ``store`` call ``kernel(layer, k_TGH, v_TGH, slots_T)``: an attention library may have a faster one."""
+        self._store_by = kernel
 
     @staticmethod
     def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> int:

@@ -20,6 +20,7 @@ from engine.kv.invariants import check_locks, check_nodes, check_pages
 from engine.kv.ledger import Ledger
 from engine.kv.match import Match, common_bytes, match_on_device, match_on_host
 from engine.kv.node import SHARED, Namespace, Node, Root
+from engine.kv.outline import Outline, outline
 from engine.kv.pages import Pages
 
 TOKEN_BYTES = 4
@@ -46,12 +47,17 @@ class RadixTree:
         self.now = 0
         self._bigram = bigram
         self._page_bytes = page_size * TOKEN_BYTES * (2 if bigram else 1)
-        self._roots: dict[Namespace, Root] = {}
-        self._ledger = Ledger(strategy)
+        self._strategy = strategy
+        self._num_host_pages = num_host_pages
         self._events = EventLog(self._page_bytes) if record_events else None
-        self._host = HostTier(num_host_pages, self._detach, self._events) if num_host_pages else None
-        self._num_handles = 0
         self._version = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._roots: dict[Namespace, Root] = {}
+        self._ledger = Ledger(self._strategy)
+        self._host = HostTier(self._num_host_pages, self._detach, self._events) if self._num_host_pages else None
+        self._num_handles = 0
 
     @property
     def num_evictable(self) -> int:
@@ -183,6 +189,19 @@ class RadixTree:
             self._leave_device(node)
         return np.frombuffer(b"".join(freed), dtype=np.int32)
 
+    def forget(self) -> None:
+        """What the pages held is lost, in both tiers: the tree is empty, and every handle is void.
+
+        The pages themselves are the caller's to take back; it knows that all of them are free now."""
+        if self._events is not None:
+            for node in self._all_nodes():
+                if node.pages:
+                    self._events.removed(node, "device")
+                if node.host_pages:
+                    self._events.removed(node, "host")
+        self._version += 1
+        self._clear()
+
     # ---- for those who watch ----------------------------------------------------------------
 
     def drain_events(self) -> list[KVEvent]:
@@ -192,6 +211,10 @@ class RadixTree:
     def drain_transfers(self) -> list[Transfer]:
         """Copies between the tiers since the last call; they must happen in order, before the next step runs."""
         return self._host.drain_transfers() if self._host is not None else []
+
+    def outline(self, max_nodes: int) -> Outline:
+        """A picture of its hottest part, at a bounded cost."""
+        return outline(reversed(self._roots.values()), self.now, max_nodes)
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -300,6 +323,13 @@ class RadixTree:
         if isinstance(node, Root) and not node.locks and not node.children:
             self._version += 1
             del self._roots[node.namespace]
+
+    def _all_nodes(self) -> list[Node]:
+        """What lies below the roots, the furthest from them first."""
+        nodes: list[Node] = [child for root in self._roots.values() for child in root.children.values()]
+        for node in nodes:
+            nodes.extend(node.children.values())
+        return nodes[::-1]
 
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds; walks the whole tree."""

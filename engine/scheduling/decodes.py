@@ -32,6 +32,10 @@ class Decodes:
         """The row decodes no more."""
         self._set_rows(self.rows[self.rows != row])
 
+    def clear(self) -> None:
+        """Nobody decodes."""
+        self._set_rows(NO_ROWS)
+
     def _set_rows(self, rows: Rows) -> None:
         self.rows = rows
         self._num_quiet = 0

@@ -19,6 +19,7 @@ from engine.kv.eviction import EvictionStrategy
 from engine.kv.handle import Handle
 from engine.kv.host import Transfer
 from engine.kv.node import Namespace
+from engine.kv.outline import Outline
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import RadixTree
 from engine.scheduling.limits import PlannerLimits
@@ -75,6 +76,15 @@ class Holdings:
     def num_used(self) -> int:
         """Pages that requests need, or that wait for a step in flight."""
         return self._pages.num_held - self._tree.num_evictable
+
+    @property
+    def num_on_host(self) -> int:
+        """Pages of the host tier that hold something."""
+        return self._tree.num_on_host
+
+    def outline(self, max_nodes: int) -> Outline:
+        """The hottest part of the prefix cache."""
+        return self._tree.outline(max_nodes)
 
     def tick(self, step_id: int) -> None:
         """The clock of least-recent use: the step being planned."""
@@ -139,6 +149,15 @@ class Holdings:
         self._pages.free(pages[handle.num_pages :])
         self._rewrites = [rewrite for rewrite in self._rewrites if rewrite.rows[0] != row]
 
+    def forget(self) -> None:
+        """What the pages held is lost: every row and every page is free, and nothing is cached."""
+        self._tree.forget()
+        self._rows.clear()
+        self._pages.clear()
+        self._handles.clear()
+        self._deferred.clear()
+        self._rewrites.clear()
+
     def collect(self, last_completed: int) -> None:
         """Free duplicates that no step in flight may read any more."""
         while self._deferred and self._deferred[0][0] <= last_completed:
@@ -158,6 +177,8 @@ class Holdings:
         return rewrites
 
     def _prefix_key(self, sequence: Sequence) -> bytes:
+        if sequence.params.needs_whole_prompt:
+            return self._tree.key(sequence.tokens[:0])
         # Without the last token: one must be computed, since its logits are wanted.
         return self._tree.key(sequence.tokens[:-1])
 

@@ -17,7 +17,9 @@ class PlannerLimits:
     eos_token_ids: of the model.  num_host_pages: pages in the host tier, 0 for none.
     itl_target_s: prefills are cut so that running requests get a token this often; 0 for no such target.
     fair_prefill: prompts take turns; if not, the oldest is finished first.
-    record_events: collect what happens to cached pages; somebody must drain it then."""
+    record_events: collect what happens to cached pages; somebody must drain it then.
+    scored_chunk: most tokens of a prompt in a step if log probabilities of all of them are wanted, which take memory of
+    vocabulary size each."""
 
     max_running: int
     max_step_tokens: int
@@ -30,6 +32,7 @@ class PlannerLimits:
     itl_target_s: float = 0.0
     fair_prefill: bool = True
     record_events: bool = False
+    scored_chunk: int = 64
 
     def max_total(self, num_prompt: int, max_tokens: int | None) -> int:
         """Prompt plus most output tokens, refused at once where it can never fit."""

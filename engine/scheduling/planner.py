@@ -12,24 +12,29 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import add
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
-from engine.messages import Admit, Failed, Finish, Logprobs, Stats, Step, StepDone, Tokens
+from engine.kv.outline import Outline
+from engine.messages import Admit, Failed, Finish, Logprobs, PromptLogprobs, Stats, Step, StepDone, Tokens
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.forecast import OutputForecast
 from engine.scheduling.holdings import Appends, Holdings
 from engine.scheduling.limits import PlannerLimits
+from engine.scheduling.meter import Meter, StepRecord
 from engine.scheduling.metrics import RequestMetrics
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.prefills import Prefills, Segments
 from engine.scheduling.queue import waiting_queue
 from engine.scheduling.rows import Rows, RowTable
 from engine.scheduling.sequence import Sequence
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class Planner:
     ) -> None:
         self.outbox: list[Tokens | Failed] = []
         self.finished: list[RequestMetrics] = []
-        self.num_retractions = 0
+        self.meter = Meter(clock())
         self._limits = limits
         self._clock = clock
         self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size)
@@ -74,7 +79,7 @@ class Planner:
         self._num_arrived = 0
         self._num_steps = 0
         self._last_completed = -1
-        self._last_completed_at = 0.0
+        self._open_since = 0.0
 
     # ---- requests come and go ---------------------------------------------------------------
 
@@ -83,6 +88,9 @@ class Planner:
         tokens = np.frombuffer(message.token_ids, dtype=np.int32)
         params = message.params
         stop_ids = () if params.ignore_eos else self._limits.eos_token_ids
+        now = self._clock()
+        if not self._sequences:
+            self._open_since = now
         sequence = Sequence(
             request_id=message.request_id,
             arrival=self._num_arrived,
@@ -92,7 +100,7 @@ class Planner:
             num_prompt=len(tokens),
             max_total=self._limits.max_total(len(tokens), params.max_tokens),
             stop_ids=tuple(dict.fromkeys(stop_ids + params.stop_token_ids)),
-            arrived_at=self._clock(),
+            arrived_at=now,
             cache_salt=message.cache_salt,
         )
         self._num_arrived += 1
@@ -127,21 +135,21 @@ class Planner:
         if finish in (Finish.STOP, Finish.LENGTH):
             self._forecast.note_end(num_output)
         first, arrived = sequence.first_token_at, sequence.arrived_at
-        self.finished.append(
-            RequestMetrics(
-                request_id=sequence.request_id,
-                finish=finish,
-                num_prompt_tokens=sequence.num_prompt,
-                num_output_tokens=num_output,
-                cached_tokens=max(0, sequence.cached_tokens),
-                num_retractions=sequence.num_retractions,
-                arrived_at=arrived,
-                queue_s=sequence.started_at - arrived if sequence.started_at is not None else None,
-                ttft_s=first - arrived if first is not None else None,
-                tpot_s=(now - first) / (num_output - 1) if first is not None and num_output > 1 else None,
-                e2e_s=now - arrived,
-            )
+        metrics = RequestMetrics(
+            request_id=sequence.request_id,
+            finish=finish,
+            num_prompt_tokens=sequence.num_prompt,
+            num_output_tokens=num_output,
+            cached_tokens=max(0, sequence.cached_tokens),
+            num_retractions=sequence.num_retractions,
+            arrived_at=arrived,
+            queue_s=sequence.started_at - arrived if sequence.started_at is not None else None,
+            ttft_s=first - arrived if first is not None else None,
+            tpot_s=(now - first) / (num_output - 1) if first is not None and num_output > 1 else None,
+            e2e_s=now - arrived,
         )
+        self.meter.ended(metrics)
+        self.finished.append(metrics)
 
     # ---- planning ---------------------------------------------------------------------------
 
@@ -165,6 +173,7 @@ class Planner:
         for sequence in segments.started:
             if sequence.started_at is None:
                 sequence.started_at = now
+                self.meter.started(sequence.num_prompt, sequence.cached_tokens, now - sequence.arrived_at)
         rows = np.array(segments.rows, dtype=np.int32)
         samples = np.array(segments.samples, dtype=np.int32)
         first_rows = rows[samples == 1]
@@ -233,25 +242,30 @@ class Planner:
         due = self._last_completed + 1
         assert done.step_id == due, f"step {done.step_id} completed, step {due} was due"
         self._last_completed = done.step_id
+        now = self._clock()
+        began_at = max(record.launched_at, self.meter.last_completed_at)
         if self._budget.learns:
-            now = self._clock()
-            began_at = max(record.launched_at, self._last_completed_at)
             self._budget.observe(record.num_decodes, record.num_prefill_tokens, now - began_at)
-            self._last_completed_at = now
         rows = record.sampled_rows
         tokens = np.frombuffer(done.token_ids, dtype=np.int32)
-        logprobs = done.logprobs
+        logprobs, embeddings, failures = done.logprobs, done.embeddings, done.failures
         if self._ended:
             live = self._rows.running[rows]
-            logprobs = _reindexed(logprobs, live)
+            logprobs, embeddings = _reindexed(logprobs, live), _reindexed(embeddings, live)
+            failures = _reindexed(failures, live)
             rows, tokens = rows[live], tokens[live]
         if len(tokens) and tokens.min() < 0:
-            self._fail_rows(rows[tokens < 0])
-            logprobs = _reindexed(logprobs, tokens >= 0)
+            self._fail_rows(rows, tokens, failures)
+            logprobs, embeddings = _reindexed(logprobs, tokens >= 0), _reindexed(embeddings, tokens >= 0)
             rows, tokens = rows[tokens >= 0], tokens[tokens >= 0]
+        if done.prompt_logprobs:
+            self._pass_on(done.prompt_logprobs, record)
         first = self._confirm_prefills(record) if record.prefill_rows else {}
+        num_decodes, num_prefills = record.num_decodes, len(record.prefill_rows)
+        step = StepRecord(done.step_id, began_at, now, num_decodes, num_prefills, record.num_prefill_tokens)
+        self.meter.completed(step, len(rows) - len(first), len(first))
         if len(rows):
-            self._commit(rows, tokens, logprobs, first)
+            self._commit(rows, tokens, logprobs, first, embeddings)
         self._release_ended()
 
     def _confirm_prefills(self, record: _InFlight) -> dict[int, int]:
@@ -270,9 +284,26 @@ class Planner:
             if end == sequence.num_prompt == len(sequence.tokens):
                 first[sequence.request_id] = sequence.cached_tokens
                 sequence.first_token_at = now
+                self.meter.ttft_s.note(now - sequence.arrived_at)
         return first
 
-    def _commit(self, rows: Rows, tokens: Rows, logprobs: dict[int, Logprobs], cached_tokens: dict[int, int]) -> None:
+    def _pass_on(self, prompt_logprobs: dict[int, PromptLogprobs], record: _InFlight) -> None:
+        """Parts of prompts, before their first tokens."""
+        by_request = {}
+        for segment, part in prompt_logprobs.items():
+            row = record.prefill_rows[segment]
+            if self._rows.running[row]:
+                by_request[int(self._rows.request_ids[row])] = part
+        self.outbox.append(Tokens(b"", b"", b"", prompt_logprobs=by_request))
+
+    def _commit(
+        self,
+        rows: Rows,
+        tokens: Rows,
+        logprobs: dict[int, Logprobs],
+        cached_tokens: dict[int, int],
+        embeddings: dict[int, bytes],
+    ) -> None:
         table = self._rows
         known = table.known[rows]
         table.tokens[rows, known] = tokens
@@ -294,6 +325,7 @@ class Planner:
                 finishes=finishes.tobytes(),
                 cached_tokens=cached_tokens,
                 logprobs=logprobs,
+                embeddings=embeddings,
             )
         )
         if not some_end:
@@ -305,8 +337,10 @@ class Planner:
             self._leave(row)
             self._end(sequence, Finish(finish), int(table.known[row]), now)
 
-    def _fail_rows(self, rows: Rows) -> None:
-        for row in rows.tolist():
+    def _fail_rows(self, rows: Rows, tokens: Rows, failures: dict[int, str]) -> None:
+        """End those that have no token.  failures: why, where it is not for the logits."""
+        for index in np.flatnonzero(tokens < 0).tolist():
+            row, reason = int(rows[index]), failures.get(index)
             sequence = self._rows.sequences[row]
             assert sequence is not None, f"row {row} sampled a token and is free"
             self._leave(row, share=False)
@@ -314,9 +348,9 @@ class Planner:
             self.outbox.append(
                 Failed(
                     sequence.request_id,
-                    "the model's logits were not finite (NaN or infinity) for this request; it was ended",
-                    status=500,
-                    code="nonfinite_logits",
+                    reason or "the model's logits were not finite (NaN or infinity) for this request; it was ended",
+                    status=400 if reason else 500,
+                    code="grammar_failed" if reason else "nonfinite_logits",
                 )
             )
 
@@ -365,15 +399,51 @@ class Planner:
         victim.num_retractions += 1
         self._prefills.wait(victim)
         self._forecast.note_retraction()
-        self.num_retractions += 1
+        self.meter.num_retractions += 1
         return True
 
+    def restart(self) -> None:
+        """The device is a new one: steps in flight never come back, no page holds anything, whoever ran waits again.
+
+        Everybody keeps the tokens they have, so that every stream goes on where it is."""
+        running = [sequence for sequence in self._sequences.values() if sequence.row >= 0]
+        for sequence in running:
+            sequence.tokens = self._rows.tokens[sequence.row, : self._rows.known[sequence.row]].copy()
+            sequence.row = -1
+        self._in_flight.clear()
+        self._ended.clear()
+        self._last_completed = self._num_steps - 1
+        self._holdings.forget()
+        self._decodes.clear()
+        self._prefills.clear()
+        for sequence in running:
+            self._prefills.wait(sequence)
+
     # ---- views ------------------------------------------------------------------------------
+
+    @property
+    def num_retractions(self) -> int:
+        """How often somebody lost their row to others."""
+        return self.meter.num_retractions
 
     @property
     def num_open(self) -> int:
         """Requests that have not ended."""
         return len(self._sequences)
+
+    @property
+    def num_host_pages_used(self) -> int:
+        """Pages of the host tier that hold something."""
+        return self._holdings.num_on_host
+
+    @property
+    def due_since(self) -> float:
+        """Since when a step's completion has been waited for, provided that requests are open."""
+        return max(self._open_since, self.meter.last_completed_at)
+
+    def outline(self, max_nodes: int) -> Outline:
+        """The hottest part of the prefix cache."""
+        return self._holdings.outline(max_nodes)
 
     def drain_kv_events(self) -> list[KVEvent]:
         """What happened to cached pages since the last call; nothing unless ``limits.record_events``."""
@@ -396,9 +466,9 @@ class Planner:
         self._decodes.check()
 
 
-def _reindexed(logprobs: dict[int, Logprobs], keep: np.ndarray) -> dict[int, Logprobs]:
+def _reindexed(entries: dict[int, T], keep: np.ndarray) -> dict[int, T]:
     """Renumber lines after dropping those where ``keep`` is False."""
-    if not logprobs:
-        return logprobs
+    if not entries:
+        return entries
     new_index = np.cumsum(keep) - 1
-    return {int(new_index[index]): entry for index, entry in logprobs.items() if keep[index]}
+    return {int(new_index[index]): entry for index, entry in entries.items() if keep[index]}

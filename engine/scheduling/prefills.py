@@ -91,6 +91,16 @@ class Prefills:
                     return
         self._waiting.remove(sequence)
 
+    def clear(self) -> None:
+        """No prompt is under way any more; who stood aside for one waits like everybody else."""
+        self._turns = deque([QUEUE])
+        self._unshared.clear()
+        for aside in self._aside.values():
+            for _, sequence in aside:
+                self._waiting.push(sequence)
+        self._aside.clear()
+        self._blocked = False
+
     def unblock(self) -> None:
         """Something came or went: whoever found no room may find some now."""
         self._blocked = False
@@ -177,6 +187,9 @@ class Prefills:
         table = self._table
         start, known = int(table.computed[row]), int(table.known[row])
         length = min(known - start, self._limits.prefill_chunk, budget)
+        sequence = table.sequences[row]
+        if sequence is not None and sequence.params.prompt_logprobs is not None:
+            length = min(length, self._limits.scored_chunk)
         ends = start + length == known
         segments.rows.append(row)
         segments.starts.append(start)
@@ -207,7 +220,7 @@ class Prefills:
 
         Then it waits until that is published, instead of computing the same a second time beside it."""
         rows = self._unshared.get(_stem(sequence))
-        if rows is None:
+        if rows is None or sequence.params.needs_whole_prompt:
             return False
         table = self._table
         end = self._holdings.num_cached_tokens(sequence) + max(self._limits.page_size, WORTH_WAITING_TOKENS)

@@ -72,6 +72,13 @@ class RowTable:
         self._free.append(row)
         return pages
 
+    def clear(self) -> None:
+        """Every row is free."""
+        self.sequences = [None] * len(self.sequences)
+        self.running[:] = False
+        self.num_pages[:] = 0
+        self._free = list(range(len(self.sequences) - 1, -1, -1))
+
     def append_pages(self, rows: Rows, pages: Pages) -> Rows:
         """Append one page to each of ``rows``; returns the index it took in each row's page table."""
         indexes = self.num_pages[rows]

@@ -189,6 +189,22 @@ def test_a_request_past_its_deadline_is_cancelled_and_says_so() -> None:
     with_ingress(scenario, request_timeout_s=0.02)
 
 
+def test_a_request_without_a_token_is_told_to_come_back_and_one_with_some_may_go_on() -> None:
+    async def scenario(ingress: Ingress, sent: Sent) -> None:
+        waiting, running = (ingress.open("hello", SamplingParams()) for _ in range(2))
+        ingress.handle(Deltas((Delta(2, "a", b"\1\0\0\0"),)))
+        with pytest.raises(RequestError, match=r"no token for 0\.02 s") as late:
+            await waiting.collect()
+        assert (late.value.status, late.value.code, late.value.retry_after_s) == (503, "queue_timeout", 1)
+        assert sent.messages[2:] == [Abort(1)]
+        assert (await running.next()).text == "a"
+        with pytest.raises(RequestError, match=r"longer than 0\.05 s"):
+            await running.collect()
+        assert ingress.num_open == 0
+
+    with_ingress(scenario, first_token_timeout_s=0.02, request_timeout_s=0.05)
+
+
 @pytest.mark.parametrize(
     ("prompt", "code", "said"),
     [

@@ -16,7 +16,7 @@ TYPES = typing.get_args(AnyMessage)
 
 
 def inboxes() -> set[type]:
-    unions = (messages.TokenizerInbox, messages.SchedulerInbox, messages.IngressInbox)
+    unions = (messages.TokenizerInbox, messages.SchedulerInbox, messages.RankGroupInbox, messages.IngressInbox)
     return {messages.ExecutorInbox, Stop, *(kind for union in unions for kind in typing.get_args(union))}
 
 

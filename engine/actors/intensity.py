@@ -1,0 +1,24 @@
+"""How often something may be restarted before that stops being a cure.
+
+Owns: when it was.  Does not know: what was restarted, clocks.
+"""
+
+from collections import deque
+
+
+class RestartIntensity:
+    """At most ``max_restarts`` within any ``window_s`` seconds."""
+
+    def __init__(self, max_restarts: int, window_s: float) -> None:
+        self.max_restarts = max_restarts
+        self.window_s = window_s
+        self._times: deque[float] = deque()
+
+    def allows(self, now: float) -> bool:
+        """Whether there may be one more, which is then counted.  now: seconds; never less than before."""
+        while self._times and self._times[0] <= now - self.window_s:
+            self._times.popleft()
+        if len(self._times) >= self.max_restarts:
+            return False
+        self._times.append(now)
+        return True

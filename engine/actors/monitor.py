@@ -1,0 +1,134 @@
+"""The monitor: what an engine is doing, for those who only look.
+
+Owns: nothing; it reads the actors' state on their own event loop, where no actor is in the middle of a change.
+Does not know: HTTP, the names that metrics have elsewhere.
+Looking costs the looker: nothing is prepared for it while steps are planned.
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from engine.actors.group import RankGroup
+from engine.actors.ingress import Ingress
+from engine.actors.scheduler import Scheduler
+from engine.actors.tokenizer import Tokenizer
+from engine.kv.outline import Outline
+from engine.plugins.observers import Observers
+from engine.scheduling.meter import Meter
+
+
+class MailboxGauges(msgspec.Struct, frozen=True):
+    """One actor's queue.  peak: most messages that were ever handed over at once."""
+
+    name: str
+    waiting: int
+    peak: int
+    capacity: int
+
+
+class Gauges(msgspec.Struct, frozen=True):
+    """How things stand.  Of pages, free + cached + used is the whole pool, in tokens ``page_size`` times as much.
+
+    num_in_flight: steps planned and not yet completed.  stalled_s: how long steps have been due and none completed, 0
+    where nothing runs.  num_late_events: output for clients that had left.
+    """
+
+    num_open: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    max_running: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    pages_used: int = 0
+    page_size: int = 0
+    host_pages_used: int = 0
+    num_in_flight: int = 0
+    stalled_s: float = 0.0
+    num_restarts: int = 0
+    num_late_events: int = 0
+    recovering: bool = False
+    mailboxes: tuple[MailboxGauges, ...] = ()
+
+
+class Monitor:
+    """Of one engine.  decode: token ids as text.  clock: the planner's, in seconds."""
+
+    def __init__(
+        self,
+        *,
+        ingress: Ingress,
+        tokenizer: Tokenizer,
+        scheduler: Scheduler,
+        executors: RankGroup,
+        observers: Observers,
+        page_size: int,
+        max_running: int,
+        decode: Callable[[Sequence[int]], str],
+        clock: Callable[[], float],
+    ) -> None:
+        self._ingress = ingress
+        self._tokenizer = tokenizer
+        self._scheduler = scheduler
+        self._executors = executors
+        self._observers = observers
+        self._page_size = page_size
+        self._max_running = max_running
+        self.decode = decode
+        self._clock = clock
+
+    @property
+    def now(self) -> float:
+        """Seconds of the clock that the meter's times are in."""
+        return self._clock()
+
+    @property
+    def meter(self) -> Meter | None:
+        """What has been counted; None until the model is loaded.  It lives on: look, and do not change it."""
+        planner = self._scheduler.planner
+        return planner.meter if planner is not None else None
+
+    def gauges(self) -> Gauges:
+        """Of this moment."""
+        planner, ingress = self._scheduler.planner, self._ingress
+        mailboxes = tuple(
+            MailboxGauges(box.name, len(box), box.peak, box.capacity)
+            for box in (
+                self._ingress.inbox,
+                self._tokenizer.inbox,
+                self._scheduler.inbox,
+                self._executors.inbox,
+            )
+        )
+        outside = Gauges(
+            num_open=ingress.num_open,
+            page_size=self._page_size,
+            max_running=self._max_running,
+            num_restarts=self._executors.num_restarts,
+            num_late_events=ingress.num_late_events,
+            recovering=ingress.recovering,
+            mailboxes=mailboxes,
+        )
+        if planner is None:
+            return outside
+        stats = planner.stats()
+        return msgspec.structs.replace(
+            outside,
+            num_running=stats.running,
+            num_waiting=stats.waiting,
+            pages_free=stats.pages_free,
+            pages_cached=stats.pages_cached,
+            pages_used=stats.pages_used,
+            host_pages_used=planner.num_host_pages_used,
+            num_in_flight=planner.num_in_flight,
+            stalled_s=max(0.0, self._clock() - planner.due_since) if planner.num_open else 0.0,
+        )
+
+    def watch(self, observer: object, name: str) -> None:
+        """Tell ``observer``, an object with observer hooks, what happens from now on."""
+        self._observers.add(observer, name)
+
+    def outline(self, max_nodes: int) -> Outline:
+        """The hottest part of the prefix cache."""
+        planner = self._scheduler.planner
+        return planner.outline(max_nodes) if planner is not None else Outline()

@@ -1,0 +1,106 @@
+"""The radix tree as a picture: its hottest parts, within a bound on the work whatever the tree's size.
+
+Owns: which nodes are looked at and shown.  Does not know: who looks, what the tokens mean.
+The tree is entered from its roots, the hottest node first.  Of a node's children only the oldest and the newest few are
+looked at: what has survived eviction longest, which are the shared prompts, and what has just come.
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+import msgspec
+
+from engine.kv.node import Namespace, Node, Root
+
+FAN = 64  # children looked at from either end of a node's list
+MAX_VISITS = 1024
+PREVIEW_TOKENS = 24
+TOKEN_BYTES = 4
+
+
+class OutlinedNode(msgspec.Struct, frozen=True):
+    """One edge of the tree.
+
+    parent: index of the node above in the same list, -1 for none.  first_page: where its part of the prefix begins.
+    locks: requests that need it now, or whose path leads on through it.  hits: requests that found their prefix here.
+    idle_steps: planned since it was last used.  num_children: below it, shown or not.
+    namespace: a number for each of those in the list; salted: others share it only if they know its salt.
+    first_tokens: int32 of the first few tokens of its own part.
+    """
+
+    parent: int
+    first_page: int
+    num_pages: int
+    num_host_pages: int
+    locks: int
+    hits: int
+    idle_steps: int
+    num_children: int
+    namespace: int
+    salted: bool
+    first_tokens: bytes
+
+
+class Outline(msgspec.Struct, frozen=True):
+    """nodes: parents before their children.  complete: whether that is the whole tree."""
+
+    nodes: tuple[OutlinedNode, ...] = ()
+    complete: bool = True
+
+
+def outline(roots: Iterable[Root], now: int, max_nodes: int) -> Outline:
+    """At most ``max_nodes`` of a tree's nodes.  now: the step being planned."""
+    frontier: list[tuple[tuple[int, ...], int, int, int, int, Node]] = []
+    numbers: dict[Namespace, int] = {}
+    complete, num_seen = True, 0
+
+    def look_at(node: Node, index: int, first_page: int, namespace: int) -> None:
+        nonlocal complete, num_seen
+        children = list(_ends(node.children))
+        complete = complete and len(children) == len(node.children)
+        for child in children:
+            num_seen += 1
+            heat = (-child.hits, -child.locks, -child.num_pages)
+            heapq.heappush(frontier, (heat, num_seen, index, first_page, namespace, child))
+
+    # The newest namespaces: an old one without recent use has been forgotten by eviction.
+    for root in roots:
+        if num_seen >= MAX_VISITS:
+            complete = False
+            break
+        look_at(root, -1, 0, numbers.setdefault(root.namespace, len(numbers)))
+    salted = [bool(namespace.cache_salt) for namespace in numbers]
+    shown: list[OutlinedNode] = []
+    while frontier and len(shown) < max_nodes:
+        _, _, parent, first_page, namespace, node = heapq.heappop(frontier)
+        num_pages = max(node.num_pages, node.num_host_pages)
+        shown.append(
+            OutlinedNode(
+                parent=parent,
+                first_page=first_page,
+                num_pages=node.num_pages,
+                num_host_pages=node.num_host_pages,
+                locks=node.locks,
+                hits=node.hits,
+                idle_steps=max(0, now - node.last_used),
+                num_children=len(node.children),
+                namespace=namespace,
+                salted=salted[namespace],
+                first_tokens=bytes(node.key[: PREVIEW_TOKENS * TOKEN_BYTES]),
+            )
+        )
+        if num_seen < MAX_VISITS:
+            look_at(node, len(shown) - 1, first_page + num_pages, namespace)
+        else:
+            complete = complete and not node.children
+    return Outline(tuple(shown), complete and not frontier)
+
+
+def _ends(children: dict[bytes, Node]) -> Iterator[Node]:
+    """The oldest and the newest of them."""
+    if len(children) <= 2 * FAN:
+        yield from children.values()
+    else:
+        yield from islice(children.values(), FAN)
+        yield from islice(reversed(children.values()), FAN)

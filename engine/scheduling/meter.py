@@ -1,0 +1,106 @@
+"""What the planner has done so far, as numbers: counters, distributions, and the last steps.
+
+Owns: those numbers, which only grow.  Does not know: who reads them, under which names, when.
+Noting costs per event (a request started or ended, a step completed), never per running request: all rows of a decode
+step waited equally long for their token, so a whole step is one entry with a weight.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.messages import Finish
+from engine.scheduling.metrics import RequestMetrics
+
+NUM_RECENT_STEPS = 256
+
+# Edges as other engines have them where they fit, so that dashboards look familiar; beyond the last one: infinity.
+SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+LONG_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+TOKENS = tuple(float(1 << power) for power in range(18))  # 1 to 131,072
+
+
+class Distribution:
+    """How often which size was seen.  edges: ascending; entry i of ``counts`` has what is at most edges[i]."""
+
+    __slots__ = ("counts", "edges", "total")
+
+    def __init__(self, edges: Sequence[float]) -> None:
+        self.edges = edges
+        self.counts = [0] * (len(edges) + 1)
+        self.total = 0.0
+
+    def note(self, value: float, weight: int = 1) -> None:
+        """Seen, ``weight`` times."""
+        self.counts[bisect_left(self.edges, value)] += weight
+        self.total += value * weight
+
+    @property
+    def num_seen(self) -> int:
+        """How many in all."""
+        return sum(self.counts)
+
+
+class StepRecord(NamedTuple):
+    """A step that has completed.  Seconds of the planner's clock; began_at: when the device was free for it."""
+
+    step_id: int
+    began_at: float
+    completed_at: float
+    num_decodes: int
+    num_prefills: int
+    num_prefill_tokens: int
+
+
+class Meter:
+    """Everything there is to count.
+
+    num_prompt_tokens, num_cached_tokens: of requests that have started; num_output_tokens: sampled and kept.
+    last_completed_at: of the last step, seconds of the planner's clock; before the first one, when counting began.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.num_steps = 0
+        self.num_retractions = 0
+        self.last_completed_at = now
+        self.num_ended = dict.fromkeys(Finish, 0)
+        self.queue_s = Distribution(LONG_S)
+        self.ttft_s = Distribution(LONG_S)
+        self.itl_s = Distribution(SHORT_S)
+        self.tpot_s = Distribution(SHORT_S)
+        self.e2e_s = Distribution(LONG_S)
+        self.step_s = Distribution(SHORT_S)
+        self.prompt_tokens = Distribution(TOKENS)
+        self.output_tokens = Distribution(TOKENS)
+        self.step_tokens = Distribution(TOKENS)
+        self.recent_steps: deque[StepRecord] = deque(maxlen=NUM_RECENT_STEPS)
+
+    def started(self, num_prompt_tokens: int, num_cached_tokens: int, queue_s: float) -> None:
+        """A request computes for the first time."""
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_cached_tokens += num_cached_tokens
+        self.prompt_tokens.note(num_prompt_tokens)
+        self.queue_s.note(queue_s)
+
+    def completed(self, step: StepRecord, num_next_tokens: int, num_first_tokens: int) -> None:
+        """A step is done.  num_next_tokens: of requests that had one in the step before; num_first_tokens: others'."""
+        if num_next_tokens:
+            self.itl_s.note(step.completed_at - self.last_completed_at, num_next_tokens)
+        self.last_completed_at = step.completed_at
+        self.num_steps += 1
+        self.num_output_tokens += num_next_tokens + num_first_tokens
+        self.step_s.note(step.completed_at - step.began_at)
+        self.step_tokens.note(step.num_decodes + step.num_prefill_tokens)
+        self.recent_steps.append(step)
+
+    def ended(self, request: RequestMetrics) -> None:
+        """A request is over."""
+        self.num_ended[request.finish] += 1
+        self.e2e_s.note(request.e2e_s)
+        self.output_tokens.note(request.num_output_tokens)
+        if request.tpot_s is not None:
+            self.tpot_s.note(request.tpot_s)

@@ -1,0 +1,156 @@
+"""A stream says the same however it is read: piece by piece, late, all at once, or within the push."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from engine.actors.stream import Stream
+from engine.errors import RequestError
+from engine.messages import Delta, Finish
+
+Sink = Callable[[Delta], bool]
+
+
+def delta(text: str, finish: Finish = Finish.RUNNING) -> Delta:
+    return Delta(1, text, b"\x01\0\0\0", finish)
+
+
+def run(scenario: Callable[[Stream], Awaitable[None]]) -> None:
+    asyncio.run(scenario(Stream(1, lambda request_id: None)))
+
+
+def taking(seen: list[Delta], limit: int = 1 << 30) -> Sink:
+    """Takes so many at a time."""
+
+    def sink(one: Delta) -> bool:
+        seen.append(one)
+        return len(seen) % limit != 0
+
+    return sink
+
+
+def test_a_relay_hands_over_in_the_moment_of_the_push() -> None:
+    async def scenario(stream: Stream) -> None:
+        seen: list[Delta] = []
+        relaying = asyncio.create_task(stream.relay(taking(seen)))
+        await asyncio.sleep(0)
+        for number, text in enumerate("abc"):
+            stream.push(delta(text))
+            assert len(seen) == number + 1
+        stream.push(delta("d", Finish.STOP))
+        assert await relaying
+        assert "".join(one.text for one in seen) == "abcd"
+        with pytest.raises(StopAsyncIteration):
+            await stream.next()
+
+    run(scenario)
+
+
+def test_what_was_there_before_comes_first_and_merged() -> None:
+    async def scenario(stream: Stream) -> None:
+        stream.push(delta("a"))
+        stream.push(delta("b"))
+        seen: list[Delta] = []
+        relaying = asyncio.create_task(stream.relay(taking(seen)))
+        await asyncio.sleep(0)
+        stream.push(delta("c", Finish.LENGTH))
+        assert await relaying
+        assert [(one.text, len(one.token_ids)) for one in seen] == [("ab", 8), ("c", 4)]
+
+    run(scenario)
+
+
+def test_a_request_that_has_ended_before_is_relayed_too() -> None:
+    async def scenario(stream: Stream) -> None:
+        stream.push(delta("a", Finish.STOP))
+        seen: list[Delta] = []
+        assert await stream.relay(taking(seen))
+        assert [one.text for one in seen] == ["a"]
+
+    run(scenario)
+
+
+def test_a_sink_that_has_enough_is_left_alone_until_it_comes_back() -> None:
+    async def scenario(stream: Stream) -> None:
+        seen: list[Delta] = []
+        relaying = asyncio.create_task(stream.relay(taking(seen, 2)))
+        await asyncio.sleep(0)
+        for text in "abcde":
+            stream.push(delta(text))
+        assert not await relaying
+        assert [one.text for one in seen] == ["a", "b"]
+        stream.push(delta("f", Finish.STOP))
+        assert await stream.relay(taking(seen))
+        assert [one.text for one in seen] == ["a", "b", "cdef"]
+
+    run(scenario)
+
+
+def test_the_last_delta_ends_it_even_if_the_sink_has_enough() -> None:
+    async def scenario(stream: Stream) -> None:
+        relaying = asyncio.create_task(stream.relay(taking([], 1)))
+        await asyncio.sleep(0)
+        stream.push(delta("a", Finish.STOP))
+        assert await relaying
+
+    run(scenario)
+
+
+def test_a_failure_comes_after_what_was_produced() -> None:
+    async def scenario(stream: Stream) -> None:
+        seen: list[Delta] = []
+        relaying = asyncio.create_task(stream.relay(taking(seen, 1)))
+        await asyncio.sleep(0)
+        stream.push(delta("a"))
+        stream.push(delta("b"))
+        stream.fail(RequestError("no more"))
+        assert not await relaying
+        with pytest.raises(RequestError, match="no more"):
+            while True:
+                await stream.relay(taking(seen))
+        assert [one.text for one in seen] == ["a", "b"]
+
+    run(scenario)
+
+
+def test_a_failure_while_all_is_quiet_is_raised() -> None:
+    async def scenario(stream: Stream) -> None:
+        relaying = asyncio.create_task(stream.relay(taking([])))
+        await asyncio.sleep(0)
+        stream.fail(RequestError("no more"))
+        assert not await relaying
+        with pytest.raises(RequestError, match="no more"):
+            await stream.relay(taking([]))
+
+    run(scenario)
+
+
+def test_what_a_sink_raises_is_its_readers_and_not_the_engines() -> None:
+    def broken(one: Delta) -> bool:
+        raise ConnectionResetError("gone")
+
+    async def scenario(stream: Stream) -> None:
+        relaying = asyncio.create_task(stream.relay(broken))
+        await asyncio.sleep(0)
+        stream.push(delta("a"))
+        stream.push(delta("b"))
+        with pytest.raises(ConnectionResetError, match="gone"):
+            await relaying
+
+    run(scenario)
+
+
+def test_a_reader_that_is_cancelled_is_told_nothing_more() -> None:
+    async def scenario(stream: Stream) -> None:
+        seen: list[Delta] = []
+        relaying = asyncio.create_task(stream.relay(taking(seen)))
+        await asyncio.sleep(0)
+        relaying.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await relaying
+        stream.push(delta("a", Finish.STOP))
+        assert seen == []
+        assert (await stream.next()).text == "a"
+
+    run(scenario)

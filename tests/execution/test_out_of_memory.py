@@ -1,0 +1,86 @@
+"""The runner and a device that has no room: what it says, and that the step can be launched again in parts."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.actors.system import System
+from engine.config import Config, build_config
+from engine.errors import EngineDied
+from engine.models.decoder import Decoder
+from engine.sampling.params import SamplingParams
+from tests.models.checkpoints import build, random_tokens, save
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build("qwen3-tied"), tmp_path_factory.mktemp("checkpoint"))
+
+
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.9, max_tokens=12, ignore_eos=True, seed=5, repetition_penalty=1.3),
+    SamplingParams(temperature=0.7, max_tokens=12, ignore_eos=True, seed=6, frequency_penalty=0.7, logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, presence_penalty=1.1),
+]
+
+
+def answers(checkpoint: Path, overlap: int) -> list:
+    sections = {
+        "model": {"path": str(checkpoint), "tokenizer": "none"},
+        "kv": {"num_pages": 64},
+        "scheduler": {"overlap_depth": overlap},
+        "placement": {"max_restarts": 0},
+    }
+
+    async def scenario() -> list:
+        system = System(build_config(Config(), sections))
+        await system.start()
+        streams = [
+            system.ingress.open(random_tokens(15 + 9 * index, index), params) for index, params in enumerate(PARAMS)
+        ]
+        try:
+            return [(delta.token_ids, delta.logprobs) for delta in [await stream.collect() for stream in streams]]
+        finally:
+            await system.stop()
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("most", [50, 7, 1])
+def test_tokens_and_log_probabilities_are_those_of_a_device_with_room(
+    checkpoint: Path, most: int, overlap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers(checkpoint, overlap)
+    forward = Decoder.forward
+    num_failed = 0
+
+    def tight(self: Decoder, step: object) -> torch.Tensor:
+        nonlocal num_failed
+        if len(step.token_ids_T) > most:  # type: ignore[attr-defined]
+            num_failed += 1
+            forward(self, step)  # K/V are written, and then there is no room for something else
+            raise torch.OutOfMemoryError("planted")
+        return forward(self, step)
+
+    monkeypatch.setattr(Decoder, "forward", tight)
+    got = answers(checkpoint, overlap)
+    assert 0 < num_failed < 8
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
+    for (_, logprobs), (_, want) in zip(got, expected, strict=True):
+        assert [one.sampled.token_id for one in logprobs] == [one.sampled.token_id for one in want]
+        assert [one.sampled.logprob for one in logprobs] == pytest.approx(
+            [one.sampled.logprob for one in want], abs=1e-4
+        )
+
+
+def test_no_room_for_a_single_token_is_a_fault_that_says_so(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Decoder, step: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(Decoder, "forward", full)
+    with pytest.raises(EngineDied, match="executor0 crashed: MemoryError: planted"):
+        answers(checkpoint, 2)

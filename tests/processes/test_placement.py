@@ -1,0 +1,87 @@
+"""What becomes of an executor process that misbehaves, told to whoever holds the rank group."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import uvloop
+
+from engine.actors.group import RankGroup
+from engine.actors.intensity import RestartIntensity
+from engine.config import Config, build_config
+from engine.errors import EngineDied
+from engine.messages import ExecutorReady, ExecutorsLost, Step, StepDone, Stop
+from engine.processes.placement import ProcessPlacement
+from tests.processes.executors import children
+from tests.processes.odd_executor import EXITS, FINE, OVERSIZED, RAISES
+
+
+class Heard:
+    """Stands where the scheduler does."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.arrived = asyncio.Event()
+
+    def put(self, message: Any) -> None:
+        self.messages.append(message)
+        self.arrived.set()
+
+    async def next(self, kind: type) -> Any:
+        """The first message of a kind; it and those before it are taken out."""
+        async with asyncio.timeout(20):
+            while True:
+                for at, message in enumerate(self.messages):
+                    if isinstance(message, kind):
+                        del self.messages[: at + 1]
+                        return message
+                self.arrived.clear()
+                await self.arrived.wait()
+
+
+def start(name: str = "", max_restarts: int = 5) -> tuple[RankGroup, Heard, "asyncio.Task[None]"]:
+    config = build_config(Config(), {"model": {"name": name}})
+    placement = ProcessPlacement(
+        config=config, max_len=64, num_ranks=1, capacity=64, progress=False, module="tests.processes.odd_executor"
+    )
+    group = RankGroup(
+        num_ranks=1, placement=placement, intensity=RestartIntensity(max_restarts, 100.0), step_timeout_s=0.0
+    )
+    heard = Heard()
+    group.connect(heard)
+    return group, heard, asyncio.ensure_future(group.run())
+
+
+def test_every_way_to_fail_is_named_and_the_next_process_serves() -> None:
+    said = {
+        OVERSIZED: "link executor0: StepDone of .* exceeds",
+        EXITS: r"^executor0 ended with code 7$",
+        RAISES: "the weights have changed under us",
+    }
+
+    async def main() -> None:
+        group, heard, running = start()
+        for step_id, reason in said.items():
+            assert await heard.next(ExecutorReady) == ExecutorReady(0, 5)
+            group.links[0].put(Step(step_id))
+            with pytest.raises(AssertionError, match=reason):
+                raise AssertionError((await heard.next(ExecutorsLost)).reason)
+        await heard.next(ExecutorReady)
+        group.links[0].put(Step(FINE))
+        assert (await heard.next(StepDone)).step_id == FINE
+        group.inbox.put(Stop())
+        await asyncio.wait_for(running, 10)
+        assert group.num_restarts == len(said)
+
+    uvloop.run(main())
+    assert not children()
+
+
+def test_a_first_load_that_fails_is_told_with_its_kind() -> None:
+    async def main() -> None:
+        _, _, running = start(name="no such thing")
+        with pytest.raises(EngineDied, match="executor0 crashed: KeyError: 'embed_tokens'"):
+            await asyncio.wait_for(running, 20)
+
+    uvloop.run(main())
+    assert not children()
