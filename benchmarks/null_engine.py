@@ -1,0 +1,114 @@
+"""A whole engine whose device computes nothing, and whose every row samples the same token.
+
+Owns: that device.  Does not know: who asks.  What is left to measure is everything around the device.
+A device that needs no time would be steps ahead of the event loop, and tokens would merge before anybody could write
+them.  So a step is done when the loop has come round often enough to have written what the step before it brought.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.actors.actor import Actor
+from engine.actors.executor import Runner
+from engine.actors.system import System
+from engine.config import Config
+from engine.messages import Step, StepDone
+
+INT32_BYTES = 4
+# Scheduler, tokenizer, ingress and handler are a turn each; two more for a drain and a write.
+LOOP_TURNS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A step that was done when it was launched."""
+
+    result: StepDone
+
+    def ready(self) -> bool:
+        return True
+
+    def collect(self) -> StepDone:
+        return self.result
+
+
+class Turns:
+    """Waits, in another thread, until an event loop has come round a number of times."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, count: int) -> None:
+        self._loop = loop
+        self._count = count
+        self._over = threading.Event()
+
+    def wait(self) -> None:
+        """Until everything that was ready when this began, and what that led to, has been done."""
+        self._over.clear()
+        self._loop.call_soon_threadsafe(self._turn, self._count)
+        self._over.wait()
+
+    def _turn(self, left: int) -> None:
+        if left:
+            self._loop.call_soon(self._turn, left - 1)
+        else:
+            self._over.set()
+
+
+class NullRunner:
+    """token: what every row samples.  turns: what a step waits for, after ``step_s`` asleep."""
+
+    def __init__(self, num_pages: int, token: int, turns: Turns, step_s: float) -> None:
+        self.num_pages = num_pages
+        self._token = token
+        self._turns = turns
+        self._step_s = step_s
+
+    def launch(self, step: Step) -> _Done:
+        """See ``Runner``."""
+        if self._step_s:
+            time.sleep(self._step_s)
+        self._turns.wait()
+        samples = np.frombuffer(step.prefill_samples, dtype=np.int32)
+        count = len(step.decode_rows) // INT32_BYTES + int(samples.sum())
+        tokens = np.full(count, self._token, dtype=np.int32)
+        return _Done(StepDone(rank=0, step_id=step.step_id, token_ids=tokens.tobytes()))
+
+
+class NullSystem(System):
+    """``System`` on such a device.  The checkpoint's tokenizer and shape are the real ones."""
+
+    def __init__(self, config: Config, *, text: str = " return", step_s: float = 0.0) -> None:
+        super().__init__(config)
+        self._token = int(self.codec.encode(text)[-1])
+        self._step_s = step_s
+
+    async def start(self) -> None:
+        """As a system does."""
+        self._loop = asyncio.get_running_loop()
+        await super().start()
+
+    def _load_runner(self, rank: int, num_pages: int, *_: Any) -> Runner:
+        turns = Turns(self._loop, LOOP_TURNS)
+        return NullRunner(num_pages or self.config.kv.num_pages, self._token, turns, self._step_s)
+
+
+class Stopwatch:
+    """CPU seconds of the event loop's thread that each actor's handling takes."""
+
+    def __init__(self, actors: list[Actor[Any]]) -> None:
+        self.seconds = {actor.name: 0.0 for actor in actors}
+        for actor in actors:
+            actor._take = self._timed(actor.name, actor._take)  # type: ignore[method-assign]
+
+    def _timed(self, name: str, take: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
+        def timed(messages: list[Any]) -> None:
+            started = time.thread_time()
+            take(messages)
+            self.seconds[name] += time.thread_time() - started
+
+        return timed

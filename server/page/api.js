@@ -1,0 +1,57 @@
+// What the server is asked, and how its streams are read.  The key stays in this tab and goes into no URL.
+
+const KEY = "callboard-key";
+
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export function setKey(key) {
+  sessionStorage.setItem(KEY, key);
+}
+
+async function call(path, options = {}) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  const response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
+  if (response.ok) return response;
+  let message = `${response.status} ${response.statusText}`;
+  try {
+    message = (await response.json()).error.message;
+  } catch {
+    // Not one of our own errors: a proxy's page, perhaps.
+  }
+  throw new ApiError(response.status, message);
+}
+
+export async function getStats() {
+  return (await call("/stats")).json();
+}
+
+// The events of a streamed answer.  Ends by itself, by an error in the stream, or when the signal is raised.
+export async function* stream(path, body, signal) {
+  const response = await call(path, {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    signal,
+  });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new ApiError(0, "the connection was lost");
+    const events = (rest + value).split("\n\n");
+    rest = events.pop();
+    for (const event of events) {
+      const data = event.slice("data: ".length);
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new ApiError(0, chunk.error.message);
+      yield chunk;
+    }
+  }
+}

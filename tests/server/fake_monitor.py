@@ -1,0 +1,75 @@
+"""What an engine would show of itself: a real meter, a real radix tree, and gauges that a test may set."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.actors.monitor import Gauges, MailboxGauges
+from engine.kv.node import Namespace
+from engine.kv.outline import Outline
+from engine.kv.radix import RadixTree
+from engine.messages import Finish
+from engine.plugins.eviction.lru import LeastRecentlyUsed
+from engine.scheduling.meter import Meter, StepRecord
+from engine.scheduling.metrics import RequestMetrics
+from tests.server.fake_ingress import FakeIngress
+
+PAGE = 16
+
+
+class FakeMonitor:
+    """The clock stands at ``now`` until somebody moves it."""
+
+    def __init__(self, ingress: FakeIngress) -> None:
+        self.now = 100.0
+        self.meter: Meter | None = Meter(self.now)
+        self.tree = RadixTree(PAGE, LeastRecentlyUsed())
+        self.observers: list[object] = []
+        self._num_pages = 0
+        self._ingress = ingress
+
+    def gauges(self) -> Gauges:
+        return Gauges(
+            num_open=self._ingress.num_open,
+            num_running=3,
+            num_waiting=2,
+            max_running=64,
+            pages_free=50,
+            pages_cached=30,
+            pages_used=20,
+            page_size=PAGE,
+            num_in_flight=1,
+            stalled_s=self._ingress.quiet_s,
+            mailboxes=(MailboxGauges("scheduler", 1, 7, 2112),),
+        )
+
+    def outline(self, max_nodes: int) -> Outline:
+        return self.tree.outline(max_nodes)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+    def watch(self, observer: object, name: str) -> None:
+        self.observers.append(observer)
+
+    def cache(self, tokens: list[int], salt: str = "") -> None:
+        """As if a request had computed them."""
+        count = len(tokens) // PAGE
+        pages = np.arange(self._num_pages, self._num_pages + count, dtype=np.int32)
+        self._num_pages += count
+        self.tree.insert(self.tree.key(np.array(tokens, dtype=np.int32)), pages, Namespace(salt))
+
+    def run(self, *, seconds: float, decodes: int, prefill_tokens: int = 0) -> None:
+        """As if a step had completed."""
+        assert self.meter is not None
+        began, self.now = self.now, self.now + seconds
+        number = self.meter.num_steps
+        step = StepRecord(number, began, self.now, decodes, int(prefill_tokens > 0), prefill_tokens)
+        self.meter.completed(step, decodes, 0)
+
+    def end(self, *, finish: Finish = Finish.STOP, ttft_s: float = 0.2, tokens: int = 10) -> None:
+        """As if a request had gone all the way."""
+        assert self.meter is not None
+        self.meter.started(40, 16, 0.03)
+        self.meter.ttft_s.note(ttft_s)
+        self.meter.ended(RequestMetrics(1, finish, 40, tokens, 16, 0, self.now, 0.03, ttft_s, 0.012, 1.5))

@@ -1,0 +1,244 @@
+"""Clients that behave badly, by the hundred, on a whole engine whose device computes nothing.
+
+The others get every token, and nothing that the bad ones held is still held a second after they have left.
+"""
+
+import asyncio
+import gc
+import json
+import random
+import resource
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.null_engine import NullSystem
+from engine.config import Config, build_config
+from tests.server.http_client import RawClient, http_bytes
+from tests.server.live_system import MODEL, LiveSystem
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+
+
+def configured(**sections: dict[str, Any]) -> Config:
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"path": str(DEMO), "name": MODEL},
+        "kv": {"num_pages": 4096},
+        "scheduler": {"max_running": 256},
+        **sections,
+    }
+    return build_config(Config(), tables)
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveSystem]:
+    with LiveSystem(configured(), NullSystem) as running:
+        yield running
+
+
+def streaming(prompt: str, max_tokens: int) -> bytes:
+    fields = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    return http_bytes("POST", "/v1/completions", json.dumps(fields).encode())
+
+
+def read_stream(client: RawClient) -> tuple[str, int]:
+    """(text, number of tokens) of a whole stream."""
+    events = client.read_reply().events
+    assert events[-1] == "[DONE]"
+    texts = [event["choices"][0]["text"] for event in events[:-1] if event["choices"]]
+    assert events[-2]["choices"][0]["finish_reason"] == "length"
+    return "".join(texts), len(texts)
+
+
+def reset(client: RawClient) -> None:
+    client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.socket.close()
+
+
+def all_gone(live: LiveSystem) -> bool:
+    return live.wait_until(lambda gauges: (gauges.num_open, gauges.num_running, gauges.pages_used) == (0, 0, 0), 1)
+
+
+def test_half_of_two_hundred_streams_vanish_and_the_others_get_every_token(live: LiveSystem) -> None:
+    dice = random.Random(5)
+    clients = [RawClient(live.port) for _ in range(200)]
+    for number, client in enumerate(clients):
+        client.send(streaming(f"client {number} asks ", 60 + number % 40))
+    leaving = set(dice.sample(range(200), 100))
+    for number in leaving:
+        if dice.random() < 0.5:
+            clients[number].read_until(b"data: ")
+        (reset if dice.random() < 0.5 else lambda client: client.socket.close())(clients[number])
+    alone = live.call(lambda: live.system.codec.encode(" return")[-1])
+    word = live.call(lambda: live.system.codec.decode([int(alone)]))
+    for number, client in enumerate(clients):
+        if number not in leaving:
+            with client:
+                assert read_stream(client)[0] == word * (60 + number % 40)
+    assert all_gone(live)
+
+
+def test_an_abort_reaches_the_scheduler_within_a_step(live: LiveSystem) -> None:
+    with RawClient(live.port) as other:
+        other.send(streaming("goes on ", 1500))
+        other.read_until(b"data: ")
+        for _ in range(10):
+            client = RawClient(live.port)
+            client.send(streaming("is left alone ", 1500))
+            client.read_until(b"data: ")
+            assert live.wait_until(lambda gauges: gauges.num_running == 2, 1)
+            client.socket.close()
+            steps = live.call(lambda: _steps_until_one_is_left(live))
+            # Steps in flight when it left (two), and the one in which the message was under way.
+            assert steps.result(2) <= 3
+        other.socket.close()
+    assert all_gone(live)
+
+
+def _steps_until_one_is_left(live: LiveSystem) -> Future[int]:
+    """The number of steps from ingress's cancellation until the scheduler has let go."""
+    monitor = live.system.monitor
+
+    async def count() -> int:
+        while monitor.gauges().num_open == 2:
+            await asyncio.sleep(0)
+        meter = monitor.meter
+        assert meter is not None
+        before = meter.num_steps
+        while monitor.gauges().num_running == 2:
+            await asyncio.sleep(0)
+        return meter.num_steps - before
+
+    return asyncio.run_coroutine_threadsafe(count(), live._loop)
+
+
+def test_readers_that_stop_are_bounded_in_memory_then_dropped_and_slow_nobody() -> None:
+    config = configured(server={"write_timeout_s": 0.5})
+    with LiveSystem(config, NullSystem) as live, ExitStack() as stack:
+        stalled = [stack.enter_context(RawClient(live.port, receive_buffer=4096)) for _ in range(30)]
+        for client in stalled:
+            client.send(streaming("reads nothing ", 1900))
+        healthy = stack.enter_context(RawClient(live.port))
+        healthy.send(streaming("reads ", 300))
+        assert read_stream(healthy)[1] == 300
+        # Everything was produced, or the client was cut; neither is waited for.
+        assert live.wait_until(lambda gauges: gauges.num_running == 0, 5)
+        assert live.wait_until(lambda gauges: gauges.num_open == 0, 5)
+
+
+def test_a_burst_beyond_the_limits_is_served_or_refused_and_never_left_hanging(live: LiveSystem) -> None:
+    num_clients = live.system.config.limits.max_requests + 88
+    statuses: list[int] = []
+    lock = threading.Lock()
+    clients = [RawClient(live.port, timeout_s=20) for _ in range(num_clients)]
+
+    def read(client: RawClient) -> None:
+        with client:
+            reply = client.read_reply()
+        with lock:
+            statuses.append(reply.status)
+            if reply.status == 429:
+                assert int(reply.headers["retry-after"]) >= 1
+
+    for client in clients:
+        client.send(streaming("one of very many ", 40))
+    threads = [threading.Thread(target=read, args=(client,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(statuses) == num_clients
+    assert set(statuses) <= {200, 429}
+    assert statuses.count(200) >= live.system.config.limits.max_requests // 2
+    assert all_gone(live)
+
+
+def test_two_thousand_connections_that_reset_leave_nothing_behind(live: LiveSystem) -> None:
+    for number in range(2000):
+        client = RawClient(live.port)
+        if number % 2:
+            client.send(streaming("gone before it began ", 400)[: None if number % 4 == 1 else 50])
+        reset(client)
+    assert live.complete([1, 2, 3], max_tokens=2).status == 200
+    assert all_gone(live)
+    assert live.call(lambda: live.system.monitor.gauges().mailboxes[0].waiting) == 0
+
+
+def test_idle_connections_by_the_thousand_cost_others_nothing(live: LiveSystem) -> None:
+    room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 500
+    with ExitStack() as stack:
+        for _ in range(min(1900, room // 2)):
+            stack.enter_context(RawClient(live.port))
+        started = time.monotonic()
+        assert live.complete([1, 2, 3], max_tokens=4).status == 200
+        assert time.monotonic() - started < 1
+
+
+def test_slow_headers_and_bodies_are_cut_at_their_deadlines_while_others_are_served() -> None:
+    config = configured(server={"header_timeout_s": 0.6, "body_timeout_s": 0.6})
+    head = http_bytes("POST", "/v1/completions", b"", {"Content-Length": "1000"})
+    with LiveSystem(config, NullSystem) as live, ExitStack() as stack:
+        drips = [stack.enter_context(RawClient(live.port)) for _ in range(100)]
+        started = time.monotonic()
+        for number, client in enumerate(drips):
+            client.send(head[:40] if number % 2 else head)
+        while time.monotonic() - started < 0.4:
+            assert live.complete([1, 2, 3], max_tokens=2).status == 200
+            for number, client in enumerate(drips):
+                with suppress(ConnectionError):  # cut already, on a busy machine
+                    client.send(b"x" if number % 2 else b" ")
+        for client in drips:
+            assert client.read_reply().status == 408
+        assert time.monotonic() - started < 5
+
+
+def test_five_hundred_requests_in_one_go_are_answered_in_order(live: LiveSystem) -> None:
+    fields = {"model": MODEL, "temperature": 0, "ignore_eos": True}
+    bodies = [json.dumps({**fields, "prompt": [5] * (1 + n % 7), "max_tokens": 1 + n % 5}).encode() for n in range(500)]
+    with RawClient(live.port, timeout_s=30) as client:
+        client.send(b"".join(http_bytes("POST", "/v1/completions", body) for body in bodies))
+        usages = [client.read_reply().json["usage"] for _ in bodies]
+    assert [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in usages] == [
+        (1 + n % 7, 1 + n % 5) for n in range(500)
+    ]
+
+
+def test_thousands_of_requests_leave_no_object_behind(live: LiveSystem) -> None:
+    fields = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
+    batch = b"".join(
+        http_bytes("POST", "/v1/completions", json.dumps({**fields, "stream": number % 2 == 0}).encode())
+        for number in range(100)
+    )
+
+    def serve(count: int) -> int:
+        for _ in range(count // 100):
+            with RawClient(live.port) as client:
+                client.send(batch)
+                assert all(client.read_reply().status == 200 for _ in range(100))
+        assert all_gone(live)
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = serve(500)
+    assert serve(1500) - before < 150  # less than a tenth of an object for each
+
+
+def test_an_old_client_gets_its_stream_without_chunks(live: LiveSystem) -> None:
+    with RawClient(live.port) as client:
+        client.send(streaming("speaks HTTP/1.0 ", 20).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head = client.read_until(b"\r\n\r\n").lower()
+        assert b"transfer-encoding" not in head
+        body = b""
+        while chunk := client.socket.recv(1 << 16):
+            body += chunk
+    events = (client._buffer + body).decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert len(events) == 20 + 2

@@ -1,0 +1,84 @@
+"""What belongs to one client: its share of the queue, its cached prefixes, its keys."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from engine.config import LimitsSection, ServerSection
+from tests.server.fake_ingress import FakeIngress
+from tests.server.http_client import RawClient, Reply, ask, http_bytes
+from tests.server.live_server import MODEL, LiveServer
+
+HANG = json.dumps({"model": MODEL, "prompt": "!hang", "stream": True}).encode()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def complete(live: LiveServer, key: str = "", **fields: object) -> Reply:
+    body = {"model": MODEL, "prompt": "p", "max_tokens": 2, **fields}
+    return ask(live.port, "POST", "/v1/completions", body, bearer(key) if key else {})
+
+
+def test_a_client_has_its_share_of_the_queue_and_others_have_theirs() -> None:
+    server, limits = ServerSection(api_key=["one", "two"]), LimitsSection(max_requests_per_client=2)
+    with LiveServer(server=server, limits=limits) as live:
+        with RawClient(live.port) as first, RawClient(live.port) as second:
+            for client in (first, second):
+                client.send(http_bytes("POST", "/v1/completions", HANG, bearer("one")))
+            assert live.wait_until(lambda: live.ingress.num_open == 2, 2)
+            refused = complete(live, "one")
+            assert (refused.status, refused.error["code"]) == (429, "client_queue_full")
+            assert int(refused.headers["retry-after"]) >= 1
+            assert complete(live, "two").status == 200
+        assert live.wait_until(lambda: live.ingress.num_open == 0, 2)
+        assert complete(live, "one").status == 200
+
+
+def test_every_choice_counts_and_a_request_that_is_refused_leaves_none_open() -> None:
+    with LiveServer(limits=LimitsSection(max_requests_per_client=3)) as live:
+        assert complete(live, n=3).status == 200
+        assert complete(live, n=4).status == 429
+        assert live.call(lambda: live.ingress.num_open) == 0
+        assert complete(live, n=3).status == 200
+
+
+def salts(api_key: str | Sequence[str], **server: object) -> list[object]:
+    """Which salts reach the engine for a request of each key, without and with one of its own."""
+    keys = [api_key] if isinstance(api_key, str) else api_key
+    with LiveServer(FakeIngress(), server=ServerSection(api_key=api_key, **server)) as live:
+        for key in keys:
+            assert complete(live, key).status == 200
+            assert complete(live, key, cache_salt="own").status == 200
+        return [options["cache_salt"] for _, _, options in live.ingress.asked]
+
+
+def test_clients_with_different_keys_share_no_cached_prefix() -> None:
+    first, first_own, second, second_own = salts(["one", "two"])
+    assert len({first, first_own, second, second_own}) == 4
+    assert "" not in (first, second)
+    assert "one" not in str(first), "a salt is no place for a key"
+    assert salts(["one", "two"])[0] == first, "a restart keeps a host tier's worth"
+
+
+def test_no_client_can_name_another_ones_salt() -> None:
+    with LiveServer(FakeIngress(), server=ServerSection(api_key=["one", "two"])) as live:
+        complete(live, "one")
+        ((_, _, options),) = live.ingress.asked
+        complete(live, "two", cache_salt=options["cache_salt"])
+        assert live.ingress.asked[1][2]["cache_salt"] != options["cache_salt"]
+
+
+@pytest.mark.parametrize("server", [{"api_key": "one"}, {"api_key": ["one", "two"], "shared_cache": True}])
+def test_with_one_key_or_on_request_the_cache_is_everybodys(server: dict) -> None:
+    assert set(salts(**server)) == {"", "own"}
+
+
+def test_any_of_several_keys_opens_and_nothing_else() -> None:
+    with LiveServer(server=ServerSection(api_key=["one", "two", ""])) as live:
+        assert [ask(live.port, "GET", "/version", headers=bearer(key)).status for key in ("one", "two")] == [200, 200]
+        for key in ("", "three", "on", "onetwo", "one,two"):
+            assert ask(live.port, "GET", "/version", headers=bearer(key)).status == 401
+        assert ask(live.port, "GET", "/version").status == 401

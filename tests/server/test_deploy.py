@@ -1,0 +1,81 @@
+"""The examples under deploy/ fit the configuration, the routes, and each other."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.config import Config, load_config
+from engine.errors import ConfigError, GraphError, WeightsError
+from server.listener import ListenError
+from tests.server.http_client import ask
+from tests.server.live_server import LiveServer
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+TOML = sorted(DEPLOY.glob("*.toml"))
+KEY = {"CALLBOARD_SERVER__API_KEY": "secret"}
+
+
+@pytest.fixture(scope="module")
+def manifest() -> dict[str, dict[str, Any]]:
+    documents = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    return {document["kind"]: document for document in documents}
+
+
+@pytest.mark.parametrize("path", TOML, ids=lambda path: path.stem)
+def test_every_configuration_is_one(path: Path) -> None:
+    config = load_config(path, [], KEY)
+    assert config != Config()
+    if config.server.host != "127.0.0.1":
+        with pytest.raises(ConfigError, match="api_key"):
+            load_config(path, [], {})
+
+
+def test_there_is_one_for_a_cpu_one_for_a_gpu_and_one_for_four() -> None:
+    assert [path.stem for path in TOML] == ["cpu", "gpu", "tp4"]
+    assert load_config(DEPLOY / "tp4.toml", [], KEY).device.tensor_parallel == 4
+
+
+def test_kubernetes_asks_the_routes_that_are_open_and_lets_the_server_drain(
+    manifest: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    file = tmp_path / "callboard.toml"
+    file.write_text(manifest["ConfigMap"]["data"]["callboard.toml"])
+    config = load_config(file, [], KEY)
+    pod = manifest["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    probes = {name: container[name]["httpGet"]["path"] for name in container if name.endswith("Probe")}
+    assert probes == {"startupProbe": "/ready", "readinessProbe": "/ready", "livenessProbe": "/health"}
+    with LiveServer(server=config.server) as live:
+        assert all(ask(live.port, "GET", path).status == 200 for path in probes.values())
+    waits = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert pod["terminationGracePeriodSeconds"] > waits + config.server.drain_timeout_s + config.server.write_timeout_s
+    assert container["env"][0]["name"] == "CALLBOARD_SERVER__API_KEY"
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    labels = manifest["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    for kind in ("Deployment", "PodDisruptionBudget"):
+        assert manifest[kind]["spec"]["selector"]["matchLabels"] == labels
+    assert manifest["Service"]["spec"]["selector"] == labels
+
+
+def test_systemd_waits_for_the_drain_and_does_not_repeat_what_cannot_mend() -> None:
+    settings = dict(re.findall(r"^(\w+)=(.*)$", (DEPLOY / "callboard.service").read_text(), re.MULTILINE))
+    server = Config().server
+    assert int(settings["TimeoutStopSec"]) > server.drain_timeout_s + server.write_timeout_s
+    assert settings["KillSignal"] == "SIGTERM"
+    codes = {int(code) for code in settings["RestartPreventExitStatus"].split()}
+    assert codes == {kind.exit_code for kind in (ConfigError, WeightsError, GraphError, ListenError)}
+    assert int(settings["LimitNOFILE"]) > server.max_connections
+
+
+def test_the_image_runs_as_nobody_in_particular_with_what_the_repository_has() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+    assert "USER callboard" in lines
+    for line in lines:
+        if line.startswith("COPY "):
+            *sources, _ = line.split()[1:]
+            assert all((DEPLOY.parent / source).exists() for source in sources), line
+    assert "STOPSIGNAL SIGTERM" in lines

@@ -1,0 +1,130 @@
+"""What the doctor finds, and that it says what to do about it."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import Config, build_config
+from engine.execution import inventory
+from engine.execution.inventory import GPU, Inventory
+from server import doctor
+from server.cli import main
+from server.doctor import Finding, examine
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "examples" / "demo_model"
+
+
+def findings(**tables: dict[str, Any]) -> dict[str, Finding]:
+    tables = {"model": {"path": "demo"}, "server": {"port": 0}, **tables}
+    return {one.what: one for one in examine(build_config(Config(), tables))}
+
+
+def test_a_machine_that_can_serve_the_demo_model_has_nothing_bad() -> None:
+    found = findings()
+    assert not [one for one in found.values() if one.verdict == "bad"]
+    assert {"Python", "packages", "HTTP parser", "torch", "attention", "cores", "memory", "port", "model"} <= set(found)
+    assert "msgspec" in found["packages"].found
+    assert found["API key"].verdict == "note"
+    assert all(one.advice for one in found.values() if one.verdict != "good")
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        one = findings(server={"port": port})["port"]
+    assert (one.verdict, str(port) in one.advice) == ("bad", True)
+
+
+def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    assert findings(model={"path": str(tmp_path)})["model"].verdict == "bad"
+    shutil.copy(DEMO / "config.json", tmp_path)
+    found = findings(model={"path": str(tmp_path)})
+    assert (found["weights"].verdict, found["tokenizer"].verdict) == ("bad", "bad")
+    dummy = findings(model={"path": str(tmp_path), "load_format": "dummy", "tokenizer": "none"})
+    assert (dummy["weights"].verdict, "tokenizer" in dummy) == ("note", False)
+    shutil.copytree(DEMO, tmp_path / "copy")
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (tmp_path / "copy" / name).unlink(missing_ok=True)
+    assert findings(model={"path": str(tmp_path / "copy")})["chat template"].verdict == "note"
+
+
+def test_a_model_that_would_be_downloaded_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "resolve_checkpoint", lambda *_: pytest.fail("looked on the hub"))
+    assert findings(model={"path": "some/model"})["model"].verdict == "note"
+
+
+def test_weights_that_do_not_fit_the_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_available_memory", lambda: 1 << 20)
+    one = findings()["weights"]
+    assert (one.verdict, "smaller model" in one.advice) == ("bad", True)
+
+
+def test_memory_is_what_could_be_had_without_swapping() -> None:
+    text = "MemTotal:  2048 kB\nMemFree:  1 kB\nMemAvailable:   1024 kB\n"
+    assert doctor._available_memory(lambda: text) == 1 << 20
+
+    def missing() -> str:
+        raise FileNotFoundError(2, "no such file")
+
+    assert doctor._available_memory(missing) is None
+
+
+@pytest.mark.parametrize(
+    "driver, cuda, kind, verdict, said",
+    [
+        (False, None, "auto", "note", "no GPU driver"),
+        (True, None, "auto", "note", "CPU only"),
+        (True, "13.0", "auto", "note", "cannot reach"),
+        (True, None, "cuda", "bad", "CPU only"),
+    ],
+)
+def test_a_gpu_that_is_not_to_be_had_is_explained(
+    monkeypatch: pytest.MonkeyPatch, driver: bool, cuda: str | None, kind: str, verdict: str, said: str
+) -> None:
+    monkeypatch.setattr(inventory, "take_inventory", lambda: Inventory("2.0", cuda, 2, ()))
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi" if driver else None)
+    one = findings(device={"kind": kind})["GPU"]
+    assert (one.verdict, said in one.found) == (verdict, True)
+
+
+def test_a_gpu_that_somebody_else_fills_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = (GPU("H200", "9.0", 140 << 30, 141 << 30), GPU("H200", "9.0", 3 << 30, 141 << 30))
+    monkeypatch.setattr(inventory, "take_inventory", lambda: Inventory("2.0", "13.0", 2, gpus))
+    found = findings()
+    assert (found["GPU 0"].verdict, found["GPU 1"].verdict) == ("good", "note")
+    assert "nvidia-smi" in found["GPU 1"].advice
+
+
+def test_too_few_files_for_the_connections_are_noted() -> None:
+    one = findings(server={"port": 0, "max_connections": 10_000_000})["open files"]
+    assert one.verdict in ("note", "bad")
+    assert "ulimit" in one.advice
+
+
+def test_traces_without_their_package_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_installed", lambda module: False)
+    one = findings(server={"port": 0, "traces": "http://127.0.0.1:4318/v1/traces"})["traces"]
+    assert (one.verdict, "callboard[otel]" in one.advice) == ("bad", True)
+
+
+def test_the_command_prints_its_findings_and_its_exit_code_says_that_a_start_would_fail(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "server.cli", "doctor", "--set", "server.port=0"]
+    command += ["--set", f"model.path={json.dumps(str(tmp_path))}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert " bad  model" in done.stdout
+    assert "good  Python" in done.stdout
+
+
+def test_a_machine_on_which_all_is_well_gives_no_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--set", "server.port=0", "--log-level", "error"])
+    assert "good  model" in capsys.readouterr().out

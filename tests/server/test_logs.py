@@ -1,0 +1,53 @@
+"""Log lines that machines read."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from server.logs import JSONFormatter
+from tests.server.http_client import ask
+from tests.server.live_server import MODEL, LiveServer
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    """What the server's loggers write as JSON."""
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(JSONFormatter())
+    logger = logging.getLogger("server")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield written
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def test_a_request_is_one_object_with_its_fields(live: LiveServer, lines: io.StringIO) -> None:
+    ask(live.port, "POST", "/v1/completions", {"model": MODEL, "prompt": "p", "max_tokens": 3}, {"X-Request-Id": 'a"b'})
+    (entry,) = [json.loads(line) for line in lines.getvalue().splitlines()]
+    assert entry["time"].endswith("+00:00")
+    assert entry.pop("duration_ms") >= 0
+    assert {key: entry[key] for key in ("level", "logger", "request", "method", "route", "status")} == {
+        "level": "info",
+        "logger": "server.exchange",
+        "request": 'a"b',
+        "method": "POST",
+        "route": "/v1/completions",
+        "status": 200,
+    }
+    assert (entry["prompt_tokens"], entry["completion_tokens"]) == (2, 3)
+    assert 'request=a"b POST /v1/completions status=200' in entry["message"]
+
+
+def test_a_traceback_and_odd_characters_stay_on_their_line(live: LiveServer, lines: io.StringIO) -> None:
+    ask(live.port, "POST", "/v1/completions", {"model": MODEL, "prompt": "!bug"})
+    logging.getLogger("server.test").warning("a\nb\u2028c %s", "δ")
+    first, _, last = [json.loads(line) for line in lines.getvalue().splitlines(keepends=True) if line.strip("\u2028")]
+    assert first["level"] == "error"
+    assert "RuntimeError: open failed" in first["traceback"]
+    assert last["message"] == "a\nb\u2028c δ"

@@ -1,0 +1,260 @@
+"""The web page in a real browser: it streams, shows the engine, needs no mouse, and loads nothing from elsewhere.
+
+Needs a Chromium on this machine; Playwright from PyPI drives it.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from engine.config import ServerSection
+from tests.server.fake_ingress import FakeIngress
+from tests.server.http_client import ask
+from tests.server.live_server import LiveServer
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+BROWSERS = ("chromium", "google-chrome", "chromium-browser", "google-chrome-stable")
+EXECUTABLE = next(filter(None, map(shutil.which, BROWSERS)), None)
+needs_browser = pytest.mark.skipif(EXECUTABLE is None, reason=f"none of {', '.join(BROWSERS)} is on the PATH")
+PAGE_FILES = ("app.js", "api.js", "playground.js", "engine.js", "drawing.js", "style.css", "icon.svg")
+expect = playwright.expect
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["playwright.Browser"]:
+    with playwright.sync_playwright() as driver:
+        launched = driver.chromium.launch(executable_path=EXECUTABLE, args=["--no-sandbox", "--disable-gpu"])
+        yield launched
+        launched.close()
+
+
+class Tab:
+    """A page and everything that went wrong on it."""
+
+    def __init__(self, browser: "playwright.Browser", live: LiveServer, view: str = "", **options: object) -> None:
+        self.context = browser.new_context(**options)
+        self.context.set_default_timeout(10_000)
+        self.page = self.context.new_page()
+        self.errors: list[str] = []
+        self.hosts: set[str] = set()
+        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
+        self.page.goto(f"{live.url}/{view}")
+
+    def __enter__(self) -> "playwright.Page":
+        return self.page
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.context.close()
+        if kind is None:
+            assert len(self.hosts) == 1, self.hosts
+            # The one error a browser logs by itself is a status that the page asked for and understood.
+            unexpected = [error for error in self.errors if "the server responded with a status" not in error]
+            assert not unexpected
+
+
+@needs_browser
+def test_a_chat_streams_into_the_log_without_a_mouse(browser: "playwright.Browser") -> None:
+    with LiveServer(FakeIngress(delay_s=0.03)) as live, Tab(browser, live) as page:
+        expect(page.locator("#status")).to_have_text("ready")
+        page.keyboard.press("Tab")  # the skip link
+        page.keyboard.press("Enter")
+        page.locator("#prompt").focus()
+        page.keyboard.type("<img src=x onerror=alert(1)>")
+        page.keyboard.press("Shift+Enter")
+        page.keyboard.type("second line")
+        page.keyboard.press("Enter")
+        mine, answer = page.locator("#log .turn").nth(0), page.locator("#log .turn").nth(1)
+        expect(mine.locator("pre")).to_have_text("<img src=x onerror=alert(1)>\nsecond line")
+        expect(page.locator("#stop")).to_be_enabled()
+        expect(answer.locator("pre")).to_contain_text(re.compile(r"\w"))
+        expect(answer.locator("footer")).to_contain_text("12 tokens")
+        expect(page.locator("#stop")).to_be_disabled()
+        assert page.locator("#log img").count() == 0
+        page.keyboard.type("and then")
+        page.keyboard.press("Enter")
+        expect(page.locator("#log .turn")).to_have_count(4)
+        expect(page.locator("#log .turn").nth(3).locator("footer")).to_contain_text("tokens")
+        turns = live.ingress.asked[1][0]
+        assert [turn.role for turn in turns] == ["user", "assistant", "user"]  # type: ignore[union-attr]
+
+
+@needs_browser
+def test_a_completion_continues_its_prompt_with_the_settings_given(browser: "playwright.Browser") -> None:
+    with LiveServer() as live, Tab(browser, live) as page:
+        page.get_by_label("Completion", exact=True).check()
+        page.get_by_label("Most tokens").fill("5")
+        page.get_by_label("Temperature").fill("0.5")
+        page.get_by_label("Seed").fill("7")
+        page.locator("#prompt").fill("def f(")
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator(".turn footer")).to_contain_text("5 tokens")
+        expect(page.locator(".turn .prompt-text")).to_have_text("def f(")
+        prompt, params, _ = live.ingress.asked[0]
+        assert (prompt, params.max_tokens, params.temperature, params.seed) == ("def f(", 5, 0.5, 7)
+
+
+@needs_browser
+def test_escape_stops_an_answer_and_its_request(browser: "playwright.Browser") -> None:
+    with LiveServer(FakeIngress(delay_s=0.05)) as live, Tab(browser, live) as page:
+        page.locator("#prompt").fill("go on")
+        page.keyboard.press("Enter")
+        expect(page.locator(".turn").nth(1).locator("pre")).to_contain_text(re.compile(r"\w"))
+        page.keyboard.press("Escape")
+        expect(page.locator(".turn").nth(1).locator("footer")).to_have_text("stopped")
+        assert live.wait_until(lambda: live.ingress.num_open == 0, 2)
+
+
+@needs_browser
+@pytest.mark.parametrize("prompt, said", [("!refuse", "too long by 7 tokens"), ("!fail", "not finite")])
+def test_errors_are_said_and_a_refused_question_is_not_lost(
+    browser: "playwright.Browser", prompt: str, said: str
+) -> None:
+    with LiveServer() as live, Tab(browser, live) as page:
+        page.get_by_label("Completion", exact=True).check()
+        page.locator("#prompt").fill(prompt)
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert").filter(has_text=said)).to_be_visible()
+        expect(page.locator("#prompt")).to_have_value(prompt if prompt == "!refuse" else "")
+
+
+@needs_browser
+def test_the_engine_is_shown_as_it_is(browser: "playwright.Browser") -> None:
+    shared = list(range(64))
+    with LiveServer() as live:
+
+        def work() -> None:
+            for number in range(40):
+                live.monitor.run(seconds=0.01, decodes=20, prefill_tokens=300 if number % 8 == 0 else 0)
+            live.monitor.end()
+            for first in (100, 200, 300):
+                live.monitor.cache([*shared, *range(first, first + 48)])
+
+        live.call(work)
+        with Tab(browser, live) as page:
+            page.get_by_role("tab", name="Playground").focus()
+            page.keyboard.press("ArrowRight")
+            expect(page.get_by_role("tab", name="Engine")).to_have_attribute("aria-selected", "true")
+            expect(page.locator("#figures")).to_contain_text("2,000 tokens/s")
+            expect(page.locator("#figures")).to_contain_text("40 %")
+            expect(page.locator("#pages")).to_have_attribute("aria-label", "Of 100 pages: 20 used, 30 cached, 50 free")
+            expect(page.locator("#steps svg > g")).to_have_count(40)
+            expect(page.locator("#tree [role=treeitem]")).to_have_count(4)
+            expect(page.locator("#mailboxes tr")).to_have_count(1)
+            # Through the picture by keys: from the shared prefix to one of its continuations, and to the next.
+            page.locator("#tree [role=treeitem]").first.focus()
+            expect(page.locator("#node")).to_contain_text("64 tokens from 0 on")
+            page.keyboard.press("ArrowRight")
+            expect(page.locator("#node")).to_contain_text("48 tokens from 64 on")
+            before = page.locator("#node").inner_text()
+            page.keyboard.press("ArrowDown")
+            expect(page.locator("#node")).not_to_have_text(before)
+            live.call(lambda: live.monitor.run(seconds=0.01, decodes=20))
+            expect(page.locator("#steps svg > g")).to_have_count(41)  # it looks again by itself
+            page.get_by_text("As a table").click()
+            expect(page.locator("#prefixes tr")).to_have_count(4)
+
+
+@needs_browser
+def test_the_page_asks_for_the_key_and_keeps_it_for_itself(browser: "playwright.Browser") -> None:
+    with LiveServer(server=ServerSection(api_key="s3cret")) as live, Tab(browser, live) as page:
+        expect(page.get_by_label("This server asks for an API key")).to_be_focused()
+        page.keyboard.type("wrong")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert")).to_have_text("That key was not accepted.")
+        page.keyboard.type("s3cret")
+        page.keyboard.press("Enter")
+        expect(page.locator("#status")).to_have_text("ready")
+        assert page.evaluate("document.cookie + location.href").count("s3cret") == 0
+        page.locator("#prompt").fill("hello")
+        page.keyboard.press("Enter")
+        expect(page.locator(".turn footer")).to_contain_text("tokens")
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_in_either_theme(browser: "playwright.Browser", scheme: str) -> None:
+    with LiveServer() as live, Tab(browser, live, color_scheme=scheme) as page:
+        expect(page.locator("html")).to_have_attribute("data-theme", scheme)
+        assert page.evaluate(LEAST_CONTRAST) >= 4.5  # WCAG AA
+        page.get_by_role("button", name="Dark").click()
+        other = "dark" if scheme == "light" else "light"
+        expect(page.locator("html")).to_have_attribute("data-theme", other)
+        page.reload()
+        expect(page.locator("html")).to_have_attribute("data-theme", other)
+
+
+@needs_browser
+def test_everything_has_a_name_and_fits_a_telephone(browser: "playwright.Browser") -> None:
+    with LiveServer() as live, Tab(browser, live, "#engine", viewport={"width": 360, "height": 700}) as page:
+        expect(page.locator("#figures")).to_contain_text("Running")
+        for view in ("engine", "playground"):
+            page.locator(f"#tab-{view}").click()
+            assert page.evaluate("document.documentElement.scrollWidth") <= 360
+            assert page.evaluate(NAMELESS) == []
+
+
+def test_browsers_are_told_to_load_nothing_else_and_run_nothing_inline(live: LiveServer) -> None:
+    reply = ask(live.port, "GET", "/")
+    policy = reply.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "http" not in policy
+    assert reply.headers["x-content-type-options"] == "nosniff"
+    text = reply.body.decode()
+    assert not re.search(r"<script(?![^>]*src=)|\son\w+=|\sstyle=|https?://", text)
+
+
+def test_files_are_given_with_their_type_and_asked_for_again_only_if_they_changed(live: LiveServer) -> None:
+    for name in PAGE_FILES:
+        reply = ask(live.port, "GET", f"/page/{name}")
+        assert reply.status == 200
+        again = ask(live.port, "GET", f"/page/{name}", headers={"If-None-Match": reply.headers["etag"]})
+        assert (again.status, again.body) == (304, b"")
+    assert ask(live.port, "GET", "/page/app.js").headers["content-type"].startswith("text/javascript")
+    assert ask(live.port, "GET", "/page/").status == 404
+
+
+def test_the_page_is_open_where_the_api_is_not() -> None:
+    with LiveServer(server=ServerSection(api_key="s3cret")) as live:
+        assert ask(live.port, "GET", "/").status == 200
+        assert ask(live.port, "GET", "/page/app.js").status == 200
+        assert ask(live.port, "GET", "/page/nothing.js").status == 404
+        assert ask(live.port, "GET", "/stats").status == 401
+
+
+# The least contrast of any visible text with what lies behind it.
+LEAST_CONTRAST = """() => {
+  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = (colour) => {
+    const [r, g, b] = numbers(colour).slice(0, 3).map((part) => part / 255)
+      .map((part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (element) => {
+    for (let one = element; one; one = one.parentElement) {
+      const colour = getComputedStyle(one).backgroundColor;
+      if ((numbers(colour)[3] ?? 1) > 0) return colour;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  let least = 21;
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (!walker.currentNode.textContent.trim() || !element.checkVisibility() || element.closest(":disabled, script"))
+      continue;
+    const [one, other] = [light(getComputedStyle(element).color), light(behind(element))].sort((a, b) => b - a);
+    least = Math.min(least, (one + 0.05) / (other + 0.05));
+  }
+  return least;
+}"""
+# Whatever can be focused and seen and has no name for a screen reader.
+NAMELESS = """() => [...document.querySelectorAll("button, input, textarea, a, [tabindex]")]
+  .filter((one) => one.checkVisibility() && one.id !== "main")
+  .filter((one) => !(one.getAttribute("aria-label") || one.labels?.length || one.textContent.trim()
+                     || one.getAttribute("aria-labelledby")))
+  .map((one) => one.outerHTML)"""

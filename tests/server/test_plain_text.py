@@ -1,0 +1,71 @@
+"""Events put together from parts are byte for byte what encoding them whole would give."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import UNSET
+
+from engine.config import LimitsSection
+from engine.messages import Delta, Finish, TokenLogprobs, TokenText, Usage
+from server.chat import Chat
+from server.completions import Completions
+from server.endpoint import Head
+from server.generation import Translator
+from server.output import Cursor
+from server.plain_text import PlainText, is_plain
+from tests.server.live_server import CARD
+
+HEAD = Head(id='cmpl-"odd\\', created=1, model="a/model δ", system_fingerprint="callboard-1")
+TOKEN = TokenText(1, "x", b"x", -1.0)
+
+
+def endpoints() -> list[Any]:
+    translator = Translator(CARD, LimitsSection())
+    return [Completions(translator), Chat(translator, CARD)]
+
+
+def renderer(endpoint: Any, index: int, usage: Any, **cursor_options: Any):
+    cursor = Cursor(index, **cursor_options)
+    endpoint.chunks(HEAD, cursor, Delta(1, "first", b"\1\0\0\0"), usage)  # what a choice opens with
+    return lambda delta: endpoint.chunks(HEAD, cursor, delta, usage)
+
+
+@given(text=st.text(), index=st.integers(0, 127), kind=st.integers(0, 1), usage=st.sampled_from([None, UNSET]))
+def test_an_event_from_parts_is_the_event(text: str, index: int, kind: int, usage: Any) -> None:
+    render = renderer(endpoints()[kind], index, usage)
+    template = PlainText.like(render)
+    assert template is not None
+    delta = Delta(1, text, b"\7\0\0\0")
+    assert is_plain(delta)
+    (event,) = render(delta)
+    assert template.event(delta) == b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        Delta(1, "a prompt that is echoed"),
+        Delta(1, "x", b"\7\0\0\0", finish=Finish.STOP),
+        Delta(1, "x", b"\7\0\0\0", reasoning="hm"),
+        Delta(1, "x", b"\7\0\0\0", logprobs=(TokenLogprobs(TOKEN, ()),)),
+        Delta(1, "x", b"\7\0\0\0", prompt_logprobs=(TokenLogprobs(TOKEN, ()),)),
+        Delta(1, "", b"", finish=Finish.LENGTH, usage=Usage(1, 1, 0)),
+    ],
+)
+def test_what_says_more_is_not_plain(delta: Delta) -> None:
+    assert not is_plain(delta)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_where_tokens_are_told_by_their_ids_no_two_events_are_alike(kind: int) -> None:
+    assert PlainText.like(renderer(endpoints()[kind], 0, UNSET, shows_token_ids=True)) is None
+
+
+def test_an_endpoint_that_says_nothing_of_a_text_or_too_much_has_no_template() -> None:
+    events = renderer(endpoints()[0], 0, UNSET)
+    assert PlainText.like(lambda delta: []) is None
+    assert PlainText.like(lambda delta: [*events(delta), *events(delta)]) is None
+    assert PlainText.like(lambda delta: events(Delta(1, "other", b"\1\0\0\0"))) is None
