@@ -1,23 +1,34 @@
-"""What the HTTP layer asks of the engine: two protocols, small enough for a test to fake.
+"""What the HTTP layer asks of the engine: three protocols, small enough for a test to fake.
 
 Owns: the calls and attributes that may be used.  Does not know: actors, or the messages between them.
 Everything here is called on the event loop that also runs the engine's ingress.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine.messages import ChatTurn, Delta, Stats
+from engine.actors.monitor import Gauges
+from engine.kv.outline import Outline
+from engine.messages import ChatOptions, ChatTurn, Delta, Stats
 from engine.sampling.params import SamplingParams
+from engine.scheduling.meter import Meter
 
+PLAIN = ChatOptions()
 Prompt = str | Sequence[int] | tuple[ChatTurn, ...]
 
 
 class Stream(Protocol):
-    """The output of one choice."""
+    """The output of one choice.  request_id: the engine's own number for it."""
+
+    request_id: int
 
     async def next(self) -> Delta:
         """All output since the last call; the last one has a finish and the usage.  Raises RequestError, EngineDied."""
+
+    async def relay(self, sink: Callable[[Delta], bool]) -> bool:
+        """Give ``sink`` all output in the moment it is produced, until it says that it can take no more now.
+
+        Returns whether that was all.  Raises as ``next`` does, and what the sink raises."""
 
     def close(self) -> None:
         """Cancel the request unless it has ended; idempotent."""
@@ -27,10 +38,12 @@ class Ingress(Protocol):
     """The engine's front door.
 
     ready: the model is loaded.  draining: set by the server when it is told to stop.
+    recovering: executors were lost, and requests wait for new ones.
     failure: why the engine died, once it has.  stats: the scheduler's latest gauges.
     """
 
     ready: bool
+    recovering: bool
     draining: bool
     failure: str | None
     stats: Stats | None
@@ -39,13 +52,51 @@ class Ingress(Protocol):
     def num_open(self) -> int:
         """Requests accepted and not yet ended."""
 
+    @property
+    def quiet_s(self) -> float:
+        """Seconds without any output although requests run; 0 while none does."""
+
     def open(
-        self, prompt: Prompt, params: SamplingParams, *, echo: bool = False, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        echo: bool = False,
+        priority: int = 0,
+        cache_salt: str = "",
+        chat: ChatOptions = PLAIN,
+        prompt_only: bool = False,
+        return_prompt_ids: bool = False,
     ) -> Stream:
-        """Accept a request or raise RequestError; never waits."""
+        """Accept a request or raise RequestError; never waits.  The rest as in ``Tokenize``."""
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is open; False if the time ran out first."""
 
     def abort_all(self) -> None:
         """End every open request with an error."""
+
+
+class Monitor(Protocol):
+    """What the engine shows of itself.
+
+    now: seconds of the clock that the meter's times are in.  meter: what has been counted, None until it is loaded.
+    """
+
+    @property
+    def now(self) -> float: ...
+
+    @property
+    def meter(self) -> Meter | None: ...
+
+    def gauges(self) -> Gauges:
+        """How things stand."""
+
+    def outline(self, max_nodes: int) -> Outline:
+        """The hottest part of the prefix cache."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Tokens as text."""
+
+    def watch(self, observer: object, name: str) -> None:
+        """Tell an object with observer hooks what happens from now on."""

@@ -28,6 +28,7 @@ class BodyReader(Generic[B, T]):
         self._translate = translate
         self._fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
         self._struct = msgspec.json.Decoder(body_type)
+        self._known = frozenset(body_type.__struct_fields__)
         self._max_bytes = server.max_body_bytes
         self._timeout_s = server.body_timeout_s
 
@@ -80,7 +81,7 @@ class BodyReader(Generic[B, T]):
 
     def _decode(self, body: bytes) -> B:
         try:
-            check_unsupported(self._fields.decode(body))
+            check_unsupported(self._fields.decode(body), self._known)
             return self._struct.decode(body)
         except msgspec.ValidationError as error:
             message, param = name_field(str(error))

@@ -1,19 +1,23 @@
-"""POST /v1/chat/completions: its messages and its formats.
+"""POST /v1/chat/completions: its formats.
 
-Owns: roles, content parts, chat completion objects, their logprobs.
-Does not know: chat templates, sockets, the engine.
+Owns: chat completion objects, their logprobs, calls and thoughts in them.
+Does not know: messages, chat templates, sockets, the engine.
 """
 
+import uuid
 from collections.abc import Sequence
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from engine.errors import RequestError
-from engine.messages import ChatTurn, Delta, TokenLogprobs, TokenText
+from engine.messages import ChatOptions, Delta, Finish, TokenLogprobs, TokenText
+from engine.text.tool_calls import CallPiece
+from server.conversation import read_turns
 from server.endpoint import Head
 from server.generation import Generation, Translator
-from server.openai_requests import ChatBody, ChatMessage, ContentPart
+from server.model_card import ModelCard
+from server.openai_requests import ChatBody
 from server.openai_responses import (
     ChatAnswer,
     ChatChoice,
@@ -22,15 +26,19 @@ from server.openai_responses import (
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
+    FinishReason,
+    FunctionCallBody,
+    FunctionDelta,
     OptionalUsage,
     TokenLogprob,
+    ToolCallBody,
+    ToolCallDelta,
     TopLogprob,
     UsageBody,
 )
-from server.output import Cursor, Output, finish_reason, finite, stop_reason
-
-# The API renamed "system" to "developer"; templates of open models know only the old name.
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+from server.output import Cursor, Output, finish_reason, finite, ids, stop_reason
+from server.template_variables import read_variables
+from server.tools import ToolUse, read_tools
 
 
 class Chat:
@@ -39,32 +47,60 @@ class Chat:
     id_prefix = "chatcmpl-"
     prompt_field = "messages"
 
-    def __init__(self, translator: Translator) -> None:
+    def __init__(self, translator: Translator, card: ModelCard) -> None:
         self._translator = translator
+        self._card = card
 
     def translate(self, body: ChatBody) -> Generation:
         self._translator.check_model(body.model)
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs: only allowed together with logprobs", param="top_logprobs")
+        tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls, form=self._card.tool_format)
         return self._translator.translate(
             body,
             (read_turns(body.messages),),
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             echo=False,
+            tools=tools,
+            chat=self._options(body, tools.described),
         )
 
-    def answer(self, head: Head, outputs: Sequence[Output], usage: UsageBody) -> msgspec.Struct:
-        choices = [
-            ChatChoice(
-                index=output.index,
-                message=ChatAnswer(output.text),
-                logprobs=_logprobs(output.logprobs),
-                finish_reason=output.finish_reason,
-                stop_reason=output.stop_reason,
+    def _options(self, body: ChatBody, tools: str) -> ChatOptions:
+        continues = bool(body.continue_final_message)
+        if continues and body.add_generation_prompt:
+            raise RequestError(
+                "add_generation_prompt: not possible together with continue_final_message",
+                param="add_generation_prompt",
             )
-            for output in outputs
-        ]
+        begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+        return ChatOptions(
+            tools=tools,
+            variables=read_variables(body.chat_template_kwargs, body.reasoning_effort, self._card.template_variables),
+            add_generation_prompt=begins,
+            continue_final=continues,
+            split_reasoning=body.separate_reasoning is not False,
+        )
+
+    def answer(self, head: Head, generation: Generation, outputs: Sequence[Output], usage: UsageBody) -> msgspec.Struct:
+        choices = []
+        for output in outputs:
+            content, calls = read_calls(output.text, generation.tools)
+            choices.append(
+                ChatChoice(
+                    index=output.index,
+                    message=ChatAnswer(
+                        content if content or not calls else None,
+                        tool_calls=calls or UNSET,
+                        reasoning_content=output.reasoning or UNSET,
+                        reasoning=output.reasoning or UNSET,
+                    ),
+                    logprobs=_logprobs(output.logprobs),
+                    finish_reason=_with_calls(output.finish_reason, bool(calls)),
+                    stop_reason=output.stop_reason,
+                    token_ids=ids(output.token_ids, generation.shows_token_ids),
+                )
+            )
         return ChatCompletion(
             id=head.id,
             created=head.created,
@@ -72,6 +108,7 @@ class Chat:
             system_fingerprint=head.system_fingerprint,
             choices=choices,
             usage=usage,
+            prompt_token_ids=ids(outputs[0].prompt_token_ids, generation.shows_token_ids),
         )
 
     def chunks(self, head: Head, cursor: Cursor, delta: Delta, usage: OptionalUsage) -> list[msgspec.Struct]:
@@ -79,54 +116,73 @@ class Chat:
         if not cursor.started:
             cursor.started = True
             first = ChatChunkChoice(index=cursor.index, delta=ChatDelta(role="assistant", content=""))
-            chunks.append(_chunk(head, [first], usage))
+            prompt_ids = ids(delta.prompt_token_ids, bool(delta.prompt_token_ids))
+            chunks.append(msgspec.structs.replace(_chunk(head, [first], usage), prompt_token_ids=prompt_ids))
+        text = delta.text
+        calls: list[ToolCallDelta] | UnsetType = UNSET
+        reason = finish_reason(delta)
+        if (parser := cursor.parser) is not None:
+            text, pieces = parser.push(text)
+            if delta.finish != Finish.RUNNING:
+                rest, more = parser.finish()
+                text, pieces = text + rest, [*pieces, *more]
+            calls = [_call_delta(piece) for piece in pieces] or UNSET
+            reason = _with_calls(reason, parser.num_calls > 0)
+        thoughts = delta.reasoning or UNSET
+        shows_text = text or (delta.token_ids and not thoughts and cursor.parser is None)
         choice = ChatChunkChoice(
             index=cursor.index,
-            delta=ChatDelta(content=delta.text if delta.text or delta.token_ids else UNSET),
+            delta=ChatDelta(
+                content=text if shows_text else UNSET,
+                tool_calls=calls,
+                reasoning_content=thoughts,
+                reasoning=thoughts,
+            ),
             logprobs=_logprobs(delta.logprobs),
-            finish_reason=finish_reason(delta),
+            finish_reason=reason,
             stop_reason=stop_reason(delta),
+            token_ids=ids(delta.token_ids, cursor.shows_token_ids and bool(delta.token_ids)),
         )
-        chunks.append(_chunk(head, [choice], usage))
+        held_back = cursor.parser is not None and choice == ChatChunkChoice(index=cursor.index, delta=ChatDelta())
+        if not held_back:
+            chunks.append(_chunk(head, [choice], usage))
         return chunks
 
     def usage_chunk(self, head: Head, usage: UsageBody) -> msgspec.Struct:
         return _chunk(head, [], usage)
 
 
-def read_turns(messages: Sequence[ChatMessage]) -> tuple[ChatTurn, ...]:
-    """The conversation in the engine's terms.  Raises RequestError for what only other models could read."""
-    if not messages:
-        raise RequestError("messages: an empty list; expected at least one message", param="messages")
-    return tuple(_turn(message, f"messages[{index}]") for index, message in enumerate(messages))
+def read_calls(text: str, tools: ToolUse | None) -> tuple[str, list[ToolCallBody]]:
+    """(text, calls) of a whole output."""
+    if tools is None:
+        return text, []
+    parser = tools.parser()
+    content, pieces = parser.push(text)
+    rest, more = parser.finish()
+    names: dict[int, str] = {}
+    arguments: dict[int, str] = {}
+    for piece in (*pieces, *more):
+        if piece.name is not None:
+            names[piece.index] = piece.name
+        arguments[piece.index] = arguments.get(piece.index, "") + piece.arguments
+    calls = [ToolCallBody(new_call_id(), FunctionCallBody(name, arguments[index])) for index, name in names.items()]
+    return content + rest, calls
 
 
-def _turn(message: ChatMessage, path: str) -> ChatTurn:
-    role = ROLES.get(message.role)
-    if role is None:
-        raise RequestError(f"{path}.role: must be one of {', '.join(ROLES)}", param=f"{path}.role")
-    for field in ("tool_calls", "function_call"):
-        calls = getattr(message, field)
-        if calls:
-            raise RequestError(
-                f"{path}.{field}: not supported by this server", code="unsupported_parameter", param=f"{path}.{field}"
-            )
-    if isinstance(message.content, str):
-        return ChatTurn(role, message.content)
-    if not message.content:
-        raise RequestError(f"{path}.content: required, but not given", param=f"{path}.content")
-    parts = (_part_text(part, f"{path}.content[{index}]") for index, part in enumerate(message.content))
-    return ChatTurn(role, "".join(parts))
+def new_call_id() -> str:
+    """By which the client's answer refers to a call."""
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def _part_text(part: ContentPart, path: str) -> str:
-    if part.type != "text":
-        raise RequestError(
-            f"{path}.type: only 'text' is supported by this server", code="unsupported_content", param=f"{path}.type"
-        )
-    if part.text is None:
-        raise RequestError(f"{path}.text: required, but not given", param=f"{path}.text")
-    return part.text
+def _call_delta(piece: CallPiece) -> ToolCallDelta:
+    if piece.name is None:
+        return ToolCallDelta(piece.index, FunctionDelta(arguments=piece.arguments))
+    function = FunctionDelta(piece.name, piece.arguments)
+    return ToolCallDelta(piece.index, function, id=new_call_id(), type="function")
+
+
+def _with_calls(reason: FinishReason | None, calls: bool) -> FinishReason | None:
+    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def _chunk(head: Head, choices: list[ChatChunkChoice], usage: OptionalUsage) -> ChatChunk:

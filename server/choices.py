@@ -6,6 +6,8 @@ client, output stays in the engine's streams, where it merges.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
 from types import TracebackType
 
 from engine.messages import Delta, Finish
@@ -34,6 +36,9 @@ class Choices:
                             echo=generation.echo,
                             priority=generation.priority,
                             cache_salt=generation.cache_salt,
+                            chat=generation.chat,
+                            prompt_only=generation.prompt_only,
+                            return_prompt_ids=generation.shows_token_ids,
                         )
                     )
         except BaseException:
@@ -77,6 +82,21 @@ class Choices:
         if item[1].finish != Finish.RUNNING:
             self._num_running -= 1
         return item
+
+    async def relay(self, sink: Callable[[int, Delta], bool], drained: Callable[[], Awaitable[None]]) -> None:
+        """Give what is left to ``sink``, as (choice index, new output), in the moment it is produced.
+
+        sink: returns whether it could take more now; if not, ``drained`` is waited for.  Raises as ``next`` does."""
+        if not self._pumps:
+            take = partial(sink, 0)
+            while self._num_running:
+                if await self._streams[0].relay(take):
+                    self._num_running = 0
+                else:
+                    await drained()
+        while (item := await self.next()) is not None:
+            if not sink(*item):
+                await drained()
 
     async def _pump(self, index: int, stream: Stream) -> None:
         try:

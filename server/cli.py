@@ -1,13 +1,13 @@
-"""The ``callboard`` command: serve, generate, chat, config, plugins.
+"""The ``callboard`` command: serve, generate, chat, config, plugins, doctor.
 
 Owns: arguments, exit codes, what a person at a terminal sees.  Does not know: how the engine does any of it.
-torch is imported only by the commands that run a model.
+torch is imported only by the commands that run a model, and by the one that says which plugins could run here.
 """
 
 import argparse
 import asyncio
+import gc
 import json
-import logging
 import os
 import sys
 import time
@@ -19,10 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.config import Config, json_schema, load_config, render_toml
-from engine.errors import CallboardError, RequestError
-from engine.plugins.manager import available_plugins, choose, observer_names
+from engine.errors import CallboardError, ConfigError, RequestError
+from engine.plugins.hookspecs import API_VERSION
+from engine.plugins.listing import list_plugins
 from engine.sampling.params import SamplingParams
 from server.listener import bind
+from server.logs import configure_logging
 from server.model_card import ModelCard
 from server.serve import serve
 
@@ -40,12 +42,9 @@ Exit codes: 0 done, 1 engine failed, 2 configuration, 3 checkpoint, 98 port in u
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script; exits with the code that the error carries."""
+    _fill_standard_streams()
     parsed = _parser().parse_args(arguments)
-    logging.basicConfig(
-        level=getattr(logging, parsed.log_level.upper()),
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    configure_logging(parsed.log_level, parsed.log_format)
     try:
         config = load_config(parsed.file, parsed.set)
         parsed.run(parsed, config)
@@ -60,6 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
+def _fill_standard_streams() -> None:
+    """Whoever closed a standard stream (``2>&-``) wants no output there, and no socket of ours to take its number."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdin, sys.stdout, sys.stderr = sys.stdin or open(0), sys.stdout or open(1, "w"), sys.stderr or open(2, "w")  # noqa: SIM115
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="callboard",
@@ -71,6 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("serve", parents=[_file(), _shared("info")], help="serve a model over HTTP")
     command.add_argument("--host", help="address to listen on (server.host)")
     command.add_argument("--port", type=int, help="port to listen on (server.port); 0 takes any free one")
+    command.add_argument("--replicas", type=int, metavar="N", help="serve N engines behind one router; needs --on")
+    command.add_argument("--on", choices=["ray"], help="what runs the replicas: Ray, on all machines of its cluster")
     command.set_defaults(run=_serve)
     command = commands.add_parser(
         "generate", parents=[_shared("warning"), _sampling()], help="complete a prompt and print the text"
@@ -92,6 +101,10 @@ def _parser() -> argparse.ArgumentParser:
         "plugins", parents=[_file(), _shared("warning")], help="list the plugins that can be chosen"
     )
     command.set_defaults(run=_plugins)
+    command = commands.add_parser(
+        "doctor", parents=[_file(), _shared("warning")], help="look for what a start would lack, and say how to get it"
+    )
+    command.set_defaults(run=_doctor)
     return parser
 
 
@@ -109,6 +122,7 @@ def _shared(log_level: str) -> argparse.ArgumentParser:
     )
     levels = ["debug", "info", "warning", "error"]
     parent.add_argument("--log-level", default=log_level, choices=levels, help=f"default: {log_level}")
+    parent.add_argument("--log-format", default="text", choices=["text", "json"], help="default: text")
     return parent
 
 
@@ -133,10 +147,28 @@ def _serve(parsed: argparse.Namespace, config: Config) -> None:
     overrides = [f"server.{key}={getattr(parsed, key)}" for key in ("host", "port") if getattr(parsed, key) is not None]
     if overrides:
         config = load_config(parsed.file, [*parsed.set, *overrides])
+    if parsed.replicas is not None or parsed.on is not None:
+        _serve_replicas(parsed, config)
+        return
     uvloop.run(_serve_until_stopped(config))
     sys.stderr.flush()
     # Not a plain return: a load that was interrupted still runs on its thread, and nothing is left to clean up.
     os._exit(0)
+
+
+def _serve_replicas(parsed: argparse.Namespace, config: Config) -> None:
+    from server.replicas.ray_fleet import RayFleet
+    from server.replicas.router import route
+
+    if parsed.on is None or (parsed.replicas or 0) < 1:
+        raise ConfigError("--replicas N needs an N of at least 1 and --on ray")
+    with bind(config.server.host, config.server.port) as listener:
+        fleet = RayFleet(config, parsed.replicas)
+        host, port = listener.getsockname()[:2]
+        print(
+            f"router of {parsed.replicas} replicas at http://{host}:{port}; GET /replicas says how they are", flush=True
+        )
+        uvloop.run(route(config, fleet, listener))
 
 
 async def _serve_until_stopped(config: Config) -> None:
@@ -152,10 +184,21 @@ async def _serve_until_stopped(config: Config) -> None:
             vocab_size=system.spec.vocab_size,
             created=int(time.time()),
             chat_defaults=system.sampling_defaults,
+            tool_format=system.codec.tool_format,
+            template_variables=config.server.chat_template_kwargs,
         )
         engine = asyncio.create_task(_run_engine(system, f"http://{host}:{port}"))
         try:
-            await serve(config.server, config.limits, system.ingress, card, listener=listener, engine=engine)
+            await serve(
+                config.server,
+                config.limits,
+                system.ingress,
+                card,
+                system.monitor,
+                listener=listener,
+                engine=engine,
+                codec=system.codec,
+            )
         finally:
             await system.stop()
             engine.cancel()
@@ -164,6 +207,9 @@ async def _serve_until_stopped(config: Config) -> None:
 async def _run_engine(system: "System", url: str) -> None:  # type: ignore[name-defined]  # noqa: F821
     started = time.perf_counter()
     await system.start()
+    # What loading has left lives as long as the process: the collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
     body = json.dumps({"model": system.model_name, "prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0})
     print(
         f"\n{system.model_name} is ready after {time.perf_counter() - started:.1f} s at {url}\n"
@@ -241,12 +287,33 @@ def _config(parsed: argparse.Namespace, config: Config) -> None:
 
 
 def _plugins(parsed: argparse.Namespace, config: Config) -> None:
-    chosen = {*choose(config.plugins.by_kind()).values(), *observer_names(config.plugins.observers)}
-    table = Table("plugin", "distribution", "version", "module", "chosen")
-    for info in available_plugins():
-        mark = "yes" if info.name in chosen else ""
-        table.add_row(info.name, info.distribution, info.version, info.module, mark)
-    Console().print(table)
+    from engine.execution.preview import preview_context  # torch knows the device
+
+    context = preview_context(config)
+    table = Table("plugin", "chosen", "distribution", "needs", "runs here")
+    for row in list_plugins(config, context):
+        origin = f"{row.info.distribution} {row.info.version}"
+        table.add_row(row.info.name, row.chosen, origin, row.needs, "; ".join(row.hindrances) or "yes")
+    console = Console()
+    console.print(table)
+    model = f"heads of {context.head_size}" if context.head_size else "a model that is not on this machine"
+    machine = f"{context.device}, {context.dtype or 'any dtype'}, pages of {context.page_size}, {model}"
+    console.print(f"here: {machine}; plugin API {API_VERSION}")
+
+
+def _doctor(parsed: argparse.Namespace, config: Config) -> None:
+    from server.doctor import examine
+
+    colours = {"good": "green", "note": "yellow", "bad": "red"}
+    console = Console(highlight=False, markup=False)
+    findings = examine(config)
+    for one in findings:
+        console.print(f"{one.verdict:>4}  ", style=colours[one.verdict], end="")
+        console.print(f"{one.what}: {one.found}", soft_wrap=True)
+        if one.advice:
+            console.print(f"        {one.advice}", style="dim", soft_wrap=True)
+    if any(one.verdict == "bad" for one in findings):
+        sys.exit(ConfigError.exit_code)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,11 @@ from aiohttp.web_protocol import RequestHandler
 
 from engine.config import ServerSection
 from engine.errors import ConfigError, RequestError
+from server.cors import Cors
 from server.errors import error_response, raw_response
 from server.exchange import EXCHANGE, Exchange
 from server.front import Front
+from server.traffic import Traffic
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +37,13 @@ class Connection(RequestHandler):
     def __init__(self, manager: "ConnectionServer", server: ServerSection, **options: Any) -> None:
         super().__init__(manager, **options)
         self._connections = manager
+        self._traffic = manager.traffic
         self._settings = server
         self._wire: asyncio.Transport | None = None  # unlike aiohttp's own, kept until the connection is lost
         self._body: StreamReader = EMPTY_PAYLOAD  # of the last request whose header is complete
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._is_counted = False
 
     # ---- life -------------------------------------------------------------------------------
 
@@ -47,16 +51,21 @@ class Connection(RequestHandler):
         self._wire = cast("asyncio.Transport", transport)
         if self._connections.num_open >= self._settings.max_connections:
             log.warning("connection refused: %d are open", self._connections.num_open)
+            self._traffic.cuts["too_many"] += 1
             self._close = True  # whatever it sends is dropped
             error = RequestError("too many connections", status=503, code="too_many_connections", retry_after_s=1)
             self._wire.write(raw_response(error))
             self._wire.close()
             return
         self._wire.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self._traffic.num_connections += 1
+        self._is_counted = True
         super().connection_made(transport)
 
     def connection_lost(self, error: BaseException | None) -> None:
         self._wire = None
+        if self._is_counted:
+            self._traffic.num_connections -= 1
         self._stop_header_timer()
         self._stop_write_timer()
         super().connection_lost(error)
@@ -98,6 +107,7 @@ class Connection(RequestHandler):
         if self._request_in_progress or self._messages:
             self._watch_header()  # pipelined behind a request that still runs, which must not suffer
             return
+        self._traffic.cuts["header_timeout"] += 1
         seconds = f"{self._settings.header_timeout_s:g} s"
         error = RequestError(f"the headers did not arrive within {seconds}", status=408, code="header_timeout")
         self._refuse(error)
@@ -133,6 +143,7 @@ class Connection(RequestHandler):
             self._watch_writes()
             return
         log.info("connection cut: the client has read nothing for %g s", self._settings.write_timeout_s)
+        self._traffic.cuts["write_timeout"] += 1
         # A reset, so that the kernel forgets the unread data as well.
         wire.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         wire.abort()
@@ -159,6 +170,7 @@ class Connection(RequestHandler):
             error = RequestError("internal error; the server log has the details", status=500, code="internal_error")
         else:
             error = _unreadable()
+        self._traffic.cuts["malformed"] += 1
         exchange = request[EXCHANGE] = Exchange(request)
         exchange.log(request, error.status, 0.0)
         response = error_response(error)
@@ -170,14 +182,15 @@ class Connection(RequestHandler):
 class ConnectionServer(web.Server):
     """Makes the connections and knows how many there are."""
 
-    def __init__(self, plain: web.Server, server: ServerSection) -> None:
+    def __init__(self, plain: web.Server, server: ServerSection, traffic: Traffic) -> None:
         super().__init__(
-            Front(plain.request_handler).handle,
+            Front(plain.request_handler, traffic, Cors(server.cors_origins)).handle,
             request_factory=plain.request_factory,
             handler_cancellation=plain.handler_cancellation,
             **plain._kwargs,
         )
         self._section = server
+        self.traffic = traffic
 
     @property
     def num_open(self) -> int:
@@ -192,10 +205,11 @@ class Runner(web.AppRunner):
     """aiohttp's runner with these connections.
 
     handler_cancellation: a client that leaves cancels its handler, and so its requests in the engine.
+    traffic: where to count; by itself if nobody wants to know.
     auto_decompress: off, since a small body could otherwise unfold into gigabytes on the event loop.
     """
 
-    def __init__(self, app: web.Application, server: ServerSection) -> None:
+    def __init__(self, app: web.Application, server: ServerSection, traffic: Traffic | None = None) -> None:
         require_c_parser()
         super().__init__(
             app,
@@ -208,9 +222,10 @@ class Runner(web.AppRunner):
             shutdown_timeout=server.write_timeout_s,
         )
         self._section = server
+        self._traffic = Traffic() if traffic is None else traffic
 
     async def _make_server(self) -> web.Server:
-        return ConnectionServer(await super()._make_server(), self._section)
+        return ConnectionServer(await super()._make_server(), self._section, self._traffic)
 
 
 def _unreadable() -> RequestError:

@@ -38,7 +38,7 @@ class Endpoint(Protocol[B]):
     def translate(self, body: B) -> Generation:
         """Raises RequestError for what cannot be asked."""
 
-    def answer(self, head: Head, outputs: Sequence[Output], usage: UsageBody) -> msgspec.Struct:
+    def answer(self, head: Head, generation: Generation, outputs: Sequence[Output], usage: UsageBody) -> msgspec.Struct:
         """The whole answer."""
 
     def chunks(self, head: Head, cursor: Cursor, delta: Delta, usage: OptionalUsage) -> list[msgspec.Struct]:

@@ -7,6 +7,7 @@ import logging
 import string
 import uuid
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 
 from aiohttp import web
 
@@ -17,34 +18,45 @@ log = logging.getLogger(__name__)
 REQUEST_ID_HEADER = "X-Request-Id"
 MAX_REQUEST_ID_CHARS = 128
 PRINTABLE = frozenset(string.ascii_letters + string.digits + string.punctuation + " ")
+WATCHED = frozenset({"/health", "/ready", "/metrics", "/stats"})  # asked every second: no news while all is well
+FIELDS = "fields"  # of a log record: the same as its text, for logs that machines read
 CLIENT_LEFT = 499  # what nginx logs when nobody is there to read the response
 
 
 class Exchange:
     """id: the client's own if it sent a usable one.  route: the path's pattern, once one was matched.
-    usage: set by the handlers that generate."""
+    usage: set by the handlers that generate.  key_number: which of the API keys it brought, where there are any.
+    cors: what a browser must be told."""
 
     def __init__(self, request: web.BaseRequest) -> None:
         self.id = _request_id(request.headers.get(REQUEST_ID_HEADER, ""))
         self.route = "-"
         self.usage: UsageBody | None = None
+        self.key_number: int | None = None
+        self.cors: dict[str, str] = {}
 
     @property
     def headers(self) -> dict[str, str]:
         """What every response carries.  The server is named without versions, which only help an attacker."""
-        return {REQUEST_ID_HEADER: self.id, "Server": "callboard"}
+        return {REQUEST_ID_HEADER: self.id, "Server": "callboard", **self.cors}
 
     def log(self, request: web.BaseRequest, status: int, duration_s: float) -> None:
         """One line per request.  The route is logged, not the path, which is the client's to choose."""
-        log.info(
-            "request=%s %s %s status=%d duration_ms=%.1f prompt_tokens=%d completion_tokens=%d",
-            self.id,
-            request.method,
-            self.route,
-            status,
-            duration_s * 1e3,
-            self.usage.prompt_tokens if self.usage else 0,
-            self.usage.completion_tokens if self.usage else 0,
+        fields = {
+            "request": self.id,
+            "method": request.method,
+            "route": self.route,
+            "status": status,
+            "duration_ms": round(duration_s * 1e3, 1),
+            "prompt_tokens": self.usage.prompt_tokens if self.usage else 0,
+            "completion_tokens": self.usage.completion_tokens if self.usage else 0,
+        }
+        log.log(
+            logging.DEBUG if self.route in WATCHED and status < HTTPStatus.BAD_REQUEST else logging.INFO,
+            "request=%(request)s %(method)s %(route)s status=%(status)d duration_ms=%(duration_ms).1f "
+            "prompt_tokens=%(prompt_tokens)d completion_tokens=%(completion_tokens)d",
+            fields,
+            extra={FIELDS: fields},
         )
 
 

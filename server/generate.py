@@ -6,8 +6,10 @@ Owns: that flow, ids, and how an error leaves it.  Does not know: the formats of
 import logging
 import time
 import uuid
+from copy import copy
 from typing import Generic, TypeVar
 
+import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
@@ -25,7 +27,8 @@ from server.generation import Generation
 from server.model_card import ModelCard
 from server.openai_requests import GenerationBody
 from server.openai_responses import OptionalUsage
-from server.output import Cursor, Output
+from server.output import Cursor, Output, by_id
+from server.plain_text import PlainText, is_plain
 from server.reply import json_reply
 from server.sse import EventStream
 from server.usage import Tally
@@ -83,10 +86,10 @@ class GenerateRoute(Generic[B]):
             while (item := await choices.next()) is not None:
                 index, delta = item
                 tally.add(index, delta)
-                outputs[index].add(delta)
+                outputs[index].add(by_id(delta) if generation.names_tokens_by_id else delta)
         finally:
             request[EXCHANGE].usage = usage = tally.total()
-        return json_reply(self._endpoint.answer(head, outputs, usage))
+        return json_reply(self._endpoint.answer(head, generation, outputs, usage))
 
     async def _stream(
         self, request: web.Request, generation: Generation, head: Head, choices: Choices
@@ -114,13 +117,38 @@ class GenerateRoute(Generic[B]):
     async def _send_all(
         self, events: EventStream, generation: Generation, head: Head, choices: Choices, tally: Tally
     ) -> None:
-        cursors = [Cursor(index) for index in range(choices.num_choices)]
-        while (item := await choices.next()) is not None:
-            index, delta = item
+        tools = generation.tools
+        cursors = [
+            Cursor(index, tools.parser() if tools else None, shows_token_ids=generation.shows_token_ids)
+            for index in range(choices.num_choices)
+        ]
+
+        def chunks(index: int, delta: Delta) -> list[msgspec.Struct]:
             tally.add(index, delta)
-            if _is_news(delta):
-                usage = _chunk_usage(generation, tally, index)
-                await events.send(self._endpoint.chunks(head, cursors[index], delta, usage))
+            if not _is_news(delta):
+                return []
+            if generation.names_tokens_by_id:
+                delta = by_id(delta)
+            return self._endpoint.chunks(head, cursors[index], delta, _chunk_usage(generation, tally, index))
+
+        templates: dict[int, PlainText | None] = {}
+        is_simple = tools is None and not generation.continuous_usage
+
+        def send_now(index: int, delta: Delta) -> bool:
+            if (template := templates.get(index)) is not None and is_plain(delta):
+                tally.add(index, delta)
+                return events.write_now(template.event(delta))
+            news = chunks(index, delta)
+            if is_simple and index not in templates and not delta.finish:
+                # From its second event on, a choice has nothing more to open with.
+                cursor, usage = copy(cursors[index]), _chunk_usage(generation, tally, index)
+                templates[index] = PlainText.like(lambda one: self._endpoint.chunks(head, cursor, one, usage))
+            return events.send_now(news) if news else True
+
+        while not events.started and (item := await choices.next()) is not None:
+            if news := chunks(*item):
+                await events.send(news)
+        await choices.relay(send_now, events.drained)
         if generation.include_usage:
             await events.send([self._endpoint.usage_chunk(head, tally.total())])
 
@@ -132,7 +160,7 @@ class GenerateRoute(Generic[B]):
 
 
 def _is_news(delta: Delta) -> bool:
-    return bool(delta.text or delta.token_ids or delta.finish)
+    return bool(delta.text or delta.token_ids or delta.finish or delta.reasoning or delta.prompt_token_ids)
 
 
 def _chunk_usage(generation: Generation, tally: Tally, index: int) -> OptionalUsage:

@@ -11,10 +11,13 @@ import msgspec
 
 from engine.config import LimitsSection
 from engine.errors import RequestError
-from engine.sampling.params import MAX_SEED, SamplingParams
+from engine.messages import ChatOptions
+from engine.sampling.params import MAX_SEED, Grammar, SamplingParams
 from server.backend import Prompt
+from server.formats import read_grammar
 from server.model_card import ModelCard
 from server.openai_requests import GenerationBody
+from server.tools import ToolRequest, ToolUse
 
 T = TypeVar("T")
 DEFAULT = SamplingParams()
@@ -32,6 +35,13 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool
     priority: int
     cache_salt: str
+    chat: ChatOptions = ChatOptions()
+    tools: ToolUse | None = None
+    prompt_only: bool = False
+    num_wanted: int | None = None  # of each prompt's choices the best ones are answered; None for all
+    shows_logprobs: bool = True
+    shows_token_ids: bool = False
+    names_tokens_by_id: bool = False
 
 
 class Translator:
@@ -49,15 +59,23 @@ class Translator:
         max_tokens: int | None,
         logprobs: int | None,
         echo: bool,
+        num_choices: int | None = None,
+        counted: str = "n",
+        prompt_logprobs: int | None = None,
+        prompt_only: bool = False,
+        tools: ToolRequest = ToolRequest(),  # noqa: B008 (frozen)
+        chat: ChatOptions = ChatOptions(),  # noqa: B008 (frozen)
     ) -> Generation:
         """Raises RequestError for values that are wrong whatever the prompt is."""
-        num_choices = 1 if body.n is None else body.n
-        self._check_count(len(prompts), num_choices)
+        if num_choices is None:
+            num_choices = 1 if body.n is None else body.n
+        self.check_count(len(prompts), num_choices, counted)
         stream = bool(body.stream)
         options = body.stream_options
         if options is not None and not stream:
             raise RequestError("stream_options: only allowed together with stream", param="stream_options")
         params = self._sampling_params(body, max_tokens=max_tokens, logprobs=logprobs)
+        params = params.replace(grammar=_grammar(body, tools), prompt_logprobs=prompt_logprobs)
         params.check(self._card.vocab_size)
         return Generation(
             prompts=prompts,
@@ -69,6 +87,11 @@ class Translator:
             continuous_usage=options is not None and bool(options.continuous_usage_stats),
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
+            chat=chat,
+            tools=tools.use,
+            prompt_only=prompt_only,
+            shows_token_ids=bool(body.return_token_ids),
+            names_tokens_by_id=bool(body.return_tokens_as_token_ids),
         )
 
     def check_model(self, name: str) -> None:
@@ -81,15 +104,16 @@ class Translator:
                 param="model",
             )
 
-    def _check_count(self, num_prompts: int, num_choices: int) -> None:
+    def check_count(self, num_prompts: int, num_choices: int, counted: str) -> None:
+        """Raise RequestError for more choices than one request may have.  counted: the field that says how many."""
         most = self._limits.max_choices
         if not 1 <= num_choices <= most:
-            raise RequestError(f"n={num_choices}: must be from 1 to {most}", param="n")
+            raise RequestError(f"{counted}={num_choices}: must be from 1 to {most}", param=counted)
         if num_prompts * num_choices > most:
             raise RequestError(
-                f"{num_prompts} prompts with n={num_choices} make {num_prompts * num_choices} choices; "
+                f"{num_prompts} prompts with {counted}={num_choices} make {num_prompts * num_choices} choices; "
                 f"at most {most} are allowed in one request",
-                param="prompt" if num_choices == 1 else "n",
+                param="prompt" if num_choices == 1 and counted == "n" else counted,
             )
 
     def _sampling_params(self, body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -128,6 +152,19 @@ def choice_seed(seed: int | None, k: int) -> int | None:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
     return (x ^ (x >> 31)) & MAX_SEED
+
+
+def _grammar(body: GenerationBody, tools: ToolRequest) -> Grammar | None:
+    named = read_grammar(body)
+    if named is None:
+        return tools.grammar
+    if tools.use is not None:
+        raise RequestError(
+            f"{named[0]}: not possible together with tools, since a call would break it; send tool_choice='none'",
+            code="unsupported_parameter",
+            param=named[0],
+        )
+    return named[1]
 
 
 def _given(value: T | None, default: T) -> T:

@@ -5,6 +5,8 @@ Owns: the name clients ask for and what the checkpoint says about its use.  Does
 
 import msgspec
 
+from engine.text.tool_format import ToolFormat
+
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """One served model.
@@ -14,6 +16,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: Unix time shown by /v1/models.
     chat_defaults: the checkpoint's own temperature, top_p, top_k and repetition_penalty, for requests
         that leave them out.
+    tool_format: how the model writes function calls.
+    template_variables: what clients may tell its chat template.
     """
 
     name: str
@@ -21,3 +25,5 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     created: int
     chat_defaults: dict[str, float | int] = {}
+    tool_format: ToolFormat = "hermes"
+    template_variables: tuple[str, ...] = ()

@@ -1,10 +1,10 @@
-"""Bodies that clients send, as the OpenAI API names them, plus the sampling fields that other engines added.
+"""Bodies that clients send, as the OpenAI API names them, plus the fields that other engines added.
 
 Owns: field names and JSON types.  Does not know: ranges (SamplingParams has them), defaults of the model, the engine.
 ``None`` is "not given" throughout: client libraries send explicit nulls.
 """
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -19,6 +19,18 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKEN_COUNT)]
 Salt = Annotated[str, Meta(max_length=1024)]
 Short = Annotated[str, Meta(max_length=1024)]
+FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+Scalar = bool | int | float | Short | None
+
+
+def not_given() -> msgspec.Raw:
+    """Default of a field of any kind.  Not "Raw | None": msgspec would take nothing but null for that."""
+    return msgspec.Raw(b"null")
+
+
+def is_given(raw: msgspec.Raw) -> bool:
+    """Whether a field of any kind was there, and not null."""
+    return bytes(raw) != b"null"
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -26,10 +38,43 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+# ---- what an output must look like ----------------------------------------------------------
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    """A named schema.  strict: the schema is always followed to the letter, so it changes nothing."""
+
+    schema: msgspec.Raw
+    name: Short | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """type: 'text', 'json_object' or 'json_schema'."""
+
+    type: Short
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's name for the same: exactly one of them."""
+
+    json: msgspec.Raw = msgspec.field(default_factory=not_given)
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+# ---- generation -----------------------------------------------------------------------------
 
 
 class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that both endpoints take."""
+    """Fields that the generating endpoints share."""
 
     model: str
     n: Int | None = None
@@ -51,9 +96,20 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[Int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
     user: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = msgspec.field(default_factory=not_given)
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | None = None
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
@@ -62,6 +118,55 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
     logprobs: Int | None = None
+    best_of: Int | None = None
+    suffix: str | None = None
+
+
+class FunctionBody(msgspec.Struct, frozen=True):
+    """A function that the model may call.  parameters: JSON Schema of its arguments."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(msgspec.Struct, frozen=True):
+    """A tool; only functions are known."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+Tools = Annotated[list[ToolBody], Meta(max_length=128)]
+
+
+class FunctionChoice(msgspec.Struct, frozen=True):
+    """A function by name."""
+
+    name: Short
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    """arguments: a JSON object, as text or as it is."""
+
+    name: Short
+    arguments: str | dict[str, Any] = ""
+
+
+class CallBody(msgspec.Struct, frozen=True):
+    """A call that the assistant made earlier."""
+
+    function: CalledFunction
+    id: Short = ""
+    type: Literal["function"] = "function"
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -72,12 +177,16 @@ class ContentPart(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One message of the conversation."""
+    """One message of the conversation.  reasoning_content and reasoning are two names of one thing."""
 
     role: str
     content: str | list[ContentPart] | None = None
-    tool_calls: list[msgspec.Raw] | None = None
-    function_call: msgspec.Raw | None = None
+    name: Short | None = None
+    tool_calls: list[CallBody] | None = None
+    tool_call_id: Short | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    function_call: msgspec.Raw = msgspec.field(default_factory=not_given)
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
@@ -87,3 +196,11 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[Short, Scalar] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Short | None = None
+    separate_reasoning: bool | None = None

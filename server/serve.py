@@ -14,8 +14,9 @@ from typing import Any
 from aiohttp import web
 
 from engine.config import LimitsSection, ServerSection
+from engine.text.codec import TextCodec
 from server.app import create_runner
-from server.backend import Ingress
+from server.backend import Ingress, Monitor
 from server.listener import BACKLOG
 from server.model_card import ModelCard
 
@@ -30,21 +31,24 @@ async def serve(
     limits: LimitsSection,
     ingress: Ingress,
     card: ModelCard,
+    monitor: Monitor,
     *,
     listener: socket.socket,
     engine: "asyncio.Future[None]",
+    codec: TextCodec | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT, or the end of ``engine`` (the task that runs it), whatever comes first.
 
     A signal: new requests get 503 while open ones go on for up to ``drain_timeout_s``; then they end with an error.
-    A second signal, until the event loop is closed: the process exits at once with code 130.
+    A SIGINT after that, until the event loop is closed: the process exits at once with code 130.  Another SIGTERM says
+    nothing new: whoever stops a group of processes may reach this one twice.
     The engine's failure: open requests were ended by it; clients are told, then its exception is raised here.
     """
     told_to_stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
-        loop.add_signal_handler(number, _on_signal, told_to_stop)
-    runner = create_runner(server, limits, ingress, card)
+        loop.add_signal_handler(number, _on_signal, number, told_to_stop)
+    runner = create_runner(server, limits, ingress, card, monitor, codec)
     try:
         await runner.setup()
         await web.SockSite(runner, listener, backlog=BACKLOG).start()
@@ -75,8 +79,8 @@ async def _either(event: Coroutine[Any, Any, bool], engine: "asyncio.Future[None
     task.cancel()
 
 
-def _on_signal(told_to_stop: asyncio.Event) -> None:
-    if told_to_stop.is_set():
+def _on_signal(number: signal.Signals, told_to_stop: asyncio.Event) -> None:
+    if told_to_stop.is_set() and number == signal.SIGINT:
         # Not an exception: it would have to find its way through whatever is being waited for.
         os._exit(INTERRUPTED_EXIT_CODE)
     told_to_stop.set()

@@ -7,7 +7,7 @@ Events are JSON without line breaks (JSON escapes them), so no text can end an e
 from collections.abc import Iterable
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from engine.errors import RequestError
 from server.errors import error_body
@@ -19,8 +19,10 @@ DONE = b"data: [DONE]\n\n"
 class EventStream:
     """Nothing is sent before the first event, so that until then an error can still have a status of its own."""
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, *, named: bool = False) -> None:
+        """named: every event is announced by its ``type``, and the last one needs no "[DONE]"."""
         self._request = request
+        self._named = named
         self._encoder = msgspec.json.Encoder()
         self.response = web.StreamResponse(
             headers={
@@ -30,6 +32,10 @@ class EventStream:
                 **request[EXCHANGE].headers,
             }
         )
+        self._protocol = request.protocol
+        self._is_chunked = request.version == HttpVersion11
+        if self._is_chunked:
+            self.response.enable_chunked_encoding()
 
     @property
     def started(self) -> bool:
@@ -38,8 +44,34 @@ class EventStream:
 
     async def send(self, events: Iterable[msgspec.Struct]) -> None:
         """Write events; returns when the connection can take more.  Raises ConnectionError when the client is gone."""
+        await self._write(self._framed(events))
+
+    def send_now(self, events: Iterable[msgspec.Struct]) -> bool:
+        """Write events of a stream that has started, without waiting; returns whether it could take more now.
+
+        Raises ConnectionError when the client is gone."""
+        return self.write_now(self._framed(events))
+
+    def write_now(self, data: bytes) -> bool:
+        """As ``send_now``, of events that are bytes already.
+
+        Straight to the transport: aiohttp's own way costs as much as making an event, for what is one line here."""
+        transport = self._protocol.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client has left")
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        return not self._protocol.writing_paused
+
+    async def drained(self) -> None:
+        """Wait until the connection can take more."""
+        if self._protocol.writing_paused:
+            await self._request.writer.drain()
+
+    def _framed(self, events: Iterable[msgspec.Struct]) -> bytes:
         encode = self._encoder.encode
-        await self._write(b"".join(b"data: " + encode(event) + b"\n\n" for event in events))
+        if self._named:
+            return b"".join(b"event: %s\ndata: %s\n\n" % (event.type.encode(), encode(event)) for event in events)  # type: ignore[attr-defined]
+        return b"".join([b"data: %b\n\n" % encode(event) for event in events])
 
     async def fail(self, error: RequestError) -> None:
         """Tell an error in the stream: its status can no longer be changed."""
@@ -47,13 +79,12 @@ class EventStream:
 
     async def end(self) -> None:
         """Say that this was all."""
-        await self._write(DONE)
+        if not self._named:
+            await self._write(DONE)
         await self.response.write_eof()
 
     async def _write(self, data: bytes) -> None:
         if not self.started:
             await self.response.prepare(self._request)
         await self.response.write(data)
-        # aiohttp looks at the transport's buffer only once in 64 KiB.
-        if self._request.protocol.writing_paused:
-            await self._request.writer.drain()
+        await self.drained()  # aiohttp looks at the transport's buffer only once in 64 KiB

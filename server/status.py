@@ -10,13 +10,15 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from server.admission import unavailable
-from server.backend import Ingress
+from engine.errors import RequestError
+from server.admission import RETRY_LATER_S, unavailable
+from server.backend import Ingress, Monitor
 from server.errors import error_response
 from server.reply import json_reply
 
-Status = Literal["ok", "loading", "draining"]
+Status = Literal["ok", "loading", "draining", "recovering"]
 LIVE: dict[str, Status] = {"not_ready": "loading", "draining": "draining"}  # reasons not to be ready that pass
+STALLED_AFTER_S = 30.0  # requests and no step completed for so long: whoever asks should go elsewhere
 
 
 class PagesBody(msgspec.Struct, frozen=True):
@@ -40,20 +42,21 @@ class HealthBody(msgspec.Struct, frozen=True):
 class StatusRoutes:
     """Their handlers."""
 
-    def __init__(self, ingress: Ingress, version: str) -> None:
+    def __init__(self, ingress: Ingress, monitor: Monitor, version: str) -> None:
         self._ingress = ingress
+        self._monitor = monitor
         self._version = version
 
     async def health(self, request: web.Request) -> web.Response:
         error = unavailable(self._ingress)
         if error is None:
-            return json_reply(self._with_gauges("ok"))
+            return json_reply(self._with_gauges("recovering" if self._ingress.recovering else "ok"))
         if error.code not in LIVE:
             return error_response(error)
         return json_reply(self._with_gauges(LIVE[error.code]))
 
     async def ready(self, request: web.Request) -> web.Response:
-        if (error := unavailable(self._ingress)) is not None:
+        if (error := trouble(self._ingress, self._monitor)) is not None:
             return error_response(error)
         return json_reply({"status": "ready"})
 
@@ -67,3 +70,17 @@ class StatusRoutes:
         total = stats.pages_free + stats.pages_cached + stats.pages_used
         pages = PagesBody(stats.pages_free, stats.pages_cached, stats.pages_used, total)
         return HealthBody(status, pages, stats.running, stats.waiting)
+
+
+def trouble(ingress: Ingress, monitor: Monitor) -> RequestError | None:
+    """Why requests would be refused now, or taken and left waiting; None while all is well."""
+    if (error := unavailable(ingress)) is not None:
+        return error
+    if ingress.recovering:
+        reason, code = "the executors are being restarted; requests are taken and wait", "recovering"
+    elif (stalled_s := monitor.gauges().stalled_s) > STALLED_AFTER_S:
+        # Not the time without a token: a long prompt may be many steps on its way to its first one.
+        reason, code = f"requests are open and no step has completed for {stalled_s:.0f} s", "stalled"
+    else:
+        return None
+    return RequestError(reason, status=503, code=code, retry_after_s=RETRY_LATER_S)

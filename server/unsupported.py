@@ -1,11 +1,11 @@
-"""Fields that would constrain the output and that this server cannot honour yet.
+"""Fields that would change the output and that this server cannot honour.
 
 Owns: their names, and the values that mean "not asked for".  Does not know: the fields it can honour.
 Other unknown fields are let through, since client libraries add some; but output that silently ignores a
 constraint looks right and is wrong, so those are refused by name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -14,32 +14,22 @@ from engine.errors import RequestError
 
 NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})  # of any field below
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> what else is neutral
-    "add_generation_prompt": (True,),
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": (),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": (),
-    "continue_final_message": (),
     "documents": (),
-    "ebnf": (),
     "function_call": ("none", "auto"),
     "functions": (),
     "grammar": (),
-    "json_schema": (),
     "logprob_token_ids": (),
     "modalities": (["text"],),
     "prompt_logprobs": (),
-    "regex": (),
-    "response_format": ({"type": "text"},),
     "stop_regex": (),
     "structural_tag": (),
-    "structured_outputs": (),
     "suffix": (),
     "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"),
-    "tools": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (),
     "web_search_options": (),
@@ -47,10 +37,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> what else is neutral
 UNSUPPORTED_PREFIX = "guided_"
 
 
-def check_unsupported(fields: Mapping[str, msgspec.Raw]) -> None:
-    """Raise RequestError for the first field that asks for what cannot be done."""
+def check_unsupported(fields: Mapping[str, msgspec.Raw], known: Collection[str]) -> None:
+    """Raise RequestError for the first field that asks for what cannot be done.  known: fields of the body's type."""
     for name, raw in fields.items():
-        if name not in UNSUPPORTED and not name.startswith(UNSUPPORTED_PREFIX):
+        if name in known or (name not in UNSUPPORTED and not name.startswith(UNSUPPORTED_PREFIX)):
             continue
         value = msgspec.json.decode(raw)
         # The types are compared too, since False == 0 and True == 1.

@@ -3,9 +3,11 @@
 Owns: the sums.  Does not know: how they are shown.
 """
 
+from msgspec import UNSET
+
 from engine.messages import Delta, Finish
 from server.generation import Generation
-from server.openai_responses import PromptTokensDetails, UsageBody
+from server.openai_responses import CompletionTokensDetails, PromptTokensDetails, UsageBody
 
 TOKEN_ID_BYTES = 4
 
@@ -22,6 +24,7 @@ class Tally:
         self._num_choices = generation.num_choices
         self._prompt_tokens: list[int | None] = [None] * num_prompts
         self._cached_tokens = [0] * num_prompts
+        self._reasoning_tokens = [0] * (num_prompts * generation.num_choices)
         self._completion_tokens = [0] * (num_prompts * generation.num_choices)
 
     def add(self, index: int, delta: Delta) -> None:
@@ -35,6 +38,7 @@ class Tally:
             self._cached_tokens[prompt] = delta.usage.cached_tokens
         if delta.finish != Finish.RUNNING:
             self._completion_tokens[index] = delta.usage.completion_tokens
+            self._reasoning_tokens[index] = delta.usage.reasoning_tokens
 
     def of_choice(self, index: int) -> UsageBody | None:
         """The counts of one choice so far; None until the engine has told the length of its prompt."""
@@ -42,7 +46,12 @@ class Tally:
         num_prompt_tokens = self._prompt_tokens[prompt]
         if num_prompt_tokens is None:
             return None
-        return _usage(num_prompt_tokens, self._completion_tokens[index], self._cached_tokens[prompt])
+        return _usage(
+            num_prompt_tokens,
+            self._completion_tokens[index],
+            self._cached_tokens[prompt],
+            self._reasoning_tokens[index],
+        )
 
     def total(self) -> UsageBody:
         """The counts of the whole request."""
@@ -50,8 +59,10 @@ class Tally:
             sum(count or 0 for count in self._prompt_tokens),
             sum(self._completion_tokens),
             sum(self._cached_tokens),
+            sum(self._reasoning_tokens),
         )
 
 
-def _usage(prompt: int, completion: int, cached: int) -> UsageBody:
-    return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+def _usage(prompt: int, completion: int, cached: int, reasoning: int) -> UsageBody:
+    details = CompletionTokensDetails(reasoning) if reasoning else UNSET
+    return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)

@@ -49,9 +49,8 @@ class Observers:
                 # The name that log lines show; the module keeps its own.
                 built[impl.plugin_name] = f"{impl.plugin_name} ({type(observer).__name__})"
                 plugins.register(observer, built[impl.plugin_name])
-        self._on_request_finished = plugins.implementations("callboard_request_finished")
-        self._on_kv_event = plugins.implementations("callboard_kv_event")
-        self._on_engine_stopped = plugins.implementations("callboard_engine_stopped")
+        self._plugins = plugins
+        self._look_up()
         told = {impl.plugin_name for impl in (*self._on_request_finished, *self._on_kv_event)}
         for name, built_name in built.items():
             if not told & {name, built_name}:
@@ -61,6 +60,18 @@ class Observers:
                 )
             if not built_name and options.get(name):
                 raise PluginError(f"plugin {name} takes no options: it does not implement callboard_observer")
+
+    def _look_up(self) -> None:
+        self._on_request_finished = self._plugins.implementations("callboard_request_finished")
+        self._on_kv_event = self._plugins.implementations("callboard_kv_event")
+        self._on_engine_stopped = self._plugins.implementations("callboard_engine_stopped")
+
+    def add(self, observer: object, name: str) -> None:
+        """One more that no configuration names, told from now on; not of KV events, if nobody was before.
+
+        Raises PluginError if it has hooks that do not exist."""
+        self._plugins.register(observer, name)
+        self._look_up()
 
     @property
     def wants_kv_events(self) -> bool:

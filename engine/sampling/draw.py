@@ -27,7 +27,7 @@ def padded_scores(logits_nV: Tensor, top_n: Tensor, inverse_temperature_n: Tenso
     n, vocab_size = logits_nV.shape
     width = -(-vocab_size // BLOCK) * BLOCK
     scores_nW = torch.empty((n, width), dtype=torch.float32, device=logits_nV.device)
-    scores_nW[:, vocab_size:] = -torch.inf
+    scores_nW[:, vocab_size:].fill_(-torch.inf)
     inside_nV = scores_nW[:, :vocab_size]
     torch.sub(logits_nV, top_n.to(torch.float32)[:, None], out=inside_nV)
     inside_nV.mul_(inverse_temperature_n[:, None])

@@ -4,7 +4,7 @@ Legend: N sampled rows of the batch · L rows that asked · V vocabulary · K al
 Owns: computing them on the device, and their form in messages.  Does not know: how tokens were picked.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,15 @@ class BatchLogprobs:
     top_ids_LK: Tensor
     top_LK: Tensor
 
+    def to_host(self) -> "BatchLogprobs":
+        """Queue the copy to pinned memory; read it only behind an event recorded after this call."""
+        return replace(
+            self,
+            chosen_L=pinned_copy(self.chosen_L),
+            top_ids_LK=pinned_copy(self.top_ids_LK),
+            top_LK=pinned_copy(self.top_LK),
+        )
+
     def messages(self) -> dict[int, Logprobs]:
         """Place in the batch -> its log probabilities.  The tensors must be on the host."""
         chosen, top_ids, top = self.chosen_L.tolist(), self.top_ids_LK.numpy(), self.top_LK.numpy()
@@ -45,3 +54,8 @@ def batch_logprobs(
     # Always the same number, so that which of several equal tokens are listed does not depend on other rows.
     top_LK, top_ids_LK = logprobs_LV.topk(min(MAX_LOGPROBS, logprobs_LV.shape[1]), dim=-1)
     return BatchLogprobs(at, num_top, chosen_L1.squeeze(1), top_ids_LK.to(torch.int32), top_LK)
+
+
+def pinned_copy(tensor: Tensor) -> Tensor:
+    """A copy on the host, queued."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

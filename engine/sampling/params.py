@@ -4,7 +4,7 @@ Owns: names, defaults, ranges.  Does not know: tensors, tokenizers, HTTP.
 """
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,7 +16,22 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_TOKEN_COUNT = 1 << 30
+MAX_GRAMMAR_CHARS = 1 << 16
 MAX_SEED = (1 << 63) - 1
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What an output must look like.
+
+    kind and source: 'json_object' (no source), 'json_schema' (a JSON Schema), 'regex', 'choice' (a JSON array of
+    strings), 'ebnf' (GBNF, or Lark as llguidance has it), 'tool_calls' (see ``engine/text/tool_format.py``).
+    thinking: 'open' if the output begins inside of the model's thoughts, which end with ``</think>`` and are free;
+    'optional' if it may begin them with ``<think>``; 'none' if the grammar holds from the first token on.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "tool_calls"]
+    source: str = ""
+    thinking: Literal["none", "open", "optional"] = "none"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +45,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: None is off, n returns the sampled token's log probability and the n most likely.
     max_tokens: None means up to the end of the context.  min_tokens: no stop before that many.
     stop: strings that end the text.  stop_token_ids: ids that end it, besides the model's own EOS ids.
+    grammar: what the output must look like; tokens that break it are never picked.
+    prompt_logprobs: as logprobs, for the tokens of the prompt.
+    pooling: 'last' or 'mean' for an embedding of the prompt, from the last layer's normed output of its last token or
+    the mean over all; '' for none.
     """
 
     max_tokens: int | None = 16
@@ -49,6 +68,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
+    pooling: Literal["", "last", "mean"] = ""
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether every prompt token must be computed, also where its keys and values are cached."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
 
     def check(self, vocab_size: int) -> None:
         """Raise RequestError for the first value out of range; names the field, what was seen and what is allowed."""
@@ -68,6 +95,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _within("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
             _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.grammar is not None and len(self.grammar.source) > MAX_GRAMMAR_CHARS:
+            raise _refused("grammar", f"{len(self.grammar.source)} characters", f"at most {MAX_GRAMMAR_CHARS}")
         self._check_stops(vocab_size)
         self._check_bias(vocab_size)
 

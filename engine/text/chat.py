@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any, Final, NoReturn
 
 import jinja2
+import msgspec
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
@@ -22,13 +23,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from engine.errors import RequestError, WeightsError
-from engine.messages import ChatTurn
+from engine.messages import ChatOptions, ChatTurn
+from engine.text.reasoning import CLOSE, OPEN
+from engine.text.tool_format import ToolFormat, detect_format, explains_tools, explanation
 
 _MAX_REASON_CHARS: Final = 500
+PLAIN: Final = ChatOptions()
 
 
 class ChatTemplate:
-    """One compiled template."""
+    """One compiled template.
+
+    tool_format: how it asks the model to write function calls.  thinks: whether it knows of thoughts before answers.
+    """
 
     def __init__(
         self,
@@ -54,13 +61,25 @@ class ChatTemplate:
             raise WeightsError(
                 f"{origin}: the chat template is broken at line {error.lineno}: {error.message}"
             ) from None
-        self._variables = {**variables, "tools": None, "documents": None, "add_generation_prompt": True}
+        self._variables = {**variables, "tools": None, "documents": None}
+        self._explains_tools = explains_tools(source)
+        self.tool_format: ToolFormat = detect_format(source)
+        self.thinks = OPEN in source or CLOSE in source
 
-    def render(self, turns: Sequence[ChatTurn]) -> str:
-        """The text up to where the assistant's answer begins.  Raises RequestError if the template fails."""
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+    def render(self, turns: Sequence[ChatTurn], options: ChatOptions = PLAIN) -> str:
+        """The text up to where the assistant's answer begins or goes on.  Raises RequestError if the template fails."""
+        messages = [_message(turn) for turn in turns]
+        tools = msgspec.json.decode(options.tools) if options.tools else None
+        if tools and not self._explains_tools:
+            messages = _with_system_text(messages, explanation(tools))
+        variables = msgspec.json.decode(options.variables, type=dict[str, Any]) if options.variables else {}
+        given = {"tools": tools, "messages": messages, "add_generation_prompt": options.add_generation_prompt}
+        text = self._rendered({**self._variables, **variables, **given})
+        return _up_to_end_of(turns[-1], text) if options.continue_final else text
+
+    def _rendered(self, variables: Mapping[str, Any]) -> str:
         try:
-            return self._template.render({**self._variables, "messages": messages})
+            return self._template.render(variables)
         except Exception as error:
             # Templates check the conversation by raising, or just fail on one they did not expect: either way it is
             # this request that the model cannot take.
@@ -68,6 +87,46 @@ class ChatTemplate:
             raise RequestError(
                 f"messages: the model's chat template refuses them: {reason[:_MAX_REASON_CHARS]}", param="messages"
             ) from None
+
+
+def _message(turn: ChatTurn) -> dict[str, Any]:
+    """As transformers gives messages to templates; what is not there has no key, since templates ask for keys."""
+    message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.name:
+        message["name"] = turn.name
+    if turn.tool_call_id:
+        message["tool_call_id"] = turn.tool_call_id
+    if turn.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": msgspec.json.decode(call.arguments)},
+            }
+            for call in turn.tool_calls
+        ]
+    return message
+
+
+def _with_system_text(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    if messages and messages[0]["role"] == "system":
+        first, *others = messages
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *others]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _up_to_end_of(turn: ChatTurn, text: str) -> str:
+    """The text without what a template writes behind the last message.  Raises RequestError."""
+    content = turn.content.strip()
+    at = text.rfind(content) if content else -1
+    if at < 0:
+        raise RequestError(
+            "continue_final_message: the last message is empty, or the model's chat template changes it",
+            param="continue_final_message",
+        )
+    return text[: at + len(content)] + turn.content[len(turn.content.rstrip()) :]
 
 
 class _GenerationBlock(Extension):

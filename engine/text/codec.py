@@ -8,35 +8,57 @@ thread, after a bound on the number of characters.  They encode by ``encode_batc
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.errors import RequestError
-from engine.messages import ChatTurn, TokenText
+from engine.messages import ChatOptions, ChatTurn, TokenText
 from engine.sampling.params import SamplingParams
+from engine.text.chat import PLAIN
 from engine.text.detokenizer import Detokenizer, TokenIds
 from engine.text.files import TokenizerFiles
+from engine.text.reasoning import CLOSE, OPEN, Thinking, thinking_at_end
 from engine.text.stream import TextStream
+from engine.text.tool_format import CALL_CLOSE, CALL_OPEN, PYTHON_TAG, ToolFormat
 from engine.text.vocabulary import Vocabulary
 
 Int32 = npt.NDArray[np.int32]
 
+MARKERS = (OPEN, CLOSE, CALL_OPEN, CALL_CLOSE, PYTHON_TAG)  # what is read from an answer, also if special tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """A conversation as token ids, and whether it leaves the model in the middle of its thoughts."""
+
+    token_ids: Int32
+    thinking: Thinking
+
 
 class TextCodec:
-    """Immutable after construction, so any thread may use it."""
+    """Immutable after construction, so any thread may use it.
 
-    def __init__(self, files: TokenizerFiles | None) -> None:
-        """files: None for a model that takes and gives token ids only."""
+    tool_format: how the model writes function calls.  thinks: whether it may think before it answers, between markers.
+    """
+
+    def __init__(
+        self, files: TokenizerFiles | None, *, tool_format: ToolFormat | None = None, thinks: bool | None = None
+    ) -> None:
+        """files: None for a model that takes and gives token ids only.  The others: None to go by the chat template."""
         self._tokenizer = files.tokenizer if files else None
-        self._template = files.template if files else None
+        template = self._template = files.template if files else None
+        self.tool_format: ToolFormat = tool_format or (template.tool_format if template else "hermes")
+        self.thinks = template is not None and template.thinks if thinks is None else thinks
         self._vocabulary = Vocabulary.read(files.tokenizer, files.decoder) if files else Vocabulary([])
 
     @classmethod
-    def load(cls, directory: Path) -> "TextCodec":
+    def load(cls, directory: Path, *, tool_format: ToolFormat | None = None, thinks: bool | None = None) -> "TextCodec":
         """From a checkpoint directory.  Raises WeightsError that names the file."""
-        return cls(TokenizerFiles(directory))
+        return cls(TokenizerFiles(directory), tool_format=tool_format, thinks=thinks)
 
     @classmethod
     def without_tokenizer(cls) -> "TextCodec":
@@ -53,13 +75,22 @@ class TextCodec:
         """Whether the checkpoint has a chat template."""
         return self._template is not None
 
-    def encode(self, text: str) -> Int32:
+    @cached_property
+    def _chat_vocabulary(self) -> Vocabulary:
+        return self._vocabulary.showing(MARKERS)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What every token is as bytes."""
+        return self._vocabulary
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32:
         """The prompt of a completion, with the special tokens (BOS) that the model expects around a text.
 
         Raises RequestError if there is nothing to encode."""
-        return self._encode(text, add_special_tokens=True, param="prompt")
+        return self._encode(text, add_special_tokens=add_special_tokens, param="prompt")
 
-    def encode_chat(self, turns: Sequence[ChatTurn]) -> Int32:
+    def encode_chat(self, turns: Sequence[ChatTurn], options: ChatOptions = PLAIN) -> EncodedChat:
         """A conversation up to the assistant's answer.  The template writes its special tokens itself.
 
         Raises RequestError if the model has no template or the template refuses."""
@@ -69,7 +100,9 @@ class TextCodec:
                 code="no_chat_template",
                 param="messages",
             )
-        return self._encode(self._template.render(turns), add_special_tokens=False, param="messages")
+        text = self._template.render(turns, options)
+        token_ids = self._encode(text, add_special_tokens=False, param="messages")
+        return EncodedChat(token_ids, thinking_at_end(text) if self.thinks else "none")
 
     def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> Int32:
         if self._tokenizer is None:
@@ -88,9 +121,11 @@ class TextCodec:
         detokenizer = Detokenizer(self._vocabulary, skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
-    def open_stream(self, prompt_ids: TokenIds, params: SamplingParams) -> TextStream:
-        """For one request's output.  prompt_ids: what it continues."""
-        return TextStream(self._vocabulary, prompt_ids, params)
+    def open_stream(
+        self, prompt_ids: TokenIds, params: SamplingParams, *, chat: bool = False, thinking: Thinking = "none"
+    ) -> TextStream:
+        """For one request's output.  prompt_ids: what it continues.  chat: an answer, of which markers are read."""
+        return TextStream(self._chat_vocabulary if chat else self._vocabulary, prompt_ids, params, thinking)
 
     def token_text(self, token_id: int, logprob: float) -> TokenText:
         """A token by itself, as lists of log probabilities show it."""

@@ -1,25 +1,40 @@
-"""One request's output as it becomes visible: detokenised, cut at a stop string.
+"""One request's output as it becomes visible: detokenised, told apart from thoughts, cut at a stop string.
 
-Owns: the order of the two, and how many tokens the visible text took.  Does not know: messages, why a request ends.
+Owns: the order of the three, and how many tokens the visible text took.  Does not know: messages, why a request ends.
 """
 
 from engine.sampling.params import SamplingParams
 from engine.text.detokenizer import Detokenizer, TokenIds
+from engine.text.reasoning import ReasoningSplitter, Thinking
 from engine.text.stops import StopMatcher
 from engine.text.vocabulary import Vocabulary
 
 
 class TextStream:
     """num_tokens: how many were taken; with a stop string, up to the one that completed it.
+    num_reasoning_tokens: how many of them the model thought with.  Stop strings are not looked for in thoughts.
 
     Everything returned by ``push`` and ``finish``, joined, is the same however the tokens are grouped.
     """
 
-    __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "num_tokens")
+    __slots__ = (
+        "_detokenizer",
+        "_matcher",
+        "_min_tokens",
+        "_splitter",
+        "_thoughts",
+        "num_reasoning_tokens",
+        "num_tokens",
+    )
 
-    def __init__(self, vocabulary: Vocabulary, prompt_ids: TokenIds, params: SamplingParams) -> None:
-        """prompt_ids: what the output continues, also where it is not shown."""
+    def __init__(
+        self, vocabulary: Vocabulary, prompt_ids: TokenIds, params: SamplingParams, thinking: Thinking = "none"
+    ) -> None:
+        """prompt_ids: what the output continues, also where it is not shown.  thinking: how to tell thoughts apart."""
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self._splitter = None if thinking == "none" else ReasoningSplitter(thinking)
+        self._thoughts: list[str] = []
         self._detokenizer = Detokenizer(
             vocabulary, skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt_ids
         )
@@ -35,15 +50,20 @@ class TextStream:
 
     def push(self, token_ids: TokenIds) -> str:
         """Text that is visible now.  A token that ends the sequence and is not to be shown must not be pushed."""
-        if self._matcher is None:
+        if self._matcher is None and self._splitter is None:
             self.num_tokens += len(token_ids)
             return self._detokenizer.push(token_ids)
         visible = []
         for token_id in token_ids:
-            if self._matcher.matched is not None:
+            if self._matcher is not None and self._matcher.matched is not None:
                 break
             self.num_tokens += 1
             text = self._detokenizer.push((token_id,))
+            if self._splitter is not None:
+                text = self._without_thoughts(self._splitter, text)
+            if self._matcher is None:
+                visible.append(text)
+                continue
             # Text of the first min_tokens tokens is not searched: nothing may stop before them.
             visible.append(self._matcher.push(text) if self.num_tokens > self._min_tokens else text)
         return "".join(visible)
@@ -51,6 +71,29 @@ class TextStream:
     def finish(self) -> str:
         """No more tokens come: what was held back.  May still find a stop string."""
         text = self._detokenizer.finish()
+        if self._splitter is not None:
+            text = self._without_thoughts(self._splitter, text, more=False)
         if self._matcher is None:
             return text
         return self._matcher.push(text) + self._matcher.finish()
+
+    def take_thoughts(self) -> str:
+        """What was thought since the last call."""
+        if not self._thoughts:
+            return ""
+        thoughts = "".join(self._thoughts)
+        self._thoughts.clear()
+        return thoughts
+
+    def _without_thoughts(self, splitter: ReasoningSplitter, text: str, *, more: bool = True) -> str:
+        """The answer's part of a token's text, or with what comes at the end."""
+        was_inside = splitter.inside
+        thoughts, answer = splitter.push(text)
+        if more:
+            self.num_reasoning_tokens += was_inside or splitter.inside
+        else:
+            rest = splitter.finish()
+            thoughts, answer = thoughts + rest[0], answer + rest[1]
+        if thoughts:
+            self._thoughts.append(thoughts)
+        return answer

@@ -23,14 +23,15 @@ _ALL_SPACES: Final = 1 << 30
 class Vocabulary:
     """token id -> bytes.
 
-    visible_pieces: special tokens are empty.  all_pieces: special tokens are their names.  Both by token id.
+    visible_pieces: special tokens, those of special_ids, are empty.  all_pieces: they are their names.  Both by id.
     leading_spaces: how many spaces a text loses at its start, since the tokenizer put them there.
     """
 
     def __init__(self, pieces: list[bytes], special_ids: Iterable[int] = (), leading_spaces: int = 0) -> None:
         self.all_pieces = pieces
         self.visible_pieces = list(pieces)
-        for token_id in special_ids:
+        self.special_ids = sorted(special_ids)
+        for token_id in self.special_ids:
             self.visible_pieces[token_id] = b""
         self.leading_spaces = leading_spaces
 
@@ -44,6 +45,14 @@ class Vocabulary:
             pieces[token_id] = reader.read(token)
         special_ids = [token_id for token_id, added in tokenizer.get_added_tokens_decoder().items() if added.special]
         return cls(pieces, special_ids, reader.leading_spaces)
+
+    def showing(self, names: Iterable[str]) -> "Vocabulary":
+        """One in which these tokens are visible although they are special."""
+        wanted = {name.encode() for name in names}
+        hidden = [token_id for token_id in self.special_ids if self.all_pieces[token_id] not in wanted]
+        return (
+            self if len(hidden) == len(self.special_ids) else Vocabulary(self.all_pieces, hidden, self.leading_spaces)
+        )
 
     def __len__(self) -> int:
         """One more than the largest token id."""

@@ -3,7 +3,7 @@
 Streams are the real ones, fed by a task per request.  A prompt that begins with "!" asks for trouble:
 !refuse (fails before any output), !timeout (fails as requests do that take too long), !fail and !die (fail after
 three tokens), !bug (an unexpected exception in open), !late-bug (one in the stream), !flood (a kilobyte of text per
-token), !hang (no output until cancelled).
+token), !hang (no output until cancelled).  !think begins with thoughts, !call answers with a call (as a user message).
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.actors.stream import Stream
 from engine.errors import CallboardError, EngineDied, RequestError
-from engine.messages import ChatTurn, Delta, Finish, Stats, TokenLogprobs, TokenText, Usage
+from engine.messages import ChatOptions, ChatTurn, Delta, Finish, Stats, TokenLogprobs, TokenText, Usage
 from engine.sampling.params import SamplingParams
 
 # Everything that a careless framing or decoding would trip over.
@@ -32,7 +32,9 @@ WORDS = (
     "\x00\x1f",
     "omega ",
 )
+CALL = 'Sure.\n<tool_call>\n{"name": "look", "arguments": {"at": "δ", "n": [1, 2]}}\n</tool_call>'
 EOS_AFTER = 12
+PLAIN = ChatOptions()
 Prompt = str | Sequence[int] | tuple[ChatTurn, ...]
 
 
@@ -45,6 +47,8 @@ class FakeIngress:
         self.delay_s = delay_s
         self.ready = True
         self.draining = False
+        self.recovering = False
+        self.quiet_s = 0.0
         self.failure: str | None = None
         self.stats: Stats | None = Stats(7, running=1, waiting=2, pages_free=50, pages_cached=30, pages_used=20)
         self.opened: list[Stream] = []
@@ -60,7 +64,16 @@ class FakeIngress:
         return len(self._open)
 
     def open(
-        self, prompt: Prompt, params: SamplingParams, *, echo: bool = False, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        echo: bool = False,
+        priority: int = 0,
+        cache_salt: str = "",
+        chat: ChatOptions = PLAIN,
+        prompt_only: bool = False,
+        return_prompt_ids: bool = False,
     ) -> Stream:
         if self.num_open >= self._max_requests:
             raise RequestError("full", status=429, code="queue_full", retry_after_s=1)
@@ -79,7 +92,8 @@ class FakeIngress:
         request_id = next(self._ids)
         stream = Stream(request_id, self._cancel)
         self.opened.append(stream)
-        self.asked.append((prompt, params, {"echo": echo, "priority": priority, "cache_salt": cache_salt}))
+        others = {"echo": echo, "priority": priority, "cache_salt": cache_salt, "chat": chat}
+        self.asked.append((prompt, params, {**others, "prompt_only": prompt_only}))
         task = asyncio.get_running_loop().create_task(self._produce(stream, text, params, echo))
         self._open[request_id] = stream, task
         return stream
@@ -151,20 +165,25 @@ def deltas(request_id: int, text: str, params: SamplingParams, echo: bool) -> li
         if (found := whole.find(stop)) >= 0:
             words, token_ids = _cut(words, token_ids, found)
             finish, stop_reason = Finish.STOP, stop
+    if "!call" in text:
+        words = [CALL[at : at + 7] for at in range(0, len(CALL), 7)]
+        token_ids, finish = list(range(len(words))), Finish.STOP
+    num_thoughts = 3 if "!think" in text else 0
     if echo:
         words[0] = text + words[0]
-    usage = Usage(len(text.split()) + 1, len(token_ids), min(2, len(text.split())))
+    usage = Usage(len(text.split()) + 1, len(token_ids), min(2, len(text.split())), num_thoughts)
     made = []
     for index, (token_id, word) in enumerate(zip(token_ids, words, strict=True)):
         last = index == len(token_ids) - 1
         made.append(
             Delta(
                 request_id,
-                word,
+                "" if index < num_thoughts else word,
                 np.array([token_id], np.int32).tobytes(),
                 finish=finish if last else Finish.RUNNING,
                 stop_reason=stop_reason if last else None,
                 usage=usage if last else None,
+                reasoning=word if index < num_thoughts else "",
                 logprobs=() if params.logprobs is None else (_logprobs(token_id, params.logprobs),),
             )
         )

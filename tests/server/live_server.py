@@ -13,6 +13,7 @@ from server.app import create_runner
 from server.listener import bind
 from server.model_card import ModelCard
 from tests.server.fake_ingress import FakeIngress
+from tests.server.fake_monitor import FakeMonitor
 
 T = TypeVar("T")
 MODEL = "fake/model-1"
@@ -34,6 +35,7 @@ class LiveServer:
         self._server = ServerSection() if server is None else server
         self._limits = LimitsSection() if limits is None else limits
         self._card = card
+        self.monitor = FakeMonitor(self.ingress)
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="live-server")
         self.loop_errors: list[dict[str, Any]] = []
@@ -81,7 +83,7 @@ class LiveServer:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(lambda _, context: self.loop_errors.append(context))
         self._stopping = asyncio.Event()
-        self.runner = create_runner(self._server, self._limits, self.ingress, self._card)
+        self.runner = create_runner(self._server, self._limits, self.ingress, self._card, self.monitor)
         await self.runner.setup()
         await web.SockSite(self.runner, self._listener, backlog=1024).start()
         self._started.set()

@@ -16,6 +16,7 @@ from engine.errors import CallboardError, EngineDied
 from server.listener import bind
 from server.serve import serve
 from tests.server.fake_ingress import FakeIngress
+from tests.server.fake_monitor import FakeMonitor
 from tests.server.live_server import CARD
 
 
@@ -33,7 +34,7 @@ async def main(options: dict) -> None:
     ingress = FakeIngress(delay_s=options.get("delay_s", 0.0))
     ingress.ready = options.get("ready", True)
     engine = asyncio.create_task(run_engine(ingress, options.get("die_after_s", 3600)))
-    await serve(server, LimitsSection(), ingress, CARD, listener=listener, engine=engine)
+    await serve(server, LimitsSection(), ingress, CARD, FakeMonitor(ingress), listener=listener, engine=engine)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from server.chat import Chat
 from server.completions import Completions
 from server.generation import Generation, Translator, choice_seed
 from server.model_card import ModelCard
-from server.openai_requests import ChatBody, CompletionBody
+from server.openai_requests import ChatBody, CompletionBody, GenerationBody
 from server.unsupported import UNSUPPORTED
 
 DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
@@ -29,7 +29,7 @@ def chat(**fields: object) -> Generation:
     card = ModelCard(name="m", max_model_len=100, vocab_size=50, created=0, chat_defaults=DEFAULTS)
     messages = [{"role": "user", "content": "p"}]
     body = msgspec.convert({"model": "m", "messages": messages, **fields}, ChatBody)
-    return Chat(Translator(card, LimitsSection())).translate(body)
+    return Chat(Translator(card, LimitsSection()), card).translate(body)
 
 
 def test_defaults_are_those_of_the_api() -> None:
@@ -119,14 +119,14 @@ def test_any_bytes_are_understood_or_refused(body: bytes) -> None:
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_neutral_values_of_unsupported_fields_pass(name: str) -> None:
-    reader = BodyReader(CompletionBody, lambda body: body, ServerSection())
+    reader = BodyReader(GenerationBody, lambda body: body, ServerSection())
     for value in (None, False, "", [], {}, *UNSUPPORTED[name]):
-        reader._understand(msgspec.json.encode({"model": "m", "prompt": "p", name: value}))
+        reader._understand(msgspec.json.encode({"model": "m", name: value}))
     for value in (0, True, 1.5, "x", [0], {"type": "json_object"}):
         if value in UNSUPPORTED[name]:
             continue
         with pytest.raises(RequestError) as caught:
-            reader._understand(msgspec.json.encode({"model": "m", "prompt": "p", name: value}))
+            reader._understand(msgspec.json.encode({"model": "m", name: value}))
         assert caught.value.param == name
 
 

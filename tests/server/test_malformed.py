@@ -46,12 +46,25 @@ ANY_FIELDS: dict[str, list[str]] = {
     "stream_options": ["1", "[]", '{"include_usage": 1}', '{"include_usage": true}'],
     "cache_salt": [*STRINGS, json.dumps("x" * 1025)],
     "user": STRINGS,
-    "response_format": ['{"type": "json_object"}', '{"type": "json_schema", "json_schema": {}}', "1", '"json"'],
-    "guided_json": ["{\"type\": \"object\"}", '"{}"'],
+    "response_format": ['{"type": "json_schema"}', '{"type": "json_schema", "json_schema": {}}', '{"type": 1}', "{}",
+                        '{"type": "xml"}', '{"type": "structural_tag"}', '{"type": "json_schema", "json_schema": 1}',
+                        '{"type": "grammar", "grammar": "x"}', "1", '"json"', "[]", '{"type": null}',
+                        json.dumps({"type": "json_schema", "json_schema": {"schema": "x" * 70_000}})],
+    "guided_regex": ["1", "[]", "{}", json.dumps("x" * 70_000)],
+    "guided_choice": ["1", '"a"', "[1]", "{}", "[null]"],
+    "guided_grammar": ["1", "[]", json.dumps("x" * 70_000)],
+    "guided_json": ["[1,", json.dumps("x" * 70_000)],
     "guided_anything": ["1"],
-    "structured_outputs": ['{"regex": ".*"}'],
-    "tools": ['[{"type": "function"}]', "1"],
+    "guided_decoding_backend": ['"outlines"'],
+    "structured_outputs": ['{"regex": 1}', '{"unknown": 1}', '{"choice": "a"}', '{"regex": "a", "grammar": "b"}', "1"],
+    "regex": ["1", "[]"],
+    "ebnf": ["1", "{}"],
+    "json_schema": ["1", "{}"],
     "functions": ["[{}]"],
+    "function_call": ['{"name": "f"}'],
+    "bad_words": ['["a"]'],
+    "use_beam_search": ["true"],
+    "prompt_logprobs": ["1"],
     "chat_template": ['"{{ 1 }}"'],
     "zzz": ["NaN", DEEP, "[1,", '"\\ud800"', "01"],
 }  # fmt: skip
@@ -61,7 +74,7 @@ COMPLETION_FIELDS: dict[str, list[str]] = {
     "logprobs": [*INTEGERS, "-1", "21"],
     "echo": FLAGS,
     "suffix": ['"end"', "1"],
-    "best_of": ["2", "0", '"1"'],
+    "best_of": [*INTEGERS, "0", "-1", "129"],
 }  # fmt: skip
 CHAT_FIELDS: dict[str, list[str]] = {
     "messages": [
@@ -71,9 +84,31 @@ CHAT_FIELDS: dict[str, list[str]] = {
         '[{"role": "user", "content": [{"type": "text"}]}]', '[{"role": "user", "content": [{"text": "x"}]}]',
         '[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1"}}]}]',
         '[{"role": "user", "content": "\\udc00"}]', '[{"role": "assistant", "tool_calls": [{}]}]',
+        '[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "nonsense"}}]}]',
+        '[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]',
+        '[{"role": "assistant", "tool_calls": [{"type": "x", "function": {"name": "f"}}]}]',
+        '[{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]',
+        '[{"role": "assistant", "function_call": {"name": "f"}}]', '[{"role": "user", "content": "x", "name": 1}]',
+        '[{"role": "tool", "content": "x", "tool_call_id": 1}]',
         json.dumps([{"role": "user", "content": "x" * 9000}]), json.dumps([{"role": "r" * 9000, "content": "x"}]),
     ],
     "max_completion_tokens": [*INTEGERS, "0", "-1"],
+    "tools": ['[{"type": "function"}]', '[{"type": "function", "function": {}}]', '[{"type": "web_search"}]', "[1]",
+              "{}", "1",
+              '[{"type": "function", "function": {"name": "a b"}}]', '[{"type": "function", "function": {"name": 1}}]',
+              '[{"type": "function", "function": {"name": "f", "parameters": []}}]',
+              '[{"type": "function", "function": {"name": "f", "parameters": "{}"}}]',
+              json.dumps([{"type": "function", "function": {"name": "f"}}] * 2),
+              json.dumps([{"type": "function", "function": {"name": f"f{index}"}} for index in range(129)])],
+    "tool_choice": ['"required"', '"any"', "1", "[]", "{}", '{"type": "function"}',
+                    '{"type": "x", "function": {"name": "f"}}',
+                    '{"type": "function", "function": {"name": 1}}', '{"type": "function", "function": {"name": "f"}}'],
+    "parallel_tool_calls": FLAGS,
+    "chat_template_kwargs": ["1", "[]", '{"enable_thinking": [1]}', '{"messages": "x"}', '{"__class__": 1}'],
+    "add_generation_prompt": FLAGS,
+    "continue_final_message": FLAGS,
+    "separate_reasoning": FLAGS,
+    "reasoning_effort": ["1", "[]"],
     "logprobs": ["1", "0", '"true"'],
     "top_logprobs": [*INTEGERS, "-1", "21", "5"],
 }  # fmt: skip
@@ -231,9 +266,11 @@ def test_what_is_not_http_is_refused_and_closed(live: LiveServer, name: str) -> 
 @pytest.mark.parametrize(
     "method, path, status, code",
     [
-        ("GET", "/", 404, "unknown_route"),
+        ("GET", "/page/../app.py", 404, "unknown_route"),
+        ("GET", "/page/..%2fapp.py", 404, "unknown_route"),
+        ("POST", "/", 405, "method_not_allowed"),
         ("GET", "/v1", 404, "unknown_route"),
-        ("POST", "/v1/embeddings", 404, "unknown_route"),
+        ("POST", "/v1/audio/speech", 404, "unknown_route"),
         ("GET", "/%2e%2e/%00", 404, "unknown_route"),
         ("GET", "/v1/completions", 405, "method_not_allowed"),
         ("PUT", "/v1/chat/completions", 405, "method_not_allowed"),
@@ -266,7 +303,16 @@ def test_the_largest_body_allowed_is_served(live: LiveServer) -> None:
 
 
 def test_what_client_libraries_add_is_let_through(live: LiveServer) -> None:
-    body = {"model": MODEL, "prompt": "p", "metadata": {"a": 1}, "store": None, "user": "u", "best_of": 1, "suffix": ""}
+    body = {
+        "model": MODEL,
+        "prompt": "p",
+        "metadata": {"a": 1},
+        "store": None,
+        "user": "u",
+        "best_of": 1,
+        "suffix": "",
+        "zzz": 1,
+    }
     assert ask(live.port, "POST", "/v1/completions", body).status == 200
     headers = {"Content-Type": "application/json; charset=utf-8", "Content-Encoding": "identity"}
     assert ask(live.port, "POST", "/v1/completions", body, headers).status == 200

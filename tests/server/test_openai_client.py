@@ -165,7 +165,7 @@ def test_wrong_values_raise_bad_request_with_the_field(client: openai.OpenAI, st
     assert caught.value.param == "messages[0].content"
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[{"type": "function"}], stream=stream)
-    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "tools")
+    assert (caught.value.code, caught.value.param) == ("invalid_value", "tools[0].function")
 
 
 def test_refusals_after_tokenising_have_a_status_even_for_streams(client: openai.OpenAI) -> None:

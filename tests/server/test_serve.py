@@ -113,6 +113,15 @@ def test_a_second_signal_exits_at_once(first: signal.Signals) -> None:
         assert server.exit(1) == (130, "")
 
 
+def test_a_second_sigterm_says_nothing_new() -> None:
+    with process(delay_s=0.2) as server, start_stream(server.port) as client:
+        for _ in range(3):
+            server.signal(signal.SIGTERM)
+        *chunks, done = client.read_reply().events
+        assert (len(chunks), done) == (10, "[DONE]")
+        assert server.exit() == (0, "")
+
+
 def test_a_signal_while_the_model_loads() -> None:
     with process(ready=False) as server:
         assert ask(server.port, "GET", "/health").json["status"] == "loading"

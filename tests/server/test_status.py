@@ -33,6 +33,18 @@ def test_a_server_that_takes_no_requests_yet_or_any_more(state: str, code: str) 
             assert int(reply.headers["retry-after"]) >= 1
 
 
+@pytest.mark.parametrize("code", ["recovering", "stalled"])
+def test_requests_are_taken_while_executors_come_back_and_ready_says_that_they_wait(code: str) -> None:
+    ingress = FakeIngress()
+    ingress.recovering, ingress.quiet_s = code == "recovering", 31.0
+    with LiveServer(ingress) as live:
+        health, ready = ask(live.port, "GET", "/health"), ask(live.port, "GET", "/ready")
+        assert (health.status, health.json["status"]) == (200, "recovering" if code == "recovering" else "ok")
+        assert (ready.status, ready.error["code"]) == (503, code)
+        assert int(ready.headers["retry-after"]) >= 1
+        assert ask(live.port, "POST", "/v1/completions", COMPLETION).status == 200
+
+
 def test_a_dead_engine_shows_everywhere() -> None:
     ingress = FakeIngress()
     ingress.ready, ingress.failure = False, "executor crashed in /secret/path.py"

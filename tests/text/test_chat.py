@@ -123,7 +123,7 @@ def test_a_broken_template_is_named_at_the_start(tmp_path):
 
 def test_chats_are_encoded_without_a_second_bos(tmp_path):
     ours = codec(gemma(), tmp_path, chat_template=TEMPLATES["alternating"], bos_token="<s>")
-    token_ids = ours.encode_chat(turns([("user", "fox")]))
+    token_ids = ours.encode_chat(turns([("user", "fox")])).token_ids
     assert token_ids.tolist().count(1) == 1
     assert ours.decode(token_ids, skip_special_tokens=False) == "<s>[INST] fox [/INST]"
     assert ours.encode("fox").tolist()[0] == 1
@@ -142,9 +142,9 @@ def test_the_template_file_stands_above_the_configuration_and_default_above_othe
     (user,) = turns([("user", "hello")])
     ours = TextCodec.load(directory)
     assert ours.can_chat
-    assert ours.decode(ours.encode_chat([user])) == "default"
+    assert ours.decode(ours.encode_chat([user]).token_ids) == "default"
     (directory / "chat_template.jinja").write_text("file")
     ours = TextCodec.load(directory)
-    assert ours.decode(ours.encode_chat([user])) == "file"
+    assert ours.decode(ours.encode_chat([user]).token_ids) == "file"
     only_named = codec(byte_level(), tmp_path / "named", chat_template=named[:1])
     assert not only_named.can_chat

@@ -1,0 +1,220 @@
+"""Grammars by llguidance: JSON Schema, regular expressions, GBNF and Lark, parsed by Earley's algorithm token by token.
+
+Owns: how a grammar of ours is written in llguidance's Lark, and the limits that bound its time and memory.
+Does not know: requests, devices.
+
+What is not understood is refused, never left out: an unknown keyword of JSON Schema is an error there.  No ``$ref`` is
+fetched.  White space between the tokens of JSON is bounded, so that no model can write it for ever.
+"""
+
+import re
+from typing import Any, Final
+
+import llguidance
+import msgspec
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import any_to_lark
+
+from engine.errors import RequestError
+from engine.plugins.hookspecs import GrammarContext, hookimpl
+from engine.plugins.options import Options, decode_options
+from engine.sampling.grammar import GrammarFailure, Mask
+from engine.sampling.params import Grammar
+from engine.text.reasoning import CLOSE, OPEN
+from engine.text.tool_format import CallsShape
+
+CALLBOARD_PLUGIN = {"api": 1, "packages": ["llguidance"]}
+
+_MAX_CHOICES: Final = 4096
+_MAX_CALLS: Final = 32
+_MAX_MESSAGE_CHARS: Final = 300
+# Between the tokens of JSON: at most a space, or a new line and its indentation.
+_WHITE_SPACE: Final = "( |\\n[ \\t]{0,24})?"
+# Where only one text can follow, the model still chooses its tokens, as it would unconstrained.
+_NO_FORCING: Final = '%llguidance {"no_forcing": true}\n\n'
+# Prefixes the name of a special token in llguidance's vocabulary: no text can spell it.
+_SPECIAL: Final = b"\xff"
+_BASE_BYTES: Final = 64 << 10
+_BYTES_PER_CHARACTER: Final = 64
+
+
+class LLGuidanceOptions(Options, frozen=True):
+    """max_lexer_states: of one grammar, about 2 kB each; beyond it a request fails.  max_grammar_size: symbols."""
+
+    max_lexer_states: int = 20_000
+    max_grammar_size: int = 100_000
+
+
+class LLGuidanceMatcher:
+    """A copy of a compiled matcher."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def consume(self, token_id: int) -> None:
+        if not self._matcher.consume_token(token_id):
+            raise GrammarFailure(_shortened(self._matcher.get_error()))
+
+    def fill(self, mask: Mask) -> None:
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            raise GrammarFailure(_shortened(self._matcher.get_error()))
+
+
+class LLGuidanceGrammar:
+    """A grammar whose first mask has been computed: that is where some of them turn out to be too large."""
+
+    def __init__(self, matcher: LLMatcher, num_bytes: int) -> None:
+        self._matcher = matcher
+        self.num_bytes = num_bytes
+
+    def matcher(self) -> LLGuidanceMatcher:
+        return LLGuidanceMatcher(self._matcher.deep_copy())
+
+
+class LLGuidance:
+    """One model's vocabulary as llguidance wants it."""
+
+    def __init__(self, context: GrammarContext) -> None:
+        self._vocab_size = context.vocab_size
+        self._options = decode_options("grammar.llguidance", context.options, LLGuidanceOptions)
+        self._tokenizer = LLTokenizer(
+            TokenizerWrapper(_Vocabulary(context)), eos_token=list(context.eos_token_ids) or [_unused(context)]
+        )
+        special = sorted({context.pieces[token_id] for token_id in context.special_token_ids})
+        self._special = {piece.decode() for piece in special if re.fullmatch(rb"<[^<>\s]+>", piece)}
+
+    def compile(self, grammar: Grammar) -> LLGuidanceGrammar:
+        try:
+            text = self._written(grammar)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise _refused(f"not valid JSON: {error}") from None
+        limits = llguidance.LLParserLimits(
+            max_lexer_states=self._options.max_lexer_states,
+            max_grammar_size=self._options.max_grammar_size,
+            verbose_errors=False,
+        )
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+        first = np.zeros(-(-self._vocab_size // 32), dtype=np.int32)
+        if not matcher.is_error():
+            # By a copy: the original stays at the start for everyone.
+            trial = matcher.deep_copy()
+            trial.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
+            if trial.is_error() or not first.any():
+                raise _refused(_shortened(trial.get_error()) or "it allows no output at all")
+        if matcher.is_error():
+            raise _refused(_shortened(matcher.get_error()))
+        return LLGuidanceGrammar(matcher, _BASE_BYTES + _BYTES_PER_CHARACTER * len(text))
+
+    def _written(self, grammar: Grammar) -> str:
+        """As a list of Lark grammars, of which the first is where it starts."""
+        body = {"name": "answer", "lark_grammar": _NO_FORCING + self._lark(grammar)}
+        if grammar.thinking == "none":
+            return msgspec.json.encode({"grammars": [body]}).decode()
+        start = "thoughts @answer" if grammar.thinking == "open" else f"({self._literal(OPEN)} thoughts)? @answer"
+        lines = [f"start: {start}", "thoughts: inside space", "space: /\\s{0,8}/"]
+        if CLOSE in self._special:
+            lines.append(f"inside: /(?s:.*)/ {CLOSE}")
+        else:
+            lines.append(f'inside[suffix="{CLOSE}"]: /(?s:.*)/')
+        head = {"name": "start", "lark_grammar": _NO_FORCING + "\n".join(lines)}
+        return msgspec.json.encode({"grammars": [head, body]}).decode()
+
+    def _lark(self, grammar: Grammar) -> str:
+        match grammar.kind:
+            case "json_object":
+                return f"start: {_json_rule({'type': 'object'})}"
+            case "json_schema":
+                return f"start: {_json_rule(_schema(msgspec.json.decode(grammar.source)))}"
+            case "regex":
+                return f"start: /{llguidance.regex_to_lark(grammar.source)}/"
+            case "choice":
+                choices = msgspec.json.decode(grammar.source, type=list[str])
+                if not 1 <= len(choices) <= _MAX_CHOICES or not all(choices):
+                    raise _refused(f"expected 1 to {_MAX_CHOICES} strings, none of them empty")
+                return "start: " + " | ".join(_quoted(choice) for choice in choices)
+            case "ebnf":
+                try:
+                    # Both the converter and some authors write options of their own; ours stand above.
+                    return re.sub(r"^%llguidance.*$", "", str(any_to_lark(grammar.source)), flags=re.MULTILINE)
+                except Exception as error:  # the converter has a tree of its own errors
+                    raise _refused(_shortened(str(error))) from None
+            case "tool_calls":
+                return self._calls(msgspec.json.decode(grammar.source, type=CallsShape))
+
+    def _calls(self, shape: CallsShape) -> str:
+        names = [f"call_{index}" for index in range(len(shape.calls))]
+        more = f" ({_quoted(shape.separator)} call){{0,{_MAX_CALLS - 1}}}" if shape.many else ""
+        lines = [f"start: call{more}", f"call: {' | '.join(names)}"]
+        for name, call in zip(names, shape.calls, strict=True):
+            lines.append(f"{name}: {self._literal(call.begin)} {name}_arguments {self._literal(call.end)}")
+            schema = call.schema or {"type": "object"}
+            lines.append(f"{name}_arguments: {_json_rule(_schema(schema))}")
+        return "\n".join(lines)
+
+    def _literal(self, text: str) -> str:
+        """Text that may name special tokens, which only they themselves can spell."""
+        if not self._special:
+            return _quoted(text)
+        parts = re.split("(" + "|".join(map(re.escape, sorted(self._special))) + ")", text)
+        return " ".join(part if part in self._special else _quoted(part) for part in parts if part)
+
+
+class _Vocabulary:
+    """What ``TokenizerWrapper`` asks for."""
+
+    bos_token_id = None
+
+    def __init__(self, context: GrammarContext) -> None:
+        special = set(context.special_token_ids) | set(context.eos_token_ids)
+        # A model's vocabulary may be padded: such tokens have no text and are never allowed.
+        names = [*context.pieces, *[b"<unused>"] * (context.vocab_size - len(context.pieces))]
+        special.update(token_id for token_id, name in enumerate(names) if token_id >= len(context.pieces) or not name)
+        self.tokens = [
+            _SPECIAL + (name or b"<empty>") if token_id in special else name for token_id, name in enumerate(names)
+        ][: context.vocab_size]
+        self.special_token_ids = sorted(token_id for token_id in special if token_id < context.vocab_size)
+        self.eos_token_id = context.eos_token_ids[0] if context.eos_token_ids else _unused(context)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Only asked about forced text, and nothing is forced."""
+        return []
+
+
+def _unused(context: GrammarContext) -> int:
+    """A token that stands for the end where a model has none."""
+    return context.special_token_ids[0] if context.special_token_ids else context.vocab_size - 1
+
+
+def _schema(schema: Any) -> dict[str, Any]:
+    if isinstance(schema, bool):
+        return {} if schema else {"not": {}}
+    if not isinstance(schema, dict):
+        raise _refused("a JSON Schema is an object or a boolean")
+    return schema
+
+
+def _json_rule(schema: dict[str, Any]) -> str:
+    guidance = {"whitespace_pattern": _WHITE_SPACE}
+    return f"%json {msgspec.json.encode({**schema, 'x-guidance': guidance}).decode()}"
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+def _shortened(message: str) -> str:
+    """Without the part of the grammar that some messages quote."""
+    first, _, _ = message.replace("<non-verbose/>", "").partition("\n")
+    return " ".join(first.split())[:_MAX_MESSAGE_CHARS]
+
+
+def _refused(reason: str) -> RequestError:
+    return RequestError(f"the grammar or schema cannot be used: {reason}", code="invalid_grammar")
+
+
+@hookimpl
+def callboard_grammar_engine(context: GrammarContext) -> LLGuidance:
+    """Takes the options of ``LLGuidanceOptions``."""
+    return LLGuidance(context)

@@ -1,0 +1,43 @@
+"""From a configuration to the grammars of structured output.
+
+Owns: asking the grammar plugin.  Does not know: any library.  The plugin is asked when the first request needs it,
+since its tables for a large vocabulary take a second and tens of megabytes that most servers never use.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.errors import PluginError
+from engine.plugins.hookspecs import GrammarContext
+from engine.plugins.manager import Plugins
+from engine.sampling.grammar import GrammarEngine
+from engine.sampling.grammars import Grammars
+from engine.text.codec import TextCodec
+
+
+def plugin_grammars(
+    plugins: Plugins,
+    codec: Callable[[], TextCodec],
+    *,
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...],
+    options: dict[str, dict[str, Any]],
+) -> Grammars:
+    """codec: called at most once, when the first grammar comes.  options: of all plugins, by full name."""
+    name = plugins.names["grammar"]
+
+    def new_engine() -> GrammarEngine:
+        vocabulary = codec().vocabulary
+        context = GrammarContext(
+            vocab_size=vocab_size,
+            pieces=vocabulary.all_pieces[:vocab_size],
+            special_token_ids=[token_id for token_id in vocabulary.special_ids if token_id < vocab_size],
+            eos_token_ids=eos_token_ids,
+            options=options.get(name, {}),
+        )
+        engine: GrammarEngine | None = plugins.hook.callboard_grammar_engine(context=context)
+        if engine is None:
+            raise PluginError(f"plugin {name} built no engine; it must implement callboard_grammar_engine")
+        return engine
+
+    return Grammars(new_engine)

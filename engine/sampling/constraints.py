@@ -1,0 +1,143 @@
+"""Rows whose output follows a grammar: where each of them stands, and which tokens it may take next.
+
+Legend: N sampled rows of the step · R of them with a grammar · V vocabulary · W words of a mask
+Owns: a matcher per row and the thread that moves them.  Does not know: steps, how tokens are picked.
+
+A mask depends on the token before it, which may still be on the device when the next step is launched.  So the thread
+waits for that token and computes the mask while the forward pass of the next step runs, and the caller asks for the
+mask only when it has queued that pass.  The scheduler plans ahead as it always does.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.errors import RequestError
+from engine.sampling.grammar import GrammarFailure, Matcher
+from engine.sampling.grammars import Grammars
+from engine.sampling.params import SamplingParams
+
+Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """What R rows of a step may take.  at_R: int64, which of the N.  words_RW: int32; a row of zeros fails.
+    failures: index into N -> why its grammar cannot go on."""
+
+    at_R: Tensor
+    words_RW: Tensor
+    failures: dict[int, str]
+
+    def apply(self, logits_NV: Tensor) -> Tensor:
+        """Forbid tokens in place; returns the rows as they were, raw_RV."""
+        raw_RV = logits_NV.index_select(0, self.at_R)
+        bits = torch.arange(32, dtype=torch.int32, device=raw_RV.device)
+        allowed_RV = ((self.words_RW[:, :, None] >> bits) & 1).flatten(1)[:, : raw_RV.shape[1]] != 0
+        # Added and not filled in: a NaN must stay one, wherever it is, so that the row fails.
+        penalty_RV = torch.zeros_like(raw_RV).masked_fill_(~allowed_RV, -torch.inf)
+        logits_NV.index_copy_(0, self.at_R, raw_RV + penalty_RV)
+        return raw_RV
+
+    def restore(self, logits_NV: Tensor, raw_RV: Tensor) -> None:
+        """Undo ``apply``."""
+        logits_NV.index_copy_(0, self.at_R, raw_RV)
+
+
+@dataclass(slots=True)
+class _Row:
+    """matcher: being built.  last: gives the token that was sampled last and that it has not seen."""
+
+    matcher: "Future[Matcher]"
+    last: Callable[[], int] | None = None
+
+
+class PendingMasks:
+    """Masks that are being computed."""
+
+    def __init__(self, at: Int64, future: "Future[tuple[Int32, dict[int, str]]]", device: torch.device) -> None:
+        self._at = at
+        self._future = future
+        self._device = device
+
+    def result(self) -> Masks:
+        """Wait for them."""
+        words, failures = self._future.result()
+        return Masks(
+            self._upload(self._at), self._upload(words), {int(self._at[index]): why for index, why in failures.items()}
+        )
+
+    def _upload(self, values: npt.NDArray[np.generic]) -> Tensor:
+        tensor = torch.from_numpy(values)
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+class Constraints:
+    """All rows of one rank.  Equal calls on every rank give equal masks."""
+
+    def __init__(self, grammars: Grammars, vocab_size: int, device: torch.device) -> None:
+        self._grammars = grammars
+        self._num_words = -(-vocab_size // 32)
+        self._device = device
+        self._rows: dict[int, _Row] = {}
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+
+    def admit(self, row: int, params: SamplingParams, token_ids: Int32, num_prompt_tokens: int) -> None:
+        """A sequence takes a row.  token_ids: its prompt, then output kept over a retraction."""
+        self._rows.pop(row, None)
+        if params.grammar is not None:
+            output = token_ids[num_prompt_tokens:].tolist()
+            self._rows[row] = _Row(self._worker.submit(self._open, params, output))
+
+    def begin(self, rows_N: Int64) -> PendingMasks | None:
+        """Compute the masks of the rows that have a grammar; None if none has."""
+        if not self._rows:
+            return None
+        at = np.array([index for index, row in enumerate(rows_N.tolist()) if row in self._rows], dtype=np.int64)
+        if not len(at):
+            return None
+        rows = [self._rows[row] for row in rows_N[at].tolist()]
+        return PendingMasks(at, self._worker.submit(self._fill, rows), self._device)
+
+    def sampled(self, rows_N: Int64, tokens: Callable[[], Int64]) -> None:
+        """What a step has sampled is to be seen before the next mask.  tokens: waits for the device, int64[N]."""
+        for index, number in enumerate(rows_N.tolist()):
+            row = self._rows.get(number)
+            if row is not None:
+                row.last = lambda index=index: int(tokens()[index])
+
+    def close(self) -> None:
+        """End the thread."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _open(self, params: SamplingParams, output: list[int]) -> Matcher:
+        assert params.grammar is not None
+        matcher = self._grammars.matcher(params.grammar)
+        for token_id in output:
+            matcher.consume(token_id)
+        return matcher
+
+    def _fill(self, rows: list[_Row]) -> tuple[Int32, dict[int, str]]:
+        words = np.zeros((len(rows), self._num_words), dtype=np.int32)
+        failures: dict[int, str] = {}
+        for index, row in enumerate(rows):
+            try:
+                matcher = row.matcher.result()
+                if row.last is not None:
+                    token_id = row.last()
+                    row.last = None
+                    if token_id >= 0:  # else the row has failed, and nobody reads it any more
+                        matcher.consume(token_id)
+                matcher.fill(words[index])
+            except (GrammarFailure, RequestError) as error:
+                words[index] = 0
+                failures[index] = f"the grammar of this request cannot go on: {error}"
+        return words, failures

@@ -1,0 +1,81 @@
+"""Messages of a conversation in the engine's terms.
+
+Owns: roles, content parts, calls of earlier turns.  Does not know: chat templates, answers.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.errors import RequestError
+from engine.messages import ChatTurn, ToolCall
+from server.openai_requests import CallBody, ChatMessage, ContentPart, is_given
+
+# The API renamed "system" to "developer"; templates of open models know only the old name.
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
+
+
+def read_turns(messages: Sequence[ChatMessage]) -> tuple[ChatTurn, ...]:
+    """The conversation in the engine's terms.  Raises RequestError for what only other models could read."""
+    if not messages:
+        raise RequestError("messages: an empty list; expected at least one message", param="messages")
+    return tuple(_turn(message, f"messages[{index}]") for index, message in enumerate(messages))
+
+
+def _turn(message: ChatMessage, path: str) -> ChatTurn:
+    role = ROLES.get(message.role)
+    if role is None:
+        raise RequestError(f"{path}.role: must be one of {', '.join(ROLES)}", param=f"{path}.role")
+    if is_given(message.function_call):
+        raise RequestError(
+            f"{path}.function_call: not supported by this server; send tool_calls",
+            code="unsupported_parameter",
+            param=f"{path}.function_call",
+        )
+    calls = message.tool_calls or ()
+    if calls and role != "assistant":
+        raise RequestError(f"{path}.tool_calls: only the assistant calls functions", param=f"{path}.tool_calls")
+    reasoning = message.reasoning_content or message.reasoning or ""
+    return ChatTurn(
+        role,
+        _content(message, path, required=not calls and not reasoning),
+        reasoning=reasoning,
+        tool_calls=tuple(read_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)),
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "",
+    )
+
+
+def _content(message: ChatMessage, path: str, *, required: bool) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    if not message.content:
+        if required:
+            raise RequestError(f"{path}.content: required, but not given", param=f"{path}.content")
+        return ""
+    return "".join(part_text(part, f"{path}.content[{index}]") for index, part in enumerate(message.content))
+
+
+def part_text(part: ContentPart, path: str) -> str:
+    """The text of a part.  Raises RequestError for images and the like."""
+    if part.type not in TEXT_TYPES:
+        raise RequestError(
+            f"{path}.type: only 'text' is supported by this server", code="unsupported_content", param=f"{path}.type"
+        )
+    if part.text is None:
+        raise RequestError(f"{path}.text: required, but not given", param=f"{path}.text")
+    return part.text
+
+
+def read_call(call: CallBody, path: str) -> ToolCall:
+    """A call of an earlier turn; templates want its arguments as an object."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            msgspec.json.decode(arguments or "{}", type=dict[str, msgspec.Raw])
+        except (msgspec.MsgspecError, RecursionError):
+            where = f"{path}.function.arguments"
+            raise RequestError(f"{where}: must be a JSON object, or a string that holds one", param=where) from None
+        return ToolCall(call.id, call.function.name, arguments or "{}")
+    return ToolCall(call.id, call.function.name, msgspec.json.encode(arguments).decode())

@@ -1,0 +1,150 @@
+"""Bodies and events that clients of /v1/responses get.
+
+Owns: field names and which are always there.  Does not know: where the values come from.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from server.openai_responses import TopLogprob
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class OutputLogprob(msgspec.Struct, frozen=True):
+    """A token of the answer."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
+    """The text of a message."""
+
+    text: str
+    annotations: list[str] = []
+    logprobs: list[OutputLogprob] = []
+
+
+class ReasoningText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """The text of thoughts."""
+
+    text: str
+
+
+class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
+    """The assistant's message."""
+
+    id: str
+    status: Status
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class CallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
+    """A call of a function."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+
+
+class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
+    """What the model thought."""
+
+    id: str
+    summary: list[str] = []
+    content: list[ReasoningText]
+    status: Status
+
+
+Item = MessageItem | CallItem | ReasoningItem
+
+
+class InputTokensDetails(msgspec.Struct, frozen=True):
+    """How much of the input came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    """How much of the output was thought."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct, frozen=True):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    """Why an answer is not whole."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseError(msgspec.Struct, frozen=True):
+    """Why an answer failed."""
+
+    code: str
+    message: str
+
+
+class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, and what was asked of it."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Status
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[Item] = []
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: dict[str, str | None]
+    store: Literal[False] = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[Any]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    metadata: dict[str, str]
+
+
+# ---- events ---------------------------------------------------------------------------------
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
+    """An event of a stream; only the fields that its type has are there.  sequence_number: counts from 0."""
+
+    type: str
+    sequence_number: int
+    response: ResponseObject | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    item: Item | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    part: OutputText | ReasoningText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    logprobs: list[OutputLogprob] | UnsetType = UNSET

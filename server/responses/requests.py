@@ -1,0 +1,97 @@
+"""The body of POST /v1/responses.
+
+Owns: field names and JSON types.  Does not know: what the items mean.
+Nothing is stored between requests: a conversation is sent as a whole each time.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from server.openai_requests import (
+    ContentPart,
+    FunctionName,
+    GenerationBody,
+    Scalar,
+    Short,
+    TokenCount,
+    TopLogprobs,
+    not_given,
+)
+
+
+class FlatTool(msgspec.Struct, frozen=True):
+    """A function that the model may call.  parameters: JSON Schema of its arguments."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FlatToolChoice(msgspec.Struct, frozen=True):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: Short
+
+
+class TextFormat(msgspec.Struct, frozen=True):
+    """type: 'text', 'json_object' or 'json_schema'."""
+
+    type: Short
+    schema: msgspec.Raw = msgspec.field(default_factory=not_given)
+    name: Short | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True):
+    """What the answer looks like."""
+
+    format: TextFormat | None = None
+    verbosity: Short | None = None
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True):
+    """effort: told to the chat template."""
+
+    effort: Short | None = None
+    summary: Short | None = None
+
+
+class InputItem(msgspec.Struct, frozen=True):
+    """A part of the conversation: a message, a call, what a call gave, or thoughts, by ``type``."""
+
+    type: Short | None = None
+    role: str | None = None
+    content: str | list[ContentPart] | None = None
+    id: Short | None = None
+    call_id: Short | None = None
+    name: Short | None = None
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
+
+
+class ResponsesBody(GenerationBody, frozen=True, kw_only=True):
+    """POST /v1/responses.  Sampling fields as in the other endpoints."""
+
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: TokenCount | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: Annotated[list[FlatTool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[Short, Scalar] | None = None
+    include: list[Short] | None = None
+    top_logprobs: TopLogprobs | None = None
+    metadata: dict[Short, Short] | None = None
+    store: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    background: bool | None = None
+    previous_response_id: Short | None = None
+    conversation: msgspec.Raw = msgspec.field(default_factory=not_given)

@@ -1,0 +1,256 @@
+"""POST /v1/responses: an answer as one object, or as the events of its making.
+
+Owns: what may be asked and the flow.  Does not know: the order of events.
+"""
+
+import json
+import logging
+import time
+import uuid
+
+import msgspec
+from aiohttp import web
+from msgspec import UnsetType
+
+from engine.config import LimitsSection, ServerSection
+from engine.errors import CallboardError, RequestError
+from engine.messages import ChatOptions, Delta, Finish
+from server.admission import refuse_early
+from server.backend import Ingress
+from server.body import BodyReader
+from server.choices import Choices
+from server.errors import as_request_error
+from server.exchange import EXCHANGE
+from server.generation import Generation, Translator
+from server.model_card import ModelCard
+from server.openai_requests import (
+    FunctionBody,
+    FunctionChoice,
+    JsonSchemaFormat,
+    ResponseFormat,
+    ToolBody,
+    ToolChoice,
+    is_given,
+)
+from server.openai_responses import UsageBody
+from server.reply import json_reply
+from server.responses.items import read_input
+from server.responses.objects import (
+    Event,
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseError,
+    ResponseObject,
+    ResponseUsage,
+    Status,
+)
+from server.responses.requests import FlatToolChoice, ResponsesBody, TextFormat
+from server.responses.writer import ResponseWriter
+from server.sse import EventStream
+from server.template_variables import read_variables
+from server.tools import read_tools
+from server.usage import Tally
+
+log = logging.getLogger(__name__)
+
+LOGPROBS = "message.output_text.logprobs"
+NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "response_format": "text.format",
+    "response_format.type": "text.format.type",
+    "max_tokens": "max_output_tokens",
+}
+Asked = tuple[ResponsesBody, Generation]
+
+
+class ResponsesRoute:
+    """Its handler."""
+
+    def __init__(
+        self,
+        translator: Translator,
+        *,
+        server: ServerSection,
+        limits: LimitsSection,
+        ingress: Ingress,
+        card: ModelCard,
+    ) -> None:
+        self._translator = translator
+        self._reader = BodyReader(ResponsesBody, self._translate, server)
+        self._limits = limits
+        self._ingress = ingress
+        self._card = card
+
+    def _translate(self, body: ResponsesBody) -> Asked:
+        self._translator.check_model(body.model)
+        _refuse_what_needs_a_store(body)
+        choice = body.tool_choice
+        tools = read_tools(
+            [
+                ToolBody(tool.type, FunctionBody(tool.name, tool.description, tool.parameters))
+                for tool in body.tools or ()
+            ],
+            ToolChoice(choice.type, FunctionChoice(choice.name)) if isinstance(choice, FlatToolChoice) else choice,
+            parallel=body.parallel_tool_calls,
+            form=self._card.tool_format,
+        )
+        if body.text is not None and body.text.format is not None:
+            body = msgspec.structs.replace(body, response_format=_response_format(body.text.format))
+        effort = None if body.reasoning is None else body.reasoning.effort
+        wants_logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
+        generation = self._translator.translate(
+            body,
+            (read_input(body.input, body.instructions),),
+            max_tokens=body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens,
+            logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+            echo=False,
+            tools=tools,
+            chat=ChatOptions(
+                tools=tools.described,
+                variables=read_variables(body.chat_template_kwargs, effort, self._card.template_variables),
+                split_reasoning=True,
+            ),
+        )
+        return body, generation
+
+    async def post(self, request: web.Request) -> web.StreamResponse:
+        """aiohttp's handler.  Raises RequestError or EngineDied as long as nothing was sent."""
+        refuse_early(self._ingress, self._limits)
+        try:
+            body, generation = await self._reader.read(request)
+        except RequestError as error:
+            raise _in_its_words(error) from None
+        answer = _Answer(body, generation, self._card.name)
+        try:
+            async with Choices(self._ingress, generation) as choices:
+                if generation.stream:
+                    return await self._stream(request, answer, choices)
+                while (item := await choices.next()) is not None:
+                    answer.take(item)
+                return json_reply(answer.object())
+        except RequestError as error:
+            raise _in_its_words(error) from None
+        finally:
+            request[EXCHANGE].usage = answer.tally.total()
+
+    async def _stream(self, request: web.Request, answer: "_Answer", choices: Choices) -> web.StreamResponse:
+        events = EventStream(request, named=True)
+        writer = answer.writer
+        try:
+            try:
+                while (item := await choices.next()) is not None:
+                    told: list[Event] = []
+                    if not events.started:
+                        started = answer.object("in_progress")
+                        told = [writer.event(kind, response=started) for kind in ("created", "in_progress")]
+                    told += answer.take(item)
+                    if told:
+                        await events.send(told)
+                whole = answer.object()
+                await events.send([writer.event(whole.status, response=whole)])
+            except ConnectionError:
+                raise
+            except Exception as error:
+                if not events.started:
+                    raise
+                if not isinstance(error, CallboardError):
+                    log.exception("request=%s failed in its stream", request[EXCHANGE].id)
+                reason = _in_its_words(as_request_error(error))
+                await events.send([writer.event("failed", response=answer.object("failed", reason))])
+            await events.end()
+        except ConnectionError:
+            pass  # nobody is left to tell; the choices close on the way out
+        return events.response
+
+
+class _Answer:
+    """One request's answer as it grows.  tally: its token counts.  writer: its items."""
+
+    def __init__(self, body: ResponsesBody, generation: Generation, model: str) -> None:
+        self.tally = Tally(generation)
+        self.writer = ResponseWriter(generation.tools.parser() if generation.tools else None)
+        self._body = body
+        self._params = generation.params
+        self._model = model
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._created_at = int(time.time())
+        self._finish = Finish.RUNNING
+
+    def take(self, item: tuple[int, Delta]) -> list[Event]:
+        """New output."""
+        index, delta = item
+        self.tally.add(index, delta)
+        self._finish = delta.finish
+        return self.writer.take(delta)
+
+    def object(self, status: Status | None = None, error: RequestError | None = None) -> ResponseObject:
+        """What there is to say.  status: None once the output has ended."""
+        body, params = self._body, self._params
+        cut = status is None and self._finish != Finish.STOP
+        given = json.loads(msgspec.json.encode(body))
+        return ResponseObject(
+            id=self._id,
+            created_at=self._created_at,
+            status=status or ("incomplete" if cut else "completed"),
+            error=None if error is None else ResponseError(error.code, error.message),
+            incomplete_details=IncompleteDetails("max_output_tokens") if cut else None,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            model=self._model,
+            output=list(self.writer.output) if status != "in_progress" else [],
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            reasoning={"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            temperature=params.temperature,
+            text=given["text"] or {"format": {"type": "text"}},
+            tool_choice=given["tool_choice"] or "auto",
+            tools=given["tools"] or [],
+            top_p=params.top_p,
+            usage=None if status == "in_progress" else _usage(self.tally.total()),
+            metadata=body.metadata or {},
+        )
+
+
+def _usage(counts: UsageBody) -> ResponseUsage:
+    details = counts.completion_tokens_details
+    return ResponseUsage(
+        input_tokens=counts.prompt_tokens,
+        input_tokens_details=InputTokensDetails(counts.prompt_tokens_details.cached_tokens),
+        output_tokens=counts.completion_tokens,
+        output_tokens_details=OutputTokensDetails(0 if isinstance(details, UnsetType) else details.reasoning_tokens),
+        total_tokens=counts.total_tokens,
+    )
+
+
+def _response_format(given: TextFormat) -> ResponseFormat:
+    if given.type != "json_schema":
+        return ResponseFormat(given.type)
+    if not is_given(given.schema):
+        raise RequestError("text.format.schema: required, but not given", param="text.format.schema")
+    return ResponseFormat("json_schema", JsonSchemaFormat(given.schema, given.name))
+
+
+def _refuse_what_needs_a_store(body: ResponsesBody) -> None:
+    """Nothing is kept between requests, and leaving these out of account would change the answer."""
+    asked = {
+        "previous_response_id": body.previous_response_id is not None,
+        "conversation": is_given(body.conversation),
+        "background": bool(body.background),
+        "truncation": body.truncation == "auto",
+        "n": body.n not in (None, 1),
+    }
+    for field, given in asked.items():
+        if given:
+            raise RequestError(
+                f"{field}: not supported by this server, which keeps nothing between requests and cuts nothing off",
+                code="unsupported_parameter",
+                param=field,
+            )
+
+
+def _in_its_words(error: RequestError) -> RequestError:
+    """The engine says "prompt", and other endpoints have other names for things."""
+    if error.param is not None:
+        error.param = NAMES.get(error.param, error.param)
+    return error

@@ -1,0 +1,142 @@
+"""An output as items of a response, and as the events that tell how they come to be.
+
+Owns: the order of items and events.  Does not know: sockets, JSON, the engine.
+The answer in one piece is what the events add up to: both are made here.
+"""
+
+import uuid
+from collections.abc import Sequence
+
+from engine.messages import Delta, Finish, TokenLogprobs
+from engine.text.tool_calls import CallPiece, ToolCallParser
+from server.openai_responses import TopLogprob
+from server.output import finite
+from server.responses.objects import (
+    CallItem,
+    Event,
+    Item,
+    MessageItem,
+    OutputLogprob,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    Status,
+)
+
+
+class ResponseWriter:
+    """output: the items so far, of which the last one may still grow.  parser: finds calls, if they are looked for."""
+
+    def __init__(self, parser: ToolCallParser | None) -> None:
+        self.output: list[Item] = []
+        self._parser = parser
+        self._events: list[Event] = []
+        self._num_events = 0
+        self._kind = ""  # of the open item
+        self._text: list[str] = []
+        self._logprobs: list[OutputLogprob] = []
+        self._waiting_logprobs: list[OutputLogprob] = []
+        self._call: CallItem | None = None
+
+    def event(self, kind: str, **fields: object) -> Event:
+        """The next event of the stream."""
+        number, self._num_events = self._num_events, self._num_events + 1
+        return Event(type=f"response.{kind}", sequence_number=number, **fields)  # type: ignore[arg-type]
+
+    def take(self, delta: Delta) -> list[Event]:
+        """What new output means."""
+        if delta.reasoning:
+            self._write("reasoning", delta.reasoning, ())
+        # Logprobs are told with the text they belong to; a token without text waits for the next one.
+        self._waiting_logprobs += [_logprob(entry) for entry in delta.logprobs]
+        text = delta.text
+        pieces: list[CallPiece] = []
+        ended = delta.finish != Finish.RUNNING
+        if self._parser is not None:
+            text, pieces = self._parser.push(text)
+            if ended:
+                rest, more = self._parser.finish()
+                # Text behind a call is rare and its place among the calls is lost; it goes first.
+                text, pieces = text + rest, [*pieces, *more]
+        if text:
+            logprobs, self._waiting_logprobs = self._waiting_logprobs, []
+            self._write("message", text, logprobs)
+        for piece in pieces:
+            self._write_call(piece)
+        if ended:
+            if not self.output and not self._kind:
+                self._open("message")
+            self._close("incomplete" if delta.finish == Finish.LENGTH else "completed")
+        events, self._events = self._events, []
+        return events
+
+    def _write(self, kind: str, text: str, logprobs: Sequence[OutputLogprob]) -> None:
+        if self._kind != kind:
+            self._close("completed")
+            self._open(kind)
+        self._text.append(text)
+        self._logprobs += logprobs
+        if kind == "message":
+            self._emit("output_text.delta", content_index=0, delta=text, logprobs=list(logprobs))
+        else:
+            self._emit("reasoning_text.delta", content_index=0, delta=text)
+
+    def _write_call(self, piece: CallPiece) -> None:
+        if piece.name is not None:
+            self._close("completed")
+            self._kind = "call"
+            identity = uuid.uuid4().hex
+            call_id = f"call_{identity[:24]}"
+            call = CallItem(id=f"fc_{identity}", call_id=call_id, name=piece.name, arguments="", status="in_progress")
+            self._begin(call)
+            self._call = call
+        if piece.arguments:
+            self._text.append(piece.arguments)
+            self._emit("function_call_arguments.delta", delta=piece.arguments)
+
+    def _open(self, kind: str) -> None:
+        self._kind = kind
+        identity = uuid.uuid4().hex
+        if kind == "message":
+            self._begin(MessageItem(id=f"msg_{identity}", status="in_progress", content=[]))
+            self._emit("content_part.added", content_index=0, part=OutputText(text=""))
+        else:
+            self._begin(ReasoningItem(id=f"rs_{identity}", content=[], status="in_progress"))
+
+    def _begin(self, item: Item) -> None:
+        self.output.append(item)
+        self._events.append(self.event("output_item.added", output_index=len(self.output) - 1, item=item))
+
+    def _close(self, status: Status) -> None:
+        """The open item is whole, or as whole as it gets."""
+        if not self._kind:
+            return
+        kind, text = self._kind, "".join(self._text)
+        identity = self.output[-1].id
+        item: Item
+        if kind == "message":
+            part = OutputText(text=text, logprobs=self._logprobs)
+            item = MessageItem(id=identity, status=status, content=[part])
+            self._emit("output_text.done", content_index=0, text=text, logprobs=self._logprobs)
+            self._emit("content_part.done", content_index=0, part=part)
+        elif kind == "reasoning":
+            item = ReasoningItem(id=identity, content=[ReasoningText(text=text)], status=status)
+            self._emit("reasoning_text.done", content_index=0, text=text)
+        else:
+            assert self._call is not None, "a call is open"
+            call = self._call
+            item = CallItem(id=call.id, call_id=call.call_id, name=call.name, arguments=text, status=status)
+            self._emit("function_call_arguments.done", name=call.name, arguments=text)
+        self.output[-1] = item
+        self._events.append(self.event("output_item.done", output_index=len(self.output) - 1, item=item))
+        self._kind, self._text, self._logprobs, self._call = "", [], [], None
+
+    def _emit(self, kind: str, **fields: object) -> None:
+        index = len(self.output) - 1
+        self._events.append(self.event(kind, output_index=index, item_id=self.output[index].id, **fields))
+
+
+def _logprob(entry: TokenLogprobs) -> OutputLogprob:
+    sampled = entry.sampled
+    top = [TopLogprob(one.text, finite(one.logprob), list(one.utf8)) for one in entry.top]
+    return OutputLogprob(sampled.text, finite(sampled.logprob), list(sampled.utf8), top)

@@ -1,0 +1,76 @@
+"""Tools and tool_choice: what the model is told, what it must do, how its output is read.
+
+Owns: their rules.  Does not know: how calls are written or parsed, messages.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.errors import RequestError
+from engine.sampling.params import Grammar
+from engine.text.tool_calls import ToolCallParser
+from engine.text.tool_format import Tool, ToolFormat, demand_calls
+from server.openai_requests import ToolBody, ToolChoice
+
+Choice = str | ToolChoice | None
+
+
+class ToolUse(msgspec.Struct, frozen=True):
+    """How calls are read from an output.  max_calls: later ones are dropped; None for no limit."""
+
+    form: ToolFormat
+    names: frozenset[str]
+    max_calls: int | None
+
+    def parser(self) -> ToolCallParser:
+        """For one choice."""
+        return ToolCallParser(self.form, self.names, self.max_calls)
+
+
+class ToolRequest(msgspec.Struct, frozen=True):
+    """described: JSON for the template, empty for none.  use: None if no call is looked for.
+    grammar: what forces one, if it must come."""
+
+    described: str = ""
+    use: ToolUse | None = None
+    grammar: Grammar | None = None
+
+
+def read_tools(
+    tools: Sequence[ToolBody] | None, choice: Choice, *, parallel: bool | None, form: ToolFormat
+) -> ToolRequest:
+    """Raises RequestError."""
+    forced = choice == "required" or isinstance(choice, ToolChoice)
+    if not tools:
+        if forced:
+            raise RequestError("tool_choice: there are no tools to choose from", param="tool_choice")
+        return ToolRequest()
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise RequestError("tools: two of them have the same name", param="tools")
+    if choice == "none":
+        return ToolRequest()
+    callable_tools = [Tool(tool.function.name, tool.function.parameters or {}) for tool in tools]
+    if isinstance(choice, ToolChoice):
+        callable_tools = [tool for tool in callable_tools if tool.name == choice.function.name]
+        if not callable_tools:
+            raise RequestError(
+                "tool_choice.function.name: none of the tools has this name", param="tool_choice.function.name"
+            )
+    many = parallel is not False and not isinstance(choice, ToolChoice)
+    return ToolRequest(
+        described=msgspec.json.encode([_described(tool) for tool in tools]).decode(),
+        use=ToolUse(form, frozenset(names), None if many else 1),
+        grammar=demand_calls(callable_tools, form, many=many) if forced else None,
+    )
+
+
+def _described(tool: ToolBody) -> dict[str, object]:
+    """Without what was not given: templates write all that is there into the prompt."""
+    function = {
+        name: value
+        for name in ("name", "description", "parameters")
+        if (value := getattr(tool.function, name)) is not None
+    }
+    return {"type": "function", "function": function}

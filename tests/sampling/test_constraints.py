@@ -1,0 +1,213 @@
+"""Rows with a grammar: their masks, what they have seen, and that they change nothing for others."""
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from engine.errors import RequestError
+from engine.sampling.constraints import Constraints, Masks
+from engine.sampling.grammar import GrammarFailure, Mask
+from engine.sampling.grammars import Grammars
+from engine.sampling.params import Grammar, SamplingParams
+from engine.sampling.sampler import Sampler
+
+VOCAB = 70
+CPU = torch.device("cpu")
+
+
+class CountingMatcher:
+    """Allows token n after n tokens; its grammar's source says after how many it fails."""
+
+    def __init__(self, fails_after: int) -> None:
+        self.seen: list[int] = []
+        self._fails_after = fails_after
+
+    def consume(self, token_id: int) -> None:
+        self.seen.append(token_id)
+
+    def fill(self, mask: Mask) -> None:
+        if len(self.seen) >= self._fails_after:
+            raise GrammarFailure("too far")
+        mask[:] = 0
+        mask.view(np.uint32)[len(self.seen) // 32] = 1 << len(self.seen) % 32
+
+
+class CountingEngine:
+    """compile: of itself.  made: every matcher."""
+
+    num_bytes = 1
+
+    def __init__(self) -> None:
+        self.made: list[CountingMatcher] = []
+        self._fails_after = 0
+
+    def compile(self, grammar: Grammar) -> "CountingEngine":
+        if grammar.source == "wrong":
+            raise RequestError("wrong")
+        self._fails_after = int(grammar.source)
+        return self
+
+    def matcher(self) -> CountingMatcher:
+        self.made.append(CountingMatcher(self._fails_after))
+        return self.made[-1]
+
+
+@pytest.fixture
+def engine() -> CountingEngine:
+    return CountingEngine()
+
+
+@pytest.fixture
+def constraints(engine: CountingEngine) -> Constraints:
+    return Constraints(Grammars(lambda: engine), VOCAB, CPU)
+
+
+def follows(source: str = "99") -> SamplingParams:
+    return SamplingParams(grammar=Grammar("regex", source))
+
+
+def rows(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=np.int64)
+
+
+def allowed(masks: Masks) -> list[list[int]]:
+    logits = torch.zeros(8, VOCAB)
+    masks.apply(logits)
+    return [torch.isfinite(logits[at]).nonzero().flatten().tolist() for at in masks.at_R.tolist()]
+
+
+def known(*token_ids: int) -> np.ndarray:
+    return np.array(token_ids, dtype=np.int32)
+
+
+def test_rows_without_a_grammar_cost_nothing(constraints: Constraints) -> None:
+    constraints.admit(0, SamplingParams(), known(1), 1)
+    assert constraints.begin(rows(0)) is None
+
+
+def test_masks_are_of_the_rows_that_have_one(constraints: Constraints) -> None:
+    constraints.admit(4, follows(), known(7, 7), 2)
+    constraints.admit(2, SamplingParams(), known(7), 1)
+    constraints.admit(5, follows(), known(7, 7, 50, 51), 2)
+    assert constraints.begin(rows(2)) is None
+    pending = constraints.begin(rows(5, 2, 4))
+    assert pending is not None
+    masks = pending.result()
+    assert masks.at_R.tolist() == [0, 2]
+    assert allowed(masks) == [[2], [0]], "output kept over a retraction has been seen"
+
+
+def test_tokens_are_seen_once_and_in_order(constraints: Constraints, engine: CountingEngine) -> None:
+    constraints.admit(0, follows(), known(7), 1)
+    for token in (40, 41):
+        pending = constraints.begin(rows(3, 0))
+        assert pending is not None
+        pending.result()
+        constraints.sampled(rows(3, 0), lambda token=token: rows(99, token))
+    pending = constraints.begin(rows(0))
+    assert pending is not None
+    assert allowed(pending.result()) == [[2]]
+    assert engine.made[0].seen == [40, 41]
+
+
+def test_the_token_is_waited_for_beside_the_caller(constraints: Constraints) -> None:
+    """What the next step needs of the last one's token is fetched by the worker while the caller goes on."""
+    constraints.admit(0, follows(), known(7), 1)
+    first = constraints.begin(rows(0))
+    assert first is not None
+    first.result()
+    on_device = threading.Event()
+    waited_by: list[str] = []
+
+    def tokens() -> np.ndarray:
+        waited_by.append(threading.current_thread().name)
+        assert on_device.wait(10)
+        return rows(0)
+
+    constraints.sampled(rows(0), tokens)
+    pending = constraints.begin(rows(0))  # returns although the token is not there
+    on_device.set()
+    assert pending is not None
+    assert allowed(pending.result()) == [[1]]
+    assert waited_by[0].startswith("grammar")
+
+
+def test_a_row_that_changes_hands_begins_anew(constraints: Constraints) -> None:
+    constraints.admit(0, follows(), known(7), 1)
+    pending = constraints.begin(rows(0))
+    assert pending is not None
+    pending.result()
+    constraints.sampled(rows(0), lambda: rows(5))
+    constraints.admit(0, follows(), known(8), 1)
+    again = constraints.begin(rows(0))
+    assert again is not None
+    assert allowed(again.result()) == [[0]]
+    constraints.admit(0, SamplingParams(), known(8), 1)
+    assert constraints.begin(rows(0)) is None
+
+
+@pytest.mark.parametrize("source", ["0", "wrong"])
+def test_a_grammar_that_cannot_go_on_fails_its_row_alone(constraints: Constraints, source: str) -> None:
+    constraints.admit(0, follows(source), known(7), 1)
+    constraints.admit(1, follows(), known(7), 1)
+    pending = constraints.begin(rows(1, 0))
+    assert pending is not None
+    masks = pending.result()
+    assert list(masks.failures) == [1]
+    assert "cannot go on" in masks.failures[1]
+    sampler = Sampler(4, VOCAB, 64, CPU)
+    for row in (0, 1):
+        sampler.admit(row, SamplingParams(temperature=0.0, min_tokens=3), known(7), 1, [5])
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    assert sampler.sample(logits, rows(1, 0), rows(1, 1), masks).token_ids_N.tolist() == [0, -1]
+
+
+def sampled(change: Callable[[torch.Tensor], None] = lambda logits: None, **params: float) -> list[int]:
+    """64 rows at once, half of them constrained to tokens 3 and 40."""
+    logits = torch.randn(64, VOCAB, generator=torch.Generator().manual_seed(2))
+    change(logits)
+    before = logits.clone()
+    words = np.zeros((32, 3), dtype=np.int32)
+    words[:, 0], words[:, 1] = 1 << 3, 1 << (40 - 32)
+
+    def draw(masks: Masks | None) -> list[int]:
+        sampler = Sampler(64, VOCAB, 64, CPU)
+        for row in range(64):
+            sampler.admit(row, SamplingParams(seed=row, **params), known(7), 1, [5])
+        positions = np.ones(64, dtype=np.int64)
+        return sampler.sample(logits, np.arange(64), positions, masks).token_ids_N.tolist()
+
+    tokens = draw(Masks(torch.arange(0, 64, 2), torch.from_numpy(words), {}))
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num()), "the logits are left as they were"
+    assert tokens[1::2] == draw(None)[1::2], "others draw what they would have drawn"
+    return tokens[0::2]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 1},
+        {"temperature": 1.0, "top_p": 0.01},
+        {"temperature": 2.0, "min_p": 0.9},
+        {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 1.0},
+        {"temperature": 1.0, "min_tokens": 5},
+    ],
+)
+def test_nothing_but_what_is_allowed_is_drawn(params: dict[str, float]) -> None:
+    assert set(sampled(**params)) <= {3, 40}
+
+
+def test_cuts_are_made_among_what_is_allowed() -> None:
+    assert set(sampled(temperature=1.0)) == {3, 40}
+
+
+def test_a_nan_anywhere_still_fails_the_row() -> None:
+    def spoil(logits: torch.Tensor) -> None:
+        logits[0, 60] = torch.nan  # not an allowed token
+
+    assert sampled(spoil, temperature=0.0)[0] == -1

@@ -1,0 +1,71 @@
+"""The HTTP server with a real engine behind it, in a thread, so that tests may block."""
+
+import asyncio
+import threading
+from typing import Any
+
+import uvloop
+from aiohttp import web
+
+from engine.actors.system import System
+from engine.config import Config, build_config
+from server.app import create_runner
+from server.listener import bind
+from server.model_card import ModelCard
+
+
+class EngineServer:
+    """A context manager: serves inside of it.  sections: configuration tables, as ``LLM`` takes them."""
+
+    def __init__(self, **sections: dict[str, Any]) -> None:
+        tables = {name.removesuffix("_"): table for name, table in sections.items()}
+        self.config = build_config(Config(), {"device": {"kind": "cpu", "seed": 1}, **tables})
+        self.system = System(self.config)
+        self.model = self.system.model_name
+        self._failure: Exception | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine-server")
+
+    def __enter__(self) -> "EngineServer":
+        self._listener = bind("127.0.0.1", 0)
+        self.port: int = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread.start()
+        assert self._started.wait(60), "the engine did not start"
+        if self._failure is not None:
+            raise self._failure
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the engine did not stop"
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._serve())
+        except Exception as error:  # raised again in the test
+            self._failure = error
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        system, config = self.system, self.config
+        card = ModelCard(
+            name=system.model_name,
+            max_model_len=system.max_len,
+            vocab_size=system.spec.vocab_size,
+            created=1_700_000_000,
+            tool_format=system.codec.tool_format,
+            template_variables=config.server.chat_template_kwargs,
+        )
+        await system.start()
+        runner = create_runner(config.server, config.limits, system.ingress, card, system.monitor, system.codec)
+        await runner.setup()
+        await web.SockSite(runner, self._listener, backlog=1024).start()
+        self._started.set()
+        await self._stopping.wait()
+        await runner.cleanup()
+        await system.stop()

@@ -1,0 +1,38 @@
+"""docs/api.md names every route and every field, and docs/structured_output.md every way to ask for a grammar."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from server.embeddings import EmbeddingBody
+from server.openai_requests import ChatBody, CompletionBody, StreamOptions, StructuredOutputs
+from server.openapi import OPERATIONS
+from server.responses.requests import ResponsesBody
+from server.tokenization import DetokenizeBody, TokenizeBody
+from server.unsupported import UNSUPPORTED
+
+DOCS = Path(__file__).parents[2] / "docs"
+API = (DOCS / "api.md").read_text()
+STRUCTURED = (DOCS / "structured_output.md").read_text()
+BODIES = (CompletionBody, ChatBody, ResponsesBody, EmbeddingBody, TokenizeBody, DetokenizeBody, StreamOptions)
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_every_field_is_named(body: type) -> None:
+    assert [name for name in body.__struct_fields__ if f"`{name}`" not in API] == []
+
+
+def test_every_route_is_named() -> None:
+    assert [one.path for one in OPERATIONS if one.path not in API] == []
+
+
+def test_what_is_refused_is_named() -> None:
+    rest = {"best_of", "function_call", "grammar", "modalities"}  # known elsewhere, or old names of what is named
+    assert {name for name in UNSUPPORTED if f"`{name}`" not in API} <= rest
+
+
+def test_every_name_of_a_grammar_is_named() -> None:
+    fields = [name for name in CompletionBody.__struct_fields__ if re.match(r"guided_|regex|ebnf|json_schema", name)]
+    assert all(f"`{name}`" in STRUCTURED for name in [*fields, "response_format", "structured_outputs"])
+    assert all(f'"{name}"' in STRUCTURED for name in StructuredOutputs.__struct_fields__)

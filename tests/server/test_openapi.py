@@ -1,0 +1,63 @@
+"""/openapi.json says what the server does: requests made from it are answered as it says."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from server.openapi import OPERATIONS, document
+from tests.server.http_client import ask
+from tests.server.live_server import MODEL, LiveServer
+
+schemathesis = pytest.importorskip("schemathesis")
+from schemathesis import checks  # noqa: E402
+from schemathesis.generation import GenerationMode  # noqa: E402
+from schemathesis.specs.openapi import checks as openapi_checks  # noqa: E402
+
+CHECKS = [
+    checks.not_a_server_error,
+    openapi_checks.status_code_conformance,
+    openapi_checks.content_type_conformance,
+    openapi_checks.response_schema_conformance,
+]
+SETTINGS = settings(
+    max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+SCHEMA = schemathesis.openapi.from_dict(document("0"))
+BODIES = [one.path for one in OPERATIONS if one.body is not None]
+
+
+def test_it_is_served_and_complete(live: LiveServer) -> None:
+    served = ask(live.port, "GET", "/openapi.json").json
+    assert served["openapi"] == "3.1.0"
+    assert set(served["paths"]) == {one.path for one in OPERATIONS}
+    text = json.dumps(served)
+    references = {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert references <= set(served["components"]["schemas"])
+    for name in ("temperature", "top_k", "cache_salt", "guided_regex", "tools", "response_format"):
+        assert f'"{name}"' in text
+
+
+def test_every_route_that_takes_a_body_is_in_it(live: LiveServer) -> None:
+    routed = {resource.canonical for resource in live.runner.app.router.resources()}
+    assert set(BODIES) | {"/v1/tokenize", "/v1/detokenize"} <= routed
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.parametrize("path", BODIES)
+def test_requests_made_from_it_are_answered_as_it_says(live: LiveServer, path: str, mode: Any) -> None:
+    operation = SCHEMA[path]["POST"]
+
+    @SETTINGS
+    @given(case=operation.as_strategy(generation_mode=mode), right_model=st.booleans())
+    def check(case: Any, right_model: bool) -> None:
+        if right_model and isinstance(case.body, dict) and "model" in case.body:
+            case.body["model"] = MODEL
+        response = case.call(base_url=live.url, timeout=20)
+        case.validate_response(response, checks=CHECKS)
+
+    check()
+    assert ask(live.port, "GET", "/ready").status == 200
+    assert live.wait_until(lambda: live.ingress.num_open == 0, 5)
