@@ -51,12 +51,13 @@ SECTIONS = {
     "greedy": "gpu_sections.greedy:greedy",
     "graph_tokens": "gpu_sections.graphs:tokens",
     "graph_decodes": "gpu_sections.graphs:decode_steps",
+    "graph_decodes_14b": "gpu_sections.graphs:decode_steps_14b",
     "graph_prefills": "gpu_sections.graphs:prefill_steps",
     "graph_captures": "gpu_sections.captures:section",
     "throughput": "gpu_sections.throughput:throughput",
 }
 # What cannot be tried without a GPU at all.
-NEEDS_GPU = ("graph_captures", "nccl", "flashinfer", "flash_attn")
+NEEDS_GPU = ("graph_captures", "graph_decodes_14b", "nccl", "flashinfer", "flash_attn")
 
 
 def run_section(name: str, device: torch.device, rows_file: Path) -> None:

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from engine.sampling.params import SamplingParams
+from engine.sampling.params import Grammar, SamplingParams
 
 if TYPE_CHECKING:
     from engine.llm import LLM, Completion
 
-__all__ = ["LLM", "Completion", "SamplingParams"]
+__all__ = ["LLM", "Completion", "Grammar", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

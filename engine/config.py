@@ -45,6 +45,14 @@ class ModelSection(Section, frozen=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="'auto' is float32 on CPU and the checkpoint's own type on a GPU"),
     ] = "auto"
+    tool_format: Annotated[
+        Literal["auto", "hermes", "llama3"],
+        Meta(description="How the model writes function calls; 'auto' goes by its chat template"),
+    ] = "auto"
+    thinks: Annotated[
+        Literal["auto", "yes", "no"],
+        Meta(description="Whether <think> text is told apart from answers; 'auto' goes by the chat template"),
+    ] = "auto"
     max_len: Annotated[
         int, Meta(ge=0, description="Longest prompt plus output in tokens; 0 for what the model was trained for")
     ] = 0
@@ -54,6 +62,9 @@ class DeviceSection(Section, frozen=True):
     """[device]: where the model runs."""
 
     kind: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="'auto' takes a GPU where there is one")] = "auto"
+    tensor_parallel: Annotated[
+        int, Meta(ge=1, le=64, description="Ranks that share the model, each on a GPU of its own or on the CPU")
+    ] = 1
     threads: Annotated[
         int, Meta(ge=0, description="CPU threads for the model; 0 for all cores, or one if the model is small")
     ] = 0
@@ -96,16 +107,74 @@ class SchedulerSection(Section, frozen=True):
     ] = 2
 
 
+class PlacementSection(Section, frozen=True):
+    """[placement]: where the executors run, and what happens when one is lost."""
+
+    executor: Annotated[
+        Literal["inline", "process"],
+        Meta(
+            description="'inline': a thread of the server; 'process': a process per rank, restarted if it dies or hangs"
+        ),
+    ] = "inline"
+    link: Annotated[
+        str,
+        Meta(
+            pattern=r"^(unix|unix:.+|tcp://[^/]+:[0-9]+)$",
+            description="How processes are reached: 'unix', 'unix:DIRECTORY' for sockets below it, or 'tcp://HOST:PORT' "
+            "(port 0: any), encrypted and authenticated",
+        ),
+    ] = "unix"
+    step_timeout_s: Annotated[
+        float, Meta(ge=0, description="An executor that takes longer for a step hangs and is restarted; 0 for never")
+    ] = 120.0
+    silence_timeout_s: Annotated[
+        float, Meta(gt=0, description="So does an executor process that has not answered at all for this long")
+    ] = 10.0
+    max_restarts: Annotated[
+        int, Meta(ge=0, description="Restarts within restart_window_s; one more ends the engine with an error")
+    ] = 3
+    restart_window_s: Annotated[float, Meta(gt=0, description="Seconds over which restarts are counted")] = 300.0
+
+
+class GraphsSection(Section, frozen=True):
+    """[graphs]: steps that are captured once and replayed, without the model's Python."""
+
+    mode: Annotated[
+        Literal["auto", "off", "decode", "breakable", "compiled"],
+        Meta(
+            description="'decode' captures decode steps alone, 'breakable' also the model between attention calls for steps "
+            "with prefill, 'compiled' compiles that too; 'auto' is breakable on a GPU, off on CPU"
+        ),
+    ] = "auto"
+    max_rows: Annotated[int, Meta(ge=1, description="Largest captured decode batch; larger ones run as they are")] = 512
+    max_tokens: Annotated[
+        int, Meta(ge=1, description="Largest captured step with prefill, in tokens; larger ones run as they are")
+    ] = 4096
+
+
+class AttentionNames(Section, frozen=True):
+    """Attention backends by what a sequence does in a step: reads a part of its prompt, or writes its next token."""
+
+    prefill: str = "auto"
+    decode: str = "auto"
+
+
 class PluginsSection(Section, frozen=True):
     """[plugins]: which implementation stands behind each hook, and their own option tables."""
 
-    attention: Annotated[str, Meta(description="Attention backend, 'auto' picks by device")] = "auto"
+    attention: Annotated[
+        str | AttentionNames,
+        Meta(description="Attention backend, or { prefill = ..., decode = ... }; 'auto' picks by device and model"),
+    ] = "auto"
     eviction: Annotated[
         str, Meta(description="What leaves the prefix cache first: lru, lfu, fifo, slru, priority; 'auto' is lru")
     ] = "auto"
     policy: Annotated[
         str, Meta(description="Who of those that wait runs first: priority, fcfs, lpm; 'auto' is priority")
     ] = "auto"
+    grammar: Annotated[str, Meta(description="What makes output follow a schema or grammar; 'auto' is llguidance")] = (
+        "auto"
+    )
     comm: Annotated[str, Meta(description="Communication library between ranks, 'auto' picks by world size")] = "auto"
     observers: Annotated[
         list[str],
@@ -115,9 +184,10 @@ class PluginsSection(Section, frozen=True):
         dict[str, dict[str, Any]], Meta(description="Option table per plugin, e.g. [plugins.options.'attention.torch']")
     ] = {}
 
-    def by_kind(self) -> dict[str, str]:
-        """Plugin kind -> the name wanted for it, of the kinds of which there is one."""
-        return {"attention": self.attention, "eviction": self.eviction, "policy": self.policy, "comm": self.comm}
+    def by_kind(self) -> dict[str, str | AttentionNames]:
+        """Plugin kind -> the name wanted for it, of the kinds of which there is one; attention may have two."""
+        names = ("attention", "eviction", "policy", "comm", "grammar")
+        return {kind: getattr(self, kind) for kind in names}
 
 
 class ServerSection(Section, frozen=True):
@@ -125,7 +195,12 @@ class ServerSection(Section, frozen=True):
 
     host: Annotated[str, Meta(description="Address to listen on; anything but loopback needs an api_key")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="TCP port, 0 for any free one")] = 8000
-    api_key: Annotated[str, Meta(description="Bearer token that clients must send; empty for none")] = ""
+    chat_template_kwargs: Annotated[
+        tuple[str, ...], Meta(description="What clients may tell the model's chat template, in chat_template_kwargs")
+    ] = ("enable_thinking", "thinking", "preserve_thinking", "reasoning_effort", "date_string")
+    api_key: Annotated[
+        str | list[str], Meta(description="Bearer token that clients must send, or a list of them; empty for none")
+    ] = ""
     max_connections: Annotated[int, Meta(ge=1, description="Most open connections")] = 2048
     max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest request body")] = 4 << 20
     header_timeout_s: Annotated[
@@ -139,6 +214,23 @@ class ServerSection(Section, frozen=True):
     drain_timeout_s: Annotated[float, Meta(ge=0, description="After SIGTERM, how long running requests may go on")] = (
         30.0
     )
+    shared_cache: Annotated[
+        bool,
+        Meta(
+            description="Whether clients with different keys share cached prefixes; timing then tells of others' prompts"
+        ),
+    ] = False
+    cors_origins: Annotated[
+        list[str],
+        Meta(description="Web pages that browsers may call from, e.g. ['https://chat.example.org']; '*' for any"),
+    ] = []
+    vllm_metric_names: Annotated[
+        bool,
+        Meta(description="/metrics also gives what dashboards and autoscalers made for vLLM look for, as 'vllm:...'"),
+    ] = False
+    traces: Annotated[
+        str, Meta(description="Where OpenTelemetry spans go, e.g. 'http://127.0.0.1:4318/v1/traces'; empty for none")
+    ] = ""
 
 
 class LimitsSection(Section, frozen=True):
@@ -153,6 +245,16 @@ class LimitsSection(Section, frozen=True):
     max_choices: Annotated[
         int, Meta(ge=1, le=128, description="Largest n, and most prompts in one body, of a request")
     ] = 128
+    max_requests_per_client: Annotated[
+        int,
+        Meta(
+            ge=0, description="Most of them that are one client's, by API key or else by address; 0 for no such limit"
+        ),
+    ] = 0
+    first_token_timeout_s: Annotated[
+        float,
+        Meta(ge=0, description="A request that has had no token for so long gets 503 with Retry-After; 0 for never"),
+    ] = 0.0
     request_timeout_s: Annotated[float, Meta(gt=0, description="Longest time a request may take in all")] = 600.0
 
 
@@ -163,9 +265,18 @@ class Config(Section, frozen=True):
     device: DeviceSection = DeviceSection()
     kv: KVSection = KVSection()
     scheduler: SchedulerSection = SchedulerSection()
+    graphs: GraphsSection = GraphsSection()
+    placement: PlacementSection = PlacementSection()
     plugins: PluginsSection = PluginsSection()
     server: ServerSection = ServerSection()
     limits: LimitsSection = LimitsSection()
+
+    def chosen_plugins(self) -> dict[str, str | AttentionNames]:
+        """Plugin kind -> the name wanted for it, 'auto' where the kind's own default will do."""
+        chosen = self.plugins.by_kind()
+        if chosen["comm"] == "auto" and self.device.tensor_parallel > 1:
+            chosen["comm"] = "torch"  # the default is for one rank
+        return chosen
 
 
 # fmt: on
@@ -211,6 +322,11 @@ def build_config(base: Config, tables: Mapping[str, Mapping[str, Any]]) -> Confi
     return config
 
 
+def with_pages(config: Config, num_pages: int) -> Config:
+    """``config`` with a KV pool of exactly so many pages."""
+    return msgspec.structs.replace(config, kv=msgspec.structs.replace(config.kv, num_pages=num_pages))
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -241,7 +357,7 @@ def _decode(table: dict[str, Any], origin: str) -> Config:
 def _allowed_keys(section: str) -> str:
     known: type[Any] | None = Config
     if section:
-        known = Config.__annotations__.get(section)
+        known = {**Config.__annotations__, "plugins.attention": AttentionNames}.get(section)
     return f"; known keys: {', '.join(known.__struct_fields__)}" if known is not None else ""
 
 
@@ -297,6 +413,9 @@ def render_toml(config: Config) -> str:
             if isinstance(value, dict):
                 lines.append(f"# {field.name}: {doc}")
                 lines += [f"# {key} = {msgspec.json.encode(table).decode()}" for key, table in value.items()]
+            elif isinstance(value, AttentionNames):
+                names = msgspec.toml.encode(value).decode().splitlines()
+                lines.append(f"{field.name} = {{ {', '.join(names)} }}  # {doc}")
             else:
                 lines.append(f"{field.name} = {msgspec.toml.encode({'v': value}).decode()[4:].strip()}  # {doc}")
         lines.append("")

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -18,6 +19,14 @@ ASKED = {
     "greedy": GREEDY,
     "temperature": GREEDY.replace(temperature=0.8, seed=7),
     "cuts and penalties": GREEDY.replace(temperature=0.9, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=7),
+}
+QWEN3_14B = {
+    **QWEN3_06B,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "tie_word_embeddings": False,
 }
 STEPS = 32
 BATCHES = (1, 8, 32, 128, 256)
@@ -42,15 +51,26 @@ def tokens(device: torch.device) -> Iterator[Row]:
 
 
 def decode_steps(device: torch.device) -> Iterator[Row]:
-    """Qwen3-0.6B's shape, 512 tokens of context: time of a step by batch, beside the time to read what it must read."""
+    """Qwen3-0.6B's shape; see ``_decode_steps``."""
+    return _decode_steps(device, QWEN3_06B)
+
+
+def decode_steps_14b(device: torch.device) -> Iterator[Row]:
+    """Qwen3-14B's shape; see ``_decode_steps``."""
+    return _decode_steps(device, QWEN3_14B)
+
+
+def _decode_steps(device: torch.device, config: dict[str, Any]) -> Iterator[Row]:
+    """512 tokens of context: time of a step by batch, beside the time to read what it must read."""
     bandwidth = _copy_bandwidth(device)
-    config = QWEN3_06B
     kv_bytes = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2
     times: dict[tuple[str, int], float] = {}
     batches = BATCHES if device.type == "cuda" else BATCHES[:1]
     with checkpoint(config) as path:
         for mode in MODES[device.type]:
+            start = time.perf_counter()
             runner = load(path, device, max(batches), max(batches) * 40, 2048, mode)
+            yield {"case": f"{mode}, start", "ok": True, "us": (time.perf_counter() - start) * 1e6, **_memory(device)}
             weight_bytes = runner._model.parameter_bytes
             for batch in batches:
                 stepping = Stepping(runner, batch, 512, 4 * STEPS, GREEDY)
@@ -137,6 +157,11 @@ def _copies(runner: object) -> Row:
             stepping.decode().collect()
     num_copies = sum("HtoD" in event.name for event in trace.events())
     return {"case": f"copies to the device in {STEPS} steady steps: {num_copies}", "ok": num_copies == 0}
+
+
+def _memory(device: torch.device) -> Row:
+    """What this process has taken."""
+    return {"mb": torch.cuda.memory_reserved() / 1e6} if device.type == "cuda" else {}
 
 
 def _copy_bandwidth(device: torch.device) -> float:

@@ -9,54 +9,90 @@ import torch
 
 from engine.config import Config
 from engine.errors import ConfigError, PluginError
+from engine.execution.attention import RankAttention
 from engine.execution.device import choose_device, choose_dtype, free_bytes, set_threads
 from engine.execution.host_memory import available_bytes
+from engine.execution.memory import Needs, pool_pages, report, run_largest_step
 from engine.execution.rows import DeviceRows
 from engine.execution.runner import ModelRunner
+from engine.graphs.rank import RankGraphs, StepParts
 from engine.kv.host_pool import HostPool
 from engine.kv.pool import KVPool
-from engine.layers.attention import AttentionFactory, AttentionSpec
-from engine.models.checkpoint import ModelSpec
+from engine.layers.comm import Comm
+from engine.models.checkpoint import ModelSpec, resolve_checkpoint
 from engine.models.loader import load_model
-from engine.plugins.hookspecs import AttentionContext, CommContext
+from engine.plugins.hookspecs import CommContext
 from engine.plugins.manager import Plugins
+from engine.plugins.structured import plugin_grammars
+from engine.sampling.constraints import Constraints
+from engine.sampling.grammars import Grammars
 from engine.sampling.sampler import Sampler
+from engine.text.codec import TextCodec
+from engine.text.loading import load_codec
 
 log = logging.getLogger(__name__)
 
 MAX_HOST_SHARE = 0.9  # of the available host memory: page-locked memory cannot be swapped, and others need some
-POOL_SEQUENCES = 4  # a pool beyond this many full batches buys nothing until prefixes are shared
 
 
 def load_runner(
-    config: Config, spec: ModelSpec, max_len: int, plugins: Plugins, *, rank: int, progress: bool
+    config: Config,
+    spec: ModelSpec,
+    max_len: int,
+    plugins: Plugins,
+    *,
+    rank: int,
+    rendezvous: str = "",
+    progress: bool,
+    grammars: Grammars | None = None,
 ) -> ModelRunner:
-    """Everything a rank needs, ready for its first step.  Runs on the device thread.
+    """Everything a rank needs, ready for its first step.  Runs on the device thread, of all ranks at the same time.
+    rendezvous: where this group's ranks meet, see ``CommContext``; empty for one rank.
+    grammars: those of this process, where the text side lives in it as well.
 
-    Raises ConfigError, WeightsError, PluginError with a message for the user."""
+    Raises ConfigError, WeightsError, PluginError, GraphError with a message for the user."""
     device = choose_device(config.device, rank)
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
-    options = config.plugins.options
-    comm = plugins.hook.callboard_comm(
-        context=CommContext(rank=rank, size=1, device=device.type, options=options.get(plugins.names["comm"], {}))
-    )
-    model = load_model(
-        spec, comm, device, dtype, load_format=config.model.load_format, seed=config.device.seed, progress=progress
-    )
+    comm = _connect(config, plugins, rank, device, rendezvous)
+    graphs = RankGraphs(config.graphs, device, comm)
+    seed, load_format = config.device.seed, config.model.load_format
+    model = load_model(spec, graphs.comm, device, dtype, load_format=load_format, seed=seed, progress=progress)
     set_threads(config.device.threads, device, model.parameter_bytes)
     attention_spec = model.attention_spec
-    factory = _attention_factory(config, plugins, attention_spec, device, dtype)
-    num_pages = _num_pages(config, attention_spec, max_len, device, dtype)
-    pool = KVPool(
-        num_layers=attention_spec.num_layers,
-        num_pages=num_pages,
-        page_size=config.kv.page_size,
-        num_kv_heads=attention_spec.num_kv_heads,
-        head_size=attention_spec.head_size,
-        dtype=dtype,
-        device=device,
-    )
-    max_rows = config.scheduler.max_running
+    # Before the pool takes what memory is left: a plugin may refuse, and may need some to be tried.
+    attention = RankAttention(plugins, attention_spec, config.kv.page_size, device, dtype)
+    page_size, max_rows = config.kv.page_size, config.scheduler.max_running
+    rows = DeviceRows(max_rows, max_len, page_size, device)
+    sampler = Sampler(max_rows, spec.vocab_size, max_len, device)
+
+    def parts_with(num_pages: int) -> StepParts:
+        pool = KVPool(
+            num_layers=attention_spec.num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=attention_spec.num_kv_heads,
+            head_size=attention_spec.head_size,
+            dtype=dtype,
+            device=device,
+        )
+        backend = attention.build(pool)
+        # Only now: what 'auto' comes to has been loaded by this time.
+        graphs.break_at([name for one in plugins.declarations.values() for name in one.graph_breaks])
+        return StepParts(model, pool, backend, rows, sampler)
+
+    num_pages, needs = config.kv.num_pages, Needs()
+    if not num_pages:
+        if graphs.device.captures:
+            needs = _measure(config, max_len, graphs, parts_with(1))
+            graphs.device.trim()
+        page_bytes = KVPool.page_bytes(
+            attention_spec.num_layers, page_size, attention_spec.num_kv_heads, attention_spec.head_size, dtype
+        )
+        num_pages = _smallest(pool_pages(config, max_len, page_bytes, free_bytes(device), needs), comm, device)
+    parts = parts_with(num_pages)
+    pool, before = parts.pool, graphs.device.memory().free_bytes
+    piecewise = graphs.piecewise(parts, config.scheduler, progress)
+    decode_graphs = graphs.decode(parts, config.scheduler, progress)
     log.info(
         "rank %d ready: device=%s dtype=%s weights=%.1f MB kv_pool=%.1f MB (%d pages of %d tokens)",
         rank,
@@ -65,55 +101,78 @@ def load_runner(
         model.parameter_bytes / 1e6,
         pool.data.nbytes / 1e6,
         num_pages,
-        config.kv.page_size,
+        page_size,
     )
+    if graphs.device.captures:
+        left = graphs.device.memory().free_bytes
+        report(rank, model, pool, needs, before - left, left)
     return ModelRunner(
         rank=rank,
         model=model,
         pool=pool,
         host_pool=_host_pool(config.kv.num_host_pages, pool, rank),
-        attention=factory(attention_spec, pool),
-        rows=DeviceRows(max_rows, max_len, config.kv.page_size, device),
-        sampler=Sampler(max_rows, spec.vocab_size, max_len, device),
+        attention=parts.attention,
+        piecewise=piecewise,
+        decode_graphs=decode_graphs,
+        rows=rows,
+        constraints=Constraints(grammars or _own_grammars(config, spec, plugins), spec.vocab_size, device),
+        sampler=sampler,
         eos_token_ids=spec.eos_token_ids,
     )
 
 
-def _attention_factory(
-    config: Config, plugins: Plugins, spec: AttentionSpec, device: torch.device, dtype: torch.dtype
-) -> AttentionFactory:
-    name = plugins.names["attention"]
-    factory: AttentionFactory | None = plugins.hook.callboard_attention_backend(
-        context=AttentionContext(
+def _connect(config: Config, plugins: Plugins, rank: int, device: torch.device, rendezvous: str) -> Comm:
+    options = config.plugins.options
+    comm: Comm | None = plugins.hook.callboard_comm(
+        context=CommContext(
+            rank=rank,
+            size=config.device.tensor_parallel,
             device=device.type,
-            dtype=str(dtype).removeprefix("torch."),
-            page_size=config.kv.page_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-            window=spec.window,
-            options=config.plugins.options.get(name, {}),
+            rendezvous=rendezvous,
+            options=options.get(plugins.names["comm"], {}),
         )
     )
-    if factory is None:
-        raise PluginError(f"plugin {name} built no attention backend; it must implement callboard_attention_backend")
-    return factory
+    if comm is None:
+        raise PluginError(f"plugin {plugins.names['comm']} built no communicator; it must implement callboard_comm")
+    return comm
 
 
-def _num_pages(config: Config, spec: AttentionSpec, max_len: int, device: torch.device, dtype: torch.dtype) -> int:
-    """kv.num_pages, or what fits the free memory; at least one sequence of full length must fit."""
-    page_size = config.kv.page_size
-    per_sequence = -(-max_len // page_size)
-    if config.kv.num_pages:
-        return config.kv.num_pages
-    page_bytes = KVPool.page_bytes(spec.num_layers, page_size, spec.num_kv_heads, spec.head_size, dtype)
-    fitting = int(free_bytes(device) * config.kv.memory_fraction) // page_bytes
-    if fitting < per_sequence:
-        raise ConfigError(
-            f"kv.memory_fraction={config.kv.memory_fraction}: leaves room for {fitting} pages of {page_size} tokens, "
-            f"one sequence of {max_len} tokens needs {per_sequence}; raise it, lower model.max_len, or set kv.num_pages"
+def _own_grammars(config: Config, spec: ModelSpec, plugins: Plugins) -> Grammars:
+    """For a process that has no text side: its tokenizer is read when the first grammar comes."""
+
+    def codec() -> TextCodec:
+        return load_codec(config.model, resolve_checkpoint(config.model.path, config.model.revision))
+
+    return plugin_grammars(
+        plugins,
+        codec,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        options=config.plugins.options,
+    )
+
+
+def _smallest(number: int, comm: Comm, device: torch.device) -> int:
+    """Of all ranks' numbers: one scheduler plans for all of them."""
+    if comm.size == 1:
+        return number
+    return int(comm.all_gather(torch.tensor([number], device=device), 0).min())
+
+
+def _measure(config: Config, max_len: int, graphs: RankGraphs, parts: StepParts) -> Needs:
+    """parts: with a pool that is thrown away.  Raises ConfigError if there is no room for the largest step itself."""
+    scheduler = config.scheduler
+    try:
+        activation_bytes = graphs.device.peak(
+            lambda: run_largest_step(config, max_len, parts.model, parts.pool, parts.attention, parts.sampler)
         )
-    return min(fitting, per_sequence * config.scheduler.max_running * POOL_SEQUENCES)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"scheduler.max_step_tokens={scheduler.max_step_tokens}: no room for a step of that size beside "
+            f"the weights ({error}); lower it, or scheduler.max_running"
+        ) from None
+    graphs.device.trim()
+    return Needs(activation_bytes, graphs.measure(parts, scheduler))
 
 
 def _host_pool(num_pages: int, pool: KVPool, rank: int) -> HostPool | None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.batch import Batch
+from engine.execution.batch import Batch, Int32, Int64
 from engine.messages import Admission, Step
 
 
@@ -34,7 +34,9 @@ class StepInputs:
 
 class DeviceRows:
     """tokens_RM: int32; a sampled token is written here, so the next step finds it without the host.
-    pages_RP: int32.  computed: host, int32 [R]."""
+    pages_RP: int32.  computed: host, int32 [R].  lengths_R: int32, the same on the device,
+    once ``keep_lengths`` was called.
+    """
 
     def __init__(self, max_rows: int, max_len: int, page_size: int, device: torch.device) -> None:
         self._device = device
@@ -44,21 +46,31 @@ class DeviceRows:
         self.tokens_RM = _zeros((max_rows, max_len + 1), device)
         self.pages_RP = _zeros((max_rows, width), device)
         self.computed = np.zeros(max_rows, dtype=np.int32)
+        self.lengths_R: Tensor | None = None
         self._tokens_flat = self.tokens_RM.view(-1)
         self._pages_flat = self.pages_RP.view(-1)
 
-    def apply(self, step: Step) -> None:
-        """Take in a step's admissions and page appends: one packed copy for each kind that is present."""
-        for admission in step.admissions:
-            self._admit(admission)
+    def keep_lengths(self) -> Tensor:
+        """lengths_R, kept from now on: for steps that advance by themselves, without the host."""
+        if self.lengths_R is None:
+            self.lengths_R = torch.from_numpy(self.computed.copy()).to(self._device)
+        return self.lengths_R
+
+    def append_pages(self, step: Step) -> None:
+        """Take in a step's page appends by one packed copy, if there are any."""
         if step.append_rows:
-            rows = np.frombuffer(step.append_rows, dtype=np.int32).astype(np.int64)
-            indexes = np.frombuffer(step.append_indexes, dtype=np.int32)
-            pages = np.frombuffer(step.append_pages, dtype=np.int32)
-            packed = self.upload(np.stack((rows * self.pages_RP.shape[1] + indexes, pages)))
+            places, pages = self.appends(step)
+            packed = self.upload(np.stack((places, pages)))
             self._pages_flat.index_copy_(0, packed[0], packed[1].to(torch.int32))
 
-    def _admit(self, admission: Admission) -> None:
+    def appends(self, step: Step) -> tuple[Int64, Int32]:
+        """A step's page appends as places in the flat page table, and the pages."""
+        rows = np.frombuffer(step.append_rows, dtype=np.int32).astype(np.int64)
+        indexes = np.frombuffer(step.append_indexes, dtype=np.int32)
+        return rows * self.pages_RP.shape[1] + indexes, np.frombuffer(step.append_pages, dtype=np.int32)
+
+    def admit(self, admission: Admission) -> None:
+        """A sequence takes a row: one packed copy."""
         row = admission.row
         tokens = np.frombuffer(admission.token_ids, dtype=np.int32)
         pages = np.frombuffer(admission.pages, dtype=np.int32)
@@ -94,6 +106,8 @@ class DeviceRows:
             self.upload(np.concatenate(columns)).split(sizes)
         )
         lengths_B, query_starts_B1 = lengths_and_starts.to(torch.int32).split((num_sequences, num_sequences + 1))
+        if self.lengths_R is not None:
+            self.lengths_R.index_copy_(0, rows_B, lengths_B)
         num_pages = -(-int(batch.lengths_B.max()) // self._page_size)
         return StepInputs(
             token_ids_T=self._tokens_flat.index_select(0, token_at_T).to(torch.int64),

@@ -6,27 +6,37 @@ Owns: everything on the device.  Does not know: requests, text, actors; it knows
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.execution.batch import lay_out
+from engine.execution.prompts import PromptResults, Prompts, PromptWishes
 from engine.execution.rows import DeviceRows
+from engine.graphs.decode import DecodeGraphs
+from engine.graphs.device import Event
+from engine.graphs.piecewise import Piecewise
 from engine.kv.host_pool import HostPool
 from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionBatch
 from engine.layers.step import StepTensors
-from engine.messages import Step, StepDone
+from engine.messages import Admission, Step, StepDone
 from engine.models.decoder import Decoder
+from engine.sampling.constraints import Constraints
 from engine.sampling.sampler import SampledTokens, Sampler
+from engine.sampling.uniform import Variant
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step whose kernels are queued.  event: recorded behind its copies to the host; None on CPU."""
+    """A step whose kernels are queued.  event: recorded behind its copies to the host; None on CPU.
+    prompts: what it gives of prompts beside tokens.  failures: index into N -> why it has no token, if a grammar is."""
 
     rank: int
     step_id: int
     sampled: SampledTokens
-    event: torch.cuda.Event | None
+    event: Event | None
+    prompts: PromptResults | None
+    failures: dict[int, str]
 
     def ready(self) -> bool:
         """Whether the device is done with it."""
@@ -34,18 +44,29 @@ class LaunchedStep:
 
     def collect(self) -> StepDone:
         """Wait for the device; the tokens as bytes."""
-        if self.event is not None:
-            self.event.synchronize()
         return StepDone(
             rank=self.rank,
             step_id=self.step_id,
-            token_ids=self.sampled.token_ids_N.numpy().astype(np.int32, copy=False).tobytes(),
+            token_ids=self.tokens().astype(np.int32, copy=False).tobytes(),
             logprobs=self.sampled.logprobs.messages() if self.sampled.logprobs is not None else {},
+            prompt_logprobs=self.prompts.prompt_logprobs() if self.prompts is not None else {},
+            embeddings=self.prompts.embedding_bytes() if self.prompts is not None else {},
+            failures=self.failures,
         )
+
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """Wait for the device; int64[N].  From any thread."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.sampled.token_ids_N.numpy()
 
 
 class ModelRunner:
-    """Runs steps in the order they come; all calls from one thread.  host_pool: None if there is no host tier."""
+    """Runs steps in the order they come; all calls from one thread.
+
+    host_pool: None if there is no host tier.  piecewise: None if steps with prefill run as any other.
+    decode_graphs: None if decode steps do.
+    """
 
     def __init__(
         self,
@@ -55,37 +76,69 @@ class ModelRunner:
         pool: KVPool,
         host_pool: HostPool | None,
         attention: AttentionBackend,
+        piecewise: Piecewise | None,
+        decode_graphs: DecodeGraphs | None,
         rows: DeviceRows,
+        constraints: Constraints,
         sampler: Sampler,
         eos_token_ids: tuple[int, ...],
     ) -> None:
         self.num_pages = pool.num_pages
         self._rank = rank
-        self._model = model
         self._pool = pool
         self._host_pool = host_pool
         self._attention = attention
+        self._model = model
+        self._decode_graphs = decode_graphs
+        self._forward_decodes = self._forward_prefills = model.forward
+        if piecewise is not None:
+            self._forward_prefills = piecewise.forward
+            if decode_graphs is None and piecewise.captured:
+                self._forward_decodes = piecewise.forward  # the model between attention calls is better than nothing
         self._rows = rows
+        self._constraints = constraints
+        self._prompts = Prompts()
         self._sampler = sampler
         self._eos_token_ids = eos_token_ids
         self._on_cuda = pool.data.device.type == "cuda"
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedStep:
-        """Queue one forward pass and its sampling."""
+        """Queue one forward pass and its sampling.
+
+        Raises MemoryError if the device has no room for it.  What the step changes has then been taken in, and its
+        batch has not run: it may be launched again by itself, whole or in parts."""
+        if self._decode_graphs is not None and not step.prefill_rows and not step.admissions:
+            rows_N = np.frombuffer(step.decode_rows, dtype=np.int32).astype(np.int64)
+            if self._decode_graphs.fits(len(rows_N)):
+                return self._launch_captured(self._decode_graphs, step, rows_N)
+        self._apply(step)
+        computed = self._rows.computed.copy()
+        try:
+            return self._run(step)
+        except torch.OutOfMemoryError as error:
+            if self._prompts.sums_in(step):
+                raise
+            self._rows.computed[:] = computed
+            raise MemoryError(str(error)) from None
+
+    def _apply(self, step: Step) -> None:
+        """Take in what the step changes."""
+        self._transfer(step)
+        for admission in step.admissions:
+            self._admit(admission)
+        self._rows.append_pages(step)
+
+    def _transfer(self, step: Step) -> None:
         if step.transfer_to_host:
             assert self._host_pool is not None, f"step {step.step_id} moves pages and there is no host tier"
             self._host_pool.apply(step)
-        self._rows.apply(step)
-        for admission in step.admissions:
-            self._sampler.admit(
-                admission.row,
-                admission.params,
-                np.frombuffer(admission.token_ids, dtype=np.int32),
-                admission.num_prompt_tokens,
-                self._eos_token_ids,
-            )
+
+    def _run(self, step: Step) -> LaunchedStep:
+        """The step's batch."""
         batch = lay_out(step, self._rows.computed)
+        masks = self._constraints.begin(batch.sample_rows_N)
+        wishes = self._prompts.wishes(step, batch)
         inputs = self._rows.inputs(batch)
         self._attention.begin(
             AttentionBatch(
@@ -97,27 +150,85 @@ class ModelRunner:
                 host_query_lengths=batch.query_lengths_B,
             )
         )
-        logits_NV = self._model.forward(
-            StepTensors(
-                token_ids_T=inputs.token_ids_T,
-                positions_T=inputs.positions_T,
-                slots_T=inputs.slots_T,
-                sample_at_N=inputs.sample_at_N,
-                attention=self._attention,
-                pool=self._pool,
-            )
+        tensors = StepTensors(
+            token_ids_T=inputs.token_ids_T,
+            positions_T=inputs.positions_T,
+            slots_T=inputs.slots_T,
+            sample_at_N=inputs.sample_at_N,
+            attention=self._attention,
+            pool=self._pool,
         )
+        prompts = None
+        if wishes is not None:
+            logits_NV, prompts = self._forward_wishing(tensors, wishes)
+        else:
+            forward = self._forward_prefills if step.prefill_rows else self._forward_decodes
+            logits_NV = forward(tensors)
         if not len(batch.sample_rows_N):
-            # Only chunks in the middle of prompts: the K/V they stored are the step's whole result.
-            return self._returning(step.step_id, SampledTokens(logits_NV.new_empty(0, dtype=torch.int64), None))
-        sampled = self._sampler.sample(logits_NV, batch.sample_rows_N, batch.sample_positions_N)
+            # Only chunks in the middle of prompts: the K/V they stored are the step's result.
+            nothing = SampledTokens(logits_NV.new_empty(0, dtype=torch.int64), None)
+            return self._returning(step.step_id, nothing, prompts)
+        # Asked for only now: the forward pass is queued, and runs while they are computed.
+        ready = None if masks is None else masks.result()
+        sampled = self._sampler.sample(logits_NV, batch.sample_rows_N, batch.sample_positions_N, ready)
         self._rows.write_sampled(inputs.write_at_N, sampled.token_ids_N)
-        return self._returning(step.step_id, sampled)
+        launched = self._returning(step.step_id, sampled, prompts, {} if ready is None else ready.failures)
+        if ready is not None:
+            self._constraints.sampled(batch.sample_rows_N, launched.tokens)
+        return launched
 
-    def _returning(self, step_id: int, sampled: SampledTokens) -> LaunchedStep:
+    def _launch_captured(self, graphs: DecodeGraphs, step: Step, rows_N: npt.NDArray[np.int64]) -> LaunchedStep:
+        """A step that a graph has been captured for: every row samples, and the graph takes in the pages they got."""
+        self._transfer(step)
+        computed = self._rows.computed
+        computed[rows_N] += 1
+        lengths_N = computed[rows_N]  # the sampled token's position as well: as many tokens come before it
+        masks = self._constraints.begin(rows_N)
+        positions_N = lengths_N.astype(np.int64)
+        variant = graphs.variant_of(rows_N, positions_N) if masks is None else Variant.LOGITS
+        decoded = graphs.launch(step, rows_N, lengths_N, variant)
+        if decoded.token_ids_N is not None:
+            sampled = SampledTokens(decoded.token_ids_N, None)
+            return LaunchedStep(self._rank, step.step_id, sampled, decoded.event, None, {})
+        assert decoded.logits_NV is not None
+        ready = None if masks is None else masks.result()
+        sampled = self._sampler.sample(decoded.logits_NV, rows_N, positions_N, ready)
+        self._rows.write_sampled(decoded.write_at_N, sampled.token_ids_N)
+        launched = self._returning(step.step_id, sampled, None, {} if ready is None else ready.failures)
+        if ready is not None:
+            self._constraints.sampled(rows_N, launched.tokens)
+        return launched
+
+    def _admit(self, admission: Admission) -> None:
+        token_ids = np.frombuffer(admission.token_ids, dtype=np.int32)
+        row, params, num_prompt_tokens = admission.row, admission.params, admission.num_prompt_tokens
+        self._rows.admit(admission)
+        self._sampler.admit(row, params, token_ids, num_prompt_tokens, self._eos_token_ids)
+        self._constraints.admit(row, params, token_ids, num_prompt_tokens)
+        self._prompts.admit(admission)
+
+    def _forward_wishing(self, tensors: StepTensors, wishes: PromptWishes) -> tuple[torch.Tensor, PromptResults]:
+        """logits_NV and what is wanted of prompts.  Without graphs: these steps are few, and need more rows' output."""
+        sample_at_N = tensors.sample_at_N
+        more_at = self._rows.upload(np.concatenate((wishes.scored_at_E, wishes.pooled_at_P)))
+        num_sampled, num_scored = len(sample_at_N), len(wishes.scored_at_E)
+        states = self._model.hidden(tensors, torch.cat((sample_at_N, more_at)))
+        logits = self._model.logits(states[: num_sampled + num_scored])
+        pooled_PD = self._model.normed(states[num_sampled + num_scored :])
+        logits_NV, logits_EV = logits.split((num_sampled, num_scored))
+        return logits_NV, self._prompts.results(wishes, logits_EV, pooled_PD)
+
+    def _returning(
+        self,
+        step_id: int,
+        sampled: SampledTokens,
+        prompts: PromptResults | None,
+        failures: dict[int, str] | None = None,
+    ) -> LaunchedStep:
         if not self._on_cuda:
-            return LaunchedStep(self._rank, step_id, sampled, None)
+            return LaunchedStep(self._rank, step_id, sampled, None, prompts, failures or {})
         host = sampled.to_host()
+        host_prompts = None if prompts is None else prompts.to_host()
         event = torch.cuda.Event()
         event.record()
-        return LaunchedStep(self._rank, step_id, host, event)
+        return LaunchedStep(self._rank, step_id, host, event, host_prompts, failures or {})

@@ -60,10 +60,10 @@ class AttentionBackend(Protocol):
 
     A decode step is captured whole only with a backend that says how, in one of two ways.
 
-    capturable = True: ``begin`` looks at shapes alone, and kernels read page tables and lengths where the batch has them
-    whenever they run.  So with one ``begin`` in front of it a captured ``attend`` may be replayed for ever.
-    for_graph(num_rows, max_pages) -> AttentionBackend: one for a graph of that many decode rows.  Its ``begin`` is called
-    before the capture and each replay, with that many rows or fewer, and may queue copies into memory of its own.
+    capturable = True: ``begin`` looks at shapes alone, and kernels read page tables and lengths where the batch has
+    them whenever they run.  So with one ``begin`` in front of it a captured ``attend`` may be replayed for ever.
+    for_graph(num_rows, max_pages) -> AttentionBackend: one for a graph of that many decode rows.  Its ``begin`` is
+    called before the capture and each replay, with at most that many rows, and may queue copies into its own memory.
     """
 
     def begin(self, batch: AttentionBatch) -> None:

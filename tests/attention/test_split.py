@@ -84,3 +84,11 @@ def test_a_graph_is_built_by_the_backend_of_decode_rows_and_only_if_it_can() -> 
     assert SplitAttention(Recorder(1.0), Capturable(2.0)).for_graph(4, 7) == ("graph of 2.0", 4, 7)
     assert SplitAttention(Capturable(1.0), Capturable(2.0)).for_graph(4, 7) == ("graph of 2.0", 4, 7)
     assert not hasattr(SplitAttention(Capturable(1.0), Recorder(2.0)), "for_graph")
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_captured_step_asks_the_backend_of_decode_rows(capturable: bool) -> None:
+    prefill, decode = Recorder(1.0), Recorder(2.0)
+    decode.capturable = capturable  # type: ignore[attr-defined]
+    assert SplitAttention(prefill, decode).capturable == capturable
+    assert not SplitAttention(decode, prefill).capturable

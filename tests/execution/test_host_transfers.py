@@ -15,6 +15,7 @@ from engine.config import Config, build_config
 from engine.errors import ConfigError
 from engine.execution import loading
 from engine.execution.host_memory import available_bytes
+from engine.execution.loading import load_runner
 from engine.execution.runner import ModelRunner
 from engine.messages import Admission, Step
 from engine.sampling.params import SamplingParams
@@ -32,7 +33,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(checkpoint: Path, **kv: int) -> ModelRunner:
     model = {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32", "max_len": MAX_LEN}
     config = build_config(Config(), {"model": model, "device": {"kind": "cpu"}, "kv": kv})
-    return System(config)._load_runner()
+    system = System(config)
+    return load_runner(config, system.spec, system.max_len, system._plugins, rank=0, progress=False)
 
 
 def int32(numbers: Sequence[int] | np.ndarray) -> bytes:

@@ -1,0 +1,172 @@
+"""What some requests want of their prompts beside the next token: log probabilities, or an embedding.
+
+Legend: T new tokens in the step · N sampled rows · E prompt positions whose logits are wanted · P pooled positions
+        S prefill segments · D model dim · V vocabulary
+Owns: which positions of a step these are, and sums over the steps of one prompt.  Does not know: sampling, the model.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.execution.batch import Batch
+from engine.messages import Admission, PromptLogprobs, Step
+from engine.sampling.logprobs import BatchLogprobs, batch_logprobs
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A segment's share of the E positions: entries first..first + count - 1 of the prompt."""
+
+    segment: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Pooled:
+    """A segment's share of the P positions.  sampled: index into N if the prompt ends here, else -1."""
+
+    row: int
+    count: int
+    sampled: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWishes:
+    """What a step is to give besides tokens.
+
+    scored_at_E, pooled_at_P: indexes into T.  next_ids_E: the token that follows each, whose log probability is wanted.
+    num_top_E: how many alternatives with it."""
+
+    scored_at_E: Int64
+    next_ids_E: Int64
+    num_top_E: Int64
+    scored: tuple[_Scored, ...]
+    pooled_at_P: Int64
+    pooled: tuple[_Pooled, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptResults:
+    """On the device, or on the host behind an event.  embeddings: index into N -> float32[D]."""
+
+    logprobs: BatchLogprobs | None
+    scored: tuple[_Scored, ...]
+    embeddings: dict[int, Tensor]
+
+    def to_host(self) -> "PromptResults":
+        """Queue the copies; read them only behind an event recorded after this call."""
+        return replace(
+            self,
+            logprobs=None if self.logprobs is None else self.logprobs.to_host(),
+            embeddings={
+                index: torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
+                for index, one in self.embeddings.items()
+            },
+        )
+
+    def prompt_logprobs(self) -> dict[int, PromptLogprobs]:
+        """Segment -> its log probabilities."""
+        if self.logprobs is None:
+            return {}
+        entries = self.logprobs.messages()
+        start, by_segment = 0, {}
+        for one in self.scored:
+            by_segment[one.segment] = PromptLogprobs(
+                one.first, tuple(entries[index] for index in range(start, start + one.count))
+            )
+            start += one.count
+        return by_segment
+
+    def embedding_bytes(self) -> dict[int, bytes]:
+        """Index into N -> float32[D] as bytes."""
+        return {index: one.numpy().tobytes() for index, one in self.embeddings.items()}
+
+
+class Prompts:
+    """The rows that want something, from their admission to their first token."""
+
+    def __init__(self) -> None:
+        self._wishing: dict[int, Admission] = {}
+        self._sums: dict[int, Tensor] = {}
+
+    def admit(self, admission: Admission) -> None:
+        """A sequence takes a row."""
+        self._wishing.pop(admission.row, None)
+        self._sums.pop(admission.row, None)
+        params = admission.params
+        if params.prompt_logprobs is not None or params.pooling:
+            self._wishing[admission.row] = admission
+
+    def wishes(self, step: Step, batch: Batch) -> PromptWishes | None:
+        """None if nobody in the step wants anything; that costs next to nothing."""
+        if not self._wishing or not step.prefill_rows:
+            return None
+        rows = np.frombuffer(step.prefill_rows, dtype=np.int32).tolist()
+        starts = np.frombuffer(step.prefill_starts, dtype=np.int32).tolist()
+        lengths = np.frombuffer(step.prefill_lengths, dtype=np.int32).tolist()
+        samples = np.frombuffer(step.prefill_samples, dtype=np.int32).tolist()
+        scored: list[_Scored] = []
+        pooled: list[_Pooled] = []
+        scored_at: list[Int64] = []
+        next_ids: list[Int64] = []
+        num_top: list[Int64] = []
+        pooled_at: list[Int64] = []
+        sampled = batch.num_decodes
+        for segment, (row, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
+            admission = self._wishing.get(row)
+            at = int(batch.query_starts_B1[batch.num_decodes + segment])
+            ends = samples[segment] == 1
+            if admission is not None:
+                params, num_prompt = admission.params, admission.num_prompt_tokens
+                if params.prompt_logprobs is not None and (count := min(length, num_prompt - 1 - start)) > 0:
+                    tokens = np.frombuffer(admission.token_ids, dtype=np.int32)
+                    scored.append(_Scored(segment, start + 1, count))
+                    scored_at.append(np.arange(at, at + count))
+                    next_ids.append(tokens[start + 1 : start + 1 + count].astype(np.int64))
+                    num_top.append(np.full(count, params.prompt_logprobs))
+                if params.pooling and (params.pooling == "mean" or ends):
+                    count = length if params.pooling == "mean" else 1
+                    pooled.append(_Pooled(row, count, sampled if ends else -1))
+                    pooled_at.append(np.arange(at + length - count, at + length))
+            sampled += ends
+        if not scored and not pooled:
+            return None
+        return PromptWishes(
+            _joined(scored_at), _joined(next_ids), _joined(num_top), tuple(scored), _joined(pooled_at), tuple(pooled)
+        )
+
+    def sums_in(self, step: Step) -> bool:
+        """Whether the step adds to a sum, so that it must not run twice."""
+        rows = np.frombuffer(step.prefill_rows, dtype=np.int32).tolist() if self._wishing else ()
+        return any(row in self._wishing and self._wishing[row].params.pooling == "mean" for row in rows)
+
+    def results(self, wishes: PromptWishes, logits_EV: Tensor, states_PD: Tensor) -> PromptResults:
+        """logits_EV: of the scored positions.  states_PD: the last layer's normed output at the pooled ones."""
+        logprobs = None
+        if wishes.scored:
+            next_ids_E = torch.from_numpy(wishes.next_ids_E).to(logits_EV.device, non_blocking=True)
+            every = np.arange(len(wishes.next_ids_E))
+            logprobs = batch_logprobs(logits_EV, next_ids_E, every, wishes.num_top_E)
+        embeddings: dict[int, Tensor] = {}
+        parts = states_PD.to(torch.float32).split([one.count for one in wishes.pooled])
+        for one, part in zip(wishes.pooled, parts, strict=True):
+            total = part.sum(dim=0)
+            if one.row in self._sums:
+                total = total + self._sums.pop(one.row)
+            if one.sampled < 0:
+                self._sums[one.row] = total
+            else:
+                # A mean and a sum point the same way, and length 1 is what everybody compares by.
+                embeddings[one.sampled] = torch.nn.functional.normalize(total, dim=0)
+        return PromptResults(logprobs, wishes.scored, embeddings)
+
+
+def _joined(parts: list[Int64]) -> Int64:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)

@@ -1,0 +1,69 @@
+"""Attention inside a captured run: always a break, never a part of a graph.
+
+Legend: T rows of the run, padding included (ragged, packed) · M most rows of any run · N query heads · H head size
+Owns: the one buffer that attention writes to, the padding of its result.
+Does not know: which backend runs, how captures are broken.
+
+A backend's plan depends on the lengths that the host knows.  Captured, it would go on working with those of the capture
+and give fluent nonsense, so every way to get there is an error.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.errors import GraphError
+from engine.graphs.breakable import Breaker
+from engine.graphs.device import GraphDevice
+from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
+
+ATTENTION = "attention"  # the kind of break
+
+
+class BreakingAttention:
+    """See ``AttentionBackend``: the chosen backend, for a model whose run may be captured.
+
+    max_tokens: rows of the largest run; 0 if ``attend`` is not used, only ``attend_into``.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        spec: AttentionSpec,
+        breaker: Breaker,
+        device: GraphDevice,
+        max_tokens: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._backend = backend
+        self._breaker = breaker
+        self._device = device
+        # All layers and sizes share it: a layer's result is used up before the next layer's attention.
+        self._out_MNH = device.buffer((max_tokens, spec.num_heads, spec.head_size), dtype)
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """See ``AttentionBackend.begin``; called by whoever plans the step, before it is run or replayed."""
+        self._backend.begin(batch)
+
+    def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
+        """See ``AttentionBackend.attend``.  Valid until the next layer's call."""
+        out_TNH = self._out_MNH[: len(q_TNH)]
+        self.attend_into(layer, q_TNH, out_TNH)
+        return out_TNH
+
+    def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
+        """The same with the result written to ``out_TNH``, whose address must be the same at every replay."""
+        weak = self._breaker.weak
+        self._breaker.run(ATTENTION, partial(self._attend_eagerly, layer, weak(q_TNH), weak(out_TNH)))
+
+    def _attend_eagerly(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
+        if self._device.is_capturing():
+            raise GraphError(
+                f"attention of layer {layer} was about to be captured instead of broken at; its work depends on the "
+                "step's lengths and would be repeated with those of the capture"
+            )
+        num_tokens = self._breaker.num_tokens
+        out_TNH[:num_tokens].copy_(self._backend.attend(layer, q_TNH[:num_tokens]))
+        if num_tokens < len(out_TNH):
+            out_TNH[num_tokens:].zero_()

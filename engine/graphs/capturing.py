@@ -1,0 +1,133 @@
+"""How captures are done: in which order, together with other ranks, with what on the screen, and what a failure says.
+
+Owns: that procedure, the same for every kind of graph.  Does not know: what is captured.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from tqdm import tqdm
+
+from engine.errors import GraphError
+from engine.graphs.device import GraphDevice
+from engine.graphs.garbage import frozen_garbage
+from engine.layers.comm import Comm
+
+log = logging.getLogger(__name__)
+
+
+class Capturing:
+    """One rank's.  where: a tensor's device, to vote on with the other ranks.
+
+    descending, rehearsal: False only to measure what they are good for, see ``benchmarks/bench_graphs.py``.
+    """
+
+    def __init__(
+        self,
+        device: GraphDevice,
+        comm: Comm,
+        where: torch.device,
+        *,
+        descending: bool = True,
+        rehearsal: bool = True,
+    ) -> None:
+        self._device = device
+        self._comm = comm
+        self._where = where
+        self._descending = descending
+        self._rehearsal = rehearsal
+
+    @torch.inference_mode()
+    def capture(
+        self,
+        what: str,
+        sizes: Sequence[int],
+        warm_up: Callable[[int], object],
+        record: Callable[[int], object],
+        *,
+        advice: str,
+        progress: bool,
+    ) -> None:
+        """Warm up and record every size, the largest first: smaller ones then fit into the memory that it has taken.
+
+        warm_up: runs a size as it is, so that kernels and libraries load outside of captures.  record: captures it.
+        The largest is captured once more in front: what only a first capture does is not done between others then, and
+        one that cannot be captured at all fails at once.
+        Raises GraphError, on every rank if it is one that failed; it says ``advice``.
+        """
+        failure: Exception | None = None
+        try:
+            self._capture(what, sizes, warm_up, record, progress)
+        except Exception as error:  # torch, the driver and plugins each have their own
+            failure = error
+        if self.num_agreeing(failure is None) < self._comm.size:
+            cause = f"{type(failure).__name__}: {failure}" if failure else "another rank failed"
+            raise GraphError(f"graphs of {what} cannot be captured ({cause}); {advice}") from failure
+
+    def _capture(
+        self,
+        what: str,
+        sizes: Sequence[int],
+        warm_up: Callable[[int], object],
+        record: Callable[[int], object],
+        progress: bool,
+    ) -> None:
+        sizes = sorted(sizes, reverse=self._descending)
+        before = self._device.memory()
+        with self._device.stream():
+            for size in self._bar(f"warming up {what}", sizes, progress):
+                warm_up(size)
+            with frozen_garbage():
+                if self._rehearsal and sizes:
+                    self.wait_for_all()
+                    record(max(sizes))
+                for size in self._bar(f"capturing {what}", sizes, progress):
+                    self.wait_for_all()
+                    record(size)
+        taken = self._device.memory().reserved_bytes - before.reserved_bytes
+        log.info("captured %s in %d sizes up to %d: %.1f MB", what, len(sizes), max(sizes, default=0), taken / 1e6)
+
+    @torch.inference_mode()
+    def measure(
+        self, sizes: Sequence[int], warm_up: Callable[[int], object], record: Callable[[int], object], *, advice: str
+    ) -> int:
+        """Bytes that ``capture`` will take, by capturing the two largest sizes; the caller drops them.
+
+        The largest one's memory serves all others, which add what a graph itself takes.  Raises GraphError.
+        """
+        taken = []
+        try:
+            with self._device.stream():
+                for size in sorted(sizes, reverse=True)[:2]:
+                    warm_up(size)
+                    self._device.trim()
+                    before = self._device.memory().free_bytes
+                    with frozen_garbage():
+                        self.wait_for_all()
+                        record(size)
+                    self._device.trim()
+                    taken.append(max(0, before - self._device.memory().free_bytes))
+        except Exception as error:  # as in ``capture``
+            raise GraphError(f"a trial capture failed ({type(error).__name__}: {error}); {advice}") from error
+        return taken[0] + (len(sizes) - 1) * (taken[1] if len(taken) > 1 else 0)
+
+    def wait_for_all(self) -> None:
+        """A capture holds no collective that another rank has not reached."""
+        if self._comm.size > 1:
+            self.num_agreeing(True)
+
+    def num_agreeing(self, yes: bool) -> int:
+        """How many ranks say yes; all of them must ask."""
+        vote = torch.full((1,), int(yes), dtype=torch.float32, device=self._where)
+        return round(self._comm.all_reduce(vote).item())
+
+    def _bar(self, what: str, sizes: Sequence[int], progress: bool) -> Iterator[int]:
+        """The sizes, with those that are left and the memory on a progress bar."""
+        with tqdm(sizes, desc=what, unit="size", disable=not progress) as bar:
+            for size in bar:
+                memory = self._device.memory()
+                bar.set_postfix_str(
+                    f"size {size}, {memory.reserved_bytes / 1e9:.1f} GB used, {memory.free_bytes / 1e9:.1f} GB free"
+                )
+                yield size

@@ -1,0 +1,56 @@
+"""Collectives inside a captured run: part of a graph where the library can be captured, a break where it cannot.
+
+Legend: T rows of the run, padding included
+Owns: that choice.  Does not know: which library runs, which layers call it.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.graphs.breakable import Breaker
+from engine.layers.comm import Comm
+
+COLLECTIVE = "collective"  # the kind of break
+
+
+class BreakingComm:
+    """See ``Comm``: the chosen library, for a model whose run may be captured.
+
+    A library whose collectives can be recorded into a CUDA graph has an attribute ``capturable`` that is true.
+    """
+
+    def __init__(self, comm: Comm, breaker: Breaker) -> None:
+        self.rank = comm.rank
+        self.size = comm.size
+        self._comm = comm
+        self._breaker = breaker
+        self._capturable = bool(getattr(comm, "capturable", False))
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See ``Comm``.  tensor: a row per token.  Of a captured run only real rows travel; padding becomes zeros."""
+        if torch.compiler.is_compiling():
+            torch.ops.callboard.all_reduce(tensor)
+            return tensor
+        if self._capturable or not self._breaker.recording:
+            return self._comm.all_reduce(tensor)
+        self._breaker.run(COLLECTIVE, partial(self._reduce_eagerly, self._breaker.weak(tensor)))
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """See ``Comm``."""
+        if self._capturable or not self._breaker.recording:
+            return self._comm.all_gather(tensor, dim)
+        gathered: Tensor = self._breaker.call(COLLECTIVE, self._comm.all_gather, (tensor, dim), {})
+        return gathered
+
+    def close(self) -> None:
+        """See ``Comm``."""
+        self._comm.close()
+
+    def _reduce_eagerly(self, x_TD: Tensor) -> None:
+        num_tokens = self._breaker.num_tokens
+        self._comm.all_reduce(x_TD[:num_tokens])
+        if num_tokens < len(x_TD):
+            x_TD[num_tokens:].zero_()

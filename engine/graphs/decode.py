@@ -1,0 +1,286 @@
+"""Decode steps as one graph each: inputs, embedding, layers, logits, sampling and the write-back of the tokens.
+
+    step of n rows -> size B >= n, variant by what the rows ask for -> (one packed copy, if anything changed) -> replay
+
+A step needs nothing of the host: rows' lengths live on the device and advance inside the graph, which reads the last
+token of every row and its pages from where they are kept, and writes the new token there.  Only what the scheduler
+changes is told: which rows there are, what they ask of the sampler, which pages they got, all of it by one copy and
+only when it changed.  Tokens come back by a copy into page-locked memory that nobody waits for, so the next step can be
+queued behind this one.  Rows that pad a batch read and write the pool's dump page.
+
+Legend: M rows of the largest graph · B rows of a graph, padding included · N real rows · W pages of the batch's table
+Owns: static inputs, which graph serves a step, what is copied.  Does not know: how captures are done, the scheduler.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.errors import GraphError
+from engine.execution.rows import DeviceRows
+from engine.graphs.breakable import Breaker, Recording
+from engine.graphs.capturing import Capturing
+from engine.graphs.decode_attention import DecodeAttention, PlannedAttention, ResidentAttention
+from engine.graphs.device import Event, GraphDevice
+from engine.graphs.inputs import choose_inputs
+from engine.graphs.mail import Inbox, Outbox
+from engine.graphs.sizes import round_up
+from engine.kv.pool import KVPool
+from engine.layers.attention import AttentionBackend
+from engine.layers.step import DecodeInputs, StepTensors
+from engine.messages import Step
+from engine.models.decoder import Decoder
+from engine.sampling.sampler import Sampler
+from engine.sampling.uniform import NO_ROW, UniformSampler, Variant, array_columns, columns_bytes, tensor_columns
+
+DECODES = "decode steps"
+LETTERS = 4  # steps in flight are at most 2, and the one that is launched is a third
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A step that is queued.
+
+    Sampled: token_ids_N, int64, on the host, to be read once ``event`` is reached.
+    Else logits_NV, to be used before the next step, and write_at_N, int64, where the tokens belong.
+    """
+
+    token_ids_N: Tensor | None
+    event: Event | None
+    logits_NV: Tensor | None
+    write_at_N: Tensor
+
+
+class DecodeGraphs:
+    """sizes: ascending, rows of the graphs.  Every rank makes the same decisions: they depend on the steps alone."""
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        pool: KVPool,
+        attention: AttentionBackend,
+        rows: DeviceRows,
+        sampler: Sampler,
+        device: GraphDevice,
+        breaker: Breaker,
+        capturing: Capturing,
+        sizes: Sequence[int],
+    ) -> None:
+        """attention: one that can be captured, see ``can_capture``."""
+        self.sizes = tuple(sizes)
+        self._model = model
+        self._pool = pool
+        self._rows = rows
+        self._device = device
+        self._breaker = breaker
+        self._capturing = capturing
+        self._steps = choose_inputs(pool.data.device)
+        self._lengths_R = rows.keep_lengths()
+        largest = self.sizes[-1]
+        # Two blocks: columns of the batch, then room for a page for each row.
+        self._columns_end = columns_bytes(largest)
+        self._packed = device.buffer((self._columns_end + largest * (8 + 4),), torch.uint8)
+        self._columns = tensor_columns(self._packed[: self._columns_end], largest)
+        self._columns.rows.fill_(NO_ROW)
+        self._append_places_M, self._append_pages_M = _appends_of(self._packed[self._columns_end :], largest)
+        self._sampler: UniformSampler = sampler.uniform(self._columns)
+        self._tokens_M = device.buffer((largest,), torch.int64)
+        self._all_rows_M = device.buffer((largest,), torch.int64)
+        self._all_rows_M.copy_(torch.arange(largest))
+        resident = bool(getattr(attention, "capturable", False))
+        table_width = rows.pages_RP.shape[1] if resident else PlannedAttention.table_width
+        self._inputs = self._static_inputs(largest, table_width)
+        self._attention: DecodeAttention
+        if resident:
+            self._attention = ResidentAttention(attention, self._inputs, largest)
+        else:
+            for_graph: Callable[[int, int], AttentionBackend] = attention.for_graph  # type: ignore[attr-defined]
+            self._attention = PlannedAttention(
+                for_graph, self.sizes, pool, self._columns.rows, rows.pages_RP, self._lengths_R
+            )
+        self._outgoing = Outbox(device, LETTERS, self._packed.nbytes)
+        self._incoming = Inbox(device, self._tokens_M.nbytes)
+        self._recordings: dict[tuple[int, Variant], Recording] = {}
+        self._sent: tuple[int, bytes] | None = None
+        self._sent_columns = np.empty(0, dtype=np.uint8)
+        self._decided: tuple[tuple[int, bytes], Variant] | None = None
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """The sizes that have been captured, ascending."""
+        return tuple(sorted({size for size, _ in self._recordings}))
+
+    @property
+    def _advice(self) -> str:
+        return (
+            f"lower graphs.max_rows (now {self.sizes[-1]}), scheduler.max_running or kv.memory_fraction, turn off "
+            "those of steps with prefill with graphs.mode=decode, or all graphs with graphs.mode=off"
+        )
+
+    def capture(self, progress: bool = False) -> None:
+        """Capture all sizes in all variants.
+
+        Raises GraphError, on every rank if it is one that failed; nothing is captured then.
+        """
+        try:
+            self._capturing.capture(
+                DECODES,
+                self.sizes,
+                self._warm_up,
+                self._record,
+                advice=self._advice,
+                progress=progress,
+            )
+        except GraphError:
+            self._recordings.clear()
+            raise
+
+    @torch.inference_mode()
+    def measure(self) -> int:
+        """Bytes that all captures will take; nothing is captured afterwards.  Raises GraphError."""
+        try:
+            return self._capturing.measure(self.sizes, self._warm_up, self._record, advice=self._advice)
+        finally:
+            self._recordings.clear()
+
+    def fits(self, num_rows: int) -> bool:
+        """Whether there is a graph for so many rows."""
+        size = round_up(self.sizes, num_rows) if num_rows else None
+        return size is not None and (size, Variant.GREEDY) in self._recordings
+
+    def variant_of(self, rows_N: Int64, positions_N: Int64) -> Variant:
+        """How a step of these rows will be sampled.  positions_N: of the tokens that are sampled."""
+        key = (self._sampler.version, rows_N.tobytes())
+        if self._decided is not None and self._decided[0] == key:
+            return self._decided[1]
+        variant = self._sampler.variant_of(rows_N, positions_N)
+        # Stop tokens are held off for a while only, so what is sampled elsewhere is asked about again in each step.
+        self._decided = None if variant is Variant.LOGITS else (key, variant)
+        return variant
+
+    def launch(self, step: Step, rows_N: Int64, lengths_N: Int32, variant: Variant) -> Decoded:
+        """Queue a step of rows that ``fits``, and take in its page appends.
+
+        rows_N: its decode rows.  lengths_N: their lengths, the new token included."""
+        num = len(rows_N)
+        size = round_up(self.sizes, num)
+        assert size is not None, f"{num} rows, captured up to {self.sizes[-1]}"
+        self._tell(rows_N, step)
+        self._breaker.num_tokens = num
+        self._attention.plan(size, lengths_N)
+        result = self._recordings[size, variant].replay()
+        write_at_N = self._inputs.write_at_B[:num]
+        if variant is Variant.LOGITS:
+            return Decoded(None, None, result[:num], write_at_N)
+        token_ids_N, event = self._incoming.receive(self._tokens_M[:num])
+        return Decoded(token_ids_N, event, None, write_at_N)
+
+    def _tell(self, rows_N: Int64, step: Step) -> None:
+        """What has changed since the last step, by one copy; none if nothing has."""
+        first = self._packed.nbytes
+        end = num_appends = 0
+        key = (self._sampler.version, rows_N.tobytes())
+        letter = None
+        if key != self._sent:
+            columns = np.empty(self._columns_end, dtype=np.uint8)
+            self._sampler.fill(array_columns(columns, self.sizes[-1]), rows_N)
+            self._sent = key
+            if not np.array_equal(columns, self._sent_columns):  # else a row was admitted that is not in this batch
+                self._sent_columns = columns
+                letter = self._outgoing.take()
+                letter.data[: self._columns_end].numpy()[:] = columns
+                first, end = 0, self._columns_end
+        if step.append_rows:
+            places_A, pages_A = self._rows.appends(step)
+            num_appends = len(pages_A)
+            if num_appends > self.sizes[-1]:
+                # More than a page for each row: never from this project's scheduler.
+                self._rows.append_pages(step)
+                num_appends = 0
+            else:
+                letter = letter or self._outgoing.take()
+                places, pages = _appends_of(letter.data[self._columns_end :], self.sizes[-1])
+                places.numpy()[:num_appends] = places_A
+                pages.numpy()[:num_appends] = pages_A
+                first, end = min(first, self._columns_end), self._packed.nbytes
+        if letter is None:
+            return
+        self._device.copy(self._packed[first:end], letter.data[first:end])
+        letter.event.record()
+        if num_appends:
+            pages_flat = self._rows.pages_RP.view(-1)
+            pages_flat.index_copy_(0, self._append_places_M[:num_appends], self._append_pages_M[:num_appends])
+
+    def _static_inputs(self, num_rows: int, num_pages: int) -> DecodeInputs:
+        token_ids_B, positions_B, slots_B, write_at_B = self._device.buffer((4, num_rows), torch.int64)
+        return DecodeInputs(
+            token_ids_B=token_ids_B,
+            positions_B=positions_B,
+            slots_B=slots_B,
+            write_at_B=write_at_B,
+            lengths_B=self._device.buffer((num_rows,), torch.int32),
+            page_table_BW=self._device.buffer((num_rows, num_pages), torch.int32),
+        )
+
+    def _warm_up(self, size: int) -> None:
+        attention = self._attention.prepare(size)
+        self._breaker.num_tokens = size
+        for variant in Variant:
+            self._run(size, variant, attention)
+
+    def _record(self, size: int) -> None:
+        attention = self._attention.prepare(size)
+        self._breaker.num_tokens = size
+        for variant in Variant:
+            run = partial(self._run, size, variant, attention)
+            self._recordings[size, variant] = self._breaker.record(size, run)
+
+    def _run(self, size: int, variant: Variant, attention: AttentionBackend) -> Tensor:
+        """One step of the rows that the columns name; the logits, or the tokens."""
+        rows, static = self._rows, self._inputs
+        inputs = DecodeInputs(
+            token_ids_B=static.token_ids_B[:size],
+            positions_B=static.positions_B[:size],
+            slots_B=static.slots_B[:size],
+            write_at_B=static.write_at_B[:size],
+            lengths_B=static.lengths_B[:size],
+            page_table_BW=static.page_table_BW[:size],
+        )
+        self._steps.fill(
+            self._columns.rows[:size],
+            rows.tokens_RM,
+            rows.pages_RP,
+            self._lengths_R,
+            self._pool.page_size,
+            self._pool.dump_page,
+            inputs,
+        )
+        step = StepTensors(
+            token_ids_T=inputs.token_ids_B,
+            positions_T=inputs.positions_B,
+            slots_T=inputs.slots_B,
+            sample_at_N=self._all_rows_M[:size],
+            attention=attention,
+            pool=self._pool,
+        )
+        logits_BV = self._model.logits(self._model.hidden(step))
+        if variant is Variant.LOGITS:
+            return logits_BV
+        token_ids_B = self._sampler.pick(variant, logits_BV, inputs.positions_B + 1)
+        self._steps.write(inputs.write_at_B, token_ids_B, rows.tokens_RM)
+        self._tokens_M[:size].copy_(token_ids_B)
+        return self._tokens_M[:size]
+
+
+def _appends_of(packed: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Places, int64, and pages, int32, in a uint8 tensor."""
+    return packed[: num_rows * 8].view(torch.int64), packed[num_rows * 8 :].view(torch.int32)

@@ -1,0 +1,67 @@
+"""The inputs of a decode step in torch, for devices without this project's kernels; see ``engine/kernels/inputs.py``.
+
+Legend: R rows · M longest sequence and one · P page-table width · B rows of the batch, padding included
+        W pages of the batch's table
+Owns: the same two operations, the choice between them.  Does not know: graphs, sampling.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels.choice import choose_kernels
+from engine.layers.step import DecodeInputs
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """fill, write: see ``engine/kernels/inputs.py``: ``fill_inputs`` and ``write_tokens``."""
+
+    fill: Callable[[Tensor, Tensor, Tensor, Tensor, int, int, DecodeInputs], None]
+    write: Callable[[Tensor, Tensor, Tensor], None]
+
+
+def choose_inputs(device: torch.device) -> StepInputs:
+    """The fastest way that the device has."""
+    kernels = choose_kernels(device)
+    if kernels is None:
+        return StepInputs(fill_inputs, write_tokens)
+    return StepInputs(kernels.fill_inputs, kernels.write_tokens)
+
+
+def fill_inputs(
+    rows_B: Tensor,
+    tokens_RM: Tensor,
+    pages_RP: Tensor,
+    lengths_R: Tensor,
+    page_size: int,
+    dump_page: int,
+    inputs: DecodeInputs,
+) -> None:
+    """Write ``inputs`` for one more token of each row, and add 1 to those rows' lengths.  A negative row is padding."""
+    real_B, row_B = rows_B >= 0, rows_B.clamp(min=0)
+    position_B = torch.where(real_B, lengths_R.index_select(0, row_B), 0).to(torch.int64)
+    page_at_B = row_B * pages_RP.shape[1] + position_B // page_size
+    page_B = torch.where(real_B, pages_RP.view(-1).index_select(0, page_at_B), dump_page)
+    token_at_B = row_B * tokens_RM.shape[1] + position_B
+    inputs.token_ids_B.copy_(torch.where(real_B, tokens_RM.view(-1).index_select(0, token_at_B), 0))
+    inputs.positions_B.copy_(position_B)
+    inputs.slots_B.copy_(page_B.to(torch.int64) * page_size + position_B % page_size)
+    inputs.write_at_B.copy_(torch.where(real_B, token_at_B + 1, -1))
+    inputs.lengths_B.copy_(position_B + 1)
+    lengths_R.index_add_(0, row_B, real_B.to(torch.int32))
+    table_BW = inputs.page_table_BW
+    column_W = torch.arange(table_BW.shape[1], device=table_BW.device)
+    own_BW = pages_RP[:, : table_BW.shape[1]].index_select(0, row_B)
+    inside_BW = column_W <= (position_B // page_size)[:, None]
+    table_BW.copy_(torch.where(real_B[:, None], own_BW.masked_fill(~inside_BW, 0), dump_page))
+
+
+def write_tokens(write_at_N: Tensor, token_ids_N: Tensor, tokens_RM: Tensor) -> None:
+    """tokens_RM.view(-1)[write_at] = token id, 0 for a negative id; a negative place is passed over.  Both int64."""
+    flat, at_N = tokens_RM.view(-1), write_at_N.clamp(min=0)
+    # What is passed over writes the first token of the first row as it is: no sampled token ever goes there.
+    new_N = torch.where(write_at_N < 0, flat[:1], token_ids_N.clamp(min=0).to(flat.dtype))
+    flat.index_copy_(0, at_N, new_N)

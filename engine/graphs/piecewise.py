@@ -1,0 +1,189 @@
+"""Steps with prefill, by replaying what was captured for the next larger number of tokens.
+
+    step of n tokens -> size T >= n -> copy into static buffers, pad -> replay -> rows that sample -> logits
+
+Between the captured parts, attention runs eagerly on the n real tokens; padding tokens store their keys and values in
+the pool's dump page.  The LM head and sampling come after, on the rows that need them.
+
+Legend: T tokens of a run, padding included · M most tokens of any run · N rows whose logits are wanted · D model dim
+Owns: the static inputs, the choice of size, when and in which order sizes are captured.
+Does not know: how the model is cut (``breakable.py`` alone, or with ``compiled.py``), the scheduler.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.errors import GraphError
+from engine.graphs.attention import ATTENTION, BreakingAttention
+from engine.graphs.breakable import Breaker, Recording
+from engine.graphs.capturing import Capturing
+from engine.graphs.device import GraphDevice
+from engine.graphs.garbage import frozen_garbage
+from engine.graphs.sizes import round_up
+from engine.kv.pool import KVPool
+from engine.layers.attention import AttentionBatch
+from engine.layers.step import StepTensors
+from engine.models.decoder import Decoder
+
+PREFILL = "steps with prefill"
+FEWEST_DIRECT = 2  # a compiled trace takes a single token for a constant
+
+
+class Piecewise:
+    """Runs what has prefill in it; the same interface as the model's own ``forward``.
+
+    hidden: the model's, or that of its compiled form; called with ``attention``.
+    sizes: ascending.  Where the device cannot capture, ``hidden`` is called directly, without padding.
+    Every rank makes the same decisions: they depend on the step alone.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        hidden: Callable[[StepTensors], Tensor],
+        pool: KVPool,
+        attention: BreakingAttention,
+        device: GraphDevice,
+        breaker: Breaker,
+        capturing: Capturing,
+        sizes: Sequence[int],
+    ) -> None:
+        self.sizes = tuple(sizes)
+        self._model = model
+        self._hidden = hidden
+        self._pool = pool
+        self._attention = attention
+        self._device = device
+        self._breaker = breaker
+        self._capturing = capturing
+        self._recordings: dict[int, Recording] = {}
+        # Token ids, positions and slots of the largest run; smaller ones use the beginnings.
+        self._inputs_3M = device.buffer((3, self.sizes[-1]), torch.int64)
+        self._padding_31 = device.buffer((3, 1), torch.int64)
+        self._padding_31[2] = pool.dump_page * pool.page_size
+        self._rows_0 = device.buffer((0,), torch.int64)
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """The sizes that have been captured, ascending."""
+        return tuple(sorted(self._recordings))
+
+    @property
+    def _advice(self) -> str:
+        return (
+            f"lower graphs.max_tokens (now {self.sizes[-1]}) or kv.memory_fraction, or turn them off with "
+            "graphs.mode=decode, or all graphs with graphs.mode=off"
+        )
+
+    def forward(self, step: StepTensors) -> Tensor:
+        """See ``Decoder.forward``."""
+        num_tokens = len(step.token_ids_T)
+        size = round_up(self.sizes, num_tokens)
+        if size is None:
+            return self._model.forward(step)
+        if not self._device.captures:
+            return self._run_directly(step)
+        self._fill(size, (step.token_ids_T, step.positions_T, step.slots_T), num_tokens)
+        recording = self._recordings.get(size)
+        result_TD = self._capture_late(size) if recording is None else recording.replay()
+        return self._model.logits(result_TD.index_select(0, step.sample_at_N))
+
+    @torch.inference_mode()
+    def capture(self, progress: bool = False) -> None:
+        """Capture every size that is missing, or compile where nothing is captured.
+
+        Raises GraphError, on every rank if it is one that failed; nothing is captured then.
+        """
+        if not self._device.captures:
+            self._warm_up_direct_runs()
+            return
+        missing = sorted(set(self.sizes) - set(self._recordings))
+        self._plan_nothing()
+        try:
+            self._capturing.capture(
+                PREFILL,
+                missing,
+                self._run,
+                self._record,
+                advice=self._advice,
+                progress=progress,
+            )
+        except GraphError:
+            self._recordings.clear()
+            raise
+
+    @torch.inference_mode()
+    def measure(self) -> int:
+        """Bytes that all captures will take; nothing is captured afterwards.  Raises GraphError."""
+        self._plan_nothing()
+        try:
+            return self._capturing.measure(self.sizes, self._run, self._record, advice=self._advice)
+        finally:
+            self._recordings.clear()
+
+    def _capture_late(self, size: int) -> Tensor:
+        """Capture a size when a step needs it, on the step's own tokens: the result is the step's."""
+        with self._device.stream():
+            self._run(size)
+            with frozen_garbage():
+                self._capturing.wait_for_all()
+                return self._record(size).result
+
+    def _warm_up_direct_runs(self) -> None:
+        """Let what is compiled be compiled now and not in somebody's first step."""
+        if self.sizes[-1] >= FEWEST_DIRECT:
+            self._plan_nothing()
+            self._run(FEWEST_DIRECT)
+
+    def _record(self, size: int) -> Recording:
+        recording = self._breaker.record(size, lambda: self._run(size))
+        broken, layers = recording.breaks[ATTENTION], len(self._model.layers)
+        if broken != layers:
+            raise GraphError(
+                f"{size} tokens: the capture was broken at {broken} attention calls, the model has {layers} layers; "
+                "whatever attention was captured would repeat the lengths of the capture"
+            )
+        self._recordings[size] = recording
+        return recording
+
+    def _run(self, size: int) -> Tensor:
+        """The model on the static inputs; as a warm-up it loads what cannot be loaded inside a capture."""
+        token_ids_T, positions_T, slots_T = self._inputs_3M[:, :size]
+        return self._hidden(StepTensors(token_ids_T, positions_T, slots_T, self._rows_0, self._attention, self._pool))
+
+    def _run_directly(self, step: StepTensors) -> Tensor:
+        num_tokens = len(step.token_ids_T)
+        if num_tokens < FEWEST_DIRECT:
+            return self._model.forward(step)
+        self._breaker.num_tokens = num_tokens
+        x_TD = self._hidden(
+            StepTensors(step.token_ids_T, step.positions_T, step.slots_T, step.sample_at_N, self._attention, self._pool)
+        )
+        return self._model.logits(x_TD.index_select(0, step.sample_at_N))
+
+    def _fill(self, size: int, inputs: Sequence[Tensor], num_tokens: int) -> None:
+        """Real tokens first; padding has token 0 at position 0 and belongs in the dump page."""
+        self._breaker.num_tokens = num_tokens
+        torch._foreach_copy_(list(self._inputs_3M[:, :num_tokens]), list(inputs))
+        if num_tokens < size:
+            self._inputs_3M[:, num_tokens:size] = self._padding_31
+
+    def _plan_nothing(self) -> None:
+        """Inputs of padding only, and one token in the dump page for attention, which must have been planned."""
+        self._breaker.num_tokens = 1
+        self._inputs_3M.copy_(self._padding_31)
+        one = torch.ones(1, dtype=torch.int32, device=self._pool.data.device)
+        self._attention.begin(
+            AttentionBatch(
+                num_decodes=0,
+                page_table_BP=one[None] * self._pool.dump_page,
+                lengths_B=one,
+                query_starts_B1=torch.cat((one - 1, one)),
+                host_lengths=np.ones(1, dtype=np.int32),
+                host_query_lengths=np.ones(1, dtype=np.int32),
+            )
+        )

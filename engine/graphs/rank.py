@@ -1,0 +1,184 @@
+"""One rank's graphs, put together in the order in which a rank is loaded: communicator, model, pool, captures.
+
+Owns: what graphs.mode comes to on this device, the memory pool that all graphs of the rank share.
+Does not know: how anything is captured.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.config import GraphsSection, SchedulerSection
+from engine.errors import ConfigError, GraphError
+from engine.execution.rows import DeviceRows
+from engine.graphs.attention import BreakingAttention
+from engine.graphs.breakable import Breaker
+from engine.graphs.capturing import Capturing
+from engine.graphs.comm import BreakingComm
+from engine.graphs.decode import DECODES, DecodeGraphs
+from engine.graphs.decode_attention import can_capture
+from engine.graphs.device import device_for_graphs
+from engine.graphs.piecewise import PREFILL, Piecewise
+from engine.graphs.sizes import decode_sizes, piecewise_sizes
+from engine.kv.pool import KVPool
+from engine.layers.attention import AttentionBackend
+from engine.layers.comm import Comm
+from engine.layers.step import StepTensors
+from engine.models.decoder import Decoder
+from engine.sampling.sampler import Sampler
+
+log = logging.getLogger(__name__)
+
+OFF = "off"
+DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What a rank runs its steps with."""
+
+    model: Decoder
+    pool: KVPool
+    attention: AttentionBackend
+    rows: DeviceRows
+    sampler: Sampler
+
+
+class RankGraphs:
+    """comm: the communicator to load the model with.  device: for every capture of this rank."""
+
+    def __init__(self, section: GraphsSection, device: torch.device, comm: Comm) -> None:
+        self.device = device_for_graphs(device)
+        self.mode = choose_mode(section.mode, self.device.captures)
+        self.comm = comm
+        self._section = section
+        self._breaker: Breaker | None = None
+        if self.mode != OFF:
+            self._breaker = Breaker(self.device, self.device.pool())
+            if comm.size > 1:
+                self.comm = BreakingComm(comm, self._breaker)
+
+    def break_at(self, operations: Sequence[str]) -> None:
+        """Keep operations that plugins name out of graphs; called before anything is captured."""
+        if self._breaker is not None:
+            self._breaker.break_at(operations)
+
+    def piecewise(self, parts: StepParts, scheduler: SchedulerSection, progress: bool) -> Piecewise | None:
+        """Captured, or compiled, up to the largest step; None where that is off, or has failed under 'auto'.
+
+        Raises GraphError where the mode was asked for by name.
+        """
+        piecewise = self._new_piecewise(parts, scheduler)
+        return piecewise if piecewise is not None and self._captured(piecewise, PREFILL, progress) else None
+
+    def decode(self, parts: StepParts, scheduler: SchedulerSection, progress: bool) -> DecodeGraphs | None:
+        """Captured, up to the largest batch; None where that is off, cannot be, or has failed under 'auto'.
+
+        Raises GraphError where the mode was asked for by name.
+        """
+        if self._breaker is not None and self.device.captures and not can_capture(parts.attention):
+            log.info("%s are not captured whole: this attention backend works out on the host what to do", DECODES)
+        graphs = self._new_decode(parts, scheduler)
+        return graphs if graphs is not None and self._captured(graphs, DECODES, progress) else None
+
+    def measure(self, parts: StepParts, scheduler: SchedulerSection) -> int:
+        """Bytes that ``piecewise`` and ``decode`` will take, by throwaway captures over a pool of any size.
+
+        Raises GraphError where the mode was asked for by name; else graphs are off after a failure.
+        """
+        if self._breaker is None or not self.device.captures:
+            return 0
+        self._breaker.use(self.device.pool())
+        try:
+            trials = (self._new_piecewise(parts, scheduler), self._new_decode(parts, scheduler))
+            return sum(graphs.measure() for graphs in trials if graphs is not None)
+        except GraphError as error:
+            if self._section.mode != "auto":
+                raise
+            log.warning("graphs are off: %s", error)
+            self._breaker = None
+            return 0
+        finally:
+            if self._breaker is not None:
+                self._breaker.use(self.device.pool())
+
+    def _new_piecewise(self, parts: StepParts, scheduler: SchedulerSection) -> Piecewise | None:
+        if self._breaker is None or self.mode == DECODE:
+            return None
+        model, pool = parts.model, parts.pool
+        sizes = piecewise_sizes(min(self._section.max_tokens, scheduler.max_step_tokens))
+        attention = BreakingAttention(
+            parts.attention,
+            model.attention_spec,
+            self._breaker,
+            self.device,
+            sizes[-1] if self.device.captures else 0,
+            model.dtype,
+        )
+        hidden: Callable[[StepTensors], Tensor] = model.hidden
+        if self.mode == "compiled":
+            # Here, because importing a compiler takes seconds that nobody else should wait.
+            from engine.graphs.compiled import CompiledModel
+
+            hidden = CompiledModel(
+                model=model,
+                pool=pool,
+                attention=attention,
+                comm=self.comm,
+                breaker=self._breaker,
+                compiler="inductor",
+                fixed_shapes=self.device.captures,
+                named=self._breaker.named,
+            ).hidden
+        return Piecewise(
+            model=model,
+            hidden=hidden,
+            pool=pool,
+            attention=attention,
+            device=self.device,
+            breaker=self._breaker,
+            capturing=Capturing(self.device, self.comm, pool.data.device),
+            sizes=sizes,
+        )
+
+    def _new_decode(self, parts: StepParts, scheduler: SchedulerSection) -> DecodeGraphs | None:
+        if self._breaker is None or not self.device.captures or not can_capture(parts.attention):
+            return None
+        return DecodeGraphs(
+            model=parts.model,
+            pool=parts.pool,
+            attention=parts.attention,
+            rows=parts.rows,
+            sampler=parts.sampler,
+            device=self.device,
+            breaker=self._breaker,
+            capturing=Capturing(self.device, self.comm, parts.pool.data.device),
+            sizes=decode_sizes(min(self._section.max_rows, scheduler.max_running)),
+        )
+
+    def _captured(self, graphs: Piecewise | DecodeGraphs, what: str, progress: bool) -> bool:
+        try:
+            graphs.capture(progress)
+        except GraphError as error:
+            if self._section.mode != "auto":
+                raise
+            log.warning("%s run without graphs: %s", what, error)
+            return False
+        return True
+
+
+def choose_mode(setting: str, captures: bool) -> str:
+    """graphs.mode, or for 'auto' what suits the device.  Raises ConfigError for what it cannot do."""
+    if setting == "auto":
+        mode = "breakable" if captures else OFF
+        log.info("graphs: %s (%s)", mode, "a GPU is present" if captures else "a CPU has no graphs to replay")
+        return mode
+    if setting in ("breakable", DECODE) and not captures:
+        raise ConfigError(
+            f"graphs.mode={setting}: captures need an NVIDIA GPU, this engine runs on the CPU; use 'off', or "
+            "'compiled', which compiles the same pieces and runs them directly"
+        )
+    return setting

@@ -1,0 +1,80 @@
+"""A traced model cut at its split operations: pieces to compile, and between them what runs as it is.
+
+Owns: where the trace is cut, when two pieces are the same.  Does not know: compilers, what replaces an operation.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.fx.passes.split_module import split_module
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A child of the stitched module.  operation: the split operation it consists of; None for a piece."""
+
+    name: str
+    module: GraphModule
+    operation: str | None
+
+
+def split(trace: GraphModule, operations: Collection[str]) -> tuple[GraphModule, list[Part]]:
+    """The stitched module, which calls the parts in order, and the parts."""
+    numbers: dict[Node, int] = {}
+    split_at: dict[int, str] = {}
+    number = 0
+    for node in trace.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        producer = node.args[0] if node.op == "call_function" and node.target.__name__ == "getitem" else None
+        if isinstance(producer, Node) and numbers.get(producer) in split_at:
+            numbers[node] = numbers[producer]  # one of several results: what it is taken from stays in its part
+            continue
+        name = operation_name(node)
+        if name in operations:
+            numbers[node] = number + 1
+            split_at[number + 1] = name
+            number += 2
+        else:
+            numbers[node] = number
+    # In the order of the trace: operations that write in place would otherwise change places with those that read.
+    stitched = split_module(trace, trace, lambda node: numbers[node], keep_original_order=True)
+    parts = [
+        Part(name, module, split_at.get(int(name.rpartition("_")[2])))
+        for name, module in stitched.named_children()
+        if isinstance(module, GraphModule)
+    ]
+    return stitched, parts
+
+
+def operation_name(node: Node) -> str:
+    """'library::operation' of a call of a torch operation, whichever overload; '' for anything else."""
+    if node.op != "call_function":
+        return ""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return getattr(packet, "_qualified_op_name", "")
+
+
+def fingerprint(piece: GraphModule) -> object:
+    """Equal for pieces that do the same with inputs of the same shapes: the layers of a model, all but the ends."""
+    numbers = {node: number for number, node in enumerate(piece.graph.nodes)}
+    lines = []
+    for node in piece.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            return id(piece)  # holds something of its own
+        described: object = None
+        if node.op == "placeholder":
+            described = _describe(node.meta["example_value"])
+        called = None if node.op == "placeholder" else node.target
+        arguments = map_arg((node.args, node.kwargs), lambda one: f"%{numbers[one]}")
+        lines.append((node.op, called, repr(arguments), described))
+    return tuple(lines)
+
+
+def _describe(example: object) -> object:
+    if isinstance(example, Tensor):
+        return str(example.shape), str(example.stride()), example.dtype, example.device, example.layout
+    return str(example)

@@ -1,0 +1,5 @@
+"""The models that are captured."""
+
+from tests.models.conftest import cases
+
+__all__ = ["cases"]

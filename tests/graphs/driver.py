@@ -1,0 +1,87 @@
+"""The models' step driver with captured prefill: a piecewise runner on a recording device, over the driver's pool."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from engine.graphs.attention import BreakingAttention
+from engine.graphs.breakable import Breaker
+from engine.graphs.capturing import Capturing
+from engine.graphs.compiled import CompiledModel
+from engine.graphs.device import GraphDevice
+from engine.graphs.piecewise import Piecewise
+from engine.layers.comm import Comm
+from engine.models.decoder import Decoder
+from engine.plugins.comm.local import LocalComm
+from tests.graphs.recording import RecordingDevice
+from tests.models.driver import Driver
+
+SIZES = (4, 8, 12, 16)
+
+
+class PiecewiseDriver(Driver):
+    """See ``Driver``.  compiler: None for captures of the model itself, else how its pieces are compiled."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        sizes: Sequence[int] = SIZES,
+        compiler: str | None = None,
+        device: GraphDevice | None = None,
+        comm: Comm | None = None,
+        breaker: Breaker | None = None,
+        named: Sequence[str] = (),
+        fixed_shapes: bool = True,
+        page_size: int = 4,
+        num_pages: int = 100,
+    ) -> None:
+        super().__init__(model, page_size, num_pages)
+        self.device = device or RecordingDevice()
+        self.breaker = breaker or Breaker(self.device, self.device.pool(), named)
+        self.comm = comm or LocalComm()
+        if isinstance(self.device, RecordingDevice):
+            self.device.register(self.pool.data, *tensors_of(model))
+        self.breaking = BreakingAttention(
+            self.attention, model.attention_spec, self.breaker, self.device, max(sizes), model.dtype
+        )
+        self.compiled = None
+        if compiler is not None:
+            self.compiled = CompiledModel(
+                model=model,
+                pool=self.pool,
+                attention=self.breaking,
+                comm=self.comm,
+                breaker=self.breaker,
+                compiler=compiler,
+                fixed_shapes=fixed_shapes,
+                named=named,
+            )
+        self.piecewise = Piecewise(
+            model=model,
+            hidden=model.hidden if self.compiled is None else self.compiled.hidden,
+            pool=self.pool,
+            attention=self.breaking,
+            device=self.device,
+            breaker=self.breaker,
+            capturing=Capturing(self.device, self.comm, self.pool.data.device),
+            sizes=sizes,
+        )
+        self.plain = model
+        self.model: Any = self.piecewise
+
+
+def tensors_of(thing: object, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Every tensor that an object holds, however deep."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, (list, tuple)):
+        for one in thing:
+            yield from tensors_of(one, seen)
+    elif type(thing).__module__.startswith("engine.") and hasattr(thing, "__dict__"):
+        for one in vars(thing).values():
+            yield from tensors_of(one, seen)

@@ -1,0 +1,399 @@
+"""Decode steps through the seam: what each of them costs the host, what pads them, and that nothing is ever stale."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.errors import GraphError
+from engine.execution.rows import DeviceRows
+from engine.execution.runner import ModelRunner
+from engine.graphs import inputs as torch_inputs
+from engine.graphs.breakable import Breaker
+from engine.graphs.capturing import Capturing
+from engine.graphs.comm import COLLECTIVE, BreakingComm
+from engine.graphs.decode import DecodeGraphs
+from engine.kv.pool import KVPool
+from engine.layers.step import DecodeInputs
+from engine.plugins.comm.local import LocalComm
+from engine.sampling.sampler import Sampler
+from engine.sampling.uniform import Variant
+from tests.graphs.driver import tensors_of
+from tests.graphs.engines import install
+from tests.graphs.recording import RecordingDevice, RecordingError
+from tests.graphs.resident import ResidentTorchAttention
+from tests.graphs.runners import GREEDY, MAX_LEN, PAGE_SIZE, Steps, load, tokens
+from tests.layers.thread_comm import on_ranks
+from tests.models.checkpoints import build, save
+from tests.models.test_tensor_parallel import load_rank
+
+RANDOM = GREEDY.replace(temperature=0.9, seed=5)
+CUT = GREEDY.replace(temperature=0.9, seed=6, top_k=4, repetition_penalty=1.2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save(build("qwen3"), tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint):
+    """(captured runner, plain runner, device); rows are taken anew by every test."""
+    with pytest.MonkeyPatch.context() as patch:
+        devices = install(patch)
+        captured = load(checkpoint, "decode")
+        return captured, load(checkpoint, "off"), devices[0]
+
+
+@pytest.fixture
+def both(loaded):
+    """Does the same with both runners and compares what they sample."""
+    captured, plain, device = loaded
+    pairs = Steps(captured), Steps(plain)
+
+    class Both:
+        pass
+
+    both = Both()
+    both.device, both.graphs, both.runner = device, captured._decode_graphs, captured
+
+    def compared(name):
+        def call(*args, **kwargs):
+            got, expected = (tokens(getattr(one, name)(*args, **kwargs)) for one in pairs)
+            assert got == expected
+            return got
+
+        return call
+
+    both.prefill, both.decode, both.captured = compared("prefill"), compared("decode"), pairs[0]
+    return both
+
+
+def counts(device):
+    """(copies to the device, copies from it, waits) since the last call."""
+    seen = len(device.copies_in), len(device.copies_out), device.syncs
+    device.copies_in.clear()
+    device.copies_out.clear()
+    device.syncs = 0
+    return seen
+
+
+def test_all_sizes_in_all_variants_are_captured_the_largest_first(loaded):
+    captured, plain, device = loaded
+    assert plain._decode_graphs is None
+    assert captured._decode_graphs.sizes == captured._decode_graphs.captured == (1, 2, 3, 4, 6, 8)
+    descending = [size for size in (8, 8, 6, 4, 3, 2, 1) for _ in Variant]  # the largest once for nothing
+    assert [graph.size for graph in device.graphs] == descending
+    assert len(set(device._pools)) == 1
+
+
+def test_a_steady_step_copies_nothing_to_the_device_and_waits_for_nothing(both, monkeypatch):
+    for row in range(3):
+        both.prefill(row, 5)
+    both.decode(0, 1, 2)  # the batch is new, and the sixth of eight places is filled
+    counts(both.device)
+    steps = both.captured
+    steady = (0, 1, 0)
+    with monkeypatch.context() as patch:
+        # Besides the seam there is no way in: tensors from host values would be copies on a GPU.
+        for name in ("from_numpy", "tensor", "as_tensor"):
+            patch.setattr(torch, name, None)
+        launched = []
+        for _ in range(2):
+            launched.append(steps.decode(0, 1, 2))
+            assert counts(both.device) == steady
+        launched.append(steps.decode(0, 1, 2))
+        assert counts(both.device) == (1, 1, 0)  # pages were appended, one for each row: one packed copy
+        for _ in range(3):
+            launched.append(steps.decode(0, 1, 2))
+            assert counts(both.device) == steady
+    assert both.device.events
+    tokens(launched[-1])
+    assert both.device.syncs == 1  # only who reads the tokens waits
+
+
+def test_who_joins_or_leaves_is_told_by_one_copy(both):
+    for row in range(4):
+        both.prefill(row, 5)
+    both.decode(0, 1)
+    counts(both.device)
+    for rows in ((0, 1, 2), (0, 2), (2, 0), (3,)):
+        both.captured.decode(*rows)
+        assert counts(both.device) == (1, 1, 0), rows
+    # Joins, and grows into a new page at once.
+    both.captured.lengths[1] = len(both.captured.pages[1]) * PAGE_SIZE + 1
+    both.captured.decode(3, 1)
+    assert counts(both.device) == (1, 1, 0)
+
+
+def test_a_row_that_is_admitted_elsewhere_costs_no_copy(both):
+    for row in range(2):
+        both.prefill(row, 5)
+    both.decode(0, 1)
+    both.prefill(2, 3, CUT)
+    counts(both.device)
+    both.decode(0, 1)
+    assert counts(both.device)[0] == 0
+
+
+def test_the_same_rows_with_other_sequences_are_another_batch(both):
+    """Rows 0 and 1 again, but row 1 now draws: the parameters must be told although the list of rows is the same."""
+    for row in range(2):
+        both.prefill(row, 5)
+    both.decode(0, 1)
+    both.prefill(1, 9, RANDOM)
+    counts(both.device)
+    for _ in range(8):
+        both.decode(0, 1)
+
+
+@pytest.mark.parametrize("params", [GREEDY, RANDOM, CUT, GREEDY.replace(logprobs=1), GREEDY.replace(logit_bias={3: 9})])
+def test_every_batch_size_gives_what_a_plain_runner_gives(both, params):
+    """Up to more rows than any graph has; rows of other parameters and lengths between them."""
+    for row in range(8):
+        both.prefill(row, 3 + 2 * row, params if row % 2 else GREEDY.replace(temperature=row / 10, seed=row))
+    for num in (1, 2, 3, 4, 5, 6, 7, 8, 5, 2):
+        for _ in range(2):
+            both.decode(*range(num))
+
+
+def test_steps_with_prompts_come_between(both):
+    for row in range(3):
+        both.prefill(row, 4 + row, CUT)
+        both.decode(*range(row + 1))
+        both.decode(*range(row + 1))
+    both.prefill(1, 20)
+    both.decode(2, 0)
+    both.decode(2, 0, 1)
+
+
+def test_a_sequence_may_fill_its_row(both):
+    both.prefill(0, MAX_LEN - 6)
+    for _ in range(6):
+        both.decode(0)
+
+
+def test_results_are_kept_while_later_steps_are_queued(both):
+    """Overlap: the next steps are launched before the tokens of this one are read."""
+    for row in range(2):
+        both.prefill(row, 5, RANDOM)
+    expected = [both.decode(0, 1) for _ in range(7)]
+    for row in range(2):
+        both.prefill(row, 5, RANDOM)
+    launched = [both.captured.decode(0, 1) for _ in range(7)]
+    assert [tokens(one) for one in launched] == expected
+
+
+def test_padding_touches_the_dump_page_and_no_row(both):
+    for row in range(8):
+        both.prefill(row, 5)
+    both.decode(*range(8))
+    rows, pool = both.runner._rows, both.runner._pool
+    before = [one.clone() for one in (rows.tokens_RM, rows.lengths_R, pool.data[:, :, : pool.num_pages])]
+    both.decode(5, 6, 7, 2, 3)  # 5 rows in a graph of 6
+    after = [one.clone() for one in (rows.tokens_RM, rows.lengths_R, pool.data[:, :, : pool.num_pages])]
+    changed = [(old != new).sum().item() for old, new in zip(before, after, strict=True)]
+    slots = 5 * pool.data.shape[0] * 2 * pool.data[0, 0, 0, 0].numel()
+    assert changed[0] <= 5
+    assert changed[1:] == [5, slots]
+    assert both.graphs._inputs.page_table_BW[5].unique().tolist() == [pool.dump_page]
+
+
+def test_a_row_whose_logits_are_not_finite_fails_alone(both):
+    for row in range(3):
+        both.prefill(row, 5)
+    page = both.captured.pages[1][0]
+    steps = both.captured
+    kept = both.runner._pool.data.clone()
+    both.runner._pool.data[:, :, page] = torch.nan
+    got = tokens(steps.decode(0, 1, 2))
+    both.runner._pool.data.copy_(kept)
+    assert got[1] == -1
+    assert min(got[0], got[2]) >= 0
+    assert both.runner._rows.tokens_RM[1, steps.lengths[1] - 1] == 0
+
+
+def test_static_memory_that_moves_is_noticed(loaded, monkeypatch):
+    captured, _, device = loaded
+    steps = Steps(captured)
+    steps.prefill(0, 5)
+    tokens(steps.decode(0))
+    counts_table = captured._sampler._state.counts
+    moved = counts_table._counts_CV
+    try:
+        moved.set_(moved.clone())
+        steps.prefill(0, 5, CUT)
+        with pytest.raises(RecordingError, match="moved since the capture"):
+            steps.decode(0)
+    finally:
+        for address, owner in list(device._statics.items()):
+            if owner() is moved:
+                del device._statics[address]
+
+
+def test_larger_batches_run_as_they_are(checkpoint, monkeypatch):
+    devices = install(monkeypatch)
+    steps = Steps(load(checkpoint, "decode", max_rows=2))
+    assert steps.runner._decode_graphs.sizes == (1, 2)
+    for row in range(3):
+        steps.prefill(row, 5)
+    devices[0].replays.clear()
+    steps.decode(0, 1, 2)
+    assert devices[0].replays == []
+    steps.decode(0, 2)
+    assert devices[0].replays == [2]
+
+
+class Planned(ResidentTorchAttention):
+    """A backend that plans: a graph's own buffers are filled by ``begin`` before each replay."""
+
+    capturable = False
+
+    def for_graph(self, num_rows, max_pages):
+        return PlannedGraph(self, num_rows, max_pages)
+
+
+class PlannedGraph(ResidentTorchAttention):
+    def __init__(self, backend, num_rows, max_pages):
+        super().__init__(backend._spec, backend._pool)
+        self._own = torch.zeros((num_rows, max_pages), dtype=torch.int32), torch.ones(num_rows, dtype=torch.int32)
+        self.begun = []
+
+    def begin(self, batch):
+        num = len(batch.host_lengths)
+        assert batch.num_decodes == num <= len(self._own[0])
+        self.begun.append(batch.host_lengths.tolist())
+        table, lengths = self._own
+        table.fill_(self._pool.dump_page)
+        table[:num, : batch.page_table_BP.shape[1]] = batch.page_table_BP
+        lengths.fill_(1)[:num] = batch.lengths_B
+        ones = np.ones(len(lengths), dtype=np.int32)
+        super().begin(type(batch)(len(lengths), table, lengths, lengths, ones, ones))
+
+
+def test_attention_with_a_plan_is_planned_before_each_replay(checkpoint, monkeypatch):
+    from engine.execution.attention import RankAttention
+
+    install(monkeypatch)
+    plain = Steps(load(checkpoint, "off"))
+    monkeypatch.setattr(RankAttention, "build", lambda self, pool: Planned(self._spec, pool))
+    steps = Steps(load(checkpoint, "decode"))
+    for one in (steps, plain):
+        for row in range(3):
+            one.prefill(row, 5 + row)
+    for rows in ((0, 1, 2), (0, 1, 2), (2, 1), (0,), (0, 1, 2)):
+        assert tokens(steps.decode(*rows)) == tokens(plain.decode(*rows))
+    attention = steps.runner._decode_graphs._attention
+    assert attention._backends[3].begun[-3:] == [[6, 7, 8], [7, 8, 9], [9, 10, 11]]
+
+
+def test_attention_that_cannot_be_captured_leaves_decode_steps_to_the_pieces(checkpoint, monkeypatch):
+    devices = install(monkeypatch, resident=False)
+    steps, plain = Steps(load(checkpoint, "breakable")), Steps(load(checkpoint, "off"))
+    assert steps.runner._decode_graphs is None
+    for one in (steps, plain):
+        for row in range(3):
+            one.prefill(row, 5 + row)
+    devices[0].replays.clear()
+    assert tokens(steps.decode(0, 1, 2)) == tokens(plain.decode(0, 1, 2))
+    assert set(devices[0].replays) == {4}
+
+
+def test_a_failure_says_what_to_lower_and_auto_goes_on_without(checkpoint, monkeypatch, caplog):
+    install(monkeypatch)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(DecodeGraphs, "_run", fail)
+    with pytest.raises(
+        GraphError, match=r"out of memory.*graphs.max_rows \(now 8\), scheduler.max_running or kv.memory"
+    ):
+        load(checkpoint, "decode")
+    steps = Steps(load(checkpoint, "auto"))
+    assert "decode steps run without graphs" in caplog.text
+    steps.prefill(0, 5)
+    tokens(steps.decode(0))
+
+
+class NoGrammars:
+    """No row has one."""
+
+    def admit(self, *_):
+        pass
+
+    def begin(self, _):
+        return None
+
+
+def rank_runner(model, comm, device=None, breaker=None):
+    """A rank's runner, captured if there is a device."""
+    spec, cpu = model.attention_spec, torch.device("cpu")
+    pool = KVPool(spec.num_layers, 40, PAGE_SIZE, spec.num_kv_heads, spec.head_size, model.dtype, cpu)
+    attention, rows = ResidentTorchAttention(spec, pool), DeviceRows(4, MAX_LEN, PAGE_SIZE, cpu)
+    sampler, graphs = Sampler(4, model.vocab_size, MAX_LEN, cpu), None
+    if device is not None:
+        graphs = DecodeGraphs(
+            model=model,
+            pool=pool,
+            attention=attention,
+            rows=rows,
+            sampler=sampler,
+            device=device,
+            breaker=breaker,
+            capturing=Capturing(device, comm, cpu),
+            sizes=(1, 2, 4),
+        )
+        device.register(*tensors_of([model, pool, rows, sampler, graphs]), attention._in_page)
+        graphs.capture()
+    return ModelRunner(
+        rank=comm.rank,
+        model=model,
+        pool=pool,
+        host_pool=None,
+        attention=attention,
+        piecewise=None,
+        decode_graphs=graphs,
+        rows=rows,
+        constraints=NoGrammars(),
+        sampler=sampler,
+        eos_token_ids=(),
+    )
+
+
+def test_ranks_sample_the_same_tokens_together(cases):
+    """Their collectives cannot be captured, so they break the graphs; padding does not travel."""
+    case = cases["qwen3-yarn-bias"]
+
+    def decoded(runner):
+        steps = Steps(runner)
+        for row in range(3):
+            steps.prefill(row, 5 + row, CUT if row else GREEDY)
+        return [tokens(steps.decode(*rows)) for rows in ((0, 1, 2), (0, 1, 2), (2,), (0, 1))]
+
+    def work(comm):
+        device = RecordingDevice()
+        breaker = Breaker(device, device.pool())
+        breaking = BreakingComm(comm, breaker)
+        runner = rank_runner(load_rank(case.spec, breaking), breaking, device, breaker)
+        # One for the embedding, two for each layer, and one for the logits.
+        num_breaks = 2 + 2 * len(runner._model.layers)
+        assert runner._decode_graphs._recordings[2, Variant.FULL].breaks == {COLLECTIVE: num_breaks}
+        return decoded(runner)
+
+    expected = decoded(rank_runner(case.model, LocalComm()))
+    assert on_ranks(2, work) == [expected] * 2
+
+
+def test_inputs_by_torch_pass_over_padding():
+    tokens_RM = torch.arange(20, dtype=torch.int32).view(2, 10)
+    pages_RP = torch.tensor([[7, 8, 0], [5, 6, 9]], dtype=torch.int32)
+    lengths_R = torch.tensor([4, 9], dtype=torch.int32)
+    columns = torch.full((4, 3), 99)
+    inputs = DecodeInputs(*columns, torch.zeros(3, dtype=torch.int32), torch.full((3, 3), 99, dtype=torch.int32))
+    torch_inputs.fill_inputs(torch.tensor([1, -1, 0]), tokens_RM, pages_RP, lengths_R, 4, 12, inputs)
+    assert columns.tolist() == [[19, 0, 4], [9, 0, 4], [9 * 4 + 1, 12 * 4, 8 * 4], [20, -1, 5]]
+    assert inputs.lengths_B.tolist() == [10, 1, 5]
+    assert inputs.page_table_BW.tolist() == [[5, 6, 9], [12, 12, 12], [7, 8, 0]]
+    assert lengths_R.tolist() == [5, 10]
+    torch_inputs.write_tokens(torch.tensor([5, -1, 3]), torch.tensor([42, 43, -1]), tokens_RM)
+    assert tokens_RM[0].tolist() == [0, 1, 2, 0, 4, 42, 6, 7, 8, 9]
