@@ -2,6 +2,8 @@
 
 Every layout multiplies the same input by the same weights, in turns.  Weights come from a ring larger than the
 caches, as they do in a model of billions of parameters; ``--ring-mb 12`` is the demo model, which stays in the cache.
+With one row a product is bound by reading its weights, so a plain sum over as many bytes of the same ring takes turns
+with the layouts: "of read" is the share of that bandwidth which callboard's product reaches.
 
     python benchmarks/bench_linear.py                # all shapes, all cores
     python benchmarks/bench_linear.py --threads 1 --shapes 1024x3072 --rows 1 8
@@ -30,6 +32,7 @@ SHAPES = ("1024x3072", "3072x1024", "2048x1024", "151936x1024", "864x256", "512x
 ROWS = (1, 8, 64)
 MAX_TURNS = 200
 
+READ = "read"
 Product = Callable[[int], Tensor]
 
 
@@ -57,8 +60,14 @@ def products(x: Tensor, weights: list[Tensor], pool: ThreadPoolExecutor) -> Iter
     yield "callboard", lambda i: packed[i](x, None)
 
 
-def measure(outputs: int, inputs: int, rows: int, ring_bytes: int, pool: ThreadPoolExecutor) -> dict[str, float]:
-    """Median seconds of each layout."""
+def measure(
+    outputs: int, inputs: int, rows: int, ring_bytes: int, pool: ThreadPoolExecutor
+) -> tuple[dict[str, float], dict[str, float], float]:
+    """Median seconds of each layout; the median over turns of how many times faster than F.linear it is; and the share
+    of the bandwidth of reading that callboard's product has.
+
+    A turn's times are divided by each other, so that a machine that is busy for a while slows all layouts alike.
+    """
     weight_bytes = outputs * inputs * 4
     ring = max(1, min(256, ring_bytes // weight_bytes))
     weights = [torch.randn(outputs, inputs) for _ in range(ring)]
@@ -67,13 +76,20 @@ def measure(outputs: int, inputs: int, rows: int, ring_bytes: int, pool: ThreadP
     expected = layouts["F.linear"](0).flatten()
     for name, product in layouts.items():
         torch.testing.assert_close(product(0).flatten(), expected, rtol=1e-4, atol=1e-3, msg=f"{name} is wrong")
+    layouts[READ] = lambda i: weights[i].sum()
     seconds: dict[str, list[float]] = {name: [] for name in layouts}
     for turn in range(max(7, min(MAX_TURNS, int(4e9 / weight_bytes / max(rows, 8))))):
         for offset, (name, product) in enumerate(layouts.items()):
             start = time.perf_counter()
             product((turn * len(layouts) + offset) % ring)
             seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    faster = {name: _ratio(seconds["F.linear"], values) for name, values in seconds.items() if name != READ}
+    return medians, faster, _ratio(seconds[READ], seconds["callboard"])
+
+
+def _ratio(slower: list[float], faster: list[float]) -> float:
+    return statistics.median(one / other for one, other in zip(slower, faster, strict=True))
 
 
 @contextmanager
@@ -101,15 +117,21 @@ def main() -> None:
         for shape in arguments.shapes:
             outputs, inputs = map(int, shape.split("x"))
             for rows in arguments.rows:
-                seconds = measure(outputs, inputs, rows, arguments.ring_mb << 20, pool)
-                results.append({"shape": shape, "rows": rows, "threads": torch.get_num_threads(), "seconds": seconds})
-                base = seconds["F.linear"]
-                names = [name for name in seconds if name not in ("F.linear", "mv")]
+                seconds, faster, share = measure(outputs, inputs, rows, arguments.ring_mb << 20, pool)
+                case = {"shape": shape, "rows": rows, "threads": torch.get_num_threads()}
+                microseconds = {name: round(one * 1e6, 1) for name, one in seconds.items()}
+                rounded = {name: round(one, 2) for name, one in faster.items()}
+                result = {**case, "us": microseconds, "times_faster_than_f_linear": rounded}
+                if rows == 1:
+                    result["share_of_read_bandwidth"] = round(share, 2)
+                results.append(result)
+                names = [name for name in faster if name not in ("F.linear", "mv")]
                 if table is None:
-                    table = Table("shape", "rows", "F.linear us", "GB/s", "GFLOP/s", "mv", *names, title=title)
-                facts = [f"{base * 1e6:.0f}", f"{outputs * inputs * 4 / base / 1e9:.1f}"]
-                facts.append(f"{2 * outputs * inputs * rows / base / 1e9:.0f}")
-                ratios = [f"{base / seconds[name]:.2f}" if name in seconds else "" for name in ("mv", *names)]
+                    columns = ("shape", "rows", "F.linear us", "read GB/s", "of read", "mv", *names)
+                    table = Table(*columns, title=title, padding=(0, 0))
+                facts = [f"{seconds['F.linear'] * 1e6:.0f}", f"{outputs * inputs * 4 / seconds[READ] / 1e9:.1f}"]
+                facts.append(f"{share:.0%}" if rows == 1 else "")
+                ratios = [f"{faster[name]:.2f}" if name in faster else "" for name in ("mv", *names)]
                 table.add_row(shape, str(rows), *facts, *ratios)
     if table is not None:
         Console().print(table)

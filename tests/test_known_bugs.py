@@ -173,6 +173,7 @@ def test_line_breaks_in_a_text_do_not_break_the_event_stream(text: str) -> None:
 
     class Kept(EventStream):
         def __init__(self) -> None:
+            self._named = False
             self._encoder = msgspec.json.Encoder()
 
         async def _write(self, data: bytes) -> None:

@@ -1,0 +1,98 @@
+"""docs/configuration.md has every setting as the code has it: ``python -m tests.test_configuration_page`` writes it."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.config import Config, json_schema
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "configuration.md"
+INTRODUCTION = """\
+# Configuration
+
+One TOML file; every key has a default. `callboard config` prints them all, `callboard config FILE.toml` what a file
+comes to, `--schema` the JSON Schema of it. A key that does not exist, or a value that it cannot have, is an error that
+names both.
+
+Values come from, the later ones first: `--set section.key=value` on the command line, an environment variable
+`CALLBOARD_SECTION__KEY`, the file, the default. What is not TOML there is a plain string.
+
+```console
+$ callboard serve my.toml --set kv.page_size=64 --set 'plugins.attention={ decode = "torch" }'
+$ CALLBOARD_SERVER__API_KEY=secret callboard serve my.toml --host 0.0.0.0
+```
+
+[scheduling.md](scheduling.md) says more about `scheduler` and `kv`, [plugins.md](plugins.md) about `plugins`. These
+tables are made from `engine/config.py` by `python -m tests.test_configuration_page`.
+"""
+
+
+def sections() -> dict[str, type[msgspec.Struct]]:
+    return {name: type(getattr(Config(), name)) for name in Config.__struct_fields__}
+
+
+def rows(section: type[msgspec.Struct]) -> list[str]:
+    """A Markdown row for each key of a section."""
+    properties = json_schema()["$defs"][section.__name__]["properties"]
+    return [
+        f"| `{key}` | {values(about)} | {default(about['default'])} | {about['description']} |"
+        for key, about in properties.items()
+    ]
+
+
+def values(about: dict[str, Any]) -> str:
+    """What a key may be set to."""
+    if "enum" in about:
+        return ", ".join(f"`{value}`" for value in about["enum"])
+    if "anyOf" in about:
+        return " or ".join(values(one) if "type" in one else "table" for one in about["anyOf"])
+    kind = {"integer": "int", "number": "float", "array": "list of strings", "object": "table"}
+    words = [kind.get(about["type"], about["type"])]
+    bounds = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to"}
+    words += [f"{word} {about[bound]}" for bound, word in bounds.items() if bound in about]
+    return " ".join(words)
+
+
+def default(value: object) -> str:
+    return "" if value == "" else f"`{msgspec.json.encode(value).decode()}`"
+
+
+def render() -> str:
+    parts = [INTRODUCTION]
+    for name, section in sections().items():
+        _, _, about = (section.__doc__ or "").partition("]: ")
+        head = [
+            f"## `[{name}]`",
+            "",
+            about[:1].upper() + about[1:],
+            "",
+            "| key | values | default | |",
+            "|---|---|---|---|",
+        ]
+        parts.append("\n".join([*head, *rows(section)]) + "\n")
+    return "\n".join(parts)
+
+
+@pytest.mark.parametrize("name", Config.__struct_fields__)
+def test_every_setting_is_in_the_page_as_it_is_in_the_code(name: str) -> None:
+    _, _, after = PAGE.read_text().partition(f"\n## `[{name}]`\n")
+    found = re.findall(r"^\| `.*$", after.partition("\n## ")[0], re.MULTILINE)
+    assert found == rows(sections()[name]), "run python -m tests.test_configuration_page"
+
+
+def test_every_setting_that_the_pages_speak_of_exists() -> None:
+    known = {f"{name}.{key}" for name, section in sections().items() for key in section.__struct_fields__}
+    spoken = {
+        f"{match[1]}.{match[2]}"
+        for page in DOCS.glob("*.md")
+        for match in re.finditer(rf"`({'|'.join(Config.__struct_fields__)})\.(\w+)(?: ?=[^`]*)?`", page.read_text())
+    }
+    assert spoken <= known, f"no such settings: {sorted(spoken - known)}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())
