@@ -67,6 +67,10 @@ class GraphDevice(Protocol):
         """New memory for graphs."""
         ...
 
+    def drop(self, pool: Pool) -> None:
+        """Give the memory of a pool back; nobody holds a graph of it any more."""
+        ...
+
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Zeros that stay where they are, outside every pool: what graphs and eager work hand each other."""
         ...
@@ -130,7 +134,7 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(self._device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._pool: Pool = None
-        self._keepers: list[tuple[Graph, Tensor]] = []
+        self._keepers: dict[Pool, tuple[Graph, Tensor]] = {}
 
     def pool(self) -> Pool:
         """See ``GraphDevice``."""
@@ -141,8 +145,13 @@ class CudaDevice:
             nothing.add_(0)  # loads the kernel, which must not happen in a capture
             self.begin(pool, 1)
             nothing.add_(0)
-            self._keepers.append((self.end(), nothing))
+            self._keepers[pool] = (self.end(), nothing)
         return pool
+
+    def drop(self, pool: Pool) -> None:
+        """See ``GraphDevice``."""
+        del self._keepers[pool]
+        self.trim()
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See ``GraphDevice``."""
@@ -234,6 +243,9 @@ class HostDevice:
     def pool(self) -> Pool:
         """There is none."""
         return None
+
+    def drop(self, pool: Pool) -> None:
+        """There is none."""
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See ``GraphDevice``."""

@@ -20,7 +20,7 @@ from engine.graphs.capturing import Capturing
 from engine.graphs.comm import BreakingComm
 from engine.graphs.decode import DECODES, DecodeGraphs
 from engine.graphs.decode_attention import can_capture
-from engine.graphs.device import device_for_graphs
+from engine.graphs.device import Pool, device_for_graphs
 from engine.graphs.piecewise import PREFILL, Piecewise
 from engine.graphs.sizes import decode_sizes, piecewise_sizes
 from engine.kv.pool import KVPool
@@ -56,8 +56,11 @@ class RankGraphs:
         self.comm = comm
         self._section = section
         self._breaker: Breaker | None = None
+        self._pool: Pool = None
+        self._pool_serves = False  # whether graphs that are kept have been captured into it
         if self.mode != OFF:
-            self._breaker = Breaker(self.device, self.device.pool())
+            self._pool = self.device.pool()
+            self._breaker = Breaker(self.device, self._pool)
             if comm.size > 1:
                 self.comm = BreakingComm(comm, self._breaker)
 
@@ -91,10 +94,10 @@ class RankGraphs:
         """
         if self._breaker is None or not self.device.captures:
             return 0
-        self._breaker.use(self.device.pool())
+        trial = self.device.pool()
+        self._breaker.use(trial)
         try:
-            trials = (self._new_piecewise(parts, scheduler), self._new_decode(parts, scheduler))
-            return sum(graphs.measure() for graphs in trials if graphs is not None)
+            return self._measure(parts, scheduler)
         except GraphError as error:
             if self._section.mode != "auto":
                 raise
@@ -103,7 +106,13 @@ class RankGraphs:
             return 0
         finally:
             if self._breaker is not None:
-                self._breaker.use(self.device.pool())
+                self._breaker.use(self._pool)
+            self.device.drop(trial)
+
+    def _measure(self, parts: StepParts, scheduler: SchedulerSection) -> int:
+        # By themselves, so that nothing of them is left when this returns.
+        trials = (self._new_piecewise(parts, scheduler), self._new_decode(parts, scheduler))
+        return sum(graphs.measure() for graphs in trials if graphs is not None)
 
     def _new_piecewise(self, parts: StepParts, scheduler: SchedulerSection) -> Piecewise | None:
         if self._breaker is None or self.mode == DECODE:
@@ -166,8 +175,14 @@ class RankGraphs:
             if self._section.mode != "auto":
                 raise
             log.warning("%s run without graphs: %s", what, error)
-            return False
-        return True
+        else:
+            self._pool_serves = True
+            return True
+        if not self._pool_serves and self._breaker is not None:
+            failed, self._pool = self._pool, self.device.pool()
+            self._breaker.use(self._pool)
+            self.device.drop(failed)  # else what it took before it failed would be lost
+        return False
 
 
 def choose_mode(setting: str, captures: bool) -> str:

@@ -114,7 +114,7 @@ class RecordingDevice:
         self._opaque: set[int] = set()
         self._recorder: _Recorder | None = None
         self._pools: list[object] = []
-        self._trials: list[list[RecordedGraph]] = []
+        self.dropped: list[list[RecordedGraph]] = []
         self._streams = 0
         self.copies_in: list[int] = []
         self.copies_out: list[int] = []
@@ -133,11 +133,14 @@ class RecordingDevice:
                 self._statics[address_of(tensor)] = weakref.ref(tensor)
 
     def pool(self) -> object:
-        """Whatever was captured before into another pool was a trial: what is captured from now on begins anew."""
-        if self.graphs:
-            self._trials.append(self.graphs)
-            self.graphs, self._pools = [], []
         return object()
+
+    def drop(self, pool: object) -> None:
+        """What was captured into it was a trial, or has failed: what is captured from now on begins anew."""
+        if any(one is not pool for one in self._pools):
+            raise RecordingError("a pool is dropped while another one has graphs")
+        self.dropped.append(self.graphs)
+        self.graphs, self._pools = [], []
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         buffer = torch.zeros(shape, dtype=dtype)
