@@ -155,7 +155,7 @@ class Plugins:
     names: kind -> full name, of the kinds of which one is chosen; of attention only if one was named for both phases.
     attention: the names wanted for its phases; what is 'auto' is loaded later, when the device is known.
     observers: full names, in the order they are told.  options: per full name.
-    known: everything that could be chosen, by full name.  declarations: of what is loaded.
+    choosing: to be held while declarations are read.  known: everything that could be chosen, by full name.  declarations: of what is loaded.
     """
 
     def __init__(
@@ -169,7 +169,9 @@ class Plugins:
         Raises PluginError; the message lists the alternatives."""
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
-        self._loading = threading.Lock()  # ranks of one process look for their attention backends at the same time
+        # Ranks of one process choose their attention backends at the same time, and reading declarations is not safe
+        # then: CPython 3.11's ast module counts its depth in one place for all threads.
+        self.choosing = threading.RLock()
         self.known = {info.name: info for info in available_plugins()}
         self.options = options or {}
         for name in self.options:
@@ -233,7 +235,7 @@ class Plugins:
 
     def load(self, full_name: str) -> PluginInfo:
         """Import and register a plugin, unless that has been done.  Raises PluginError."""
-        with self._loading:
+        with self.choosing:
             return self._load(full_name)
 
     def _load(self, full_name: str) -> PluginInfo:

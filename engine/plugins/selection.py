@@ -51,7 +51,15 @@ def choose_attention(
     refused: short name -> why, of backends that 'auto' took and that could then not be built.
     Raises PluginError, naming the plugin and what could run instead.
     """
-    wanted, refused = plugins.attention, refused or {}
+    with plugins.choosing:
+        choices = _choose_phases(plugins, context, refused or {})
+    for choice in choices:
+        log.info("plugin: %s for %s (%s)", choice.info.name, " and ".join(choice.phases), choice.reason)
+    return tuple(choices)
+
+
+def _choose_phases(plugins: Plugins, context: AttentionContext, refused: Mapping[str, str]) -> list[AttentionChoice]:
+    wanted = plugins.attention
     if wanted.prefill == wanted.decode:
         choices = [_choose(plugins, wanted.prefill, replace(context, phases=BOTH), refused)]
     else:
@@ -59,9 +67,7 @@ def choose_attention(
         choices = [_choose(plugins, name, replace(context, phases=(one,)), refused) for one, name in named.items()]
         if choices[0].info == choices[1].info:
             choices = [_choose(plugins, choices[0].info.short, replace(context, phases=BOTH), refused)]
-    for choice in choices:
-        log.info("plugin: %s for %s (%s)", choice.info.name, " and ".join(choice.phases), choice.reason)
-    return tuple(choices)
+    return choices
 
 
 def expected_context(

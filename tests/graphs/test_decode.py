@@ -276,7 +276,7 @@ def test_attention_with_a_plan_is_planned_before_each_replay(checkpoint, monkeyp
     install(monkeypatch)
     plain = Steps(load(checkpoint, "off"))
     monkeypatch.setattr(RankAttention, "build", lambda self, pool: Planned(self._spec, pool))
-    steps = Steps(load(checkpoint, "decode"))
+    steps = Steps(load(checkpoint, "decode", max_running=3))
     for one in (steps, plain):
         for row in range(3):
             one.prefill(row, 5 + row)
@@ -341,7 +341,7 @@ def rank_runner(model, comm, device=None, breaker=None):
             device=device,
             breaker=breaker,
             capturing=Capturing(device, comm, cpu),
-            sizes=(1, 2, 4),
+            sizes=(2, 4),
         )
         device.register(*tensors_of([model, pool, rows, sampler, graphs]), attention._in_page)
         graphs.capture()

@@ -30,7 +30,9 @@ class Server:
             command += ["--set", override]
         # A file, since a pipe that nobody reads would stop the server once it is full.
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        options = {"stdout": subprocess.PIPE, "stderr": self._log, "text": True, **options}
+        self.sockets = Path(tempfile.mkdtemp())
+        environment = {**os.environ, "XDG_RUNTIME_DIR": str(self.sockets), **options.pop("env", {})}
+        options = {"env": environment, "stdout": subprocess.PIPE, "stderr": self._log, "text": True, **options}
         self.process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **options)
         self.url = self._read_url() if wait else ""
 
@@ -53,6 +55,7 @@ class Server:
         self.process.communicate()
         self._log.close()
         assert self.group() == [], "the server left processes behind"
+        self.sockets.rmdir()  # fails if it left a socket behind
 
     def logged(self) -> str:
         """Standard error so far."""
@@ -166,15 +169,7 @@ def run_cli(*arguments: str, timeout_s: float = 30, **options: Any) -> subproces
     )
 
 
-def left_behind(before: Sequence[set[str]]) -> list[str]:
-    """Files that appeared where engines could leave some, and have not gone."""
-    return sorted(name for old, new in zip(before, leftovers(), strict=True) for name in new - old)
-
-
-def leftovers() -> list[set[str]]:
-    """What is there now: shared memory, sockets."""
-    places = [Path("/dev/shm"), Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")]
-    return [
-        {str(path) for path in place.glob("*") if place.name == "shm" or path.name.startswith("callboard-")}
-        for place in places
-    ]
+def shared_memory(pids: Sequence[int]) -> set[str]:
+    """Files in /dev/shm that processes have mapped."""
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+    return set(re.findall(r"/dev/shm/\S+", maps))
