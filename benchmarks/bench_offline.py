@@ -5,6 +5,7 @@ ignored, so that both produce exactly the asked-for tokens.  The table shows med
 
     python benchmarks/bench_offline.py                      # demo model and a Qwen3-0.6B shape, batch 1 and 8
     python benchmarks/bench_offline.py --models demo --turns 5
+    python benchmarks/bench_offline.py --job qwen3-0.6b qwen3-14b   # on a GPU: the standard job beside its roofline
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from machine import describe_machine
+from offline_job import SHAPES, run_job
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -111,6 +113,22 @@ def compare(
     return rows
 
 
+def run_jobs(names: list[str], device: str, num_sequences: int, longest: int) -> list[dict[str, Any]]:
+    """The standard offline job for each shape, beside the bound that this machine sets."""
+    rows = []
+    for name in names:
+        with tempfile.TemporaryDirectory() as directory:
+            rows.append(run_job(name, Path(directory), device, num_sequences, longest))
+    table = Table(title=f"{num_sequences} sequences, up to {longest} tokens in and {longest} out")
+    columns = ("model", "output_tokens", "seconds", "tokens_per_s", "bound_tokens_per_s", "share_of_bound", "startup_s")
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="left" if column == "model" else "right")
+    for row in rows:
+        table.add_row(*(str(row[column]) for column in columns))
+    Console().print(table)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=["demo", "qwen3-0.6b"], default=["demo", "qwen3-0.6b"])
@@ -119,7 +137,16 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--threads", type=int, default=cores, help=f"threads for both engines (default: {cores})")
     parser.add_argument("--output", type=Path, help="write the rows as JSON to this file as well")
+    parser.add_argument("--job", nargs="+", choices=list(SHAPES), help="run the standard offline job instead")
+    parser.add_argument("--sequences", type=int, default=256, help="of the job (default: 256)")
+    parser.add_argument("--longest", type=int, default=1024, help="prompt and output of the job (default: 1024)")
     arguments = parser.parse_args()
+    if arguments.job:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        report = run_jobs(arguments.job, device, arguments.sequences, arguments.longest)
+        if arguments.output:
+            arguments.output.write_text(json.dumps({"machine": describe_machine(), "rows": report}, indent=1) + "\n")
+        return
     transformers_logging.set_verbosity_error()
     shared = {"batches": arguments.batches, "turns": arguments.turns, "threads": arguments.threads}
     rows: list[dict[str, Any]] = []

@@ -155,7 +155,8 @@ class Plugins:
     names: kind -> full name, of the kinds of which one is chosen; of attention only if one was named for both phases.
     attention: the names wanted for its phases; what is 'auto' is loaded later, when the device is known.
     observers: full names, in the order they are told.  options: per full name.
-    choosing: to be held while declarations are read.  known: everything that could be chosen, by full name.  declarations: of what is loaded.
+    known: everything that could be chosen, by full name.  declarations: of what is loaded.
+    choosing: to be held while declarations are read.
     """
 
     def __init__(

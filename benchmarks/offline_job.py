@@ -1,0 +1,125 @@
+"""The field's standard offline job, and how fast this machine could do it at most.
+
+256 sequences of 100 to 1,024 random tokens, 100 to 1,024 new tokens each, seed 0: what nano-vLLM and mini-SGLang
+report.  The bound is a roofline of what is timed in the same run: every step reads all weights once, every new token reads the
+keys and values before it once, both at the rate of a copy; every token costs two operations per weight at the rate
+of a large matrix product.  No engine reaches it: it has neither launches, nor attention's arithmetic, nor sampling.
+
+Owns: the job, the bound.  Does not know: how results are shown.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine import LLM, SamplingParams
+
+SEED = 0
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "qwen3-14b": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
+}
+COMMON = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+
+
+def write_shape(name: str, directory: Path) -> None:
+    """A config.json for random weights of a shape of ``SHAPES``; the small ones of the family tie their embeddings."""
+    config = {**COMMON, **SHAPES[name], "tie_word_embeddings": name == "qwen3-0.6b"}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def run_job(name: str, directory: Path, device: str, num_sequences: int, longest: int) -> dict[str, Any]:
+    """Do the job once to warm up, with other tokens, and once for the clock.  longest: 1,024 in the standard job."""
+    write_shape(name, directory)
+    shortest = min(100, longest)
+    drawn = np.random.default_rng(SEED)
+    prompt_lens = drawn.integers(shortest, longest + 1, num_sequences)
+    output_lens = drawn.integers(shortest, longest + 1, num_sequences)
+    vocab_size = COMMON["vocab_size"]
+    params = [SamplingParams(temperature=0.6, max_tokens=int(length), ignore_eos=True) for length in output_lens]
+    started = time.perf_counter()
+    with LLM(
+        directory,
+        device={"kind": device},
+        model_={"load_format": "dummy", "tokenizer": "none"},
+        scheduler={"max_running": max(num_sequences, 1), "max_step_tokens": 16384, "prefill_chunk": 2048},
+    ) as llm:
+        startup_s = time.perf_counter() - started
+        llm.generate([drawn.integers(0, vocab_size, int(length)).tolist() for length in prompt_lens], params)
+        prompts = [drawn.integers(0, vocab_size, int(length)).tolist() for length in prompt_lens]
+        started = time.perf_counter()
+        llm.generate(prompts, params)
+        took_s = time.perf_counter() - started
+    bound = bound_s(name, prompt_lens, output_lens, torch.device(device))
+    num_output = int(output_lens.sum())
+    return {
+        "model": name,
+        "sequences": num_sequences,
+        "prompt_tokens": int(prompt_lens.sum()),
+        "output_tokens": num_output,
+        "startup_s": round(startup_s, 1),
+        "seconds": round(took_s, 2),
+        "tokens_per_s": round(num_output / took_s, 1),
+        "bound_tokens_per_s": round(num_output / bound, 1),
+        "share_of_bound": round(bound / took_s, 3),
+    }
+
+
+def bound_s(name: str, prompt_lens: np.ndarray, output_lens: np.ndarray, device: torch.device) -> float:
+    """Seconds that the job takes at least, if all sequences run at once: see the top of this file."""
+    shape = {**COMMON, **SHAPES[name]}
+    item = 4 if device.type == "cpu" else 2  # bytes: the engine computes in float32 on CPU
+    hidden, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
+    heads, kv_heads, head_size = shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"]
+    per_layer = hidden * head_size * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
+    head = hidden * shape["vocab_size"]
+    kv_bytes = 2 * layers * kv_heads * head_size * item  # of one token
+    # A sequence's new token number k reads the keys and values of its prompt and of the k before it.
+    read_tokens = (output_lens * prompt_lens + output_lens * (output_lens - 1) // 2).sum()
+    num_steps = int(output_lens.max())
+    moved = num_steps * (layers * per_layer + head) * item + int(read_tokens) * kv_bytes
+    rate = operations_per_s(device)
+    prefill_s = 2 * int(prompt_lens.sum()) * layers * per_layer / rate
+    decode_s = max(moved / copied_bytes_per_s(device), 2 * int(output_lens.sum()) * (layers * per_layer + head) / rate)
+    return prefill_s + decode_s
+
+
+def copied_bytes_per_s(device: torch.device) -> float:
+    """Bytes read and written per second by a large copy."""
+    size = 1 << (30 if device.type == "cuda" else 27)
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device).fill_(1) for _ in range(2))
+    return 2 * size / _best_s(lambda: target.copy_(source), device)
+
+
+def operations_per_s(device: torch.device) -> float:
+    """Of a large matrix product in the type that the model computes in."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    left, right = (torch.randn((size, size), device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _best_s(lambda: left @ right, device)
+
+
+def _best_s(work: Callable[[], Any], device: torch.device) -> float:
+    best = float("inf")
+    for _ in range(8):
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return best
