@@ -1,9 +1,9 @@
 """The field's standard offline job, and how fast this machine could do it at most.
 
-256 sequences of 100 to 1,024 random tokens, 100 to 1,024 new tokens each, seed 0: what nano-vLLM and mini-SGLang
-report.  The bound is a roofline of what is timed in the same run: every step reads all weights once, every new token reads the
-keys and values before it once, both at the rate of a copy; every token costs two operations per weight at the rate
-of a large matrix product.  No engine reaches it: it has neither launches, nor attention's arithmetic, nor sampling.
+256 sequences of 100 to 1,024 random tokens, 100 to 1,024 new tokens each, seed 0: the job that small engines report.
+The bound is a roofline of what is timed in the same run: every step reads all weights once, every new token reads
+the keys and values before it once, both at the rate of a copy; every token costs two operations per weight at the
+rate of a large matrix product.  No engine reaches it: it has no launches, no attention arithmetic and no sampling.
 
 Owns: the job, the bound.  Does not know: how results are shown.
 """
