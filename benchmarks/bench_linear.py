@@ -12,6 +12,7 @@ with the layouts: "of read" is the share of that bandwidth which callboard's pro
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,9 @@ READ = "read"
 Product = Callable[[int], Tensor]
 
 
-def products(x: Tensor, weights: list[Tensor], pool: ThreadPoolExecutor) -> Iterator[tuple[str, Product]]:
+def products(
+    x: Tensor, weights: list[Tensor], pool: ThreadPoolExecutor, inductor: bool
+) -> Iterator[tuple[str, Product]]:
     """(name, product with the i-th weight) of every layout; the first one is what the others are compared with."""
     rows = len(x)
     yield "F.linear", lambda i: F.linear(x, weights[i])
@@ -56,12 +59,26 @@ def products(x: Tensor, weights: list[Tensor], pool: ThreadPoolExecutor) -> Iter
     yield "oneDNN plain", lambda i: torch.ops.mkldnn._linear_pointwise.default(x, weights[i], None, "none", [], "")
     blocked = [torch.ops.mkldnn._reorder_linear_weight(weight, packing.ROWS) for weight in weights]
     yield "oneDNN packed", lambda i: torch.ops.mkldnn._linear_pointwise.default(x, blocked[i], None, "none", [], "")
+    if inductor:
+        compiled = [_compile(weight, x) for weight in weights]
+        yield "Inductor", lambda i: compiled[i](x)
     packed = [packing.PackedWeight(weight) for weight in weights]
     yield "callboard", lambda i: packed[i](x, None)
 
 
+def _compile(weight: Tensor, x: Tensor) -> Callable[[Tensor], Tensor]:
+    """A product compiled for this weight and this number of rows: with both known, Inductor may choose a packed GEMM
+    template of its own or one of a library, whichever it measures to be faster."""
+    options = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    compiled: Callable[[Tensor], Tensor] = torch.compile(layer.eval(), dynamic=False, options=options)
+    compiled(x)
+    return compiled
+
+
 def measure(
-    outputs: int, inputs: int, rows: int, ring_bytes: int, pool: ThreadPoolExecutor
+    outputs: int, inputs: int, rows: int, ring_bytes: int, pool: ThreadPoolExecutor, inductor: bool
 ) -> tuple[dict[str, float], dict[str, float], float]:
     """Median seconds of each layout; the median over turns of how many times faster than F.linear it is; and the share
     of the bandwidth of reading that callboard's product has.
@@ -69,10 +86,11 @@ def measure(
     A turn's times are divided by each other, so that a machine that is busy for a while slows all layouts alike.
     """
     weight_bytes = outputs * inputs * 4
-    ring = max(1, min(256, ring_bytes // weight_bytes))
+    # Every weight of the ring is a compilation of its own.
+    ring = max(1, min(8 if inductor else 256, ring_bytes // weight_bytes))
     weights = [torch.randn(outputs, inputs) for _ in range(ring)]
     x = torch.randn(rows, inputs)
-    layouts = dict(products(x, weights, pool))
+    layouts = dict(products(x, weights, pool, inductor))
     expected = layouts["F.linear"](0).flatten()
     for name, product in layouts.items():
         torch.testing.assert_close(product(0).flatten(), expected, rtol=1e-4, atol=1e-3, msg=f"{name} is wrong")
@@ -108,16 +126,21 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="outputs x inputs")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="rows of the input")
     parser.add_argument("--ring-mb", type=int, default=192, help="weights of one shape that take turns")
+    parser.add_argument("--inductor", action="store_true", help="compile each product as well; minutes")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     arguments = parser.parse_args()
     results = []
     table: Table | None = None
-    with torch.inference_mode(), torch_threads(arguments.threads), ThreadPoolExecutor(1) as pool:
+    torch._dynamo.config.recompile_limit = 64  # layers of one class share their cache
+    # Not inference_mode: Inductor freezes weights only of what it can guard.
+    with torch.no_grad(), torch_threads(arguments.threads), ThreadPoolExecutor(1) as pool:
         title = f"{torch.get_num_threads()} torch threads; times faster than F.linear"
         for shape in arguments.shapes:
             outputs, inputs = map(int, shape.split("x"))
             for rows in arguments.rows:
-                seconds, faster, share = measure(outputs, inputs, rows, arguments.ring_mb << 20, pool)
+                seconds, faster, share = measure(
+                    outputs, inputs, rows, arguments.ring_mb << 20, pool, arguments.inductor
+                )
                 case = {"shape": shape, "rows": rows, "threads": torch.get_num_threads()}
                 microseconds = {name: round(one * 1e6, 1) for name, one in seconds.items()}
                 rounded = {name: round(one, 2) for name, one in faster.items()}
@@ -134,7 +157,7 @@ def main() -> None:
                 ratios = [f"{faster[name]:.2f}" if name in faster else "" for name in ("mv", *names)]
                 table.add_row(shape, str(rows), *facts, *ratios)
     if table is not None:
-        Console().print(table)
+        Console(width=None if sys.stdout.isatty() else 160).print(table)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1) + "\n")
 

@@ -53,6 +53,8 @@ SECTIONS = {
     "graph_decodes": "gpu_sections.graphs:decode_steps",
     "graph_decodes_14b": "gpu_sections.graphs:decode_steps_14b",
     "graph_prefills": "gpu_sections.graphs:prefill_steps",
+    "graph_logprobs": "gpu_sections.graph_checks:logprobs",
+    "graph_start_up": "gpu_sections.graph_checks:start_up",
     "graph_captures": "gpu_sections.captures:section",
     "throughput": "gpu_sections.throughput:throughput",
 }
