@@ -55,13 +55,6 @@ from server.usage import Tally
 log = logging.getLogger(__name__)
 
 LOGPROBS = "message.output_text.logprobs"
-NAMES = {
-    "prompt": "input",
-    "messages": "input",
-    "response_format": "text.format",
-    "response_format.type": "text.format.type",
-    "max_tokens": "max_output_tokens",
-}
 Asked = tuple[ResponsesBody, Generation]
 
 
@@ -78,10 +71,16 @@ class ResponsesRoute:
         card: ModelCard,
     ) -> None:
         self._translator = translator
-        self._reader = BodyReader(ResponsesBody, self._translate, server)
+        self._reader = BodyReader(ResponsesBody, self._understand, server)
         self._limits = limits
         self._ingress = ingress
         self._card = card
+
+    def _understand(self, body: ResponsesBody) -> Asked:
+        try:
+            return self._translate(body)
+        except RequestError as error:
+            raise _in_its_words(error, body) from None
 
     def _translate(self, body: ResponsesBody) -> Asked:
         self._translator.check_model(body.model)
@@ -118,10 +117,7 @@ class ResponsesRoute:
     async def post(self, request: web.Request) -> web.StreamResponse:
         """aiohttp's handler.  Raises RequestError or EngineDied as long as nothing was sent."""
         refuse_early(self._ingress, self._limits)
-        try:
-            body, generation = await self._reader.read(request)
-        except RequestError as error:
-            raise _in_its_words(error) from None
+        body, generation = await self._reader.read(request)
         answer = _Answer(body, generation, self._card.name)
         try:
             async with Choices(self._ingress, generation) as choices:
@@ -131,7 +127,7 @@ class ResponsesRoute:
                     answer.take(item)
                 return json_reply(answer.object())
         except RequestError as error:
-            raise _in_its_words(error) from None
+            raise _in_its_words(error, body) from None
         finally:
             request[EXCHANGE].usage = answer.tally.total()
 
@@ -157,7 +153,7 @@ class ResponsesRoute:
                     raise
                 if not isinstance(error, CallboardError):
                     log.exception("request=%s failed in its stream", request[EXCHANGE].id)
-                reason = _in_its_words(as_request_error(error))
+                reason = _in_its_words(as_request_error(error), answer.body)
                 await events.send([writer.event("failed", response=answer.object("failed", reason))])
             await events.end()
         except ConnectionError:
@@ -171,7 +167,7 @@ class _Answer:
     def __init__(self, body: ResponsesBody, generation: Generation, model: str) -> None:
         self.tally = Tally(generation)
         self.writer = ResponseWriter(generation.tools.parser() if generation.tools else None)
-        self._body = body
+        self.body = body
         self._params = generation.params
         self._model = model
         self._id = f"resp_{uuid.uuid4().hex}"
@@ -187,7 +183,7 @@ class _Answer:
 
     def object(self, status: Status | None = None, error: RequestError | None = None) -> ResponseObject:
         """What there is to say.  status: None once the output has ended."""
-        body, params = self._body, self._params
+        body, params = self.body, self._params
         cut = status is None and self._finish != Finish.STOP
         given = json.loads(msgspec.json.encode(body))
         return ResponseObject(
@@ -249,8 +245,12 @@ def _refuse_what_needs_a_store(body: ResponsesBody) -> None:
             )
 
 
-def _in_its_words(error: RequestError) -> RequestError:
-    """The engine says "prompt", and other endpoints have other names for things."""
-    if error.param is not None:
-        error.param = NAMES.get(error.param, error.param)
+def _in_its_words(error: RequestError, body: ResponsesBody) -> RequestError:
+    """Other layers have other names for what this endpoint calls differently; what the client used is told to it."""
+    if error.param in ("prompt", "messages"):
+        error.param = "input"
+    elif error.param == "max_tokens" and body.max_output_tokens is not None:
+        error.param = "max_output_tokens"
+    elif error.param is not None and error.param.startswith("response_format") and body.text is not None:
+        error.param = error.param.replace("response_format", "text.format", 1)
     return error

@@ -114,6 +114,51 @@ CHAT_FIELDS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
+RESPONSES_FIELDS: dict[str, list[str]] = {
+    "input": ["null", "1", "{}", "[]", "[1]", "[{}]", '[{"role": "user"}]', '[{"role": "alien", "content": "x"}]',
+              '[{"role": "user", "content": 1}]', '[{"type": "image"}]', '[{"type": "function_call"}]', '"\\ud800"',
+              '[{"type": "function_call", "name": "f", "arguments": "["}]', '[{"type": 1}]',
+              '[{"type": "function_call_output", "call_id": "c"}]', '[{"type": "function_call_output", "output": "x"}]',
+              '[{"role": "user", "content": [{"type": "input_image"}]}]', json.dumps("x" * 9000)],
+    "instructions": STRINGS,
+    "max_output_tokens": [*INTEGERS, "0", "-1"],
+    "top_logprobs": [*INTEGERS, "-1", "21"],
+    "text": ["1", "[]", '{"format": 1}', '{"format": {"type": "xml"}}', '{"format": {"type": "json_schema"}}'],
+    "reasoning": ["1", '{"effort": 1}'],
+    "tools": ['[{"type": "function"}]', '[{"type": "web_search"}]', "1", '[{"type": "function", "name": "a b"}]'],
+    "tool_choice": ['"required"', '"any"', '{"type": "function", "name": "f"}', "1"],
+    "include": ["1", '"x"', "[1]"],
+    "metadata": ["1", "[]", '{"a": 1}'],
+    "truncation": ['"auto"', "1"],
+    "background": ["true", *FLAGS],
+    "store": FLAGS,
+    "previous_response_id": ['"resp_1"', "1"],
+    "conversation": ['"c"', "{}"],
+}  # fmt: skip
+EMBEDDING_FIELDS: dict[str, list[str]] = {
+    "model": ANY_FIELDS["model"],
+    "input": ["null", "1", "{}", "[]", "[[]]", '["a", 1]', "[true]", "[-1]", "[1000]", json.dumps(["a"] * 129)],
+    "encoding_format": ["1", '"int8"'],
+    "dimensions": [*INTEGERS, "0", "-1", str(1 << 21)],
+    "pooling": ["1", '"max"', '"cls"'],
+    "priority": [*INTEGERS, str(1 << 31)],
+    "cache_salt": [*STRINGS, json.dumps("x" * 1025)],
+    "truncate_prompt_tokens": ["5"],
+}  # fmt: skip
+TOKENIZE_FIELDS: dict[str, list[str]] = {
+    "prompt": ["null", "1", "[]", "{}", '"\\ud800"', json.dumps("x" * 9000)],
+    "messages": ["1", "{}", "[1]"],
+    "add_special_tokens": FLAGS,
+    "return_token_strs": FLAGS,
+    "model": ['"other"', "1"],
+    "chat_template": ['"{{ 1 }}"'],
+}  # fmt: skip
+DETOKENIZE_FIELDS: dict[str, list[str]] = {
+    "tokens": ["null", "1", '"x"', "[-1]", "[1000]", '["a"]', "[1.5]", f"[{HUGE}]", "[[1]]"],
+    "model": ['"other"', "1"],
+}  # fmt: skip
+
+
 def cases() -> Iterator[tuple[str, str, bytes]]:
     """(path, field, body)."""
     completion = {"model": json.dumps(MODEL), "prompt": '"p"'}
@@ -121,6 +166,10 @@ def cases() -> Iterator[tuple[str, str, bytes]]:
     for path, sound, fields in (
         ("/v1/completions", completion, {**ANY_FIELDS, **COMPLETION_FIELDS}),
         ("/v1/chat/completions", chat, {**ANY_FIELDS, **CHAT_FIELDS}),
+        ("/v1/responses", {"model": json.dumps(MODEL), "input": '"p"'}, {**ANY_FIELDS, **RESPONSES_FIELDS}),
+        ("/v1/embeddings", {"model": json.dumps(MODEL), "input": '"p"'}, EMBEDDING_FIELDS),
+        ("/tokenize", {"prompt": '"p"'}, TOKENIZE_FIELDS),
+        ("/detokenize", {"tokens": "[1]"}, DETOKENIZE_FIELDS),
     ):
         for field, values in fields.items():
             for value in values:
@@ -232,7 +281,7 @@ def test_every_wrong_field_is_refused_by_name_while_others_are_served(live: Live
                 param = (reply.error["param"] or "").partition("[")[0].partition(".")[0]
                 assert param in (field, "min_tokens", "stream_options"), (field, body[:200], reply)
             num_cases += 1
-    assert num_cases > 400
+    assert num_cases > 900
     assert len(canary.replies) > 2
     assert set(canary.replies) == {200}
     assert canary.slowest_s < 2  # half a second alone; the cores are shared with other work

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import choice, sampler
+from engine.sampling.constraints import Masks
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.sampling.uniform import Variant, array_columns, columns_bytes, tensor_columns
@@ -223,3 +224,23 @@ def test_the_columns_of_a_captured_step_give_the_same_tokens(monkeypatch):
                 found.append(one.sample(logits[: len(chosen)], chosen, positions).token_ids_N)
         assert torch.equal(found[0], found[1])
         assert (found[0] >= 0).all()
+
+
+def test_tokens_that_a_grammar_forbids_are_never_picked(monkeypatch):
+    """Every other row may take two tokens only, one of them what ends an output; the first of them only that."""
+    wishes = every_kind()
+    logits = normal_logits(len(wishes), 1500)
+    words = np.zeros((len(wishes) // 2, -(-1500 // 32)), dtype=np.int32)
+    words[:, 0] = 1 << EOS
+    words[1:, 700 // 32] = 1 << 700 % 32
+    masks = Masks(torch.arange(0, len(wishes), 2), torch.from_numpy(words), {})
+    found = []
+    for kind in ("triton", "torch"):
+        one = new_sampler(kind, monkeypatch, len(wishes), 1500, 64)
+        for row, params in enumerate(wishes):
+            one.admit(row, params, np.array([5, 6, 7], np.int32), 3, (EOS,))
+        positions = np.full(len(wishes), 3)
+        found.append(one.sample(logits, np.arange(len(wishes)), positions, masks).token_ids_N)
+    assert torch.equal(*found)
+    assert found[0][0] == EOS
+    assert set(found[0][::2].tolist()) == {EOS, 700}
