@@ -29,6 +29,8 @@ COLUMNS = {
     "us": "us",
     "tokens/s": "tokens_per_s",
     "GB/s": "gb_per_s",
+    "of copy": "of_copy",
+    "TFLOP/s": "tflops",
     "of plain": "of_plain",
     "of floor": "of_floor",
     "launch us": "launch_us",
@@ -39,7 +41,8 @@ COLUMNS = {
 SECTIONS = {
     "attention_torch": "gpu_sections.attention_torch:attention",
     "attention_triton": "gpu_sections.attention_triton:section",
-    "attention_triton_speed": "gpu_sections.attention_triton_speed:section",
+    "attention_triton_speed": "gpu_sections.attention_triton_speed:decodes",
+    "attention_triton_prompts": "gpu_sections.attention_triton_speed:prompts",
     "attention_triton_tuning": "gpu_sections.attention_triton_speed:tuning",
     "flashinfer": "gpu_sections.attention_libraries:flashinfer",
     "flash_attn": "gpu_sections.attention_libraries:flash_attn",

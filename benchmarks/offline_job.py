@@ -10,12 +10,12 @@ Owns: the job, the bound.  Does not know: how results are shown.
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from device_rates import copied_bytes_per_s, operations_per_s
 
 from engine import LLM, SamplingParams
 
@@ -98,28 +98,3 @@ def bound_s(name: str, prompt_lens: np.ndarray, output_lens: np.ndarray, device:
     prefill_s = 2 * int(prompt_lens.sum()) * layers * per_layer / rate
     decode_s = max(moved / copied_bytes_per_s(device), 2 * int(output_lens.sum()) * (layers * per_layer + head) / rate)
     return prefill_s + decode_s
-
-
-def copied_bytes_per_s(device: torch.device) -> float:
-    """Bytes read and written per second by a large copy."""
-    size = 1 << (30 if device.type == "cuda" else 27)
-    source, target = (torch.empty(size, dtype=torch.uint8, device=device).fill_(1) for _ in range(2))
-    return 2 * size / _best_s(lambda: target.copy_(source), device)
-
-
-def operations_per_s(device: torch.device) -> float:
-    """Of a large matrix product in the type that the model computes in."""
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
-    left, right = (torch.randn((size, size), device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / _best_s(lambda: left @ right, device)
-
-
-def _best_s(work: Callable[[], Any], device: torch.device) -> float:
-    best = float("inf")
-    for _ in range(8):
-        started = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - started)
-    return best

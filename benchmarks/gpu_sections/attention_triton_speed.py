@@ -2,74 +2,95 @@
 
 Heads are those of Qwen3-0.6B and Qwen3-14B.  Times are per layer and of the device alone; keys come from memory, since
 layers are many enough to fill no cache.  'of plain' is torch's time over this one's, where torch reads keys and values
-that lie side by side, one length for all, which no server has.
+that lie side by side, one length for all, which no server has.  'of copy' is the rate at which keys and values are read
+over the rate of a large copy in the same run; queries and results, a few rows, are not counted.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from device_rates import copied_bytes_per_s
 
 from engine.errors import PluginError
 from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from engine.plugins.testing.attention import through_hook
 from gpu_sections.attention_triton import cannot_run
-from gpu_sections.kernels import device_seconds
-from gpu_sections.rows import Row
+from gpu_sections.rows import CALLS, UNCACHED_BYTES, Row, device_seconds
 
-PAGE_SIZE, NUM_KV_HEADS, HEAD_SIZE = 16, 8, 128
+NUM_KV_HEADS, HEAD_SIZE = 8, 128
 HEADS = (16, 40)
-UNCACHED_BYTES = 256 << 20
-MAX_LAYERS = 28
+PAGE_SIZES = (16, 64)
 OTHERS = ("flashinfer", "flash_attn")
-DECODES = ((1, 4096), (16, 4096), (64, 1024), (256, 1024), (256, 4096))
-PROMPTS = ((1, 4096), (8, 512))
+# The largest first: what the others need is cut from its memory, 8.6 GB.
+BATCHES, CONTEXTS = (256, 32, 1), (8192, 2048, 512)
+PROMPTS = ((1, 8192), (1, 2048), (8, 512))
 TUNED_BATCHES, TUNED_CONTEXTS = (1, 16, 64, 256), (1024, 4096)
 
 
 @dataclass(frozen=True)
 class Size:
-    """num_rows sequences of ``context`` tokens each: the last one new, or all of them."""
+    """num_rows sequences of ``context`` tokens each: the last one new, or all of them.  page_size 0: no pages."""
 
     num_heads: int
     num_rows: int
     context: int
     prompt: bool
+    page_size: int = 0
 
     @property
     def layer_bytes(self) -> int:
         """Of keys and values."""
         return self.num_rows * self.context * 2 * NUM_KV_HEADS * HEAD_SIZE * 2
 
+    @property
+    def prompt_operations(self) -> int:
+        """Of a layer: two products of two operations per feature, for each pair of a token and one up to it."""
+        return 4 * self.num_heads * HEAD_SIZE * self.num_rows * (self.context * (self.context + 1) // 2)
+
     def __str__(self) -> str:
         what = "prompts" if self.prompt else "rows"
-        return f"{self.num_heads}/{NUM_KV_HEADS} heads, {self.num_rows} {what} of {self.context}"
+        where = f"pages of {self.page_size}" if self.page_size else "no pages"
+        return f"{self.num_heads}/{NUM_KV_HEADS} heads, {self.num_rows} {what} of {self.context}, {where}"
 
 
-def section(device: torch.device) -> Iterator[Row]:
+def decodes(device: torch.device) -> Iterator[Row]:
+    """Steps of one new token per row."""
+    shapes = [(rows, context) for rows in BATCHES for context in CONTEXTS] if device.type == "cuda" else [(2, 40)]
+    return _compared([Size(num_heads, *one, prompt=False) for num_heads in HEADS for one in shapes], device)
+
+
+def prompts(device: torch.device) -> Iterator[Row]:
+    """Steps of whole prompts."""
+    shapes = PROMPTS if device.type == "cuda" else [(1, 20)]
+    return _compared([Size(num_heads, *one, prompt=True) for num_heads in HEADS for one in shapes], device)
+
+
+def _compared(sizes: list[Size], device: torch.device) -> Iterator[Row]:
     """Rows of every size: torch's and ours, then each library's, which may take minutes to compile its kernels."""
     if rows := cannot_run(device):
         yield from rows
         return
-    decodes, prompts = (DECODES, PROMPTS) if device.type == "cuda" else (((2, 40),), ((1, 20),))
-    sizes = [Size(num_heads, *one, prompt=False) for num_heads in HEADS for one in decodes]
-    sizes += [Size(num_heads, *one, prompt=True) for num_heads in HEADS for one in prompts]
+    copied = copied_bytes_per_s(device)
+    yield {"case": "copy", "ok": True, "gb_per_s": copied / 1e9}
     dense: dict[Size, float] = {}
     for size in sizes:
         dense[size] = _dense_seconds(size, device)
-        yield _row(size, "torch, dense", dense[size], dense[size])
-        yield _row(size, "triton", _plugin_seconds("triton", size, device), dense[size])
-    for name in OTHERS:
-        try:
-            for size in sizes:
-                yield _row(size, name, _plugin_seconds(name, size, device), dense[size])
-        except PluginError as error:
-            yield {"case": name, "ok": True, "problem": f"skipped: {str(error)[:150]}"}
+        yield _row(size, "torch, dense", dense[size], dense[size], copied)
+    for name in ("triton", *OTHERS):
+        for page_size in PAGE_SIZES:
+            try:
+                for size in sizes:
+                    paged = replace(size, page_size=page_size)
+                    yield _row(paged, name, _plugin_seconds(name, paged, device), dense[size], copied)
+            except PluginError as error:
+                skipped = f"skipped: {str(error)[:150]}"
+                yield {"case": f"{name}, pages of {page_size}", "ok": name != "triton", "problem": skipped}
 
 
 def tuning(device: torch.device) -> Iterator[Row]:
@@ -84,7 +105,7 @@ def tuning(device: torch.device) -> Iterator[Row]:
     from engine.plugins.attention.triton_kernels.backend import TritonAttention
     from engine.plugins.attention.triton_kernels.trials import tune
 
-    for size in [Size(16, rows, context, prompt=False) for rows in TUNED_BATCHES for context in TUNED_CONTEXTS]:
+    for size in [Size(16, rows, context, False, 16) for rows in TUNED_BATCHES for context in TUNED_CONTEXTS]:
         spec, pool = _spec_and_pool(size, device)
         attention = TritonAttention(spec, pool)
         default = _seconds(attention, size, spec, pool)
@@ -104,16 +125,16 @@ def _tiles(tiles: Any) -> str:
 
 
 def _spec_and_pool(size: Size, device: torch.device) -> tuple[AttentionSpec, KVPool]:
-    num_pages = size.num_rows * -(-size.context // PAGE_SIZE)
+    num_pages = size.num_rows * -(-size.context // size.page_size)
     num_layers = _num_layers(size, device)
     spec = AttentionSpec(num_layers, size.num_heads, NUM_KV_HEADS, HEAD_SIZE, HEAD_SIZE**-0.5)
-    return spec, KVPool(num_layers, num_pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_SIZE, torch.bfloat16, device)
+    return spec, KVPool(num_layers, num_pages, size.page_size, NUM_KV_HEADS, HEAD_SIZE, torch.bfloat16, device)
 
 
 def _num_layers(size: Size, device: torch.device) -> int:
     if device.type == "cpu":
         return 1
-    return min(MAX_LAYERS, 1 + UNCACHED_BYTES // size.layer_bytes)
+    return 1 + UNCACHED_BYTES // size.layer_bytes
 
 
 def _plugin_seconds(name: str, size: Size, device: torch.device) -> float:
@@ -124,11 +145,13 @@ def _plugin_seconds(name: str, size: Size, device: torch.device) -> float:
     return _seconds(backend, size, spec, pool)
 
 
-def _row(size: Size, who: str, seconds: float, dense: float) -> Row:
+def _row(size: Size, who: str, seconds: float, dense: float, copied: float) -> Row:
+    """copied: bytes per second of a copy."""
     row = {"case": f"{size}: {who}", "ok": True, "us": seconds * 1e6, "of_plain": dense / seconds}
-    if not size.prompt:
-        row["gb_per_s"] = size.layer_bytes / seconds / 1e9
-    return row
+    if size.prompt:
+        return {**row, "tflops": size.prompt_operations / seconds / 1e12}
+    rate = size.layer_bytes / seconds
+    return {**row, "gb_per_s": rate / 1e9, "of_copy": rate / copied}
 
 
 def _seconds(backend: AttentionBackend, size: Size, spec: AttentionSpec, pool: KVPool) -> float:
@@ -171,6 +194,5 @@ def _per_layer(attend: Callable[[int], torch.Tensor], num_layers: int, device: t
         for layer in range(num_layers):
             attend(layer)
 
-    if device.type == "cuda":
-        torch.cuda.synchronize()  # what comes next runs on a stream of its own
-    return device_seconds(work, device) / num_layers
+    # Many layers make a graph long enough by themselves.
+    return device_seconds(work, device, max(2, CALLS // num_layers)) / num_layers

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from device_rates import copied_bytes_per_s
 from torch.profiler import ProfilerActivity, profile
 
 from engine import LLM, SamplingParams
@@ -61,7 +62,7 @@ def decode_steps_14b(device: torch.device) -> Iterator[Row]:
 
 def _decode_steps(device: torch.device, config: dict[str, Any]) -> Iterator[Row]:
     """512 tokens of context: time of a step by batch, beside the time to read what it must read."""
-    bandwidth = _copy_bandwidth(device)
+    bandwidth = copied_bytes_per_s(device)
     kv_bytes = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2
     times: dict[tuple[str, int], float] = {}
     batches = BATCHES if device.type == "cuda" else BATCHES[:1]
@@ -161,10 +162,3 @@ def _copies(runner: object) -> Row:
 def _memory(device: torch.device) -> Row:
     """What this process has taken."""
     return {"mb": torch.cuda.memory_reserved() / 1e6} if device.type == "cuda" else {}
-
-
-def _copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a large copy reads and writes."""
-    source = torch.empty(1 << (30 if device.type == "cuda" else 24), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / seconds_of(lambda: target.copy_(source), device)

@@ -11,8 +11,8 @@ from engine.kernels.choice import VARIABLE, choose_kernels
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.sampling.uniform import Variant, array_columns, columns_bytes, tensor_columns
-from gpu_sections.kernels import device_seconds, no_kernels
-from gpu_sections.rows import Row, seconds_of
+from gpu_sections.kernels import no_kernels
+from gpu_sections.rows import Row, device_seconds, seconds_of
 
 CPU = torch.device("cpu")
 POSITION = 50

@@ -1,14 +1,16 @@
 """The fused kernels of layers and step inputs: next to float64, and timed beside the torch operations they replace.
 
-Times are of the device alone: twenty calls in one graph, so that nobody waits for Python to launch.
+Times are of the device alone: twenty calls in one graph, so that nobody waits for Python to launch.  Small numbers of
+tokens lie in a cache, as in a step.  'of copy', the bytes that a kernel must read and write per second over those of a
+large copy in the same run, is given for as many tokens as fill no cache; weights, which all share, do not count.
 """
 
-import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from device_rates import copied_bytes_per_s
 from torch import Tensor
 
 from engine.execution.batch import lay_out
@@ -22,15 +24,34 @@ from engine.layers.norm import HeadNorm, RMSNorm
 from engine.layers.rotary import Rotary
 from engine.layers.step import DecodeInputs
 from engine.messages import Step
-from gpu_sections.rows import Row
+from gpu_sections.rows import UNCACHED_BYTES, Row, device_seconds
 
 HIDDEN, INTERMEDIATE, VOCAB = 1024, 3072, 151_936  # those of Qwen3-0.6B
 QUERIES, KEYS, HEAD_SIZE, PAGE_SIZE = 16, 8, 128, 16
 EPS = 1e-6
-CALLS = 20
-# Of a result around 1: some roundings in a row, and for float32 also those of an angle of 500 radians.
-BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1.5e-2}
-Case = tuple[str, Callable[[torch.dtype, "FusedKernels | None"], Callable[[], Any]]]
+ID_BYTES, ANGLE_BYTES = 8, 4  # int64, float32
+STRIDE = 7919  # between the ids of tokens: a prime, so that they spread over the vocabulary and no row comes back soon
+# Of a result around 1: some roundings in a row, and for float32 those of an angle of 500 radians, times a large head.
+BOUNDS = {torch.float32: 3e-4, torch.bfloat16: 1.5e-2}
+Call = Callable[[], tuple[Tensor, ...]]
+Make = Callable[[int, torch.dtype, "FusedKernels | None"], Call]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel, or what torch does in its place.
+
+    make: (tokens, dtype, kernels) -> a call that returns tensors to compare.
+    token_values, other_bytes: what a kernel reads and writes per token in that dtype, and in others."""
+
+    name: str
+    make: Make
+    token_values: float
+    other_bytes: int = 0
+
+    def token_bytes(self, dtype: torch.dtype) -> float:
+        """Read and written per token."""
+        return self.token_values * dtype.itemsize + self.other_bytes
 
 
 def no_kernels(device: torch.device) -> list[Row]:
@@ -44,47 +65,62 @@ def section(device: torch.device) -> Iterator[Row]:
     if kernels is None:
         yield from no_kernels(device)
         return
-    for num_tokens in (1, 64, 2048) if device.type == "cuda" else (3,):
-        for name, make in _cases(num_tokens, device):
-            for dtype, bound in BOUNDS.items():
-                found, expected = make(dtype, kernels)(), make(torch.float64, None)()
-                error = max(_error(one, other) for one, other in zip(found, expected, strict=True))
-                ours, plain = (device_seconds(make(dtype, who), device) for who in (kernels, None))
-                case = f"{name}, {str(dtype).removeprefix('torch.')}, {num_tokens} tokens"
-                row = {"case": case, "ok": error <= bound, "error": error, "us": ours * 1e6, "of_plain": plain / ours}
-                yield row
+    copied = copied_bytes_per_s(device)
+    yield {"case": "copy", "ok": True, "gb_per_s": copied / 1e9}
+    for case in _cases(device):
+        for dtype in BOUNDS:
+            for num_tokens in (1, 64, 2048) if device.type == "cuda" else (3,):
+                yield _row(case, num_tokens, dtype, kernels, device)
+            uncached = round(UNCACHED_BYTES / case.token_bytes(dtype)) if device.type == "cuda" else 5
+            row = _row(case, uncached, dtype, kernels, device)
+            rate = uncached * case.token_bytes(dtype) / (row["us"] / 1e6)
+            yield {**row, "gb_per_s": rate / 1e9, "of_copy": rate / copied}
     yield from _inputs(kernels, device)
 
 
-def _cases(num_tokens: int, device: torch.device) -> list[Case]:
-    """What each does in one dtype, with kernels or without, as a call that returns tensors to compare."""
+def _row(case: Case, num_tokens: int, dtype: torch.dtype, kernels: FusedKernels, device: torch.device) -> Row:
+    found, expected = case.make(num_tokens, dtype, kernels)(), case.make(num_tokens, torch.float64, None)()
+    error = max(_error(one, other) for one, other in zip(found, expected, strict=True))
+    del found, expected
+    ours, plain = (device_seconds(case.make(num_tokens, dtype, who), device) for who in (kernels, None))
+    return {
+        "case": f"{case.name}, {str(dtype).removeprefix('torch.')}, {num_tokens} tokens",
+        "ok": error <= BOUNDS[dtype],
+        "error": error,
+        "us": ours * 1e6,
+        "of_plain": plain / ours,
+    }
+
+
+def _cases(device: torch.device) -> list[Case]:
+    """What each does, with kernels or without."""
 
     def numbers(*shape: int, seed: int = 0) -> Tensor:
         # Rounded once, so that every dtype starts from the same numbers.
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
+        return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device).bfloat16()
 
-    def add_norm(dtype: torch.dtype, kernels: FusedKernels | None) -> Callable[[], tuple[Tensor, ...]]:
+    def add_norm(num_tokens: int, dtype: torch.dtype, kernels: FusedKernels | None) -> Call:
         norm = RMSNorm(HIDDEN, EPS, device, dtype)
         norm.weight.copy_(numbers(HIDDEN))
         x_TD, update_TD = (numbers(num_tokens, HIDDEN, seed=seed).to(dtype) for seed in (1, 2))
         return lambda: (norm.added(x_TD, update_TD, kernels), x_TD)
 
-    def activation(kind: str) -> Case:
-        def make(dtype: torch.dtype, kernels: FusedKernels | None) -> Callable[[], tuple[Tensor, ...]]:
+    def activation(kind: str) -> Make:
+        def make(num_tokens: int, dtype: torch.dtype, kernels: FusedKernels | None) -> Call:
             gate_up_T2I = numbers(num_tokens, 2 * INTERMEDIATE).to(dtype)
             return lambda: (gated(gate_up_T2I, kind, kernels),)
 
-        return f"gated {kind}", make
+        return make
 
-    def embed(dtype: torch.dtype, kernels: FusedKernels | None) -> Callable[[], tuple[Tensor, ...]]:
+    def embed(num_tokens: int, dtype: torch.dtype, kernels: FusedKernels | None) -> Call:
         table = VocabLinear(VOCAB if device.type == "cuda" else 99, HIDDEN, _SecondOfTwo(), device, dtype)
         # Powers of two: rows differ, and are exact in every dtype.
         powers_V1 = torch.exp2(-(torch.arange(table.rows, device=device) % 8).float())[:, None]
         table.weight.copy_(numbers(1, HIDDEN) * powers_V1)
-        token_ids_T = torch.arange(num_tokens, device=device) * 64 % table.vocab_size
+        token_ids_T = torch.arange(num_tokens, device=device) * STRIDE % table.vocab_size
         return lambda: (table.embed(token_ids_T, kernels),)
 
-    def heads(dtype: torch.dtype, kernels: FusedKernels | None) -> Callable[[], tuple[Tensor, ...]]:
+    def heads(num_tokens: int, dtype: torch.dtype, kernels: FusedKernels | None) -> Call:
         norm = HeadNorm(QUERIES, KEYS, HEAD_SIZE, EPS, device, dtype)
         norm.weight.copy_(numbers(QUERIES + KEYS, HEAD_SIZE))
         exact = torch.float64 if dtype == torch.float64 else torch.float32
@@ -107,7 +143,7 @@ def _cases(num_tokens: int, device: torch.device) -> list[Case]:
 
         return call
 
-    def angle_table(dtype: torch.dtype, kernels: FusedKernels | None) -> Callable[[], tuple[Tensor, ...]]:
+    def angle_table(num_tokens: int, dtype: torch.dtype, kernels: FusedKernels | None) -> Call:
         exact = torch.float64 if dtype == torch.float64 else torch.float32  # angles are float32 in every model
         rotary = Rotary(torch.arange(1, 65, device=device, dtype=exact) / 64, 1.0, exact)
         positions_T = torch.arange(num_tokens, device=device) % 500
@@ -120,9 +156,17 @@ def _cases(num_tokens: int, device: torch.device) -> list[Case]:
 
         return call
 
-    gates = [activation(kind) for kind in ("silu", "gelu", "gelu_pytorch_tanh")]
-    named = [("add and norm", add_norm), ("embedding of one of two ranks", embed), ("angles", angle_table)]
-    return [*named, ("head norm, rotation, store", heads), *gates]
+    head_values = (QUERIES + 2 * KEYS) * HEAD_SIZE
+    return [
+        # The stream and its update in; the stream and its norm out.
+        Case("add and norm", add_norm, 4 * HIDDEN),
+        # The rows of half of the ids in; all rows out, of zeros too.
+        Case("embedding of one of two ranks", embed, 1.5 * HIDDEN, ID_BYTES),
+        Case("angles", angle_table, 0, ID_BYTES + HEAD_SIZE * ANGLE_BYTES),
+        # All heads in; queries, and keys and values in their slots, out.
+        Case("head norm, rotation, store", heads, 2 * head_values, ID_BYTES + HEAD_SIZE * ANGLE_BYTES),
+        *(Case(f"gated {kind}", activation(kind), 3 * INTERMEDIATE) for kind in ("silu", "gelu", "gelu_pytorch_tanh")),
+    ]
 
 
 class _SecondOfTwo:
@@ -183,27 +227,3 @@ def _error(found: Tensor, expected: Tensor) -> float:
     """Largest distance, relative for numbers above 1."""
     expected = expected.double()
     return float(((found.double() - expected).abs() / expected.abs().clamp(min=1.0)).max())
-
-
-def device_seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """One call's share of a graph of many; on a CPU, where the script tries itself, of one plain call."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        work()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(CALLS):
-                work()
-        times = []
-        for _ in range(8):
-            start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start_event.record()
-            graph.replay()
-            end_event.record()
-            end_event.synchronize()
-            times.append(start_event.elapsed_time(end_event) / 1e3 / CALLS)
-    return float(np.median(times[3:]))

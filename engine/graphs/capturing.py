@@ -45,6 +45,7 @@ class Capturing:
         sizes: Sequence[int],
         warm_up: Callable[[int], object],
         record: Callable[[int], object],
+        forget: Callable[[], object],
         *,
         advice: str,
         progress: bool,
@@ -52,9 +53,10 @@ class Capturing:
         """Warm up and record every size, the largest first: smaller ones then fit into the memory that it has taken.
 
         warm_up: runs a size as it is, so that kernels and libraries load outside of captures.  record: captures it.
+        forget: drops all captures.
         The largest is captured once more in front: what only a first capture does is not done between others then, and
         one that cannot be captured at all fails at once.
-        Raises GraphError, on every rank if it is one that failed; it says ``advice``.
+        Raises GraphError, on every rank if it is one that failed; it says ``advice``, and all captures are dropped.
         """
         failure: Exception | None = None
         try:
@@ -62,6 +64,7 @@ class Capturing:
         except Exception as error:  # torch, the driver and plugins each have their own
             failure = error
         if self.num_agreeing(failure is None) < self._comm.size:
+            forget()
             cause = f"{type(failure).__name__}: {failure}" if failure else "another rank failed"
             raise GraphError(f"graphs of {what} cannot be captured ({cause}); {advice}") from failure
 
@@ -90,9 +93,15 @@ class Capturing:
 
     @torch.inference_mode()
     def measure(
-        self, sizes: Sequence[int], warm_up: Callable[[int], object], record: Callable[[int], object], *, advice: str
+        self,
+        sizes: Sequence[int],
+        warm_up: Callable[[int], object],
+        record: Callable[[int], object],
+        forget: Callable[[], object],
+        *,
+        advice: str,
     ) -> int:
-        """Bytes that ``capture`` will take, by capturing the two largest sizes; the caller drops them.
+        """Bytes that ``capture`` will take, by capturing the two largest sizes, which are dropped at the end.
 
         The largest one's memory serves all others, which add what a graph itself takes.  Raises GraphError.
         """
@@ -110,6 +119,8 @@ class Capturing:
                     taken.append(max(0, before - self._device.memory().free_bytes))
         except Exception as error:  # as in ``capture``
             raise GraphError(f"a trial capture failed ({type(error).__name__}: {error}); {advice}") from error
+        finally:
+            forget()
         return taken[0] + (len(sizes) - 1) * (taken[1] if len(taken) > 1 else 0)
 
     def wait_for_all(self) -> None:

@@ -21,7 +21,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.errors import GraphError
 from engine.execution.rows import DeviceRows
 from engine.graphs.breakable import Breaker, Recording
 from engine.graphs.capturing import Capturing
@@ -131,26 +130,21 @@ class DecodeGraphs:
 
         Raises GraphError, on every rank if it is one that failed; nothing is captured then.
         """
-        try:
-            self._capturing.capture(
-                DECODES,
-                self.sizes,
-                self._warm_up,
-                self._record,
-                advice=self._advice,
-                progress=progress,
-            )
-        except GraphError:
-            self._recordings.clear()
-            raise
+        self._capturing.capture(
+            DECODES,
+            self.sizes,
+            self._warm_up,
+            self._record,
+            self._recordings.clear,
+            advice=self._advice,
+            progress=progress,
+        )
 
-    @torch.inference_mode()
     def measure(self) -> int:
         """Bytes that all captures will take; nothing is captured afterwards.  Raises GraphError."""
-        try:
-            return self._capturing.measure(self.sizes, self._warm_up, self._record, advice=self._advice)
-        finally:
-            self._recordings.clear()
+        return self._capturing.measure(
+            self.sizes, self._warm_up, self._record, self._recordings.clear, advice=self._advice
+        )
 
     def fits(self, num_rows: int) -> bool:
         """Whether there is a graph for so many rows."""

@@ -103,27 +103,21 @@ class Piecewise:
             return
         missing = sorted(set(self.sizes) - set(self._recordings))
         self._plan_nothing()
-        try:
-            self._capturing.capture(
-                PREFILL,
-                missing,
-                self._run,
-                self._record,
-                advice=self._advice,
-                progress=progress,
-            )
-        except GraphError:
-            self._recordings.clear()
-            raise
+        self._capturing.capture(
+            PREFILL,
+            missing,
+            self._run,
+            self._record,
+            self._recordings.clear,
+            advice=self._advice,
+            progress=progress,
+        )
 
     @torch.inference_mode()
     def measure(self) -> int:
         """Bytes that all captures will take; nothing is captured afterwards.  Raises GraphError."""
         self._plan_nothing()
-        try:
-            return self._capturing.measure(self.sizes, self._run, self._record, advice=self._advice)
-        finally:
-            self._recordings.clear()
+        return self._capturing.measure(self.sizes, self._run, self._record, self._recordings.clear, advice=self._advice)
 
     def _capture_late(self, size: int) -> Tensor:
         """Capture a size when a step needs it, on the step's own tokens: the result is the step's."""

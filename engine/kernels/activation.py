@@ -27,11 +27,14 @@ def gated(gate_up_T2I: Tensor, kind: str = "silu") -> Tensor:
     out_TI = torch.empty((num_tokens, both // 2), dtype=gate_up_T2I.dtype, device=gate_up_T2I.device)
     if num_tokens:
         block = min(COLUMNS, triton.next_power_of_2(both // 2))
-        gate_columns[(triton.cdiv(both // 2, block), num_tokens)](
+        per_token = triton.cdiv(both // 2, block)
+        # On one axis: only the first of a grid takes more than 65,535.
+        gate_columns[(num_tokens * per_token,)](
             gate_up_T2I,
             out_TI,
             WIDTH=both // 2,
             KIND=KINDS[kind],
+            PROGRAMS=per_token,
             BLOCK_I=block,
             num_warps=max(1, block // 256),
             enable_fp_fusion=True,
@@ -40,10 +43,11 @@ def gated(gate_up_T2I: Tensor, kind: str = "silu") -> Tensor:
 
 
 @triton.jit
-def gate_columns(gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK_I: tl.constexpr):
+def gate_columns(gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_I: tl.constexpr):
     """Some columns of one token per program."""
-    token = tl.program_id(1).to(tl.int64)
-    i_I = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    program = tl.program_id(0)
+    token = (program // PROGRAMS).to(tl.int64)
+    i_I = (program % PROGRAMS) * BLOCK_I + tl.arange(0, BLOCK_I)
     live_I = i_I < WIDTH
     gate_I = tl.load(gate_up + token * (2 * WIDTH) + i_I, mask=live_I, other=0.0).to(tl.float32)
     up_I = tl.load(gate_up + token * (2 * WIDTH) + WIDTH + i_I, mask=live_I, other=0.0).to(tl.float32)

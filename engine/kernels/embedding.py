@@ -18,13 +18,16 @@ def embed_shard(token_ids_T: Tensor, table_VD: Tensor, first: int) -> Tensor:
     x_TD = torch.empty((num_tokens, width), dtype=table_VD.dtype, device=table_VD.device)
     if num_tokens:
         block = min(COLUMNS, triton.next_power_of_2(width))
-        gather_rows[(triton.cdiv(width, block), num_tokens)](
+        per_token = triton.cdiv(width, block)
+        # On one axis: only the first of a grid takes more than 65,535.
+        gather_rows[(num_tokens * per_token,)](
             token_ids_T,
             table_VD,
             x_TD,
             first,
             num_rows,
             WIDTH=width,
+            PROGRAMS=per_token,
             BLOCK_D=block,
             num_warps=max(1, block // 256),
             enable_fp_fusion=True,
@@ -33,10 +36,13 @@ def embed_shard(token_ids_T: Tensor, table_VD: Tensor, first: int) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["first", "num_rows"], do_not_specialize_on_alignment=["token_ids"])
-def gather_rows(token_ids, table, out, first, num_rows, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+def gather_rows(
+    token_ids, table, out, first, num_rows, WIDTH: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """Some columns of one token per program."""
-    token = tl.program_id(1).to(tl.int64)
-    d_D = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    program = tl.program_id(0)
+    token = (program // PROGRAMS).to(tl.int64)
+    d_D = (program % PROGRAMS) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = tl.load(token_ids + token) - first
     held_width = tl.where((row >= 0) & (row < num_rows), WIDTH, 0)
     row_D = tl.load(table + row * WIDTH + d_D, mask=d_D < held_width, other=0.0)

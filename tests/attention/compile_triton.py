@@ -3,24 +3,19 @@
     python -m tests.attention.compile_triton                  # the default tiles of every case
     python -m tests.attention.compile_triton --candidates     # and all that tuning would try, where a case says so
 
-Prints one line of JSON per variant: registers, bytes of stack (spilled registers), shared memory, copies ahead of use.
+Prints one line of JSON per variant: registers, bytes of stack and of spills, shared memory, copies ahead of use.
 What the interpreter cannot see shows here: types that do not match, shapes that the hardware has no instruction for,
 tiles that do not fit, loads that the compiler does not start ahead of their use.
 """
 
 import argparse
 import json
-import re
-import subprocess
-import tempfile
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 
 from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBatch, AttentionSpec
@@ -33,6 +28,7 @@ from engine.plugins.attention.triton_kernels.tiles import (
     prefill_candidates,
 )
 from tests.attention.recorded_launches import H200, KERNELS
+from tests.no_gpu import NoGPU, resources
 
 
 @dataclass(frozen=True)
@@ -61,19 +57,6 @@ CASES = [
     Case(dtype="float32"),
     Case(head_size=256, dtype="float32"),
 ]
-
-
-class NoGPU:
-    """As much of a driver as compiling asks for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @dataclass
@@ -124,28 +107,15 @@ def launch(case: Case, compiler: Compiler, candidates: bool) -> list[dict[str, A
         attention.begin(batch, tiles)
         attention.attend(0, q_TNH)
         for kernel in compiler.kernels:
-            stats = resources(kernel)
+            stats = resources(kernel) | copies(kernel)
             rows.append({"kernel": kernel.metadata.name, **asdict(case), "tiles": repr(tiles or "default"), **stats})
         compiler.kernels.clear()
     return rows
 
 
-def resources(kernel: Any) -> dict[str, int]:
-    """Read off the machine code, where triton brings the tool for it."""
-    found = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
-    # Copies to shared memory that run beside the computation: of 16 bytes each, or of fewer.
-    found |= {name: kernel.asm["ptx"].count(f"cp.async.{kind}") for name, kind in (("wide", "cg"), ("narrow", "ca"))}
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if tool.exists():
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(kernel.asm["cubin"])
-            file.flush()
-            command = [tool, "--dump-resource-usage", file.name]
-            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found |= {
-            key: int(re.search(rf"{mark}:(\d+)", usage)[1]) for key, mark in (("regs", "REG"), ("stack", "STACK"))
-        }
-    return found
+def copies(kernel: Any) -> dict[str, int]:
+    """To shared memory, beside the computation: of 16 bytes each, or of fewer."""
+    return {name: kernel.asm["ptx"].count(f"cp.async.{kind}") for name, kind in (("wide", "cg"), ("narrow", "ca"))}
 
 
 def main() -> None:

@@ -346,7 +346,7 @@ def rank_runner(model, comm, device=None, breaker=None):
         device.register(*tensors_of([model, pool, rows, sampler, graphs]), attention._in_page)
         graphs.capture()
     return ModelRunner(
-        rank=comm.rank,
+        comm=comm,
         model=model,
         pool=pool,
         host_pool=None,

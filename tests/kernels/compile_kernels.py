@@ -2,24 +2,19 @@
 
     python -m tests.kernels.compile_kernels
 
-Prints one line of JSON per variant: its registers, bytes of stack (spilled registers), shared memory.  What the
+Prints one line of JSON per variant: its registers, bytes of stack, those of spilled registers, shared memory.  What the
 interpreter cannot see shows here: types that do not match, operations that the hardware has no instruction for.
 """
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from engine.kernels.activation import KINDS, gated
@@ -32,22 +27,10 @@ from engine.kernels.sampler import KernelSampler
 from engine.layers.step import DecodeInputs
 from engine.sampling.params import SamplingParams
 from engine.sampling.state import SamplingState
+from tests.no_gpu import NoGPU, resources
 
 CPU = torch.device("cpu")
 VOCAB = 151_936
-
-
-class NoGPU:
-    """As much of a driver as compiling asks for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def layers(dtype: torch.dtype) -> None:
@@ -58,6 +41,9 @@ def layers(dtype: torch.dtype) -> None:
     for kind in KINDS:
         gated(torch.zeros((2, 2 * 3072), dtype=dtype), kind)
     embed_shard(torch.zeros(2, dtype=torch.int64), torch.zeros((8, 1024), dtype=dtype), 0)
+    # More tokens than the second axis of a grid takes.
+    gated(torch.zeros((1 << 16, 2), dtype=dtype))
+    embed_shard(torch.zeros(1 << 16, dtype=torch.int64), torch.zeros((8, 16), dtype=dtype), 0)
     positions_T = torch.zeros(2, dtype=torch.int64)
     for num_heads, num_keys, head_size, normalised in ((32, 8, 128, True), (32, 8, 80, False)):
         angles_TH = angle_table(positions_T, torch.zeros(head_size // 2), 1.0)
@@ -111,23 +97,6 @@ def compile_launches(work: Callable[[], None]) -> list[tuple[Any, float]]:
     finally:
         JITFunction.run = run
     return list(found.values())
-
-
-def resources(kernel: Any) -> dict[str, int]:
-    """Read off the machine code, where triton brings the tool for it."""
-    found = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if tool.exists():
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(kernel.asm["cubin"])
-            file.flush()
-            command = [tool, "--dump-resource-usage", file.name]
-            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        for key, mark in (("regs", "REG"), ("stack", "STACK")):
-            match = re.search(rf"{mark}:(\d+)", usage)
-            if match:
-                found[key] = int(match[1])
-    return found
 
 
 if __name__ == "__main__":

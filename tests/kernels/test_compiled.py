@@ -30,6 +30,7 @@ def test_every_kernel_compiles(tmp_path):
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {row["kernel"] for row in rows} == KERNELS
     for row in rows:
-        # Sine and cosine of a large angle look up a table of 32 bytes there, in some versions; spills would be more.
-        assert row.get("stack", 0) <= (32 if row["kernel"] == "tabulate_angles" else 0), row
+        assert row.get("spilled", 0) == 0, row
+        # Sine and cosine of a large angle keep its digits in an array, which some versions put there.
+        assert row.get("stack", 0) == 0 or row["kernel"] == "tabulate_angles", row
         assert row["shared"] <= 48 << 10, row  # what a program gets on every GPU

@@ -77,7 +77,7 @@ def runner_of(model, captured):
         )
         graphs.capture()
     return ModelRunner(
-        rank=0,
+        comm=LocalComm(),
         model=model,
         pool=pool,
         host_pool=None,

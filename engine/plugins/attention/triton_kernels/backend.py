@@ -119,19 +119,8 @@ class TritonAttention:
             self._scale_log2,
             q_TNH.stride(0),
             batch.page_table_BP.stride(0),
-            NUM_KV_HEADS=spec.num_kv_heads,
-            GROUP=self._group,
-            HEAD_SIZE=spec.head_size,
-            PAGE_SIZE=self.pool.page_size,
-            WINDOW=window,
-            BLOCK_B=ROWS_AT_ONCE,
             BLOCK_M=max(16, padded(self._group)),  # the least that tensor cores take
-            BLOCK_N=tiles.block_keys,
-            BLOCK_H=padded(spec.head_size),
-            INTERPRETED=self._interpreted,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            enable_fp_fusion=FUSION,
+            **self._constants(tiles, window),
         )
         heads = 1 if num_rows * spec.num_heads <= MAX_MERGE_PROGRAMS else self._group
         merge_parts[(spec.num_heads // heads, num_rows)](
@@ -172,20 +161,26 @@ class TritonAttention:
             self._scale_log2,
             q_TNH.stride(0),
             batch.page_table_BP.stride(0),
-            NUM_KV_HEADS=spec.num_kv_heads,
-            GROUP=self._group,
-            HEAD_SIZE=spec.head_size,
-            PAGE_SIZE=self.pool.page_size,
-            WINDOW=window,
-            BLOCK_B=ROWS_AT_ONCE,
             BLOCK_M=block_rows,
-            BLOCK_N=tiles.block_keys,
-            BLOCK_H=padded(spec.head_size),
-            INTERPRETED=self._interpreted,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            enable_fp_fusion=FUSION,
+            **self._constants(tiles, window),
         )
+
+    def _constants(self, tiles: DecodeTiles | PrefillTiles, window: int) -> dict[str, int]:
+        """What a kernel that reads keys and values is compiled for."""
+        return {
+            "NUM_KV_HEADS": self.spec.num_kv_heads,
+            "GROUP": self._group,
+            "HEAD_SIZE": self.spec.head_size,
+            "PAGE_SIZE": self.pool.page_size,
+            "WINDOW": window,
+            "BLOCK_B": ROWS_AT_ONCE,
+            "BLOCK_N": tiles.block_keys,
+            "BLOCK_H": padded(self.spec.head_size),
+            "INTERPRETED": self._interpreted,
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+            "enable_fp_fusion": FUSION,
+        }
 
     def _num_shares(self, programs: int) -> int:
         """Of the rows' keys, each taken by one program per KV head."""

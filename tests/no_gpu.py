@@ -1,0 +1,48 @@
+"""Compiling Triton's kernels for an H200 (sm_90a) on a machine without a GPU.
+
+Owns: the driver that stands in, what the assembler says of a kernel.  Does not know: kernels, who launches them.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+
+class NoGPU:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def resources(kernel: Any) -> dict[str, int]:
+    """Warps and bytes of shared memory; where triton brings an assembler, registers and bytes of stack and of spills.
+
+    Spilled registers lie on the stack, and so do arrays with variable indices."""
+    found = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    if tool.exists():
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+            file.write(kernel.asm["ptx"])
+            file.flush()
+            command = [tool, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        for key, number in (
+            ("regs", r"Used (\d+) registers"),
+            ("stack", r"(\d+) bytes stack frame"),
+            ("spilled", r"(\d+) bytes spill (?:stores|loads)"),
+        ):
+            found[key] = max(map(int, re.findall(number, said)))
+    return found
