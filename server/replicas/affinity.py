@@ -24,6 +24,8 @@ class _Prompt(msgspec.Struct):
     prompt: Raw | UnsetType = UNSET
     messages: Raw | UnsetType = UNSET
     input: Raw | UnsetType = UNSET
+    text: Raw | UnsetType = UNSET
+    input_ids: Raw | UnsetType = UNSET
     cache_salt: Raw | UnsetType = UNSET
 
 
@@ -43,7 +45,10 @@ class PrefixAffinity:
             asked = self._decoder.decode(body)
         except msgspec.DecodeError:
             return []
-        parts = [bytes(part) for part in (asked.prompt, asked.messages, asked.input) if part is not UNSET]
+        every = (asked.prompt, asked.messages, asked.input, asked.input_ids)
+        parts = [bytes(part) for part in every if part is not UNSET]
+        if not parts and asked.text is not UNSET:
+            parts = [bytes(asked.text)]  # in /v1/responses it is something else, and stands beside an input
         if not parts:
             return []
         # The closing brackets are left out: the next turn of a conversation goes on in their place.

@@ -7,6 +7,8 @@ response in one piece is therefore held until it is complete, and one that strea
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import aiohttp
 import msgspec
@@ -63,8 +65,8 @@ class Proxy:
             try:
                 with replica.busy():
                     response = await self._send(request, body, replica)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                self._replicas.lose(replica, repr(error))
+            except _ReplicaLost as error:
+                self._replicas.lose(replica, error)
                 log.info("request=%s is tried again elsewhere", request[EXCHANGE].id)
                 continue
             if isinstance(response, web.Response) and response.status in TRY_ELSEWHERE:
@@ -84,28 +86,55 @@ class Proxy:
         return bytes(body)
 
     async def _send(self, request: web.Request, body: bytes, replica: Replica) -> web.StreamResponse:
-        """One attempt.  Raises ClientError if the replica is lost before the client has seen anything."""
+        """One attempt.  Raises _ReplicaLost if that happens before the client has seen anything."""
         headers = _sent_on(request.headers)
         headers[REQUEST_ID_HEADER] = request[EXCHANGE].id
         url = replica.url + str(request.rel_url)
-        async with self._session.request(
-            request.method, url, headers=headers, data=body or None, allow_redirects=False
-        ) as answer:
+        with _asking_replica():
+            answer = await self._session.request(
+                request.method, url, headers=headers, data=body or None, allow_redirects=False
+            )
+        async with answer:
             if not answer.headers.get("Content-Type", "").startswith(EVENT_STREAM):
-                whole = await answer.read()
+                with _asking_replica():
+                    whole = await answer.read()
                 return web.Response(status=answer.status, headers=_sent_on(answer.headers), body=whole)
-            first = await answer.content.readany()
+            with _asking_replica():
+                first = await answer.content.readany()
             response = web.StreamResponse(status=answer.status, headers=_sent_on(answer.headers))
-            await response.prepare(request)
-            await response.write(first)
             try:
-                async for chunk in answer.content.iter_any():
-                    await response.write(chunk)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                self._replicas.lose(replica, repr(error))
-                await response.write(b"data: " + msgspec.json.encode(error_body(_lost())) + b"\n\n")
-            await response.write_eof()
+                await response.prepare(request)
+                await self._pass_on(first, answer.content, response, replica)
+                await response.write_eof()
+            except ConnectionError:
+                pass  # the client's: nobody is left to tell
             return response
+
+    async def _pass_on(
+        self, chunk: bytes, content: aiohttp.StreamReader, response: web.StreamResponse, replica: Replica
+    ) -> None:
+        """A stream from its first chunk on."""
+        while chunk:
+            await response.write(chunk)
+            try:
+                with _asking_replica():
+                    chunk = await content.readany()
+            except _ReplicaLost as error:
+                self._replicas.lose(replica, error)
+                await response.write(b"data: " + msgspec.json.encode(error_body(_lost())) + b"\n\n")
+                return
+
+
+class _ReplicaLost(Exception):
+    """Its side of a request failed, not the client's, for which aiohttp has the same exceptions."""
+
+
+@contextmanager
+def _asking_replica() -> Iterator[None]:
+    try:
+        yield
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise _ReplicaLost(repr(error)) from error
 
 
 def _sent_on(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:

@@ -7,7 +7,6 @@ import asyncio
 import logging
 import os
 import threading
-import time
 from typing import Any
 
 import msgspec
@@ -59,15 +58,7 @@ class EngineReplica:
         host = LOOPBACK if here else ray.util.get_node_ip_address()
         config = self._config
         system = System(config)
-        card = ModelCard(
-            name=system.model_name,
-            max_model_len=system.max_len,
-            vocab_size=system.spec.vocab_size,
-            created=int(time.time()),
-            chat_defaults=system.sampling_defaults,
-            tool_format=system.codec.tool_format,
-            template_variables=config.server.chat_template_kwargs,
-        )
+        card = ModelCard.of(system, config.server)
         with bind(host, 0) as listener:
             runner = create_runner(config.server, config.limits, system.ingress, card, system.monitor, system.codec)
             await runner.setup()

@@ -15,10 +15,12 @@ from aiohttp import web
 
 from engine.config import Config
 from engine.errors import RequestError
+from server.administration import ABORT_PATHS, RESET_PATHS
 from server.auth import require_key
 from server.connection import Runner
 from server.exchange import note_route
 from server.listener import BACKLOG
+from server.replicas.administration import FleetAdministration
 from server.replicas.affinity import PrefixAffinity
 from server.replicas.proxy import Proxy
 from server.replicas.replica import Fleet, Replica, Replicas, State
@@ -126,6 +128,7 @@ class Router:
         affinity = PrefixAffinity()
         replicas = Replicas(self._fleet, session, affinity)
         routes, proxy = RouterRoutes(replicas), Proxy(server, replicas, session, affinity)
+        administration = FleetAdministration(replicas, session)
         app = web.Application(middlewares=[note_route, *([require_key(server.api_key)] if server.api_key else [])])
         app.add_routes(
             [
@@ -133,6 +136,8 @@ class Router:
                 web.get("/ready", routes.ready),
                 web.get("/replicas", routes.list),
                 web.post("/replicas/{name}/drain", routes.drain),
+                *(web.post(path, administration.abort) for path in ABORT_PATHS),
+                *(web.post(path, administration.reset) for path in RESET_PATHS),
                 web.route("*", "/{path:.*}", proxy.handle),
             ]
         )

@@ -4,12 +4,15 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from engine.config import Config, build_config
 from server.listener import bind
+from server.replicas import proxy
 from server.replicas import replica as replica_module
 from server.replicas.replica import SLACK_REQUESTS, Replicas, State
 from server.replicas.router import Router
@@ -187,6 +190,27 @@ def test_a_client_that_leaves_ends_its_request_at_the_replica() -> None:
         await one.until(lambda: any(fake.bodies for fake in one.fleet.replicas))
         asking.cancel()
         await one.until(lambda: sum(fake.num_left for fake in one.fleet.replicas) == 1)
+        await one.until(lambda: all(replica.num_open == 0 for replica in one.replicas.all))
+
+    run(test)
+
+
+def test_a_client_that_is_gone_when_its_stream_is_written_costs_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ToNobody(web.StreamResponse):
+        async def write(self, data: object) -> None:
+            raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    async def test(one: Routed) -> None:
+        for fake in one.fleet.replicas:
+            fake.behaviour = "stream"
+        monkeypatch.setattr(proxy, "web", SimpleNamespace(Response=web.Response, StreamResponse=ToNobody))
+        async with (
+            asyncio.timeout(20),
+            one.client.post("/v1/completions", json={"prompt": "x", "stream": True}) as response,
+        ):
+            assert await response.text() == ""
+        assert sum(len(fake.bodies) for fake in one.fleet.replicas) == 1
+        assert [replica.num_lost for replica in one.replicas.all] == [0, 0]
         assert all(replica.num_open == 0 for replica in one.replicas.all)
 
     run(test)

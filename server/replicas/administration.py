@@ -1,0 +1,73 @@
+"""POST /abort_request and /reset_prefix_cache of a router: asked of every replica, any of which may have what is meant.
+
+Owns: how their answers become one.  Does not know: what the replicas do; requests that go to one of them.
+"""
+
+import asyncio
+from typing import NamedTuple
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from engine.errors import RequestError
+from server.administration import AbortAnswer
+from server.exchange import EXCHANGE, REQUEST_ID_HEADER
+from server.replicas.replica import RETRY_AFTER_S, Replica, Replicas, State
+
+JSON = "application/json"
+SENT_ON = ("Authorization", "Content-Type")
+
+
+class _Answer(NamedTuple):
+    status: int
+    body: bytes
+
+
+class FleetAdministration:
+    """Its handlers."""
+
+    def __init__(self, replicas: Replicas, session: aiohttp.ClientSession) -> None:
+        self._replicas = replicas
+        self._session = session
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """Aborted is what some replica had; unknown is what none has."""
+        answers = await self._ask_all(request)
+        told = [msgspec.json.decode(one.body, type=AbortAnswer) for one in answers if one.status == 200]
+        if not told:
+            return _as_it_came(answers[0])
+        unknown = [name for name in told[0].unknown if all(name in one.unknown for one in told)]
+        whole = AbortAnswer(num_aborted=sum(one.num_aborted for one in told), unknown=unknown)
+        return web.Response(body=msgspec.json.encode(whole), content_type=JSON)
+
+    async def reset(self, request: web.Request) -> web.Response:
+        """Done if all have done it."""
+        answers = await self._ask_all(request)
+        return _as_it_came(max(answers, key=lambda one: one.status))
+
+    async def _ask_all(self, request: web.Request) -> list[_Answer]:
+        """What the replicas say that are there; one that is lost has neither requests nor a cache any more.
+
+        Raises RequestError, a 503, if none is there."""
+        body = await request.read()
+        headers = {name: request.headers[name] for name in SENT_ON if name in request.headers}
+        headers[REQUEST_ID_HEADER] = request[EXCHANGE].id
+        there = [one for one in self._replicas.all if one.state in (State.READY, State.DRAINING)]
+        answers = await asyncio.gather(*(self._ask(one, request.path, body, headers) for one in there))
+        found = [one for one in answers if one is not None]
+        if not found:
+            raise RequestError("no replica is there now", status=503, code="no_replica", retry_after_s=RETRY_AFTER_S)
+        return found
+
+    async def _ask(self, replica: Replica, path: str, body: bytes, headers: dict[str, str]) -> _Answer | None:
+        try:
+            async with self._session.post(replica.url + path, data=body, headers=headers) as response:
+                return _Answer(response.status, await response.read())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self._replicas.lose(replica, repr(error))
+            return None
+
+
+def _as_it_came(answer: _Answer) -> web.Response:
+    return web.Response(status=answer.status, body=answer.body, content_type=JSON)

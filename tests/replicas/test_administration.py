@@ -1,0 +1,115 @@
+"""Aborting and resetting through a router: every replica is asked, and their answers become one."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from typing import Any
+
+import aiohttp
+import pytest
+
+from engine.config import Config, ServerSection, build_config
+from server.listener import bind
+from server.replicas.replica import State
+from server.replicas.router import Router
+from tests.server.live_server import MODEL, LiveServer
+
+Ask = Callable[..., Awaitable[tuple[int, Any]]]
+NUM_REPLICAS = 2
+
+
+class LiveFleet:
+    """See ``Fleet``; of servers that run already."""
+
+    size = NUM_REPLICAS
+
+    def __init__(self, servers: list[LiveServer]) -> None:
+        self._servers = servers
+
+    async def url(self, number: int) -> str:
+        return self._servers[number].url
+
+    async def stop(self, number: int) -> None:
+        """They stop with the test."""
+
+    def close(self) -> None:
+        """They stop with the test."""
+
+
+def run(test: Callable[[list[LiveServer], Ask], Awaitable[None]], key: str = "") -> None:
+    async def main(servers: list[LiveServer]) -> None:
+        with bind("127.0.0.1", 0) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            config = build_config(Config(), {"server": {"api_key": key}})
+            async with Router(config, LiveFleet(servers), listener) as replicas, aiohttp.ClientSession(url) as client:
+                async with asyncio.timeout(20):
+                    while not all(one.state is State.READY for one in replicas.all):
+                        await asyncio.sleep(0.005)
+
+                async def ask(path: str, body: dict[str, Any], **headers: str) -> tuple[int, Any]:
+                    if key:
+                        headers.setdefault("Authorization", f"Bearer {key}")
+                    async with client.post(path, json=body, headers=headers) as response:
+                        return response.status, await response.json()
+
+                await test(servers, ask)
+
+    with ExitStack() as stack:
+        section = ServerSection(api_key=key)
+        asyncio.run(main([stack.enter_context(LiveServer(server=section)) for _ in range(NUM_REPLICAS)]))
+
+
+async def open_everywhere(servers: list[LiveServer], ask: Ask) -> list["asyncio.Task[tuple[int, Any]]"]:
+    """A request that hangs on each replica, "r0" and so on."""
+    tasks = []
+    for number in range(len(servers)):
+        headers = {"X-Request-Id": f"r{number}"}
+        body = {"model": MODEL, "prompt": f"!hang {number}"}  # the same one would go to the same replica
+        tasks.append(asyncio.ensure_future(ask("/v1/completions", body, **headers)))
+        async with asyncio.timeout(10):
+            while sum(server.ingress.num_open for server in servers) <= number:
+                await asyncio.sleep(0.005)
+    assert [server.ingress.num_open for server in servers] == [1] * len(servers)
+    return tasks
+
+
+@pytest.mark.parametrize("key", ["", "k"])
+def test_a_request_is_found_wherever_it_is(key: str) -> None:
+    async def test(servers: list[LiveServer], ask: Ask) -> None:
+        tasks = await open_everywhere(servers, ask)
+        assert await ask("/abort_request", {"rid": ["r1", "nobody"]}) == (
+            200,
+            {"num_aborted": 1, "unknown": ["nobody"]},
+        )
+        assert (await tasks[1])[1]["choices"][0]["finish_reason"] == "abort"
+        assert sum(server.ingress.num_open for server in servers) == 1
+        assert await ask("/abort_requests", {"abort_all": True}) == (200, {"num_aborted": 1, "unknown": []})
+        assert (await tasks[0])[0] == 200
+        status, body = await ask("/abort_request", {"rid": "r0"})
+        assert (status, body["error"]["code"]) == (404, "request_not_found")
+        status, body = await ask("/abort_request", {})
+        assert (status, body["error"]["param"]) == (400, "rid")
+
+    run(test, key)
+
+
+def test_all_of_them_forget() -> None:
+    async def test(servers: list[LiveServer], ask: Ask) -> None:
+        assert await ask("/reset_prefix_cache", {}) == (200, {"success": True})
+        tasks = await open_everywhere(servers, ask)
+        salts = {server.ingress.asked[-1][2]["cache_salt"] for server in servers}
+        assert len(salts) == NUM_REPLICAS
+        assert "" not in salts
+        await ask("/abort_request", {"abort_all": True})
+        await asyncio.gather(*tasks)
+        assert (await ask("/flush_cache", []))[0] == 400
+
+    run(test)
+
+
+def test_a_wrong_key_reaches_none() -> None:
+    async def test(servers: list[LiveServer], ask: Ask) -> None:
+        for path in ("/abort_request", "/reset_prefix_cache"):
+            assert (await ask(path, {}, Authorization="Bearer x"))[0] == 401
+
+    run(test, "k")
