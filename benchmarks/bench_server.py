@@ -5,8 +5,13 @@ and of its tokens out: HTTP, ingress, tokenizer, scheduler, server-sent events. 
 server that writes events of the same size from one coroutine per client: what aiohttp itself can do here, and so the
 bound.  Server and clients are one process each.
 
+With --tokenizers, instead of that, servers with so many tokenizer processes beside one that has its tokenizer on its
+own event loop, in turns as well, where the system places them (so with --no-pin).  Of the server's loop, which is one
+core, it is told what a token takes of it: what is left of that is what a pool can gain where there are cores enough.
+
     python benchmarks/bench_server.py                       # 1, 64 and 512 streams
     python benchmarks/bench_server.py --streams 512 --turns 5 --tokens 400
+    python benchmarks/bench_server.py --streams 64 512 --tokenizers 1 2 --logprobs 5
 """
 
 import argparse
@@ -41,7 +46,7 @@ Report = Callable[[], dict[str, Any]]
 # ---- the two servers, each in a process of its own ----------------------------------------------
 
 
-async def serve_callboard(num_pages: int) -> None:
+async def serve_callboard(num_pages: int, tokenizers: int, num_logprobs: int) -> None:
     """The real thing but for the device."""
     from null_engine import NullSystem, Stopwatch
 
@@ -56,9 +61,10 @@ async def serve_callboard(num_pages: int) -> None:
             "kv": {"num_pages": num_pages},
             "scheduler": {"max_running": MAX_STREAMS, "max_step_tokens": 16384},
             "limits": {"max_requests": 2 * MAX_STREAMS},
+            "placement": {"tokenizers": tokenizers},
         },
     )
-    system = NullSystem(config)
+    system = NullSystem(config, num_logprobs=num_logprobs)
     stopwatch = Stopwatch(system.actors)
     await system.start()
     gc.collect()
@@ -69,10 +75,22 @@ async def serve_callboard(num_pages: int) -> None:
     def report() -> dict[str, Any]:
         meter = system.monitor.meter
         assert meter is not None
-        counts = {"tokens": meter.num_output_tokens, "steps": meter.num_steps, "tasks": len(asyncio.all_tasks())}
+        children = sum(cpu_s_of(int(pid)) for pid in Path("/proc/thread-self/children").read_text().split())
+        counts = {
+            "tokenizers_cpu_s": children,
+            "tokens": meter.num_output_tokens,
+            "steps": meter.num_steps,
+            "tasks": len(asyncio.all_tasks()),
+        }
         return {"actors": dict(stopwatch.seconds), **counts}
 
     await serve_until_told(runner, report)
+
+
+def cpu_s_of(pid: int) -> float:
+    """Of another process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def serve_echo(event: bytes) -> None:
@@ -136,10 +154,11 @@ class Server:
 # ---- measuring ----------------------------------------------------------------------------------
 
 
-def measure(server: Server, num_streams: int, num_tokens: int) -> dict[str, Any]:
+def measure(server: Server, num_streams: int, num_tokens: int, num_logprobs: int = 0) -> dict[str, Any]:
     """One run, of several loads after each other if they are small; times per token in microseconds."""
     before = server.report()
-    requests = [completion_request(MODEL, num_tokens, PROMPT)] * num_streams
+    wishes = {"logprobs": num_logprobs} if num_logprobs else {}
+    requests = [completion_request(MODEL, num_tokens, PROMPT, **wishes)] * num_streams
     loads = [run_load(server.port, requests) for _ in range(max(1, LEAST_TOKENS // (num_streams * num_tokens)))]
     after = server.report()
     total = num_streams * num_tokens * len(loads)
@@ -157,6 +176,8 @@ def measure(server: Server, num_streams: int, num_tokens: int) -> dict[str, Any]
         row |= {f"{name}_us": seconds / total * 1e6 for name, seconds in spent.items()}
         loop = after["loop_s"] - before["loop_s"]
         row["http_us"] = (loop - sum(spent.values())) / total * 1e6
+        row["loop_us"] = loop / total * 1e6
+        row["tokenizers_cpu_us"] = (after["tokenizers_cpu_s"] - before["tokenizers_cpu_s"]) / total * 1e6
         row["tokens_per_step"] = total / (after["steps"] - before["steps"])
     return row
 
@@ -186,14 +207,19 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--output", type=Path, help="default: none is written")
     parser.add_argument("--no-pin", action="store_true", help="let the system place the processes")
+    parser.add_argument("--tokenizers", type=int, nargs="+", help="compare pools of these sizes with none")
+    parser.add_argument("--logprobs", type=int, default=0, help="with --tokenizers: so many with every token")
     parser.add_argument("--role", choices=["callboard", "echo"], help=argparse.SUPPRESS)
     parser.add_argument("--event", help=argparse.SUPPRESS)
     parser.add_argument("--pages", type=int, default=MAX_STREAMS * 64, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.role == "callboard":
-        uvloop.run(serve_callboard(arguments.pages))
+        tokenizers = arguments.tokenizers[0] if arguments.tokenizers else 0
+        uvloop.run(serve_callboard(arguments.pages, tokenizers, arguments.logprobs))
     elif arguments.role == "echo":
         uvloop.run(serve_echo(bytes.fromhex(arguments.event)))
+    elif arguments.tokenizers:
+        compare_pools(arguments)
     else:
         compare(arguments)
 
@@ -229,9 +255,63 @@ def compare(arguments: argparse.Namespace) -> None:
     ours.close()
     echo.close()
     show(results)
+    write(arguments, {"pinned": pinned, "results": results})
+
+
+def compare_pools(arguments: argparse.Namespace) -> None:
+    """Pools of several sizes and no pool, in turns."""
+    sizes = [0, *arguments.tokenizers]
+    wishes = ("--logprobs", str(arguments.logprobs))
+    servers = {size: Server("callboard", "--tokenizers", str(size), *wishes, core=None) for size in sizes}
+    results = []
+    for num_streams in arguments.streams:
+        num_tokens = arguments.tokens or max(40, min(900, 100_000 // num_streams))
+        rows: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes}
+        for _ in range(arguments.turns):
+            for size, server in servers.items():
+                rows[size].append(measure(server, num_streams, num_tokens, arguments.logprobs))
+        for size in sizes:
+            both = list(zip(rows[size], rows[0], strict=True))
+            speeds = [row["tokens_per_s"] / none["tokens_per_s"] for row, none in both]
+            loops = [none["loop_us"] / row["loop_us"] for row, none in both]
+            results.append(
+                {
+                    "streams": num_streams,
+                    "tokens_per_stream": num_tokens,
+                    "tokenizers": size,
+                    "logprobs": arguments.logprobs,
+                    **middle(rows[size]),
+                    "ratio": round(statistics.median(speeds), 3),
+                    "loop_ratio": round(statistics.median(loops), 3),
+                }
+            )
+    for server in servers.values():
+        server.close()
+    columns = ("streams", "tokenizers", "tokens/s", "to none", "events/token", "loop us/token", "none's to it",
+               "server CPU", "tokenizers' CPU", "http", "ingress", "text", "scheduler")  # fmt: skip
+    table = Table(*columns)
+    for row in results:
+        text = row["tokenizers_us"] if row["tokenizers"] else row["tokenizer_us"]
+        figures = (row["server_cpu_us"], row["tokenizers_cpu_us"], row["http_us"], row["ingress_us"], text)
+        table.add_row(
+            str(row["streams"]),
+            str(row["tokenizers"] or "none"),
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['ratio']:.2f}",
+            f"{row['events_per_token']:.3f}",
+            f"{row['loop_us']:.1f}",
+            f"{row['loop_ratio']:.2f}",
+            *(f"{figure:.1f}" for figure in (*figures, row["scheduler_us"])),
+        )
+    Console(width=160).print(table)
+    write(arguments, {"results": results})
+
+
+def write(arguments: argparse.Namespace, entry: dict[str, Any]) -> None:
+    """With what it ran on, if it is wanted."""
     if arguments.output is not None:
         load = [round(one, 2) for one in os.getloadavg()]
-        entry = {"machine": {**describe_machine(), "load_average": load}, "pinned": pinned, "results": results}
+        entry = {"machine": {**describe_machine(), "load_average": load}, **entry}
         arguments.output.write_text(json.dumps(entry, indent=1) + "\n")
 
 

@@ -43,6 +43,9 @@ class EchoRunner:
         self._free_at = max(self._free_at, time.perf_counter()) + self._step_s
         return Pending(step, self._free_at)
 
+    def leave(self) -> None:
+        """There are no other ranks."""
+
 
 def load(assignment: Assignment) -> EchoRunner:
     """Nothing is loaded."""

@@ -16,13 +16,17 @@ import numpy as np
 
 from engine.actors.actor import Actor
 from engine.actors.executor import Runner
+from engine.actors.group import Terms
+from engine.actors.mailbox import Link
+from engine.actors.pool import TokenizerPool
 from engine.actors.system import System
 from engine.config import Config
-from engine.messages import Step, StepDone
+from engine.messages import Deltas, Logprobs, Step, StepDone
 
 INT32_BYTES = 4
 # Scheduler, tokenizer, ingress and handler are a turn each; two more for a drain and a write.
 LOOP_TURNS = 6
+PATIENCE_S = 5.0  # for text that never comes, of a request that was cut off
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +63,51 @@ class Turns:
             self._over.set()
 
 
-class NullRunner:
-    """token: what every row samples.  turns: what a step waits for, after ``step_s`` asleep."""
+class Delivery:
+    """The link from a tokenizer pool to ingress, which another thread may wait for: text is made in other processes, so
+    the loop's turns alone do not say how far it is."""
 
-    def __init__(self, num_pages: int, token: int, turns: Turns, step_s: float) -> None:
+    def __init__(self, ingress: Link[Any]) -> None:
+        self._ingress = ingress
+        self._num_due = 0
+        self._moved = threading.Condition()
+
+    def put(self, message: Any) -> None:
+        """Pass it on, and count."""
+        self._ingress.put(message)
+        if isinstance(message, Deltas):
+            with self._moved:
+                self._num_due -= len(message.deltas)
+                self._moved.notify()
+
+    def sampled(self, count: int) -> None:
+        """So many tokens more; waits until those before them are there."""
+        with self._moved:
+            self._moved.wait_for(lambda: self._num_due <= 0, timeout=PATIENCE_S)
+            self._num_due += count
+
+
+class NullRunner:
+    """token: what every row samples.  turns: what a step waits for, after ``step_s`` asleep, and ``delivery`` too.
+    num_logprobs: alternatives whose log probabilities every token comes with; 0 for no log probabilities."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        token: int,
+        turns: Turns,
+        step_s: float,
+        delivery: Delivery | None = None,
+        num_logprobs: int = 0,
+    ) -> None:
         self.num_pages = num_pages
+        tops = np.arange(300, 300 + num_logprobs, dtype=np.int32)
+        self._logprobs = Logprobs(-1.0, tops.tobytes(), np.full(num_logprobs, -3.0, dtype=np.float32).tobytes())
+        self._has_logprobs = num_logprobs > 0
         self._token = token
         self._turns = turns
         self._step_s = step_s
+        self._delivery = delivery
 
     def launch(self, step: Step) -> _Done:
         """See ``Runner``."""
@@ -75,26 +116,38 @@ class NullRunner:
         self._turns.wait()
         samples = np.frombuffer(step.prefill_samples, dtype=np.int32)
         count = len(step.decode_rows) // INT32_BYTES + int(samples.sum())
+        if self._delivery is not None:
+            self._delivery.sampled(count)
         tokens = np.full(count, self._token, dtype=np.int32)
-        return _Done(StepDone(rank=0, step_id=step.step_id, token_ids=tokens.tobytes()))
+        logprobs = dict.fromkeys(range(count), self._logprobs) if self._has_logprobs else {}
+        return _Done(StepDone(rank=0, step_id=step.step_id, token_ids=tokens.tobytes(), logprobs=logprobs))
+
+    def leave(self) -> None:
+        """There are no other ranks."""
 
 
 class NullSystem(System):
     """``System`` on such a device.  The checkpoint's tokenizer and shape are the real ones."""
 
-    def __init__(self, config: Config, *, text: str = " return", step_s: float = 0.0) -> None:
+    def __init__(self, config: Config, *, text: str = " return", step_s: float = 0.0, num_logprobs: int = 0) -> None:
         super().__init__(config)
         self._token = int(self.codec.encode(text)[-1])
         self._step_s = step_s
+        self._num_logprobs = num_logprobs
+        self._delivery: Delivery | None = None
 
     async def start(self) -> None:
         """As a system does."""
         self._loop = asyncio.get_running_loop()
+        if isinstance(self.tokenizer, TokenizerPool):
+            self._delivery = Delivery(self.ingress.inbox)
+            self.tokenizer.connect(scheduler=self.scheduler.inbox, ingress=self._delivery)
         await super().start()
 
-    def _load_runner(self, rank: int, num_pages: int, *_: Any) -> Runner:
+    def _load_runner(self, rank: int, terms: Terms, *_: Any) -> Runner:
         turns = Turns(self._loop, LOOP_TURNS)
-        return NullRunner(num_pages or self.config.kv.num_pages, self._token, turns, self._step_s)
+        num_pages = terms.num_pages or self.config.kv.num_pages
+        return NullRunner(num_pages, self._token, turns, self._step_s, self._delivery, self._num_logprobs)
 
 
 class Stopwatch:

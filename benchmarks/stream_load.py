@@ -28,9 +28,9 @@ class LoadResult:
         return self.num_events / self.seconds
 
 
-def completion_request(model: str, max_tokens: int, prompt: list[int] | str) -> bytes:
-    """A streaming request of exactly so many tokens, on a connection of its own."""
-    fields = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+def completion_request(model: str, max_tokens: int, prompt: list[int] | str, **fields: object) -> bytes:
+    """A streaming request of exactly so many tokens, on a connection of its own.  fields: what else it says."""
+    fields = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True, **fields}
     body = json.dumps(fields | {"temperature": 0}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
     return head.encode() + b"Content-Type: application/json\r\n\r\n" + body

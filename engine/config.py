@@ -4,7 +4,9 @@ Owns: names, types, ranges, defaults, where values come from (file, then CALLBOA
 Does not know: devices, checkpoints, plugins; plugin options are opaque tables that the plugin decodes itself.
 """
 
+import math
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,9 +16,12 @@ import msgspec
 from msgspec import Meta
 
 from engine.errors import ConfigError
+from engine.toml_lines import line_of
 
 ENVIRONMENT_PREFIX = "CALLBOARD_"
 MAX_FILE_BYTES = 1 << 20
+UNKNOWN_FIELD = re.compile("unknown field `(.*)`")  # as msgspec says it
+MIN_CLUSTER_KEY = 32
 
 
 # fmt: off: one line per key
@@ -108,7 +113,7 @@ class SchedulerSection(Section, frozen=True):
 
 
 class PlacementSection(Section, frozen=True):
-    """[placement]: where the executors run, and what happens when one is lost."""
+    """[placement]: where executors and tokenizers run, and what happens when one is lost."""
 
     executor: Annotated[
         Literal["inline", "process"],
@@ -116,6 +121,14 @@ class PlacementSection(Section, frozen=True):
             description="'inline': a thread of the server; 'process': a process per rank, restarted if it dies or hangs"
         ),
     ] = "inline"
+    tokenizers: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=64,
+            description="Tokenizer processes, restarted likewise; 0 for one tokenizer on the server's own event loop",
+        ),
+    ] = 0
     link: Annotated[
         str,
         Meta(
@@ -124,11 +137,21 @@ class PlacementSection(Section, frozen=True):
             "(port 0: any), encrypted and authenticated",
         ),
     ] = "unix"
+    cluster_key: Annotated[
+        str,
+        Meta(
+            description="Secret of at least 32 characters that ranks on other machines prove to have; best set as "
+            "CALLBOARD_PLACEMENT__CLUSTER_KEY; never printed"
+        ),
+    ] = ""
+    join_timeout_s: Annotated[
+        float, Meta(gt=0, description="How long the ranks on other machines may take to join, and to find the server")
+    ] = 300.0
     step_timeout_s: Annotated[
         float, Meta(ge=0, description="An executor that takes longer for a step hangs and is restarted; 0 for never")
     ] = 120.0
     silence_timeout_s: Annotated[
-        float, Meta(gt=0, description="So does an executor process that has not answered at all for this long")
+        float, Meta(gt=0, description="So does a process that has not answered at all for this long")
     ] = 10.0
     max_restarts: Annotated[
         int, Meta(ge=0, description="Restarts within restart_window_s; one more ends the engine with an error")
@@ -294,8 +317,9 @@ def load_config(
     """
     table: dict[str, Any] = {}
     if path is not None:
-        table = _read_toml(path)
-        _decode(table, str(path))  # so that an error names the file, not an override
+        text = _read_text(path)
+        table = _parse(path, text)
+        _decode(table, str(path), text)  # so that an error names the file, not an override
         _anchor_model_path(table, path.parent)
     environment = os.environ if environment is None else environment
     for name in sorted(environment):
@@ -327,11 +351,16 @@ def with_pages(config: Config, num_pages: int) -> Config:
     return msgspec.structs.replace(config, kv=msgspec.structs.replace(config.kv, num_pages=num_pages))
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def without_cluster_key(config: Config) -> Config:
+    """``config`` as processes are told it that only need to know what to run."""
+    return msgspec.structs.replace(config, placement=msgspec.structs.replace(config.placement, cluster_key=""))
+
+
+def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes; a configuration is a few kilobytes")
-        return tomllib.loads(path.read_bytes().decode())
+        return path.read_bytes().decode()
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such file; `callboard config > {path.name}` writes one with every default"
@@ -340,17 +369,28 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
-def _decode(table: dict[str, Any], origin: str) -> Config:
+def _decode(table: dict[str, Any], origin: str, text: str = "") -> Config:
+    """text: of the file that the table is, so that an error can name the line."""
     try:
         return msgspec.convert(table, Config, strict=True)
     except msgspec.ValidationError as error:
         reason, _, where = str(error).partition(" - at `$")
         key = where.rstrip("`").lstrip(".")
-        hint = _allowed_keys(key) if "unknown field" in reason else ""
+        hint, wrong = "", [one for one in key.partition("[")[0].split(".") if one]
+        if unknown := UNKNOWN_FIELD.search(reason):
+            hint = _allowed_keys(key)
+            wrong.append(unknown[1])
+        if line := line_of(text, tuple(wrong)):
+            origin = f"{origin}:{line}"
         raise ConfigError(f"{origin}: {key + ': ' if key else ''}{reason}{hint}") from None
 
 
@@ -385,11 +425,20 @@ def _anchor_model_path(table: dict[str, Any], folder: Path) -> None:
 
 
 def _check(config: Config) -> None:
-    """Settings that contradict each other."""
+    """Settings that contradict each other, and times without end."""
+    for section in config.__struct_fields__:
+        for key, value in msgspec.structs.asdict(getattr(config, section)).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{section}.{key}={value}: expected a finite number")
     if config.scheduler.max_step_tokens < config.scheduler.max_running:
         raise ConfigError(
             f"scheduler.max_step_tokens={config.scheduler.max_step_tokens}: smaller than scheduler.max_running="
             f"{config.scheduler.max_running}, so a full decode batch would not fit a step; raise it or lower max_running"
+        )
+    if 0 < len(config.placement.cluster_key) < MIN_CLUSTER_KEY:
+        raise ConfigError(
+            f"placement.cluster_key: {len(config.placement.cluster_key)} characters, expected at least "
+            f"{MIN_CLUSTER_KEY}: openssl rand -hex 32 makes some"
         )
     loopback = config.server.host in ("127.0.0.1", "::1", "localhost")
     if not loopback and not config.server.api_key:
@@ -402,7 +451,8 @@ def json_schema() -> dict[str, Any]:
 
 
 def render_toml(config: Config) -> str:
-    """The effective configuration as TOML, every key with its one-line doc."""
+    """The effective configuration as TOML, every key with its one-line doc, and without the cluster's secret."""
+    config = without_cluster_key(config)
     lines: list[str] = []
     for section_name in config.__struct_fields__:
         section = getattr(config, section_name)

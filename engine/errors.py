@@ -66,5 +66,13 @@ class RequestError(CallboardError):
         self.retry_after_s = retry_after_s
 
 
+class StepTooLarge(CallboardError):
+    """A device had no room for a step of ``num_tokens`` new tokens; a smaller one may fit."""
+
+    def __init__(self, message: str, num_tokens: int) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
+
+
 class EngineDied(CallboardError):
     """An actor crashed; names the actor and the cause."""

@@ -175,11 +175,14 @@ class ExecutorAlive(Message, frozen=True):
 
 
 class ExecutorFailed(Message, frozen=True):
-    """An executor's process is about to end.  kind: the name of the exception's class."""
+    """An executor's process is about to end.  kind: the name of the exception's class.
+
+    num_tokens: of the step that the device had no room for, if that is why."""
 
     rank: int
     kind: str
     message: str
+    num_tokens: int = 0
 
 
 class ExecutorsLost(Message, frozen=True):
@@ -349,6 +352,37 @@ class Stats(Message, frozen=True):
         )
 
 
+# ---- tokenizer processes -> their pool, pool -> ingress --------------------------------------
+
+
+class TokenizerReady(Message, frozen=True):
+    """A tokenizer's process has loaded, and takes requests."""
+
+
+class TokenizerAlive(Message, frozen=True):
+    """A tokenizer's process is there; sent every so often.  waiting, peak: of its mailbox, see ``MailboxGauges``."""
+
+    waiting: int = 0
+    peak: int = 0
+
+
+class TokenizerFailed(Message, frozen=True):
+    """A tokenizer's process is about to end.  kind: the name of the exception's class."""
+
+    kind: str
+    message: str
+
+
+class TokenizersReady(Message, frozen=True):
+    """There is a tokenizer for every request that may come."""
+
+
+class TokenizersLost(Message, frozen=True):
+    """No tokenizer process is left just now; requests that come wait for the next ``TokenizersReady``."""
+
+    reason: str
+
+
 # ---- supervision ----------------------------------------------------------------------------
 
 
@@ -361,5 +395,7 @@ TokenizerInbox = Tokenize | Abort | Tokens | Failed
 SchedulerInbox = Admit | Abort | StepDone | ExecutorReady | ExecutorsLost
 ExecutorInbox = Step
 RankGroupInbox = ExecutorReady | StepDone | ExecutorAlive | ExecutorFailed
-IngressInbox = Deltas | Failed | EngineReady | EngineRecovering | Stats
-AnyMessage = TokenizerInbox | SchedulerInbox | ExecutorInbox | RankGroupInbox | IngressInbox | Stop
+TokenizerWord = Admit | Abort | Deltas | Failed | TokenizerReady | TokenizerAlive
+TokenizerPoolInbox = TokenizerWord | TokenizerFailed
+IngressInbox = Deltas | Failed | EngineReady | EngineRecovering | TokenizersReady | TokenizersLost | Stats
+AnyMessage = TokenizerInbox | SchedulerInbox | ExecutorInbox | RankGroupInbox | TokenizerPoolInbox | IngressInbox | Stop

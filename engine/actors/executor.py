@@ -45,6 +45,10 @@ class Runner(Protocol):
         """Start a step without waiting for it."""
         ...
 
+    def leave(self) -> None:
+        """After a failure: give up the rank group, so that ranks which wait for this one fail too, and at once."""
+        ...
+
 
 class Executor(Actor[ExecutorInbox]):
     """rank: of this executor.  load: builds the runner, on the device thread."""
@@ -79,10 +83,14 @@ class Executor(Actor[ExecutorInbox]):
                 failed.set_exception(error)
 
         def device_thread() -> None:
+            runner: Runner | None = None
             try:
-                self._serve(loop)
+                runner = self._load()
+                self._serve(runner, loop)
             except BaseException as error:  # every failure of the thread must reach the actor
                 _call_soon(loop, partial(report, error))
+                if runner is not None:
+                    runner.leave()
 
         self._thread = threading.Thread(target=device_thread, name=self.name, daemon=True)
         self._thread.start()
@@ -114,10 +122,9 @@ class Executor(Actor[ExecutorInbox]):
         """Do not wait for the device thread: it may never come back."""
         self._abandoned = True
 
-    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _serve(self, runner: Runner, loop: asyncio.AbstractEventLoop) -> None:
         scheduler = self._scheduler
         assert scheduler is not None, f"{self.name} ran before it was connected"
-        runner = self._load()
         ready = ExecutorReady(rank=self._rank, num_pages=runner.num_pages)
         _call_soon(loop, partial(scheduler.put, ready))
         self.loaded = True

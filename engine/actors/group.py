@@ -13,14 +13,14 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.actors.actor import Actor
 from engine.actors.intensity import RestartIntensity
 from engine.actors.mailbox import Link
 from engine.actors.watch import TICKS, Watch
-from engine.errors import CallboardError, EngineDied
+from engine.errors import CallboardError, EngineDied, StepTooLarge
 from engine.messages import ExecutorAlive, ExecutorReady, ExecutorsLost, Step, StepDone, Stop
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,17 @@ class RankLost(CallboardError):
         super().__init__(reason)
         self.error = error
         self.curable = curable
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a generation has to go by, learnt from those before it.
+
+    num_pages: how many its KV pools must have; 0 for what fits.
+    most_tokens: steps with more are cut, since the device had no room for one of twice as many; 0 for no limit."""
+
+    num_pages: int = 0
+    most_tokens: int = 0
 
 
 class Reports(Protocol):
@@ -77,8 +88,8 @@ class Placement(Protocol):
     can_kill: bool
     silence_timeout_s: float
 
-    def start(self, reports: Reports, num_pages: int) -> Ranks:
-        """Start a generation.  num_pages: how many its KV pools must have; 0 for what fits.  Raises CallboardError."""
+    def start(self, reports: Reports, terms: Terms) -> Ranks:
+        """Start a generation.  Raises CallboardError."""
         ...
 
 
@@ -109,7 +120,7 @@ class RankGroup(Actor[Stop]):
         self._step_timeout_s = step_timeout_s
         self._scheduler: Link[ExecutorReady | StepDone | ExecutorsLost] | None = None
         self._generation: _Generation | None = None
-        self._num_pages = 0
+        self._terms = Terms()
         self._load_s = math.inf
         self._lost_at = 0.0
         self._told_to_stop: asyncio.Event = asyncio.Event()
@@ -130,14 +141,17 @@ class RankGroup(Actor[Stop]):
         assert self._scheduler is not None, f"{self.name} ran before it was connected"
         self.inbox.open(lambda messages: self._told_to_stop.set())
         try:
-            while (loss := await self._live(self._scheduler)) is not None:
-                self._judge(loss)
+            while True:
+                generation = await self._live(self._scheduler)
+                if self._told_to_stop.is_set():
+                    return
+                self._judge(generation.cause or generation.loss.result())
         finally:
             self.inbox.close()
             self.close()
 
-    async def _live(self, scheduler: Link[ExecutorReady | StepDone | ExecutorsLost]) -> RankLost | None:
-        """One generation, from its start to its end.  Returns why it was lost; None if it was told to stop."""
+    async def _live(self, scheduler: Link[ExecutorReady | StepDone | ExecutorsLost]) -> "_Generation":
+        """One generation, from its start to its end: it has a loss unless the group was told to stop."""
         loop = asyncio.get_running_loop()
         started_at = loop.time()
         generation = _Generation(
@@ -150,7 +164,7 @@ class RankGroup(Actor[Stop]):
         stopping = asyncio.create_task(self._told_to_stop.wait(), name=f"{self.name}.stop")
         ranks: Ranks | None = None
         try:
-            ranks = self._placement.start(generation, self._num_pages)
+            ranks = self._placement.start(generation, self._terms)
             generation.links = ranks.links
             self._generation = generation
             await asyncio.wait((generation.ready, generation.loss, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -159,10 +173,8 @@ class RankGroup(Actor[Stop]):
                 await asyncio.wait((generation.loss, stopping), return_when=asyncio.FIRST_COMPLETED)
             if not self._told_to_stop.is_set():
                 self._lost_at = loop.time()
-                return generation.loss.result()
-            if generation.ready.done() and not generation.loss.done():  # who loads has nothing to finish
+            elif generation.ready.done() and not generation.loss.done():  # who loads has nothing to finish
                 await ranks.end()
-            return None
         finally:
             generation.close()
             self._generation = None
@@ -170,10 +182,11 @@ class RankGroup(Actor[Stop]):
             stopping.cancel()
             if ranks is not None:
                 await ranks.kill(stuck=generation.is_stuck)
+        return generation
 
     def _note_ready(self, generation: "_Generation", load_s: float) -> None:
-        if not self._num_pages:
-            self._num_pages = min(generation.ready.result())
+        if not self._terms.num_pages:
+            self._terms = replace(self._terms, num_pages=min(generation.ready.result()))
             self._load_s = load_s
             return
         self.last_recovery_s = asyncio.get_running_loop().time() - self._lost_at
@@ -181,7 +194,7 @@ class RankGroup(Actor[Stop]):
 
     def _judge(self, loss: RankLost) -> None:
         """Return if there may be another generation."""
-        if not self._num_pages:
+        if not self._terms.num_pages:
             # It never ran: what is wrong is the configuration, the checkpoint, the machine, and not a moment's fault.
             raise loss.error if loss.error is not None else EngineDied(f"{loss} while it started")
         reason = str(loss)
@@ -192,6 +205,13 @@ class RankGroup(Actor[Stop]):
             raise EngineDied(
                 f"{reason}; that cannot be cured in this process, placement.executor = 'process' can do it"
             )
+        if isinstance(loss.error, StepTooLarge):
+            # No fault yet, and no loop either: what is allowed from now on is half of what has failed.
+            _drop_traceback(loss.error)
+            self.num_restarts += 1
+            self._terms = replace(self._terms, most_tokens=loss.error.num_tokens // 2)
+            log.warning("%s; executors start again with steps cut to %d tokens", reason, self._terms.most_tokens)
+            return
         intensity = self._intensity
         if not intensity.allows(asyncio.get_running_loop().time()):
             times = f"{intensity.max_restarts} restarts in {intensity.window_s:g} s did not help"
@@ -220,7 +240,9 @@ class RankGroup(Actor[Stop]):
 
 
 class _Generation:
-    """What one generation has said.  ready: every rank's number of pages.  loss: why it is over."""
+    """What one generation has said.  ready: every rank's number of pages.  loss: why it is over.
+
+    cause: a step that was too large for one rank, which may be heard only after those whom that rank left waiting."""
 
     def __init__(
         self,
@@ -233,6 +255,7 @@ class _Generation:
         self.ready: asyncio.Future[list[int]] = loop.create_future()
         self.loss: asyncio.Future[RankLost] = loop.create_future()
         self.links: Sequence[Link[Step]] = ()
+        self.cause: RankLost | None = None
         self.is_stuck = False
         self._scheduler = scheduler
         self._watches = [Watch(step_ticks, silence_ticks) for _ in range(num_ranks)]
@@ -265,6 +288,8 @@ class _Generation:
                 self._scheduler.put(message)
 
     def lost(self, loss: RankLost) -> None:
+        if isinstance(loss.error, StepTooLarge):
+            self.cause = loss
         if self._is_open:
             self.close()
             self.loss.set_result(loss)

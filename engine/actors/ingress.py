@@ -1,6 +1,7 @@
 """The ingress actor: where clients' requests enter and their output leaves.
 
 consumes: Deltas, Failed (tokenizer) · EngineReady, EngineRecovering, Stats (scheduler) · Stop (system)
+  TokenizersReady, TokenizersLost (tokenizer pool, where there is one)
 produces: Tokenize, Abort (tokenizer)
 waits for: a message; never for a peer.   owns: request ids, seeds, deadlines, admission, one stream per client.
 """
@@ -9,8 +10,8 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Sequence
-from typing import assert_never
+from collections.abc import Iterable, Sequence
+from typing import Literal, assert_never
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from engine.messages import (
     Abort,
     ChatOptions,
     ChatTurn,
+    Delta,
     Deltas,
     EngineReady,
     EngineRecovering,
@@ -31,12 +33,15 @@ from engine.messages import (
     IngressInbox,
     Stats,
     Tokenize,
+    TokenizersLost,
+    TokenizersReady,
 )
 from engine.sampling.params import MAX_SEED, SamplingParams
 
 log = logging.getLogger(__name__)
 
 PLAIN = ChatOptions()
+Part = Literal["executors", "tokenizers"]
 Prompt = str | Sequence[int] | tuple[ChatTurn, ...]
 
 CHARS_PER_TOKEN = 4  # for the admission estimate only; English text and code have three to five
@@ -56,7 +61,9 @@ class _Open:
 
 
 class Ingress(Actor[IngressInbox]):
-    """Accepts or refuses requests at once; every accepted one ends in exactly one terminal event."""
+    """Accepts or refuses requests at once; every accepted one ends in exactly one terminal event.
+
+    parts: what must say that it is ready before requests are taken; they wait while one of them recovers."""
 
     def __init__(
         self,
@@ -67,8 +74,10 @@ class Ingress(Actor[IngressInbox]):
         vocab_size: int,
         rng: random.Random,
         tokenizer: Link[Tokenize | Abort],
+        parts: Iterable[Part] = ("executors",),
     ) -> None:
         super().__init__("ingress", capacity)
+        self._missing: set[Part] = set(parts)
         self._limits = limits
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -80,7 +89,6 @@ class Ingress(Actor[IngressInbox]):
         self.ready = False
         self.draining = False
         self.recovering = False
-        self._heard_at = 0.0
         self.failure: str | None = None
         self.stats: Stats | None = None
         self.num_late_events = 0
@@ -94,13 +102,6 @@ class Ingress(Actor[IngressInbox]):
     def num_open(self) -> int:
         """Requests accepted and not yet ended."""
         return len(self._open)
-
-    @property
-    def quiet_s(self) -> float:
-        """Seconds without any output although requests run; 0 while none does."""
-        if self.stats is None or not self.stats.running:
-            return 0.0
-        return asyncio.get_running_loop().time() - self._heard_at
 
     def open(
         self,
@@ -169,6 +170,16 @@ class Ingress(Actor[IngressInbox]):
             self._tokenizer.put(Abort(request_id))
             error = RequestError("the server is shutting down", status=503, code="shutting_down")
             self._end(request_id).stream.fail(error)
+
+    def abort(self, request_id: int) -> bool:
+        """End a request where it is; its reader gets what was produced and a finish that says so.
+
+        Returns whether it was open."""
+        if request_id not in self._open:
+            return False
+        self._tokenizer.put(Abort(request_id))
+        self._end(request_id).stream.push(Delta(request_id, "", finish=Finish.ABORT))
+        return True
 
     def _refuse_unless_serving(self) -> None:
         if self.failure is not None:
@@ -296,18 +307,29 @@ class Ingress(Actor[IngressInbox]):
                 self._fail(message)
             case Stats():
                 self.stats = message
-                self._heard_at = asyncio.get_running_loop().time()
             case EngineReady():
-                self.ready = True
-                self.recovering = False
-                self.became_ready.set()
+                self._came("executors")
+            case TokenizersReady():
+                self._came("tokenizers")
             case EngineRecovering():
-                self.recovering = True  # requests are taken: they wait, as those do that ran
+                self._lost("executors")
+            case TokenizersLost():
+                self._lost("tokenizers")
             case _:
                 assert_never(message)
 
+    def _came(self, part: Part) -> None:
+        self._missing.discard(part)
+        if not self._missing:
+            self.ready = True
+            self.recovering = False
+            self.became_ready.set()
+
+    def _lost(self, part: Part) -> None:
+        self._missing.add(part)
+        self.recovering = True  # requests are taken: they wait, as those do that ran
+
     def _deliver(self, message: Deltas) -> None:
-        self._heard_at = asyncio.get_running_loop().time()
         for delta in message.deltas:
             request = self._open.get(delta.request_id)
             if request is None:

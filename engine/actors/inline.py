@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.actors.executor import Executor, Runner
-from engine.actors.group import RankLost, Reports, describe
+from engine.actors.group import RankLost, Reports, Terms, describe
 from engine.actors.mailbox import Link
 from engine.links.directory import SocketDirectory
 from engine.messages import ExecutorReady, Step, StepDone, Stop
@@ -56,26 +56,26 @@ class Meeting:
 
 
 class InlinePlacement:
-    """load: (rank, num_pages, rendezvous) -> runner, called on the rank's device thread; num_pages 0 for what fits."""
+    """load: (rank, terms, rendezvous) -> runner, called on the rank's device thread."""
 
     can_kill = False
     silence_timeout_s = 0.0
 
-    def __init__(self, *, num_ranks: int, capacity: int, load: Callable[[int, int, str], Runner]) -> None:
+    def __init__(self, *, num_ranks: int, capacity: int, load: Callable[[int, Terms, str], Runner]) -> None:
         self._num_ranks = num_ranks
         self._capacity = capacity
         self._load = load
 
-    def start(self, reports: Reports, num_pages: int) -> "InlineRanks":
+    def start(self, reports: Reports, terms: Terms) -> "InlineRanks":
         """Start a thread per rank."""
         executors = []
         meeting = Meeting(self._num_ranks)
         for rank in range(self._num_ranks):
-            load = partial(self._load, rank, num_pages, meeting.url)
+            load = partial(self._load, rank, terms, meeting.url)
             executor = Executor(rank=rank, capacity=self._capacity, load=load)
             executor.connect(Report(reports, rank, meeting))
             executors.append(executor)
-        return InlineRanks(executors, reports, meeting, reloaded=num_pages > 0)
+        return InlineRanks(executors, reports, meeting, reloaded=terms.num_pages > 0)
 
 
 class InlineRanks:

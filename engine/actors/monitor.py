@@ -11,6 +11,7 @@ import msgspec
 
 from engine.actors.group import RankGroup
 from engine.actors.ingress import Ingress
+from engine.actors.pool import TokenizerPool
 from engine.actors.scheduler import Scheduler
 from engine.actors.tokenizer import Tokenizer
 from engine.kv.outline import Outline
@@ -31,7 +32,7 @@ class Gauges(msgspec.Struct, frozen=True):
     """How things stand.  Of pages, free + cached + used is the whole pool, in tokens ``page_size`` times as much.
 
     num_in_flight: steps planned and not yet completed.  stalled_s: how long steps have been due and none completed, 0
-    where nothing runs.  num_late_events: output for clients that had left.
+    where nothing runs.  num_late_events: output for clients that had left.  num_tokenizers: that take requests now.
     """
 
     num_open: int = 0
@@ -46,6 +47,8 @@ class Gauges(msgspec.Struct, frozen=True):
     num_in_flight: int = 0
     stalled_s: float = 0.0
     num_restarts: int = 0
+    num_tokenizers: int = 1
+    num_tokenizer_restarts: int = 0
     num_late_events: int = 0
     recovering: bool = False
     mailboxes: tuple[MailboxGauges, ...] = ()
@@ -58,7 +61,7 @@ class Monitor:
         self,
         *,
         ingress: Ingress,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | TokenizerPool,
         scheduler: Scheduler,
         executors: RankGroup,
         observers: Observers,
@@ -91,20 +94,21 @@ class Monitor:
     def gauges(self) -> Gauges:
         """Of this moment."""
         planner, ingress = self._scheduler.planner, self._ingress
-        mailboxes = tuple(
-            MailboxGauges(box.name, len(box), box.peak, box.capacity)
-            for box in (
-                self._ingress.inbox,
-                self._tokenizer.inbox,
-                self._scheduler.inbox,
-                self._executors.inbox,
+        boxes = (ingress.inbox, self._tokenizer.inbox, self._scheduler.inbox, self._executors.inbox)
+        mailboxes = tuple(MailboxGauges(box.name, len(box), box.peak, box.capacity) for box in boxes)
+        pool = self._tokenizer if isinstance(self._tokenizer, TokenizerPool) else None
+        if pool is not None:
+            # What is in a process, as it last said.
+            mailboxes += tuple(
+                MailboxGauges(desk.name, desk.waiting, desk.peak, pool.inbox.capacity) for desk in pool.desks
             )
-        )
         outside = Gauges(
             num_open=ingress.num_open,
             page_size=self._page_size,
             max_running=self._max_running,
             num_restarts=self._executors.num_restarts,
+            num_tokenizers=pool.num_ready if pool is not None else 1,
+            num_tokenizer_restarts=pool.num_restarts if pool is not None else 0,
             num_late_events=ingress.num_late_events,
             recovering=ingress.recovering,
             mailboxes=mailboxes,

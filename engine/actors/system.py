@@ -8,25 +8,28 @@ import logging
 import random
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from engine.actors.actor import Actor
 from engine.actors.executor import Runner
-from engine.actors.group import Placement, RankGroup
+from engine.actors.group import Placement, RankGroup, Terms
 from engine.actors.ingress import Ingress
 from engine.actors.inline import InlinePlacement
 from engine.actors.intensity import RestartIntensity
 from engine.actors.monitor import Monitor
+from engine.actors.pool import TokenizerPool
 from engine.actors.scheduler import Scheduler
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
-from engine.config import Config, with_pages
-from engine.errors import ConfigError, EngineDied, PluginError
+from engine.config import Config, build_config, with_pages, without_cluster_key
+from engine.errors import ConfigError, EngineDied
 from engine.execution.shrinking import Shrinking
 from engine.kv.eviction import EvictionStrategy
 from engine.models.checkpoint import ModelSpec, read_spec, resolve_checkpoint
+from engine.models.shards import read_shards
+from engine.plugins.guards import GuardedPolicy, GuardedStrategy
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
@@ -38,21 +41,30 @@ from engine.scheduling.policy import SchedulingPolicy
 from engine.text.codec import TextCodec
 from engine.text.loading import load_codec
 
+if TYPE_CHECKING:
+    from engine.processes.head import Head
+
 log = logging.getLogger(__name__)
 
 SCORED_LOGITS = 1 << 24  # logits of prompt tokens in a step, 64 MB in float32
 MIN_SCORED_CHUNK = 16
+READ_AT_ONCE = 256  # messages; no less than what a link delivers before others get their turn
 
 
 class System:
     """One engine.  ``start``, use ``ingress``, ``stop``; ``died`` is set when an actor crashed."""
 
-    def __init__(self, config: Config, *, progress: bool = False) -> None:
-        """Check everything that can be checked without loading weights.  Raises CallboardError."""
+    def __init__(self, config: Config, *, progress: bool = False, head: "Head | None" = None) -> None:
+        """Check everything that can be checked without loading weights.  Raises CallboardError.
+
+        head: of the machines that the ranks are on; None if they are all on this one."""
         self.config = config
+        self._head = head
         self._progress = progress
         directory = resolve_checkpoint(config.model.path, config.model.revision)
         self.spec: ModelSpec = read_spec(directory)
+        if config.model.load_format == "safetensors":
+            read_shards(directory)  # headers only: a damaged file must not cost the time of importing torch
         self.model_name = config.model.name or Path(config.model.path).name
         self.max_len = _max_len(config, self.spec)
         self._codec = load_codec(config.model, directory)
@@ -73,8 +85,9 @@ class System:
         """Create the actors in the order of the flow, then close the circle of links."""
         config = self.config
         # Per open request at most: its Tokenize and Abort, or its Admit and Abort, plus steps and their results.
-        capacity = 4 * config.limits.max_requests + 64
-        self.tokenizer = Tokenizer(capacity=capacity, codec=self._codec, grammars=self._grammars)
+        # What tokenizer processes say comes as fast as it is read, some of each before the next actor's turn.
+        capacity = 4 * config.limits.max_requests + 64 + READ_AT_ONCE * config.placement.tokenizers
+        self.tokenizer = self._tokenizer(capacity)
         self.ingress = Ingress(
             capacity=capacity,
             limits=config.limits,
@@ -82,6 +95,7 @@ class System:
             vocab_size=self.spec.vocab_size,
             rng=random.Random(config.device.seed or None),
             tokenizer=self.tokenizer.inbox,
+            parts=("executors", "tokenizers") if config.placement.tokenizers else ("executors",),
         )
         placement = config.placement
         self.executors = RankGroup(
@@ -128,6 +142,23 @@ class System:
         given: dict[str, float | int | None] = msgspec.to_builtins(self.spec.sampling)
         return {name: value for name, value in given.items() if value is not None}
 
+    def _tokenizer(self, capacity: int) -> Tokenizer | TokenizerPool:
+        placement = self.config.placement
+        if not placement.tokenizers:
+            return Tokenizer(capacity=capacity, codec=self._codec, grammars=self._grammars)
+        from engine.processes.tokenizers import ProcessTokenizers  # ZeroMQ is needed from here on
+
+        config = without_cluster_key(self.config)
+        if self._head is not None:  # placement.link is for ranks on other machines then
+            config = build_config(config, {"placement": {"link": "unix"}})
+        return TokenizerPool(
+            capacity=capacity,
+            num_processes=placement.tokenizers,
+            start=ProcessTokenizers(config=config, capacity=capacity).start,
+            intensity=RestartIntensity(placement.max_restarts, placement.restart_window_s),
+            silence_timeout_s=placement.silence_timeout_s,
+        )
+
     def _placement(self, capacity: int) -> Placement:
         num_ranks = self.config.device.tensor_parallel
         if self.config.placement.executor == "process":
@@ -139,13 +170,14 @@ class System:
                 num_ranks=num_ranks,
                 capacity=capacity,
                 progress=self._progress,
+                head=self._head,
             )
         return InlinePlacement(num_ranks=num_ranks, capacity=capacity, load=self._load_runner)
 
-    def _load_runner(self, rank: int, num_pages: int, rendezvous: str = "") -> Runner:
+    def _load_runner(self, rank: int, terms: Terms, rendezvous: str = "") -> Runner:
         from engine.execution.loading import load_runner  # torch is needed from here on
 
-        config = self.config if not num_pages else with_pages(self.config, num_pages)
+        config = self.config if not terms.num_pages else with_pages(self.config, terms.num_pages)
         runner = load_runner(
             config,
             self.spec,
@@ -156,7 +188,7 @@ class System:
             progress=self._progress and not rank,
             grammars=self._grammars,
         )
-        return Shrinking(runner) if config.device.tensor_parallel == 1 else runner
+        return Shrinking(runner, alone=config.device.tensor_parallel == 1, most_tokens=terms.most_tokens)
 
     def _new_planner(self, num_pages: int) -> Planner:
         scheduler, kv = self.config.scheduler, self.config.kv
@@ -180,19 +212,15 @@ class System:
         name = self._plugins.names["eviction"]
         options = self.config.plugins.options.get(name, {})
         context = EvictionContext(self.config.kv.page_size, num_pages, options)
-        strategy: EvictionStrategy | None = self._plugins.hook.callboard_eviction_strategy(context=context)
-        if strategy is None:
-            raise PluginError(f"plugin {name} built no strategy; it must implement callboard_eviction_strategy")
-        return strategy
+        strategy = self._plugins.build(name, "callboard_eviction_strategy", context, EvictionStrategy)
+        return strategy if self._plugins.known[name].built_in else GuardedStrategy(name, strategy)
 
     def _scheduling_policy(self) -> SchedulingPolicy:
         name = self._plugins.names["policy"]
         options = self.config.plugins.options.get(name, {})
         context = PolicyContext(self.config.scheduler.max_running, self.config.kv.page_size, options)
-        policy: SchedulingPolicy | None = self._plugins.hook.callboard_scheduling_policy(context=context)
-        if policy is None:
-            raise PluginError(f"plugin {name} built no policy; it must implement callboard_scheduling_policy")
-        return policy
+        policy = self._plugins.build(name, "callboard_scheduling_policy", context, SchedulingPolicy)
+        return policy if self._plugins.known[name].built_in else GuardedPolicy(name, policy)
 
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises what the loading raised."""

@@ -113,6 +113,8 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             return await asyncio.to_thread(self._understand, request)
         except RequestError as error:
             return _Encoded(request, None, request.params, error=error)
+        except Exception as error:  # of a tokenizer, a template, a plugin: this request's trouble and nobody else's
+            return _Encoded(request, None, request.params, error=_fault(request.request_id, error))
 
     def _understand(self, request: Tokenize) -> _Encoded:
         """In a worker thread: the prompt as tokens, and the grammar compiled, so that a wrong one is refused here."""
@@ -141,13 +143,16 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             return  # cancelled while it was encoded
         if encoded.token_ids is None:
             assert encoded.error is not None, "encoding gave neither tokens nor an error"
-            error = encoded.error
-            self._fail(Failed(request.request_id, error.message, error.status, error.code, error.param))
+            self._refuse(request.request_id, encoded.error)
             return
         text.num_prompt = len(encoded.token_ids)
         params = encoded.params
         chat = request.turns is not None
-        text.stream = self._codec.open_stream(encoded.token_ids, params, chat=chat, thinking=encoded.thinking)
+        try:
+            text.stream = self._codec.open_stream(encoded.token_ids, params, chat=chat, thinking=encoded.thinking)
+        except Exception as error:
+            self._refuse(request.request_id, _fault(request.request_id, error))
+            return
         if params.prompt_logprobs is not None:
             text.prompt_logprobs = PromptColumns(encoded.token_ids)
         if request.echo or request.return_prompt_ids:
@@ -168,6 +173,9 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         text = self._texts.pop(message.request_id, None)
         if text is not None and text.stream is not None:
             self._scheduler.put(message)
+
+    def _refuse(self, request_id: int, error: RequestError) -> None:
+        self._fail(Failed(request_id, error.message, error.status, error.code, error.param))
 
     def _fail(self, message: Failed) -> None:
         if self._texts.pop(message.request_id, None) is not None:
@@ -190,10 +198,15 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         ):
             text = self._texts.get(request_id)
             if text is not None:  # else it ended here already, by a stop string or a cancellation
-                if text.request.prompt_only:
-                    self._take_prompt(text, Finish(finish), message.embeddings.get(line, b""))
-                else:
-                    self._take_token(text, token_id, Finish(finish), message.logprobs.get(line))
+                try:
+                    if text.request.prompt_only:
+                        self._take_prompt(text, Finish(finish), message.embeddings.get(line, b""))
+                    else:
+                        self._take_token(text, token_id, Finish(finish), message.logprobs.get(line))
+                except Exception as error:
+                    self._texts[request_id] = text
+                    self._scheduler.put(Abort(request_id))
+                    self._refuse(request_id, _fault(request_id, error))
 
     def _take_prompt(self, text: _Text, finish: Finish, embedding: bytes) -> None:
         """The end of a request whose prompt is all that is wanted."""
@@ -274,3 +287,9 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             sampled=self._codec.token_text(token_id, logprobs.logprob),
             top=tuple(self._codec.token_text(*pair) for pair in zip(ids, values, strict=True)),
         )
+
+
+def _fault(request_id: int, error: Exception) -> RequestError:
+    """What a client is told when its text breaks the code that handles it; the log says what it was."""
+    log.error("request=%d failed in the tokenizer", request_id, exc_info=error)
+    return RequestError("internal error; the server log has the details", status=500, code="internal_error")

@@ -11,7 +11,7 @@ MAX_FRAME_BYTES = 64 << 20
 
 
 class WireError(CallboardError):
-    """A frame is too long, cut short, or not a message that we know."""
+    """A frame is too long, cut short, or not a message that we know; or a message is none that can be sent."""
 
 
 class Wire:
@@ -26,8 +26,11 @@ class Wire:
         self._decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(accepts, strict=True)
 
     def encode(self, message: Message) -> bytes:
-        """The frame of a message.  Raises WireError if it is over the limit."""
-        frame = self._encoder.encode(message)
+        """The frame of a message.  Raises WireError if it is over the limit, or has half of a surrogate pair in it."""
+        try:
+            frame = self._encoder.encode(message)
+        except UnicodeEncodeError as error:
+            raise WireError(f"link {self._name}: {type(message).__name__}: not valid Unicode: {error.reason}") from None
         if len(frame) > self._max_frame_bytes:
             kind = type(message).__name__
             raise WireError(f"link {self._name}: {kind} of {len(frame)} bytes exceeds {self._max_frame_bytes}")

@@ -8,7 +8,7 @@ import logging
 import torch
 
 from engine.config import Config
-from engine.errors import ConfigError, PluginError
+from engine.errors import ConfigError
 from engine.execution.attention import RankAttention
 from engine.execution.device import choose_device, choose_dtype, free_bytes, set_threads
 from engine.execution.host_memory import available_bytes
@@ -42,16 +42,18 @@ def load_runner(
     plugins: Plugins,
     *,
     rank: int,
+    local_rank: int | None = None,
     rendezvous: str = "",
     progress: bool,
     grammars: Grammars | None = None,
 ) -> ModelRunner:
     """Everything a rank needs, ready for its first step.  Runs on the device thread, of all ranks at the same time.
+    local_rank: which GPU of this machine it takes; None for the one of its rank's number.
     rendezvous: where this group's ranks meet, see ``CommContext``; empty for one rank.
     grammars: those of this process, where the text side lives in it as well.
 
     Raises ConfigError, WeightsError, PluginError, GraphError with a message for the user."""
-    device = choose_device(config.device, rank)
+    device = choose_device(config.device, rank if local_rank is None else local_rank)
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
     comm = _connect(config, plugins, rank, device, rendezvous)
     graphs = RankGraphs(config.graphs, device, comm)
@@ -107,7 +109,7 @@ def load_runner(
         left = graphs.device.memory().free_bytes
         report(rank, model, pool, needs, before - left, left)
     return ModelRunner(
-        rank=rank,
+        comm=comm,
         model=model,
         pool=pool,
         host_pool=_host_pool(config.kv.num_host_pages, pool, rank),
@@ -122,19 +124,14 @@ def load_runner(
 
 
 def _connect(config: Config, plugins: Plugins, rank: int, device: torch.device, rendezvous: str) -> Comm:
-    options = config.plugins.options
-    comm: Comm | None = plugins.hook.callboard_comm(
-        context=CommContext(
-            rank=rank,
-            size=config.device.tensor_parallel,
-            device=device.type,
-            rendezvous=rendezvous,
-            options=options.get(plugins.names["comm"], {}),
-        )
+    context = CommContext(
+        rank=rank,
+        size=config.device.tensor_parallel,
+        device=device.type,
+        rendezvous=rendezvous,
+        options=config.plugins.options.get(plugins.names["comm"], {}),
     )
-    if comm is None:
-        raise PluginError(f"plugin {plugins.names['comm']} built no communicator; it must implement callboard_comm")
-    return comm
+    return plugins.build(plugins.names["comm"], "callboard_comm", context, Comm)
 
 
 def _own_grammars(config: Config, spec: ModelSpec, plugins: Plugins) -> Grammars:

@@ -18,6 +18,7 @@ from engine.graphs.piecewise import Piecewise
 from engine.kv.host_pool import HostPool
 from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionBatch
+from engine.layers.comm import Comm
 from engine.layers.step import StepTensors
 from engine.messages import Admission, Step, StepDone
 from engine.models.decoder import Decoder
@@ -71,7 +72,7 @@ class ModelRunner:
     def __init__(
         self,
         *,
-        rank: int,
+        comm: Comm,
         model: Decoder,
         pool: KVPool,
         host_pool: HostPool | None,
@@ -84,7 +85,8 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...],
     ) -> None:
         self.num_pages = pool.num_pages
-        self._rank = rank
+        self._rank = comm.rank
+        self._comm = comm
         self._pool = pool
         self._host_pool = host_pool
         self._attention = attention
@@ -101,6 +103,10 @@ class ModelRunner:
         self._sampler = sampler
         self._eos_token_ids = eos_token_ids
         self._on_cuda = pool.data.device.type == "cuda"
+
+    def leave(self) -> None:
+        """See ``Runner``."""
+        self._comm.close()
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedStep:

@@ -1,7 +1,8 @@
 """Steps that are too large for the device are cut until they fit.
 
 Owns: how a step is cut in two, how the results become one, and what size has not fitted.  Does not know: torch, memory.
-For a single rank: ranks that run collectives would have to cut alike.
+A rank that is alone cuts a step when it has failed.  Ranks that run collectives must cut alike, and the others may be
+waiting in the middle of the step: there it is an error that says how large it was, and all start again with a limit.
 """
 
 import logging
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.actors.executor import PendingStep, Runner
+from engine.errors import StepTooLarge
 from engine.messages import PromptLogprobs, Step, StepDone
 
 log = logging.getLogger(__name__)
@@ -25,22 +27,28 @@ Ints = npt.NDArray[np.int32]
 class Shrinking:
     """A runner that survives ``MemoryError`` where a smaller step would: the step's batch is launched in parts.
 
-    A size that has not fitted is not tried again, so one bad step does not make every later one fail first."""
+    A size that has not fitted is not tried again, so one bad step does not make every later one fail first.
+    alone: it is the only rank.  most_tokens: steps with more are cut; 0 for no limit."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, *, alone: bool = True, most_tokens: int = 0) -> None:
         self.num_pages = runner.num_pages
         self.num_shrunk = 0
         self._runner = runner
-        self._most_tokens: int | None = None
+        self._alone = alone
+        self._most_tokens = most_tokens
 
     def launch(self, step: Step) -> PendingStep:
-        """Launch, in as many parts as it takes.  Raises MemoryError if not even one token fits."""
-        if self._most_tokens is None or num_tokens(step) <= self._most_tokens:
+        """Launch, in as many parts as it takes.
+
+        Raises MemoryError if not even one token fits, StepTooLarge if that is not known and the rank is not alone."""
+        if not self._most_tokens or num_tokens(step) <= self._most_tokens:
             try:
                 return self._runner.launch(step)
             except MemoryError as error:
                 if num_tokens(step) < 2:
                     raise
+                if not self._alone:
+                    raise StepTooLarge(f"no room for a step of {num_tokens(step)} tokens", num_tokens(step)) from error
                 self._note(num_tokens(step), error)
                 changes_made = True
         else:
@@ -50,6 +58,10 @@ class Shrinking:
             first = msgspec.structs.replace(step, **batch_of(first))
         parts = [(first, self.launch(first)), (second, self.launch(second))]
         return _Parts(step, parts)
+
+    def leave(self) -> None:
+        """See ``Runner``."""
+        self._runner.leave()
 
     def _note(self, num_tokens: int, error: MemoryError) -> None:
         self.num_shrunk += 1

@@ -5,7 +5,7 @@ Owns: the order among candidates.  Does not know: which nodes are candidates (th
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from engine.kv.node import Node
 
@@ -33,6 +33,7 @@ class Candidate(Protocol):
     def num_pages(self) -> int: ...
 
 
+@runtime_checkable
 class EvictionStrategy(Protocol):
     """Decides which candidate goes first."""
 
@@ -40,6 +41,7 @@ class EvictionStrategy(Protocol):
         """Smaller goes first; among equals, who became a candidate first.  Always the same number of ints.
 
         Asked whenever something becomes a candidate; nothing a strategy sees but num_pages changes while it is one.
+        If it raises or returns anything else, that is logged with the plugin's name, and it is asked no more.
         """
         ...
 

@@ -1,10 +1,11 @@
 """What a layer needs from the communication library: the Protocol that comm plugins implement."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 
+@runtime_checkable
 class Comm(Protocol):
     """Collectives over one tensor-parallel group.  All ranks call the same ones in the same order."""
 

@@ -7,6 +7,7 @@ small as a step's it costs nothing that could be measured.
 """
 
 import asyncio
+import hashlib
 import logging
 from typing import Any
 
@@ -30,6 +31,13 @@ class KeyPair(msgspec.Struct, frozen=True, array_like=True):
     def draw(cls) -> "KeyPair":
         """A new one."""
         return cls(*zmq.curve_keypair())
+
+    @classmethod
+    def derive(cls, shared: str, purpose: str) -> "KeyPair":
+        """The one that everybody who knows the shared secret comes to for this purpose, and nobody else does."""
+        key = hashlib.blake2b(shared.encode(), digest_size=32).digest()
+        secret = z85.encode(hashlib.blake2b(purpose.encode(), key=key, digest_size=32).digest())
+        return cls(zmq.curve_public(secret), secret)
 
 
 class ClientKeys(msgspec.Struct, frozen=True, array_like=True):

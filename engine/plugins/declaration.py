@@ -10,6 +10,7 @@ Owns: Declaration, the API versions that are supported, finding a declaration.  
 
 import ast
 import sys
+import threading
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -20,6 +21,8 @@ from engine.errors import PluginError
 from engine.plugins.hookspecs import API_VERSION, OLDEST_API_VERSION, AttentionContext
 
 CONSTANT = "CALLBOARD_PLUGIN"
+# CPython 3.11 counts the depth of a tree once for all threads, and ranks that are threads load at the same time.
+PARSING = threading.Lock()
 
 
 class Multiples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,7 +110,8 @@ def read_declaration(module: str) -> Declaration | None:
     if source is None:
         return None
     try:
-        body = ast.parse(source).body
+        with PARSING:
+            body = ast.parse(source).body
     except SyntaxError as error:
         raise PluginError(f"{module} is not valid Python: {error.msg}, line {error.lineno}") from None
     for statement in body:

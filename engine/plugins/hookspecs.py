@@ -52,8 +52,8 @@ class AttentionContext:
 @dataclass(frozen=True, slots=True)
 class CommContext:
     """What a communication plugin is told.  device: 'cpu' or 'cuda'; on a GPU the rank's own is the current one.
-    rendezvous: URL where this group's ranks, and nobody else, meet: file:///path, tcp://host:port or env://; empty for
-    one rank.  options: the plugin's own table from the configuration."""
+    rendezvous: URL where this group's ranks, and nobody else, meet: file:///path, tcp://host:port, store://host:port/name
+    or env://; empty for one rank.  options: the plugin's own table from the configuration."""
 
     rank: int
     size: int

@@ -8,20 +8,23 @@ Importing this file imports no plugin.
 import inspect
 import logging
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
-from typing import Any
+from typing import Any, TypeVar
 
 import pluggy
 
 from engine.config import AttentionNames
-from engine.errors import PluginError
+from engine.errors import CallboardError, PluginError
 from engine.plugins import hookspecs
 from engine.plugins.declaration import CONSTANT, Declaration, check_api, convert_declaration, read_declaration
 
 log = logging.getLogger(__name__)
+
+Built = TypeVar("Built")
 
 ENTRY_POINT_GROUP = "callboard"
 DISTRIBUTION = "callboard"
@@ -219,6 +222,33 @@ class Plugins:
             if impl.plugin_name != full_name
         ]
         return self._manager.subset_hook_caller(hook_name, others)
+
+    def build(self, full_name: str, hook_name: str, context: object, kind: type[Built]) -> Built:
+        """What a plugin's constructor hook makes.  kind: the protocol that it must be of.
+
+        Raises PluginError, which names the plugin whatever it did instead."""
+        info = self.known[full_name]
+        try:
+            built: object = self.asking(full_name, hook_name)(context=context)
+        except CallboardError:
+            raise
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            raise PluginError(
+                f"plugin {info.label} raised {error!r} in {hook_name} ({where.filename}:{where.lineno})"
+            ) from error
+        if not isinstance(built, kind):
+            lacking = "" if built is None else f", which is no {kind.__name__}"
+            raise PluginError(
+                f"plugin {info.label}: {hook_name} must be implemented, and built {built!r:.100}{lacking}"
+            )
+        return built
+
+    def raised(self, full_name: str, hook_name: str, error: Exception) -> PluginError:
+        """What to raise when a plugin's hook did: its name, and the line in it."""
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        label = self.known[full_name].label if full_name in self.known else full_name
+        return PluginError(f"plugin {label} raised {error!r} in {hook_name} ({where.filename}:{where.lineno})")
 
     def implementations(self, hook_name: str) -> list[pluggy.HookImpl]:
         """Each loaded plugin's answer to a hook that several may answer, in the order in which they were loaded."""

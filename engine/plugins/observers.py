@@ -11,7 +11,7 @@ from typing import Any
 
 from pluggy import HookImpl
 
-from engine.errors import PluginError
+from engine.errors import CallboardError, PluginError
 from engine.kv.events import KVEvent
 from engine.plugins.hookspecs import ObserverContext
 from engine.plugins.manager import Plugins
@@ -44,7 +44,7 @@ class Observers:
         built = dict.fromkeys(plugins.observers, "")
         for impl in plugins.implementations("callboard_observer"):
             context = ObserverContext(page_size, options.get(impl.plugin_name, {}))
-            observer = _call(impl, context=context)
+            observer = _build(plugins, impl, context)
             if observer is not None:
                 # The name that log lines show; the module keeps its own.
                 built[impl.plugin_name] = f"{impl.plugin_name} ({type(observer).__name__})"
@@ -111,6 +111,15 @@ class Observers:
                     took_s * 1000,
                     impl.function.__name__,
                 )
+
+
+def _build(plugins: Plugins, impl: HookImpl, context: ObserverContext) -> object:
+    try:
+        return _call(impl, context=context)
+    except CallboardError:
+        raise
+    except Exception as error:
+        raise plugins.raised(impl.plugin_name, "callboard_observer", error) from error
 
 
 def _call(impl: HookImpl, **arguments: object) -> object:

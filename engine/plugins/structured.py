@@ -7,7 +7,6 @@ since its tables for a large vocabulary take a second and tens of megabytes that
 from collections.abc import Callable
 from typing import Any
 
-from engine.errors import PluginError
 from engine.plugins.hookspecs import GrammarContext
 from engine.plugins.manager import Plugins
 from engine.sampling.grammar import GrammarEngine
@@ -35,9 +34,6 @@ def plugin_grammars(
             eos_token_ids=eos_token_ids,
             options=options.get(name, {}),
         )
-        engine: GrammarEngine | None = plugins.hook.callboard_grammar_engine(context=context)
-        if engine is None:
-            raise PluginError(f"plugin {name} built no engine; it must implement callboard_grammar_engine")
-        return engine
+        return plugins.build(name, "callboard_grammar_engine", context, GrammarEngine)
 
-    return Grammars(new_engine)
+    return Grammars(new_engine, name=name)

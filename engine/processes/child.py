@@ -14,8 +14,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from engine.config import ENVIRONMENT_PREFIX
 from engine.processes.assignment import Ticket
 
+CLUSTER_KEY = f"{ENVIRONMENT_PREFIX}PLACEMENT__CLUSTER_KEY"  # nothing that a child would need
 BLOCKED = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -32,7 +34,10 @@ class Child:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module],
                 stdin=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                env={
+                    **{name: value for name, value in os.environ.items() if name != CLUSTER_KEY},
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                },
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -9,23 +9,24 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import assert_never
 
-import zmq
 from msgspec import structs
 
-from engine.actors.group import RankLost, Reports
+from engine.actors.group import RankLost, Reports, Terms
 from engine.actors.mailbox import Link
-from engine.config import Config, with_pages
-from engine.errors import ConfigError
-from engine.links.curve import ClientKeys, Doorman, KeyPair
-from engine.links.directory import SocketDirectory
+from engine.config import Config, with_pages, without_cluster_key
+from engine.errors import CallboardError, ConfigError, EngineDied
 from engine.links.socket import LinkError, SocketLink
+from engine.logs import LogSettings
 from engine.messages import ExecutorAlive, ExecutorFailed, ExecutorReady, RankGroupInbox, Step, StepDone, Stop
-from engine.models.checkpoint import resolve_checkpoint
-from engine.processes.assignment import Assignment, Ticket, spoken_error
+from engine.models.checkpoint import read_spec, resolve_checkpoint
+from engine.models.fingerprint import fingerprint
+from engine.processes.assignment import Assignment, Place, Ticket, spoken_error
 from engine.processes.child import Child
+from engine.processes.head import Call, Head, named
+from engine.processes.seat import Seat
+from engine.processes.switchboard import Switchboard
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ KILL_TIMEOUT_S = 10.0
 class ProcessPlacement:
     """max_len: longest sequence.  capacity: of an executor's mailbox.  num_ranks: tensor-parallel size.
 
-    module: what a rank's process runs."""
+    module: what a rank's process runs.  head: of the machines that the ranks are on; None if they are all on this one.
+    """
 
     can_kill = True
 
@@ -52,6 +54,7 @@ class ProcessPlacement:
         capacity: int,
         progress: bool,
         module: str = "engine.processes.executor",
+        head: Head | None = None,
     ) -> None:
         if sys.platform != "linux":
             raise ConfigError("placement.executor=process: processes are watched in Linux's ways; use 'inline' here")
@@ -62,56 +65,69 @@ class ProcessPlacement:
         self._capacity = capacity
         self._progress = progress
         self._module = module
+        self._head = head
 
-    def start(self, reports: Reports, num_pages: int) -> "ProcessRanks":
+    def start(self, reports: Reports, terms: Terms) -> "ProcessRanks":
         """Start a process per rank.  Raises ConfigError or LinkError if their links cannot be made."""
-        config = self._config if not num_pages else with_pages(self._config, num_pages)
-        path = str(resolve_checkpoint(config.model.path, config.model.revision))
-        config = structs.replace(config, model=structs.replace(config.model, path=path))
+        config = without_cluster_key(self._config)
+        if terms.num_pages:
+            config = with_pages(config, terms.num_pages)
+        path = resolve_checkpoint(config.model.path, config.model.revision)
+        config = structs.replace(config, model=structs.replace(config.model, path=str(path)))
+        told = "" if self._head is None else fingerprint(read_spec(path), config.model.load_format)
         assignments = [
             Assignment(
                 rank=rank,
                 num_ranks=self._num_ranks,
                 rendezvous="",
                 config=config,
+                most_tokens=terms.most_tokens,
                 max_len=self._max_len,
                 capacity=self._capacity,
                 heartbeat_s=self.silence_timeout_s / BEATS,
-                log_level=logging.getLogger().getEffectiveLevel(),
+                logs=LogSettings.here(),
                 progress=self._progress and not rank,
+                fingerprint=told if rank else "",
             )
             for rank in range(self._num_ranks)
         ]
-        return ProcessRanks(assignments, reports, self._module)
+        return ProcessRanks(assignments, reports, self._module, self._head)
 
 
 class ProcessRanks:
     """One generation."""
 
-    def __init__(self, assignments: Sequence[Assignment], reports: Reports, module: str) -> None:
+    def __init__(
+        self, assignments: Sequence[Assignment], reports: Reports, module: str, head: Head | None = None
+    ) -> None:
         self._assignments = assignments
         self._reports = reports
         self._module = module
         self._connected: set[int] = set()
         self._ready: set[int] = set()
-        self._context = zmq.Context()
-        self._doorman = Doorman(self._context)
-        self._directory: SocketDirectory | None = None
         self._sockets: list[SocketLink[RankGroupInbox]] = []
-        self._children: list[Child] = []
+        self._children: list[Child | Seat] = []
         self._ending = False
+        several = len(assignments) > 1
+        self._call: Call | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        if head is None:
+            # Ranks meet in a directory also where the links are TCP: these are on this machine.
+            self._switchboard = Switchboard(assignments[0].config.placement.link, meeting=several)
+            rendezvous = self._switchboard.rendezvous
+        else:
+            self._call = head.call(self._lost_elsewhere)
+            self._switchboard = Switchboard("unix")  # for rank 0's executor, which is on this machine
+            rendezvous = self._call.rendezvous
         try:
-            where = assignments[0].config.placement.link
-            if where.startswith("unix"):
-                base = where.removeprefix("unix").removeprefix(":")
-                self._directory = SocketDirectory(Path(base) if base else None)
-            if len(assignments) > 1:
-                # Also where the links are TCP: these ranks are on this machine.
-                self._directory = self._directory or SocketDirectory()
-                rendezvous = self._directory.rendezvous()
+            if several:
                 self._assignments = [structs.replace(one, rendezvous=rendezvous) for one in assignments]
             for assignment in self._assignments:
-                self._start(assignment)
+                self._start(assignment, head)
+            if self._call is not None and head is not None:
+                self._call.begin()
+                loop = asyncio.get_running_loop()
+                self._deadline = loop.call_later(head.join_timeout_s, self._check_joined, head.join_timeout_s)
         except BaseException:
             self._let_go()
             raise
@@ -119,22 +135,26 @@ class ProcessRanks:
 
     @property
     def pids(self) -> list[int]:
-        """The processes, in the order of ranks."""
-        return [child.pid for child in self._children]
+        """The processes on this machine, in the order of ranks."""
+        return [child.pid for child in self._children if isinstance(child, Child)]
 
-    def _start(self, assignment: Assignment) -> None:
-        rank, where = assignment.rank, assignment.config.placement.link
+    def _start(self, assignment: Assignment, head: Head | None) -> None:
+        rank = assignment.rank
         name = f"executor{rank}"
-        link: SocketLink[RankGroupInbox] = SocketLink(
-            name, self._context, RankGroupInbox, partial(self._take, rank), capacity=LINK_CAPACITY
+        link, endpoint, keys = self._switchboard.open(
+            name,
+            RankGroupInbox,
+            partial(self._take, rank),
+            capacity=LINK_CAPACITY,
+            place=self._call.link(rank) if self._call is not None and rank else None,
         )
         self._sockets.append(link)
-        ours, theirs = KeyPair.draw(), KeyPair.draw()
-        self._doorman.admit(name, frozenset((theirs.public,)))
-        if where.startswith("unix"):
-            assert self._directory is not None
-            where = self._directory.endpoint(name)
-        ticket = Ticket(rank, name, link.bind(where, ours), ClientKeys(theirs, ours.public), parent=os.getpid())
+        if self._call is not None and rank:
+            self._call.add(rank, endpoint)
+            self._children.append(Seat())
+            return
+        place = Place(head.cluster.local_rank) if head is not None else None
+        ticket = Ticket(rank, name, endpoint, keys, parent=os.getpid(), place=place)
         self._children.append(Child(self._module, ticket, partial(self._ended, rank)))
 
     # ---- what ranks say ---------------------------------------------------------------------
@@ -147,6 +167,8 @@ class ProcessRanks:
             case ExecutorAlive():
                 if rank not in self._connected:
                     self._connected.add(rank)
+                    if self._call is not None and rank:
+                        log.info("rank %d has joined", rank)
                     self._sockets[rank].put(self._assignments[rank])
                     self._leave_directory()
                 self._reports.heard(rank, message)
@@ -155,8 +177,8 @@ class ProcessRanks:
                     self._ready.add(rank)
                     self._leave_directory()
                 self._reports.heard(rank, message)
-            case ExecutorFailed(kind=kind, message=text):
-                error = spoken_error(kind, text, rank)
+            case ExecutorFailed():
+                error = spoken_error(message)
                 self._reports.lost(RankLost(str(error), error=error))
             case _:
                 assert_never(message)
@@ -164,13 +186,29 @@ class ProcessRanks:
     def _leave_directory(self) -> None:
         """Connected sockets need no file, and ranks that have met need no meeting place: leave nothing to clean up."""
         num_ranks = len(self._assignments)
-        if self._directory is not None and len(self._connected if num_ranks == 1 else self._ready) == num_ranks:
-            self._directory.remove()
+        if len(self._connected if num_ranks == 1 else self._ready) == num_ranks:
+            self._switchboard.leave_directory()
 
     def _ended(self, rank: int, how: str) -> None:
         if not self._ending:
             loss = RankLost(f"executor{rank} {how}")
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._reports.lost, loss)
+
+    def _lost_elsewhere(self, rank: int, how: str, error: CallboardError | None) -> None:
+        seat = self._children[rank]
+        assert isinstance(seat, Seat)
+        seat.leave()
+        if error is not None and not self._ending:
+            self._reports.lost(RankLost(str(error), error=error))
+        else:
+            self._ended(rank, how)
+
+    def _check_joined(self, timeout_s: float) -> None:
+        missing = [one.rank for one in self._assignments if one.rank not in self._connected]
+        if missing and not self._ending:
+            has = "have" if len(missing) > 1 else "has"
+            error = EngineDied(f"{named(missing)} {has} not joined within {timeout_s:g} s")
+            self._reports.lost(RankLost(str(error), error=error))
 
     # ---- the end ----------------------------------------------------------------------------
 
@@ -188,16 +226,15 @@ class ProcessRanks:
         """End every process that is left, and let go of links and files."""
         self._let_go()
         for rank, child in enumerate(self._children):
-            if not await child.wait(KILL_TIMEOUT_S):
+            if isinstance(child, Child) and not await child.wait(KILL_TIMEOUT_S):
                 log.error("executor%d (pid %d) does not die; it holds its device", rank, child.pid)
 
     def _let_go(self) -> None:
         self._ending = True
+        if self._deadline is not None:
+            self._deadline.cancel()
         for child in self._children:
             child.kill()
-        for link in self._sockets:
-            link.close()
-        self._doorman.close()
-        if self._directory is not None:
-            self._directory.remove()
-        self._context.term()
+        if self._call is not None:
+            self._call.end()
+        self._switchboard.close()

@@ -8,6 +8,7 @@ waits for that token and computes the mask while the forward pass of the next st
 mask only when it has queued that pass.  The scheduler plans ahead as it always does.
 """
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from engine.errors import RequestError
 from engine.sampling.grammar import GrammarFailure, Matcher
 from engine.sampling.grammars import Grammars
 from engine.sampling.params import SamplingParams
+
+log = logging.getLogger(__name__)
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -129,15 +132,18 @@ class Constraints:
         words = np.zeros((len(rows), self._num_words), dtype=np.int32)
         failures: dict[int, str] = {}
         for index, row in enumerate(rows):
+            token_id = row.last() if row.last is not None else -1  # waits for the device, whose errors are not ours
+            row.last = None
             try:
                 matcher = row.matcher.result()
-                if row.last is not None:
-                    token_id = row.last()
-                    row.last = None
-                    if token_id >= 0:  # else the row has failed, and nobody reads it any more
-                        matcher.consume(token_id)
+                if token_id >= 0:  # else the row has failed, and nobody reads it any more
+                    matcher.consume(token_id)
                 matcher.fill(words[index])
             except (GrammarFailure, RequestError) as error:
                 words[index] = 0
                 failures[index] = f"the grammar of this request cannot go on: {error}"
+            except Exception:  # of a plugin
+                log.exception("a matcher of plugin %s raised; its request ends", self._grammars.name)
+                words[index] = 0
+                failures[index] = "the grammar of this request cannot go on; the server log has the details"
         return words, failures

@@ -4,7 +4,7 @@ Owns: the protocols.  Does not know: any library, requests, devices.
 A mask has a bit per token of the model's vocabulary, packed into int32 words: token t is bit t % 32 of word t // 32.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ class Matcher(Protocol):
         ...
 
 
+@runtime_checkable
 class CompiledGrammar(Protocol):
     """A grammar that has been checked.  num_bytes: about how much memory it holds."""
 
@@ -43,6 +44,7 @@ class CompiledGrammar(Protocol):
         ...
 
 
+@runtime_checkable
 class GrammarEngine(Protocol):
     """Compiles grammars for one model; any thread may call it.
 

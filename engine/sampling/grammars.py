@@ -4,21 +4,28 @@ Owns: the plugin's engine, built when the first request needs it, and the cache.
 The tokenizer asks from its worker threads, to refuse what is wrong; the executor asks again from its own and finds it.
 """
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
+from engine.errors import CallboardError, RequestError
 from engine.sampling.grammar import CompiledGrammar, GrammarEngine, Matcher
 from engine.sampling.params import Grammar
+
+log = logging.getLogger(__name__)
 
 MAX_CACHE_BYTES = 64 << 20
 
 
 class Grammars:
     """new_engine: builds the plugin's engine, which takes a second for a large vocabulary.
-    max_cache_bytes: of compiled grammars."""
+    max_cache_bytes: of compiled grammars.  name: of the plugin, for the log."""
 
-    def __init__(self, new_engine: Callable[[], GrammarEngine], max_cache_bytes: int = MAX_CACHE_BYTES) -> None:
+    def __init__(
+        self, new_engine: Callable[[], GrammarEngine], max_cache_bytes: int = MAX_CACHE_BYTES, name: str = "grammar"
+    ) -> None:
+        self.name = name
         self._new_engine = new_engine
         self._max_cache_bytes = max_cache_bytes
         self._engine: GrammarEngine | None = None
@@ -48,7 +55,7 @@ class Grammars:
                 return found
         with self._building:
             engine = self._engine = self._engine or self._new_engine()
-        compiled = engine.compile(grammar)
+        compiled = self._compile(engine, grammar)
         with self._caching:
             if grammar not in self._cache:
                 self._cache[grammar] = compiled
@@ -56,3 +63,19 @@ class Grammars:
             while self._num_bytes > self._max_cache_bytes and len(self._cache) > 1:
                 self._num_bytes -= self._cache.popitem(last=False)[1].num_bytes
         return compiled
+
+    def _compile(self, engine: GrammarEngine, grammar: Grammar) -> CompiledGrammar:
+        try:
+            compiled = engine.compile(grammar)
+            if not isinstance(compiled, CompiledGrammar):
+                raise TypeError(f"compile returned {compiled!r}")
+            return compiled
+        except CallboardError:
+            raise
+        except Exception as error:
+            log.exception("plugin %s raised over a grammar; its request ends", self.name)
+            raise RequestError(
+                "the grammar of this request could not be read; the server log has the details",
+                status=500,
+                code="internal_error",
+            ) from error

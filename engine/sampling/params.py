@@ -99,6 +99,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.grammar is not None and len(self.grammar.source) > MAX_GRAMMAR_CHARS:
             raise _refused("grammar", f"{len(self.grammar.source)} characters", f"at most {MAX_GRAMMAR_CHARS}")
+        if self.grammar is not None:
+            _check_unicode("grammar", self.grammar.source)
         self._check_stops(vocab_size)
         self._check_bias(vocab_size)
 
@@ -110,6 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise _refused(
                     "stop", f"a string of {len(text)} characters", f"1 to {MAX_STOP_STRING_CHARS} characters"
                 )
+            _check_unicode("stop", text)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise _refused("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS}")
         for token_id in self.stop_token_ids:
@@ -137,6 +140,13 @@ def _within(field: str, value: float, low: float, high: float, *, low_open: bool
     inside = math.isfinite(value) and low <= value <= high and not (low_open and value == low)
     if not inside:
         raise _refused(field, value, f"{'above' if low_open else 'from'} {low:g} to {high:g}")
+
+
+def _check_unicode(field: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{field}: not valid Unicode (lone surrogate)", param=field) from None
 
 
 def _refused(field: str, observed: object, allowed: str) -> RequestError:

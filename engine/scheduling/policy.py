@@ -3,7 +3,7 @@
 Owns: what a policy is and what it may look at.  Does not know: rows, pages, how many may start.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 Rank = tuple[int, ...]
 
@@ -28,6 +28,7 @@ class Waiting(Protocol):
     def num_overtaken(self) -> int: ...
 
 
+@runtime_checkable
 class SchedulingPolicy(Protocol):
     """Decides the order of the waiting queue; who stands first and does not fit is waited for, never passed over."""
 
@@ -41,5 +42,6 @@ class SchedulingPolicy(Protocol):
     def rank(self, waiting: Waiting) -> Rank:
         """Smaller runs first; among equals, who arrived first.  Always the same number of ints.
 
-        Among equally urgent requests nobody may wait for ever, however many better placed ones follow."""
+        Among equally urgent requests nobody may wait for ever, however many better placed ones follow.
+        If it raises or returns anything else, that is logged with the plugin's name, and it is asked no more."""
         ...

@@ -28,6 +28,7 @@ from engine.text.reasoning import CLOSE, OPEN
 from engine.text.tool_format import ToolFormat, detect_format, explains_tools, explanation
 
 _MAX_REASON_CHARS: Final = 500
+_END: Final = "\ue000end\ue000"  # of a private plane of Unicode: no template writes it
 PLAIN: Final = ChatOptions()
 
 
@@ -68,6 +69,8 @@ class ChatTemplate:
 
     def render(self, turns: Sequence[ChatTurn], options: ChatOptions = PLAIN) -> str:
         """The text up to where the assistant's answer begins or goes on.  Raises RequestError if the template fails."""
+        if options.continue_final:
+            turns = [*turns[:-1], _marked(turns[-1])]
         messages = [_message(turn) for turn in turns]
         tools = msgspec.json.decode(options.tools) if options.tools else None
         if tools and not self._explains_tools:
@@ -75,7 +78,7 @@ class ChatTemplate:
         variables = msgspec.json.decode(options.variables, type=dict[str, Any]) if options.variables else {}
         given = {"tools": tools, "messages": messages, "add_generation_prompt": options.add_generation_prompt}
         text = self._rendered({**self._variables, **variables, **given})
-        return _up_to_end_of(turns[-1], text) if options.continue_final else text
+        return _up_to_mark(text) if options.continue_final else text
 
     def _rendered(self, variables: Mapping[str, Any]) -> str:
         try:
@@ -117,16 +120,28 @@ def _with_system_text(messages: list[dict[str, Any]], text: str) -> list[dict[st
     return [{"role": "system", "content": text}, *messages]
 
 
-def _up_to_end_of(turn: ChatTurn, text: str) -> str:
-    """The text without what a template writes behind the last message.  Raises RequestError."""
-    content = turn.content.strip()
-    at = text.rfind(content) if content else -1
+def _marked(turn: ChatTurn) -> ChatTurn:
+    """The turn with a mark where its text ends: the text alone may well stand in the template's own words too.
+
+    Raises RequestError if there is no text."""
+    if not turn.content.strip():
+        raise _cannot_continue()
+    return msgspec.structs.replace(turn, content=turn.content + _END)
+
+
+def _up_to_mark(text: str) -> str:
+    """Without what a template writes behind the last message.  Raises RequestError if it does not show its text."""
+    at = text.rfind(_END)
     if at < 0:
-        raise RequestError(
-            "continue_final_message: the last message is empty, or the model's chat template changes it",
-            param="continue_final_message",
-        )
-    return text[: at + len(content)] + turn.content[len(turn.content.rstrip()) :]
+        raise _cannot_continue()
+    return text[:at]
+
+
+def _cannot_continue() -> RequestError:
+    return RequestError(
+        "continue_final_message: the last message is empty, or the model's chat template changes it",
+        param="continue_final_message",
+    )
 
 
 class _GenerationBlock(Extension):

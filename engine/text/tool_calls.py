@@ -6,7 +6,7 @@ The result does not depend on how the text is cut into pieces, and text is never
 none comes out as text.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from engine.text.call_scanner import CallScanner
@@ -22,11 +22,27 @@ class CallPiece:
     arguments: str
 
 
+Part = str | CallPiece  # text, or a part of a call
+
+
+def text_and_calls(parts: Iterable[Part]) -> tuple[str, list[CallPiece]]:
+    """The two by themselves, where their order among each other does not matter."""
+    found: tuple[list[str], list[CallPiece]] = ([], [])
+    for part in parts:
+        if isinstance(part, str):
+            found[0].append(part)
+        else:
+            found[1].append(part)
+    return "".join(found[0]), found[1]
+
+
 class ToolCallParser:
-    """names: of the functions there are.  max_calls: later ones are dropped."""
+    """names: of the functions there are.  max_calls: later ones are dropped.
+    num_calls: so far.  cut_off: the output has ended within a call, whose arguments are not whole."""
 
     def __init__(self, form: ToolFormat, names: Collection[str], max_calls: int | None = None) -> None:
         self.num_calls = 0
+        self.cut_off = False
         self._hermes = form == "hermes"
         self._names = names
         self._max_calls = max_calls
@@ -38,29 +54,28 @@ class ToolCallParser:
         self._at_start = True
         self._behind_call = False
         self._text_only = False
-        self._content: list[str] = []
-        self._pieces: list[CallPiece] = []
+        self._parts: list[Part] = []
 
-    def push(self, text: str) -> tuple[str, list[CallPiece]]:
-        """(text, parts of calls) that are certain now."""
+    def push(self, text: str) -> list[Part]:
+        """What is certain now, in order."""
         self._pending += text
         while self._pending and self._advance():
             pass
         return self._take()
 
-    def finish(self) -> tuple[str, list[CallPiece]]:
+    def finish(self) -> list[Part]:
         """No more text comes: what was held back."""
+        self.cut_off = self._shown and (self._skipping or (self._scanner is not None and self._announced))
         if not self._announced:
-            self._content += self._raw
+            self._parts += self._raw
         if not self._skipping and self._scanner is None and not (self._at_start and self.num_calls):
-            self._content.append(self._pending)
+            self._parts.append(self._pending)
         self._pending, self._raw = "", []
         return self._take()
 
-    def _take(self) -> tuple[str, list[CallPiece]]:
-        content, self._content = "".join(self._content), []
-        pieces, self._pieces = self._pieces, []
-        return content, pieces
+    def _take(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return [part for part in parts if part != ""]
 
     def _advance(self) -> bool:
         """Handle some of what is pending; False if it takes more text to go on."""
@@ -69,7 +84,7 @@ class ToolCallParser:
         if self._scanner is not None:
             return self._scan()
         if self._text_only:
-            self._content.append(self._pending)
+            self._parts.append(self._pending)
             self._pending = ""
             return False
         return self._find_hermes() if self._hermes else self._find_llama()
@@ -92,10 +107,10 @@ class ToolCallParser:
                 self._pending = rest
         before, marker, rest = self._pending.partition(CALL_OPEN)
         if marker:
-            self._content.append(before)
+            self._parts.append(before)
             return self._begin(CALL_OPEN, rest)
         num_certain = len(self._pending) - _num_begun(self._pending, CALL_OPEN)
-        self._content.append(self._pending[:num_certain])
+        self._parts.append(self._pending[:num_certain])
         self._pending = self._pending[num_certain:]
         return False
 
@@ -135,7 +150,7 @@ class ToolCallParser:
                 self._give_back(rest)
                 return True
         if self._announced and arguments and self._shown:
-            self._pieces.append(CallPiece(self.num_calls - 1, None, arguments))
+            self._parts.append(CallPiece(self.num_calls - 1, None, arguments))
         if scanner.broken:
             self._give_back(rest)
             return True
@@ -149,7 +164,7 @@ class ToolCallParser:
         self._announced, self._raw = True, []
         self.num_calls += 1
         if self._shown:
-            self._pieces.append(CallPiece(self.num_calls - 1, name, ""))
+            self._parts.append(CallPiece(self.num_calls - 1, name, ""))
 
     @property
     def _shown(self) -> bool:
@@ -162,7 +177,7 @@ class ToolCallParser:
             self._skipping, self._pending = True, rest
             return
         opening, *read = self._raw
-        self._content.append(opening)
+        self._parts.append(opening)
         self._pending, self._raw = "".join(read), []
         self._announced = True
         self._at_start = self._behind_call = False

@@ -6,6 +6,7 @@ Owns: the two formats and how to tell which one a chat template means.  Does not
 'llama3':              {"name": "f", "parameters": {...}}, several joined by "; "
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
@@ -18,6 +19,8 @@ ToolFormat = Literal["hermes", "llama3"]
 CALL_OPEN: Final = "<tool_call>"
 CALL_CLOSE: Final = "</tool_call>"
 PYTHON_TAG: Final = "<|python_tag|>"  # Llama may begin its calls with it
+
+_SPACE: Final = r"[ \t\r\n]*"
 
 _EXPLANATION: Final = """\
 You may call one or more functions to assist with the user query.
@@ -48,12 +51,29 @@ class CallShape(msgspec.Struct, frozen=True):
     end: str
 
 
-class CallsShape(msgspec.Struct, frozen=True):
-    """The source of a grammar of kind 'tool_calls': one or several of ``calls``, joined by ``separator``."""
+class Otherwise(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an output may be that is no call.
+
+    kind, source: of a grammar, or 'text' for free text.  opening: where it stands in free text, a call begins; empty
+    if calls are the whole output.  not_begun: an expression that matches how free text may not begin then.
+    """
+
+    kind: str
+    source: str = ""
+    opening: str = ""
+    not_begun: str = ""
+
+
+class CallsShape(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The source of a grammar of kind 'tool_calls': one or several of ``calls``, joined by ``separator``.
+
+    tag: may stand in front of them all.  otherwise: None if there must be a call."""
 
     calls: list[CallShape]
     separator: str
     many: bool
+    tag: str = ""
+    otherwise: Otherwise | None = None
 
 
 def detect_format(template: str) -> ToolFormat:
@@ -75,10 +95,38 @@ def explanation(tools: Sequence[object]) -> str:
 
 def demand_calls(tools: Sequence[Tool], form: ToolFormat, *, many: bool) -> Grammar:
     """The grammar of an output that is a call of one of ``tools``, or several if ``many``."""
-    shape = CallsShape(
-        [_call_shape(tool, form) for tool in tools], separator="\n" if form == "hermes" else "; ", many=many
-    )
+    return _grammar(CallsShape([_call_shape(tool, form) for tool in tools], _separator(form), many))
+
+
+def allow_calls(tools: Sequence[Tool], form: ToolFormat, answer: Grammar | None, *, many: bool) -> Grammar:
+    """The grammar of an output that is free to call, and whose calls are as ``tools`` say.
+
+    answer: what it must be if it does not call; None for any text, which in the hermes format may stand beside calls.
+    """
+    hermes = form == "hermes"
+    if answer is not None:
+        otherwise = Otherwise(answer.kind, answer.source)
+    elif hermes:
+        otherwise = Otherwise("text", opening=CALL_OPEN)
+    else:
+        otherwise = Otherwise("text", not_begun=_begun_call(tools))
+    calls = [_call_shape(tool, form) for tool in tools]
+    return _grammar(CallsShape(calls, _separator(form), many, "" if hermes else PYTHON_TAG, otherwise))
+
+
+def _grammar(shape: CallsShape) -> Grammar:
     return Grammar("tool_calls", msgspec.json.encode(shape).decode())
+
+
+def _separator(form: ToolFormat) -> str:
+    return "\n" if form == "hermes" else "; "
+
+
+def _begun_call(tools: Sequence[Tool]) -> str:
+    """What is read as the beginning of a call in the llama3 format."""
+    names = "|".join(re.escape(tool.name) for tool in tools)
+    key = rf'"name"{_SPACE}:{_SPACE}"({names})"|"parameters"|"arguments"|"type"{_SPACE}:{_SPACE}"function"'
+    return rf"{_SPACE}({re.escape(PYTHON_TAG)}|\{{{_SPACE}({key}))"
 
 
 def _call_shape(tool: Tool, form: ToolFormat) -> CallShape:

@@ -33,6 +33,7 @@ class FakeRunner:
     num_pages: int = 7
     launched: list[int] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
+    has_left: bool = False
 
     def launch(self, step: Step) -> FakePending:
         if step.step_id == 99:
@@ -40,6 +41,9 @@ class FakeRunner:
         self.launched.append(step.step_id)
         self.threads.add(threading.current_thread().name)
         return FakePending(step.step_id, is_ready=not self.slow)
+
+    def leave(self) -> None:
+        self.has_left = True
 
 
 class Collected:

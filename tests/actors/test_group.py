@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from engine.actors.group import RankGroup, RankLost, Reports
+from engine.actors.group import RankGroup, RankLost, Reports, Terms
 from engine.actors.intensity import RestartIntensity
 from engine.actors.results import RankResults, RanksDiverged
 from engine.actors.watch import Watch
-from engine.errors import EngineDied, WeightsError
+from engine.errors import EngineDied, StepTooLarge, WeightsError
 from engine.links.socket import LinkError
 from engine.messages import ExecutorAlive, ExecutorReady, ExecutorsLost, Step, StepDone, Stop
 
@@ -18,9 +18,9 @@ from engine.messages import ExecutorAlive, ExecutorReady, ExecutorsLost, Step, S
 class FakeRanks:
     """A generation that does what the test says."""
 
-    def __init__(self, reports: Reports, num_ranks: int, num_pages: int) -> None:
+    def __init__(self, reports: Reports, num_ranks: int, terms: Terms) -> None:
         self.reports = reports
-        self.num_pages = num_pages
+        self.terms = terms
         self.steps: list[list[Step]] = [[] for _ in range(num_ranks)]
         self.links = [FakeLink(steps) for steps in self.steps]
         self.ended = False
@@ -58,8 +58,8 @@ class FakePlacement:
         self.num_ranks = 1
         self.started: list[FakeRanks] = []
 
-    def start(self, reports: Reports, num_pages: int) -> FakeRanks:
-        self.started.append(FakeRanks(reports, self.num_ranks, num_pages))
+    def start(self, reports: Reports, terms: Terms) -> FakeRanks:
+        self.started.append(FakeRanks(reports, self.num_ranks, terms))
         return self.started[-1]
 
 
@@ -134,7 +134,7 @@ def test_one_lost_rank_replaces_all_of_them_and_the_scheduler_hears_of_it_once()
         first.reports.heard(0, StepDone(0, 4, b"late"))
         bench.group.links[1].put(Step(5))
         second = await bench.generation(2)
-        assert (first.killed, first.ended, second.num_pages) == ([False], False, 7)
+        assert (first.killed, first.ended, second.terms) == ([False], False, Terms(7))
         assert first.steps == [[], []]
         assert len(bench.heard) == 1
         second.ready(7)
@@ -173,6 +173,25 @@ def test_restarts_are_bounded_and_the_last_word_says_how_many_there_were(max_res
         with pytest.raises(EngineDied, match=f"executor0 was killed by SIGKILL; .*{said}"):
             await bench.task
         assert len(bench.placement.started) == max_restarts + 1
+
+    play(scenario)
+
+
+def test_a_step_that_was_too_large_is_no_fault_and_the_next_generation_cuts_steps() -> None:
+    async def scenario() -> None:
+        bench = Bench(num_ranks=2, max_restarts=0)
+        for number, num_tokens in enumerate((48, 24, 3), start=1):
+            ranks = await bench.generation(number)
+            ranks.ready(7)
+            await asyncio.sleep(0)
+            losses = [(1, "no room", {"error": StepTooLarge("no room", num_tokens)}), (0, "left alone", {})]
+            for rank, reason, details in losses if number % 2 else reversed(losses):
+                ranks.lose(rank, reason, **details)
+        last = await bench.generation(4)
+        assert [one.terms for one in bench.placement.started] == [Terms(), Terms(7, 24), Terms(7, 12), Terms(7, 1)]
+        assert bench.group.num_restarts == 3
+        last.ready(7)
+        await bench.stop()
 
     play(scenario)
 

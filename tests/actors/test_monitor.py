@@ -27,7 +27,7 @@ class HangingSystem(NullSystem):
         self.go_on = threading.Event()
         self.go_on.set()
 
-    def _load_runner(self, rank: int, num_pages: int, *rest: Any) -> Any:
+    def _load_runner(self, rank: int, *rest: Any) -> Any:
         system = self
 
         class Hanging(NullRunner):

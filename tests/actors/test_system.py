@@ -1,11 +1,14 @@
 """The system as a whole: it starts, says why when it cannot, survives a crash of nobody and hides none."""
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from engine.actors.system import System
 from engine.config import Config, build_config
@@ -25,12 +28,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Configured = Callable[..., Config]
 
 
-@pytest.fixture(params=["inline", "process"])
+PLACEMENTS = {
+    "inline": {"executor": "inline"},
+    "process": {"executor": "process"},
+    "pool": {"executor": "inline", "tokenizers": 2},
+}
+
+
+@pytest.fixture(params=PLACEMENTS)
 def configured(request: pytest.FixtureRequest) -> Configured:
-    """The same tests for both placements."""
+    """The same tests for all placements."""
 
     def configured(checkpoint: Path, **sections: dict[str, Any]) -> Config:
-        placement = {"executor": request.param, **sections.pop("placement", {})}
+        placement = {**PLACEMENTS[request.param], **sections.pop("placement", {})}
         tables = {"model": {"path": str(checkpoint), "tokenizer": "none"}, "kv": {"num_pages": 64}, **sections}
         return build_config(Config(), {**tables, "placement": placement})
 
@@ -111,7 +121,7 @@ def test_a_crash_of_any_actor_ends_every_request_and_names_it(
         if actor == "executor0":
             system.executors.links[0].put(Step(step_id=7, decode_rows=b"abc"))  # three bytes are no int32 column
         else:
-            (victim,) = [one for one in system.actors if one.name == actor]
+            (victim,) = [one for one in system.actors if one.name in (actor, f"{actor}s")]
 
             def broken(_: object) -> None:
                 raise ZeroDivisionError("planted")
@@ -119,10 +129,10 @@ def test_a_crash_of_any_actor_ends_every_request_and_names_it(
             monkeypatch.setattr(victim, "handle", broken)
         async with asyncio.timeout(10):
             for stream in streams:
-                with pytest.raises(EngineDied, match=f"{actor} crashed"):
+                with pytest.raises(EngineDied, match=f"{actor}s? crashed"):
                     while True:
                         await stream.next()
-            with pytest.raises(EngineDied, match=f"{actor} crashed"):
+            with pytest.raises(EngineDied, match=f"{actor}s? crashed"):
                 await system.wait()
             with pytest.raises(RequestError) as refused:
                 system.ingress.open([1], GREEDY)
@@ -138,11 +148,13 @@ def test_weights_that_cannot_be_loaded_are_the_starts_own_error(
 ) -> None:
     for name in ("config.json", "generation_config.json"):
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
-    (tmp_path / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes()[:-100])
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.norm.weight"].fill_(torch.nan)
+    save_file(tensors, tmp_path / "model.safetensors")
 
     async def scenario() -> None:
         system = System(configured(tmp_path))
-        with pytest.raises(WeightsError, match=r"model\.safetensors"):
+        with pytest.raises(WeightsError, match=r"model\.safetensors.*contains NaN"):
             await system.start()
         await system.stop()
         assert len(asyncio.all_tasks()) == 1
@@ -154,13 +166,24 @@ def test_weights_that_cannot_be_loaded_are_the_starts_own_error(
     ("sections", "error", "said"),
     [
         ({"model": {"path": "/nowhere/at/all"}}, WeightsError, "/nowhere/at/all"),
+        ({"cut": -100}, WeightsError, r"model\.safetensors: tensor '.*' ends at byte"),
         ({"plugins": {"attention": "nonsense"}}, PluginError, "available: .*torch"),
         ({"model_len": 513}, ConfigError, "513"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_loaded(
-    configured: Configured, checkpoint: Path, sections: dict[str, Any], error: type[Exception], said: str
+    configured: Configured,
+    checkpoint: Path,
+    tmp_path: Path,
+    sections: dict[str, Any],
+    error: type[Exception],
+    said: str,
 ) -> None:
+    if "cut" in sections:
+        shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+        weights = (checkpoint / "model.safetensors").read_bytes()
+        (tmp_path / "model.safetensors").write_bytes(weights[: sections["cut"]])
+        checkpoint, sections = tmp_path, {}
     if "model_len" in sections:
         sections = {"model": {"path": str(checkpoint), "tokenizer": "none", "max_len": sections["model_len"]}}
     with pytest.raises(error, match=said):

@@ -44,7 +44,7 @@ class Refusing:
         self.asked.append(grammar)
         if grammar.source == "wrong":
             raise RequestError("not a grammar", code="invalid_grammar")
-        return type("Compiled", (), {"num_bytes": 1})()
+        return type("Compiled", (), {"num_bytes": 1, "matcher": id})()
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,13 @@ TYPES = typing.get_args(AnyMessage)
 
 
 def inboxes() -> set[type]:
-    unions = (messages.TokenizerInbox, messages.SchedulerInbox, messages.RankGroupInbox, messages.IngressInbox)
+    unions = (
+        messages.TokenizerInbox,
+        messages.TokenizerPoolInbox,
+        messages.SchedulerInbox,
+        messages.RankGroupInbox,
+        messages.IngressInbox,
+    )
     return {messages.ExecutorInbox, Stop, *(kind for union in unions for kind in typing.get_args(union))}
 
 
@@ -36,6 +42,7 @@ st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
 st.register_type_strategy(float, st.floats(allow_nan=False))
 
 
+@pytest.mark.reliability("U6", "frames between actors: any message, cut, oversized, of a wrong tag or type, random")
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
 @settings(max_examples=30)
 @given(data=st.data())
@@ -45,6 +52,7 @@ def test_every_message_round_trips(kind: type[Message], data: st.DataObject) -> 
     assert wire.decode(wire.encode(message)) == message
 
 
+@pytest.mark.reliability("U6", "frames between actors: any message, cut, oversized, of a wrong tag or type, random")
 def test_a_frame_over_the_limit_is_refused_on_both_sides() -> None:
     message = Tokens(request_ids=bytes(100), token_ids=b"", finishes=b"")
     frame = Wire("big").encode(message)
@@ -55,6 +63,7 @@ def test_a_frame_over_the_limit_is_refused_on_both_sides() -> None:
         small.decode(frame)
 
 
+@pytest.mark.reliability("U6", "frames between actors: any message, cut, oversized, of a wrong tag or type, random")
 def test_a_frame_cut_anywhere_is_refused_with_the_links_name() -> None:
     wire = Wire("scheduler-executor0")
     frame = wire.encode(Deltas((Delta(1, "text", bytes(8), Finish.STOP),)))
@@ -63,6 +72,7 @@ def test_a_frame_cut_anywhere_is_refused_with_the_links_name() -> None:
             wire.decode(frame[:length])
 
 
+@pytest.mark.reliability("U6", "frames between actors: any message, cut, oversized, of a wrong tag or type, random")
 @given(st.binary(max_size=200))
 def test_random_bytes_raise_wire_errors_only(frame: bytes) -> None:
     wire = Wire("test")
@@ -73,6 +83,7 @@ def test_random_bytes_raise_wire_errors_only(frame: bytes) -> None:
     assert isinstance(message, TYPES)
 
 
+@pytest.mark.reliability("U6", "frames between actors: any message, cut, oversized, of a wrong tag or type, random")
 @pytest.mark.parametrize(
     "value", [["Nonsense", 1], ["Step", "seven"], ["Step", -1.5], {"step_id": 1}, 7, None, [[[[]]]]]
 )
@@ -81,6 +92,7 @@ def test_an_unknown_tag_or_a_wrong_type_is_refused(value: object) -> None:
         Wire("test").decode(msgspec.msgpack.encode(value))
 
 
+@pytest.mark.reliability("U6", "frames between actors: any message, cut, oversized, of a wrong tag or type, random")
 def test_deep_nesting_is_refused() -> None:
     with pytest.raises(WireError):
         Wire("test").decode(b"\x91" * 100_000)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.errors import PluginError
+from engine.plugins.comm.rendezvous import local_address, serve_store
 from engine.plugins.comm.torch import TorchComm, callboard_comm, join_parts
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.testing.comm import check_comm
@@ -50,6 +51,47 @@ def test_ranks_meet_where_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None
     assert parts == [[0, 1], [0, 1]]
 
 
+def test_a_group_is_kept_apart_from_others_in_a_store_that_somebody_serves() -> None:
+    port = free_port()
+    store = serve_store("127.0.0.1", port, 5.0)
+    for name in ("first", "second"):  # as the generations of one engine's ranks
+        ranks = group(f"store://127.0.0.1:{port}/ranks/{name}", 2)
+        sums = at_once(2, lambda rank: ranks[rank].all_reduce(torch.tensor([rank + 1.0])).item())  # noqa: B023
+        assert sums == [3.0, 3.0]
+        assert store.num_keys() > 0
+
+
+def test_torchruns_own_store_is_used_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    store = serve_store("127.0.0.1", port, 5.0)
+    ranks = group("env://", 2)
+    parts = at_once(2, lambda rank: ranks[rank].all_gather(torch.tensor([rank])).tolist())
+    assert parts == [[0, 1], [0, 1]]
+    assert store.num_keys() > 0
+
+
+def test_a_store_listens_at_the_address_that_it_is_reached_by() -> None:
+    port = free_port()
+    store = serve_store("127.0.0.1", port, 5.0)
+    with socket.socket() as another:
+        another.bind(("127.0.0.2", port))  # free, since nobody listens everywhere
+    with pytest.raises(OSError, match="already in use"):
+        serve_store("localhost", port, 5.0)
+    everywhere = serve_store("192.0.2.77", free_port(), 5.0)  # an address that is translated on the way to us
+    assert store.num_keys() == everywhere.num_keys()
+
+
+def test_the_interface_is_the_one_that_leads_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for url in ("file:///tmp/x", "tcp://localhost:1", "store://127.0.0.1:1/x", "env://"):
+        assert local_address(url) == "127.0.0.1"
+    monkeypatch.delenv("MASTER_ADDR")
+    assert local_address("env://") == ""
+
+
 @pytest.mark.parametrize("dim", [-3, -2, -1, 0, 1, 2])
 def test_parts_are_joined_as_cat_does(dim: int) -> None:
     parts = torch.arange(3 * 2 * 5 * 4).view(3, 2, 5, 4)
@@ -63,6 +105,7 @@ def test_parts_are_joined_as_cat_does(dim: int) -> None:
         ("file://", "expected one of"),
         ("tcp://127.0.0.1", "expected one of"),
         ("http://127.0.0.1:80", "expected one of"),
+        ("store://127.0.0.1:80", "expected one of"),
         ("file:///no/such/directory/group", "there is no directory /no/such/directory"),
         ("env://", "needs the environment variable 'MASTER_ADDR'"),
     ],

@@ -94,8 +94,8 @@ def test_all_graphs_are_counted_from_the_two_largest():
         device.end()
 
     trial = Capturing(device, LocalComm(), torch.device("cpu"))
-    assert trial.measure((1, 2, 4, 8), runs.append, record, advice="") == 100 + 3 * 8
-    assert runs == [8, 4]
+    assert trial.measure((1, 2, 4, 8), runs.append, record, lambda: runs.append("forgotten"), advice="") == 100 + 3 * 8
+    assert runs == [8, 4, "forgotten"]
     assert [graph.size for graph in device.graphs] == [8, 4]
 
 

@@ -1,6 +1,7 @@
 """The runner and a device that has no room: what it says, and that the step can be launched again in parts."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,10 @@ PARAMS = [
 ]
 
 
-def answers(checkpoint: Path, overlap: int) -> list:
+def answers(checkpoint: Path, overlap: int, num_ranks: int = 1) -> list:
     sections = {
         "model": {"path": str(checkpoint), "tokenizer": "none"},
+        "device": {"tensor_parallel": num_ranks, "threads": 1},
         "kv": {"num_pages": 64},
         "scheduler": {"overlap_depth": overlap},
         "placement": {"max_restarts": 0},
@@ -49,6 +51,7 @@ def answers(checkpoint: Path, overlap: int) -> list:
     return asyncio.run(scenario())
 
 
+@pytest.mark.reliability("P11", "no room on the device, from some step on, in prefills, in decodes, down to one token")
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("most", [50, 7, 1])
 def test_tokens_and_log_probabilities_are_those_of_a_device_with_room(
@@ -77,6 +80,27 @@ def test_tokens_and_log_probabilities_are_those_of_a_device_with_room(
         )
 
 
+def test_two_ranks_of_which_one_has_no_room_start_again_and_cut_alike(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers(checkpoint, 2, num_ranks=2)
+    forward = Decoder.forward
+    failed = []
+
+    def tight(self: Decoder, step: object) -> torch.Tensor:
+        num_tokens = len(step.token_ids_T)  # type: ignore[attr-defined]
+        if num_tokens > 25 and threading.current_thread().name == "executor1":
+            failed.append(num_tokens)
+            raise torch.OutOfMemoryError("planted")  # while the other rank waits for this one
+        return forward(self, step)
+
+    monkeypatch.setattr(Decoder, "forward", tight)
+    got = answers(checkpoint, 2, num_ranks=2)
+    assert 1 <= len(failed) <= 4, "a limit that has been learnt is kept"
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
+
+
+@pytest.mark.reliability("P11", "no room for a single token, alone")
 def test_no_room_for_a_single_token_is_a_fault_that_says_so(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Decoder, step: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("planted")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.errors import StepTooLarge
 from engine.execution.shrinking import Shrinking, halves, merged, num_tokens
 from engine.messages import Logprobs, PromptLogprobs, Step, StepDone
 from tests.scheduling.bench import Bench, prompt_of
@@ -52,6 +53,9 @@ class TightRunner:
         self.device.run(step)
         return Done(self.device.done.pop())
 
+    def leave(self) -> None:
+        pass
+
 
 class TightDevice:
     """As the bench wants a device."""
@@ -93,6 +97,21 @@ def test_a_single_token_that_does_not_fit_is_a_fault() -> None:
     assert step is not None
     with pytest.raises(MemoryError, match="no room"):
         tight.run(step)
+
+
+def test_a_rank_among_others_says_how_large_the_step_was_and_cuts_only_by_the_limit_it_was_given() -> None:
+    bench = Bench(max_step_tokens=48)
+    bench.submit(1, prompt_of(40), max_tokens=3)
+    step = bench.planner.next_step()
+    assert step is not None
+    size = num_tokens(step)
+    with pytest.raises(StepTooLarge) as caught:
+        Shrinking(TightRunner(bench.device, most=size - 1), alone=False).launch(step)
+    assert caught.value.num_tokens == size > 1
+
+    told = TightRunner(bench.device, most=size - 1)
+    Shrinking(told, alone=False, most_tokens=size // 2).launch(step)
+    assert told.num_failed == 0
 
 
 def test_halves_keep_the_order_and_cut_a_segment_where_the_middle_is() -> None:

@@ -71,6 +71,30 @@ def test_a_known_key_gets_in() -> None:
     play(scenario)
 
 
+def test_keys_are_derived_alike_by_all_who_share_the_secret_and_by_nobody_else() -> None:
+    """And a client whose server key is another secret's does not even get to say who it is."""
+    own = KeyPair.derive("the secret", "link 1")
+    assert own == KeyPair.derive("the secret", "link 1")
+    others = [KeyPair.derive("the secret", "link 2"), KeyPair.derive("another secret", "link 1")]
+    assert len({own.public, own.secret, *(one.public for one in others), *(one.secret for one in others)}) == 6
+    assert zmq.curve_public(own.secret) == own.public
+
+    async def scenario(host: Host, elsewhere: zmq.Context) -> None:
+        stranger, arrived = host.knock(ClientKeys(host.client, own.public), elsewhere)
+        failed = host.link._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+        await host.wait_for(lambda: bool(failed.poll(0)))
+        failed.close()
+        host.link._socket.disable_monitor()
+        stranger.close()
+        link, _ = host.knock(ClientKeys(host.client, host.server.public), elsewhere)
+        await host.wait_for(lambda: bool(host.messages))
+        assert (host.messages, arrived) == ([ExecutorAlive(0)], [])
+        link.close()
+
+    play(scenario)
+
+
+@pytest.mark.reliability("P14", "no key, an unknown key, the key of another server")
 def test_an_unknown_key_is_refused_and_the_known_one_still_gets_in(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(host: Host, elsewhere: zmq.Context) -> None:
         stranger, _ = host.knock(ClientKeys(KeyPair.draw(), host.server.public), elsewhere)
@@ -85,6 +109,7 @@ def test_an_unknown_key_is_refused_and_the_known_one_still_gets_in(caplog: pytes
     assert any(record.getMessage().startswith("link executor0: a client without") for record in caplog.records)
 
 
+@pytest.mark.reliability("P14", "no key, an unknown key, the key of another server")
 @pytest.mark.parametrize("how", ["no keys at all", "another server's key"])
 def test_who_cannot_shake_hands_never_reaches_the_link(how: str) -> None:
     async def scenario(host: Host, elsewhere: zmq.Context) -> None:

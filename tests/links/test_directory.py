@@ -33,6 +33,7 @@ def test_without_a_base_it_is_where_such_things_are(monkeypatch: pytest.MonkeyPa
     made.remove()
 
 
+@pytest.mark.reliability("P8", "a place for sockets that is missing, a symlink, open to others, not writable, not ours")
 @pytest.mark.parametrize(
     ("how", "said"),
     [

@@ -44,6 +44,7 @@ def test_messages_pass_in_order_both_ways(run: Run) -> None:
     run(scenario)
 
 
+@pytest.mark.reliability("P14", "frames cut short, mistyped, of an unknown tag, nested, over the limit")
 @pytest.mark.parametrize(
     "frame",
     [
@@ -77,6 +78,7 @@ def test_what_is_no_message_of_the_link_is_refused_by_name(
     assert record.getMessage().startswith("link executor0: refused: ")
 
 
+@pytest.mark.reliability("P14", "frames cut short, mistyped, of an unknown tag, nested, over the limit")
 def test_a_message_in_several_frames_is_refused(run: Run) -> None:
     async def scenario(pair: Pair) -> None:
         pair.bare.connect(pair.endpoint)
@@ -88,6 +90,7 @@ def test_a_message_in_several_frames_is_refused(run: Run) -> None:
     run(scenario)
 
 
+@pytest.mark.reliability("P14", "a frame far over the limit")
 def test_a_frame_far_over_the_limit_costs_its_sender_the_connection_and_nobody_the_memory(run: Run) -> None:
     async def scenario(pair: Pair) -> None:
         pair.bare.connect(pair.endpoint)
@@ -103,6 +106,7 @@ def test_a_frame_far_over_the_limit_costs_its_sender_the_connection_and_nobody_t
     run(scenario)
 
 
+@pytest.mark.reliability("P14", "bytes that are no ZeroMQ, half greetings, lengths of 2**32")
 def test_bytes_that_are_no_zeromq_do_not_disturb_the_one_who_speaks_it(run: Run) -> None:
     async def scenario(pair: Pair) -> None:
         path = pair.endpoint.removeprefix("ipc://")
@@ -200,6 +204,7 @@ FRAMES = st.one_of(
 )
 
 
+@pytest.mark.reliability("P14", "random frames")
 @settings(max_examples=60, deadline=None)
 @given(batches=st.lists(st.lists(FRAMES, max_size=6), max_size=4))
 def test_whatever_is_sent_the_next_message_arrives(tmp_path_factory: pytest.TempPathFactory, batches: list) -> None:
@@ -228,6 +233,7 @@ def test_whatever_is_sent_the_next_message_arrives(tmp_path_factory: pytest.Temp
         logging.disable(logging.NOTSET)
 
 
+@pytest.mark.reliability("P14", "another user's process")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_users_process_is_refused_by_the_kernels_word(run: Run, tmp_path: Path) -> None:
     async def scenario(pair: Pair) -> None:

@@ -1,4 +1,4 @@
-"""Finding, stopping and killing executor processes from outside, as an operator or the kernel would."""
+"""Finding, stopping and killing the engine's child processes from outside, as an operator or the kernel would."""
 
 import os
 import signal
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def children(parent: int | None = None) -> list[int]:
-    """Executor processes whose parent is ``parent``, ourselves by default; zombies are not alive."""
+def children(parent: int | None = None, role: str = "executor") -> list[int]:
+    """Processes of a role whose parent is ``parent``, ourselves by default; zombies are not alive."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -18,7 +18,11 @@ def children(parent: int | None = None) -> list[int]:
             command = (entry / "cmdline").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if state != "Z" and int(ppid) == (parent or os.getpid()) and any(one.endswith(b"executor") for one in command):
+        if (
+            state != "Z"
+            and int(ppid) == (parent or os.getpid())
+            and any(one.endswith(role.encode()) for one in command)
+        ):
             found.append(int(entry.name))
     return sorted(found)
 
@@ -38,10 +42,10 @@ def send(number: signal.Signals, parent: int | None = None) -> int:
     return pid
 
 
-def within(seconds: float, condition: Callable[[], bool]) -> float:
+def within(seconds: float, condition: Callable[[], bool], every_s: float = 0.03) -> float:
     """Wait for a condition; returns how long that took, fails if it took too long."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < seconds, f"not within {seconds} s"
-        time.sleep(0.03)
+        time.sleep(every_s)
     return time.monotonic() - started

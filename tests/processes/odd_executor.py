@@ -35,6 +35,9 @@ class OddRunner:
             raise WeightsError("the weights have changed under us")
         return Result(step)
 
+    def leave(self) -> None:
+        pass
+
 
 def load(assignment: Assignment) -> OddRunner:
     if assignment.config.model.name == "no such thing":

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,17 @@ MODEL = "callboard-demo"
 
 
 class Server:
-    """A context manager; ``process`` is the server itself, the leader of its group."""
+    """A context manager; ``process`` is the server itself, or what launches it: the leader of its group."""
 
-    def __init__(self, *overrides: str, wait: bool = True, **options: Any) -> None:
-        command = [sys.executable, "-m", "server.cli", "serve", str(DEMO), "--port", "0"]
+    def __init__(
+        self,
+        *overrides: str,
+        wait: bool = True,
+        launcher: Sequence[str] = ("-m", "server.cli"),
+        arguments: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        command = [sys.executable, *launcher, "serve", str(DEMO), "--port", "0", *arguments]
         for override in ("kv.num_pages=512", "placement.executor=process", *overrides):
             command += ["--set", override]
         # A file, since a pipe that nobody reads would stop the server once it is full.
@@ -154,6 +161,24 @@ class Client:
     def begun(self) -> bool:
         """Whether every stream has begun; then most still run, unless this machine is very busy."""
         return all(self.texts)
+
+
+def stream_all(server: Server, count: int, during: Callable[[], None] | None = None, max_tokens: int = 250) -> Client:
+    """Run streams to their end; ``during`` is called on a thread once all of them have begun."""
+    client = Client(server.url, count, max_tokens)
+
+    async def main() -> None:
+        running = asyncio.ensure_future(client.run())
+        if during is not None:
+            async with asyncio.timeout(30):
+                while not client.begun:
+                    assert not any(client.errors), client.errors
+                    await asyncio.sleep(0.002)
+            await asyncio.to_thread(during)
+        await asyncio.wait_for(running, 60)
+
+    asyncio.run(main())
+    return client
 
 
 def run_cli(*arguments: str, timeout_s: float = 30, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -2,37 +2,16 @@
 
 import asyncio
 import os
-import resource
 import signal
 import socket
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.figures import Figure
 from tests.processes.executors import alive, children, send, within
-from tests.processes.server import DEMO, Client, Server, run_cli, shared_memory
-
-TOKENS = 250
-
-
-def stream_all(server: Server, count: int, during: object = None, max_tokens: int = TOKENS) -> Client:
-    """Run streams to their end; ``during`` is called on a thread once all of them have begun."""
-    client = Client(server.url, count, max_tokens)
-
-    async def main() -> None:
-        running = asyncio.ensure_future(client.run())
-        if during is not None:
-            async with asyncio.timeout(30):
-                while not client.begun:
-                    assert not any(client.errors), client.errors
-                    await asyncio.sleep(0.002)
-            await asyncio.to_thread(during)  # type: ignore[arg-type]
-        await asyncio.wait_for(running, 60)
-
-    asyncio.run(main())
-    return client
+from tests.processes.server import DEMO, Client, Server, run_cli, shared_memory, stream_all
 
 
 @pytest.fixture(scope="module")
@@ -53,56 +32,69 @@ def expected(server: Server) -> list[str]:
     return client.texts
 
 
-def test_a_killed_executor_costs_thirty_two_streams_nothing_but_time(server: Server, expected: list[str]) -> None:
+@pytest.mark.reliability("P1", "SIGKILL of the executor under 32 streams")
+def test_a_killed_executor_costs_thirty_two_streams_nothing_but_time(
+    server: Server, expected: list[str], figure: Figure
+) -> None:
+    killed_at = 0.0
 
     def kill() -> None:
+        nonlocal killed_at
         send(signal.SIGKILL, server.process.pid)
+        killed_at = time.monotonic()
         within(2, lambda: server.get("/ready")[0] == 503)
         status, body = server.get("/health")
         assert (status, body["status"]) == (200, "recovering")
-        assert within(10, server.ready) < 10
+        within(30, server.ready)
+        figure("ready again", time.monotonic() - killed_at, "s", at_most=10, patience=3)
 
     client = stream_all(server, 32, kill)
+    figure("every stream has ended", time.monotonic() - killed_at, "s", at_most=5, patience=10)
+    figure("streams as they would have been", sum(map(str.__eq__, client.texts, expected)), at_least=32)
     assert client.texts == expected
     assert (client.done, client.errors) == (32, [None] * 32)
     assert stream_all(server, 32).texts == expected
     assert server.get("/health")[1]["pages"]["used"] == 0
 
 
-def test_a_hung_executor_shows_and_is_replaced(server: Server, expected: list[str]) -> None:
+@pytest.mark.reliability("P3", "SIGSTOP of the executor under 32 streams, watchdog 1.5 s")
+def test_a_hung_executor_shows_and_is_replaced(server: Server, expected: list[str], figure: Figure) -> None:
     victims = []
 
     def stop() -> None:
         victims.append(send(signal.SIGSTOP, server.process.pid))
-        assert within(1.5 + 2, lambda: server.get("/ready")[0] == 503)
-        within(10, server.ready)
+        figure("/ready is 503", within(10, lambda: server.get("/ready")[0] == 503), "s", at_most=3.5, patience=3)
+        figure("ready again", within(30, server.ready), "s", at_most=10, patience=3)
 
     client = stream_all(server, 32, stop)
+    figure("streams as they would have been", sum(map(str.__eq__, client.texts, expected)), at_least=32)
     assert client.texts == expected
     assert not alive(victims[0])
 
 
-def test_sigterm_under_fifty_streams_lets_them_end_and_takes_no_more() -> None:
+@pytest.mark.reliability("P6", "SIGTERM under 50 streams")
+def test_sigterm_under_fifty_streams_lets_them_end_and_takes_no_more(figure: Figure) -> None:
     with Server() as server:
-        took = []
 
         def terminate() -> None:
             server.process.send_signal(signal.SIGTERM)
-            took.append(within(5, lambda: server.get("/ready")[0] == 503))
+            took_s = within(5, lambda: server.get("/ready")[0] == 503, every_s=0.001)
+            figure("/ready is 503", took_s, "s", at_most=0.1, patience=20)
             refused = stream_all(server, 1)
             assert refused.errors[0] is not None
             assert refused.errors[0]["error"]["code"] == "draining"
             assert server.get("/health")[1]["status"] == "draining"
 
         client = stream_all(server, 50, terminate)
-        assert (client.done, set(client.reasons)) == (50, {"length"})
-        assert took[0] < 1.0
+        figure("streams that ended whole", client.reasons.count("length"), at_least=50)
+        assert client.done == 50
         code, logged = server.end()
         assert (code, "Traceback" in logged) == (0, False)
 
 
+@pytest.mark.reliability("P7", "SIGINT twice under streams; SIGTERM while it loads")
 @pytest.mark.parametrize("when", ["serving", "loading"])
-def test_a_second_sigint_ends_everything_at_once(when: str) -> None:
+def test_a_second_sigint_ends_everything_at_once(when: str, figure: Figure) -> None:
     with Server(wait=when == "serving") as server:
         if when == "serving":
 
@@ -111,8 +103,8 @@ def test_a_second_sigint_ends_everything_at_once(when: str) -> None:
                 within(5, lambda: server.get("/ready")[0] == 503)
                 os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does it
                 started = time.monotonic()
-                server.process.wait(5)
-                assert time.monotonic() - started < 1
+                server.process.wait(10)
+                figure("the process has ended", time.monotonic() - started, "s", at_most=1, patience=5)
 
             with pytest.raises(Exception, match=r"payload|closed|reset|disconnected"):
                 stream_all(server, 4, interrupt, max_tokens=1500)
@@ -121,16 +113,17 @@ def test_a_second_sigint_ends_everything_at_once(when: str) -> None:
             within(20, lambda: bool(children(server.process.pid)))
             os.killpg(server.process.pid, signal.SIGTERM)
             started = time.monotonic()
-            server.process.wait(10)
-            assert time.monotonic() - started < 2
+            server.process.wait(20)
+            figure("the process has ended", time.monotonic() - started, "s", at_most=1, patience=10)
             expected_code = 0
         code, logged = server.end(timeout_s=8)
         assert (code, "Traceback" in logged) == (expected_code, False), logged
         within(2, lambda: not server.group())
 
 
+@pytest.mark.reliability("P5", "SIGKILL of the server, serving and loading")
 @pytest.mark.parametrize("when", ["serving", "loading"])
-def test_nothing_survives_a_killed_server(when: str) -> None:
+def test_nothing_survives_a_killed_server(when: str, figure: Figure) -> None:
     """No process of its group, no socket, no shared memory."""
     with Server(wait=False) as server:
         within(20, lambda: bool(children(server.process.pid)))
@@ -154,7 +147,7 @@ def test_nothing_survives_a_killed_server(when: str) -> None:
             within(20, lambda: not os.listdir(server.sockets))  # connected: it is loading now
             server.process.kill()
         server.process.wait()
-        assert within(2, lambda: not alive(executor)) < 2
+        figure("no child is alive", within(10, lambda: not alive(executor)), "s", at_most=2, patience=3)
         assert server.group() == []
     assert not [name for name in mapped if os.path.exists(name)]
     if when == "serving":
@@ -163,30 +156,33 @@ def test_nothing_survives_a_killed_server(when: str) -> None:
             again.bind(("127.0.0.1", int(server.url.rpartition(":")[2])))
 
 
-def test_an_executor_that_cannot_live_ends_the_server_with_one_line() -> None:
+@pytest.mark.reliability("P4", "the executor killed every 2 s, two restarts allowed")
+def test_an_executor_that_cannot_live_ends_the_server_with_one_line(figure: Figure) -> None:
     with Server("placement.max_restarts=2") as server:
-        started = time.monotonic()
+        started = next_at = time.monotonic()
         while server.process.poll() is None:
-            for pid in children(server.process.pid):
-                os.kill(pid, signal.SIGKILL)
-                within(5, lambda: not alive(pid))  # noqa: B023
+            if time.monotonic() >= next_at and (found := children(server.process.pid)):
+                os.kill(found[0], signal.SIGKILL)  # also while it loads
+                next_at += 2
             time.sleep(0.02)
-            assert time.monotonic() - started < 40
+            assert time.monotonic() - started < 60
+        figure("the server has ended", time.monotonic() - started, "s", at_most=15, patience=4)
         code, logged = server.end()
         assert code == 1
-        # The two later ones are killed while they load.
         assert logged.strip().splitlines()[-1] == (
             "callboard: executor0 was killed by SIGKILL; 2 restarts in 300 s did not help"
         )
         assert "Traceback" not in logged
 
 
+@pytest.mark.reliability("P8", "a place for sockets that is missing, a symlink, open to others, not writable, not ours")
 @pytest.mark.parametrize(
     ("how", "said"),
     [("missing", "No such file"), ("symlink", "symbolic link"), ("mode", "mode 0755"), ("tcp", "cannot listen on")],
+    ids=["missing", "symlink", "mode", "tcp"],
 )
 def test_a_place_for_sockets_that_will_not_do_is_one_line_before_anything_is_loaded(
-    tmp_path: Path, how: str, said: str
+    tmp_path: Path, how: str, said: str, figure: Figure
 ) -> None:
     place = tmp_path / "sockets"
     if how == "symlink":
@@ -196,7 +192,9 @@ def test_a_place_for_sockets_that_will_not_do_is_one_line_before_anything_is_loa
         place.chmod(0o755)
     link = "tcp://192.0.2.1:5000" if how == "tcp" else f"unix:{place}"
     sections = ["--set", "placement.executor=process", "--set", f"placement.link={link}"]
+    started = time.monotonic()
     ended = run_cli("serve", str(DEMO), "--port", "0", *sections)
+    figure("from the command to its end", time.monotonic() - started, "s", at_most=1, patience=20)
     assert ended.returncode == (1 if how == "tcp" else 2), ended.stderr
     complaint = ended.stderr.strip().splitlines()[-1]
     assert complaint.startswith("callboard: ")
@@ -205,69 +203,12 @@ def test_a_place_for_sockets_that_will_not_do_is_one_line_before_anything_is_loa
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("stderr", ["closed", "/dev/full"])
-def test_a_server_that_cannot_log_still_serves(stderr: str) -> None:
-    if stderr == "closed":
-        options = {"stderr": None, "preexec_fn": lambda: os.close(2)}
-    else:
-        options = {"stderr": open("/dev/full", "w")}  # noqa: SIM115
-    with Server(**options) as server:
-        if stderr != "closed":
-            options["stderr"].close()
-        assert stream_all(server, 2, max_tokens=20).done == 2
-        send(signal.SIGKILL, server.process.pid)
-        within(2, lambda: not server.ready())
-        within(20, server.ready)
-        assert stream_all(server, 2, max_tokens=20).done == 2
-        used = time_used(server.process.pid)
-        time.sleep(0.5)
-        assert time_used(server.process.pid) - used < 0.1 + 0.5 * 0.2, "it spins"
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
-
-
-def test_a_server_short_of_descriptors_serves_or_refuses_and_does_not_spin() -> None:
-    limit = 64
-
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-
-    with Server(preexec_fn=limited) as server:
-        port = int(server.url.rpartition(":")[2])
-        crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(2 * limit)]
-        used = time_used(server.process.pid)
-        time.sleep(0.5)
-        spent = time_used(server.process.pid) - used
-        for one in crowd:
-            one.close()
-        within(10, server.ready)
-        assert stream_all(server, 2, max_tokens=20).done == 2
-        assert spent < 0.1 + 0.5 * 0.2, f"{spent} s of CPU time in half a second without work"
-        assert server.end(signal.SIGTERM)[0] == 0
-
-
-def time_used(pid: int) -> float:
-    """CPU seconds of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def test_the_server_connects_to_nobody(tmp_path: Path) -> None:
-    """Neither the server nor its executor, from start to end."""
-    seen = tmp_path / "connects"
-    (tmp_path / "sitecustomize.py").write_text(
-        "import socket\n"
-        "connect = socket.socket.connect\n"
-        "def watched(self, address):\n"
-        "    if self.family != socket.AF_UNIX and address[0] not in ('127.0.0.1', '::1', 'localhost'):\n"
-        f"        open({str(seen)!r}, 'a').write(f'{{address}}\\n')\n"
-        "    return connect(self, address)\n"
-        "socket.socket.connect = socket.socket.connect_ex = watched\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    with Server(env=environment) as server:
-        assert stream_all(server, 2, max_tokens=20).done == 2
-        assert server.end(signal.SIGTERM)[0] == 0
-    probe = "import socket; socket.socket().connect(('192.0.2.1', 9))"
-    subprocess.run(["timeout", "1", "python3", "-c", probe], env=environment, capture_output=True, check=False)
-    assert seen.read_text().splitlines() == ["('192.0.2.1', 9)"], "the watch works, and saw nothing else"
+@pytest.mark.reliability("P8", "a port that is in use")
+def test_a_port_in_use_is_one_line_before_anything_is_loaded(figure: Figure) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        started = time.monotonic()
+        ended = run_cli("serve", str(DEMO), "--port", str(taken.getsockname()[1]))
+    figure("from the command to its end", time.monotonic() - started, "s", at_most=1, patience=20)
+    assert ended.returncode == 98
+    assert "is in use; stop the process that listens there" in ended.stderr
+    assert ended.stderr.count("\n") == 1

@@ -1,10 +1,16 @@
-"""Communication of a group of one: nothing to exchange."""
+"""Communication of a group of one: nothing to exchange.
 
-from torch import Tensor
+Does not import torch: a server whose executors are processes loads this plugin too, and needs no torch itself.
+"""
+
+from typing import TYPE_CHECKING
 
 from engine.errors import PluginError
 from engine.plugins.hookspecs import CommContext, hookimpl
 from engine.plugins.options import Options, decode_options
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CALLBOARD_PLUGIN = {"api": 1}
 
@@ -15,11 +21,11 @@ class LocalComm:
     rank = 0
     size = 1
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: "Tensor") -> "Tensor":
         """The sum over one rank."""
         return tensor
 
-    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+    def all_gather(self, tensor: "Tensor", dim: int = -1) -> "Tensor":
         """One rank's part is the whole."""
         return tensor
 

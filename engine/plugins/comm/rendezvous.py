@@ -3,16 +3,26 @@
 Owns: reading the URL.  Does not know: what ranks tell each other there.
 """
 
+import errno
+import ipaddress
 import os
+import socket
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from torch.distributed import FileStore, Store, TCPStore
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from engine.errors import PluginError
 
-SCHEMES = "file:///path (one machine), tcp://host:port (rank 0 listens there), env:// (what torchrun sets)"
+SCHEMES = (
+    "file:///path (one machine), tcp://host:port (rank 0 listens there), env:// (what torchrun sets), "
+    "store://host:port/name (somebody serves it already; names keep groups apart)"
+)
+BACKLOG = 512
+LOOPBACK = "127.0.0.1"
+EVERYWHERE = "0.0.0.0"
+DISCARD_PORT = 9
 
 
 def open_store(plugin: str, url: str, rank: int, size: int, timeout_s: float) -> Store:
@@ -28,8 +38,13 @@ def open_store(plugin: str, url: str, rank: int, size: int, timeout_s: float) ->
                 return _file_store(parts.path, size, timeout_s)
             case "tcp" if parts.hostname and parts.port:
                 return _tcp_store(parts.hostname, parts.port, rank, size, timeout_s)
+            case "store" if parts.hostname and parts.port and parts.path.strip("/"):
+                return PrefixStore(parts.path.strip("/"), join_store(parts.hostname, parts.port, timeout_s))
             case "env":
-                return _tcp_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, size, timeout_s)
+                host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens there
+                    return join_store(host, port, timeout_s)
+                return _tcp_store(host, port, rank, size, timeout_s)
             case _:
                 raise PluginError(f"{plugin}: rendezvous {url!r}, expected one of: {SCHEMES}")
     except KeyError as error:
@@ -37,6 +52,67 @@ def open_store(plugin: str, url: str, rank: int, size: int, timeout_s: float) ->
     except (RuntimeError, ValueError) as error:  # torch's own errors of connecting are RuntimeErrors
         reason = str(error).splitlines()[0]
         raise PluginError(f"{plugin}: rank {rank} of {size} could not meet the others at {url}: {reason}") from error
+
+
+def local_address(url: str) -> str:
+    """The address by which this machine reaches the place that ``url`` names: its own one for whoever is there too.
+
+    Empty if it names none that can be reached."""
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        return LOOPBACK
+    host = os.environ.get("MASTER_ADDR") if parts.scheme == "env" else parts.hostname
+    if not host:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, DISCARD_PORT))  # of datagrams: the kernel looks for a route, and sends nothing
+        except (OSError, UnicodeError):  # the latter of a name that can be none
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def join_store(host: str, port: int, timeout_s: float) -> Store:
+    """A store that somebody serves.  Raises RuntimeError if nobody does within timeout_s."""
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def serve_store(host: str, port: int, timeout_s: float) -> Store:
+    """Serve a store for as long as it is kept: at ``host`` alone if that is an address of this machine, else at all.
+
+    It asks nobody for a password.  Raises OSError if the port is taken."""
+    listener = _listen(host, port)
+    address = listener.getsockname()[0]
+    return TCPStore(
+        LOOPBACK if address == EVERYWHERE else address,  # for ourselves: to others it may be another one
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    address = LOOPBACK if host == "localhost" else host
+    try:
+        ipaddress.IPv4Address(address)
+    except ValueError:
+        address = EVERYWHERE  # a name may stand for more than one address, and for others here than elsewhere
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((address, port))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            listener.bind((EVERYWHERE, port))  # translated on its way to us
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _file_store(path: str, size: int, timeout_s: float) -> Store:

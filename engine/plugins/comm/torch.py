@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import PluginError
-from engine.plugins.comm.rendezvous import open_store
+from engine.plugins.comm.rendezvous import local_address, open_store
 from engine.plugins.hookspecs import CommContext, hookimpl
 from engine.plugins.options import Options, decode_options
 
 CALLBOARD_PLUGIN = {"api": 1}
 NAME = "comm.torch"
-LOOPBACK = "127.0.0.1"
 
 
 class TorchCommOptions(Options, frozen=True):
     """timeout_s: how long a rank waits for the others, at the start and in a collective.
-    interface: IP address that Gloo binds to; 'auto' for loopback where ranks meet in a file, else the host's own."""
+    interface: IP address that Gloo binds to; 'auto' for the one by which this machine reaches the place where ranks
+    meet, loopback where that is a file."""
 
     timeout_s: float = 600.0
     interface: str = "auto"
@@ -55,7 +55,7 @@ class TorchComm:
         gloo._timeout = timeout
         address = options.interface
         if address == "auto":
-            address = LOOPBACK if context.rendezvous.startswith("file:") else ""
+            address = local_address(context.rendezvous)
         create = dist.ProcessGroupGloo.create_device
         gloo._devices = [create(hostname=address) if address else dist.ProcessGroupGloo.create_default_device()]
         return dist.ProcessGroupGloo(store, self.rank, self.size, gloo)

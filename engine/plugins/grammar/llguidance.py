@@ -22,7 +22,7 @@ from engine.plugins.options import Options, decode_options
 from engine.sampling.grammar import GrammarFailure, Mask
 from engine.sampling.params import Grammar
 from engine.text.reasoning import CLOSE, OPEN
-from engine.text.tool_format import CallsShape
+from engine.text.tool_format import CallShape, CallsShape
 
 CALLBOARD_PLUGIN = {"api": 1, "packages": ["llguidance"]}
 
@@ -35,6 +35,7 @@ _WHITE_SPACE: Final = "( |\\n[ \\t]{0,24})?"
 _NO_FORCING: Final = '%llguidance {"no_forcing": true}\n\n'
 # Prefixes the name of a special token in llguidance's vocabulary: no text can spell it.
 _SPECIAL: Final = b"\xff"
+_SLASH: Final = "\\/"  # as Lark's expressions want it
 _BASE_BYTES: Final = 64 << 10
 _BYTES_PER_CHARACTER: Final = 64
 
@@ -109,9 +110,12 @@ class LLGuidance:
 
     def _written(self, grammar: Grammar) -> str:
         """As a list of Lark grammars, of which the first is where it starts."""
-        body = {"name": "answer", "lark_grammar": _NO_FORCING + self._lark(grammar)}
+        parts = [{"name": "answer", "lark_grammar": _NO_FORCING + self._lark(grammar)}]
+        if grammar.kind == "tool_calls" and (otherwise := _shape(grammar).otherwise) and otherwise.kind != "text":
+            other = msgspec.convert({"kind": otherwise.kind, "source": otherwise.source}, Grammar)
+            parts.append({"name": "otherwise", "lark_grammar": _NO_FORCING + self._lark(other)})
         if grammar.thinking == "none":
-            return msgspec.json.encode({"grammars": [body]}).decode()
+            return msgspec.json.encode({"grammars": parts}).decode()
         start = "thoughts @answer" if grammar.thinking == "open" else f"({self._literal(OPEN)} thoughts)? @answer"
         lines = [f"start: {start}", "thoughts: inside space", "space: /\\s{0,8}/"]
         if CLOSE in self._special:
@@ -119,7 +123,7 @@ class LLGuidance:
         else:
             lines.append(f'inside[suffix="{CLOSE}"]: /(?s:.*)/')
         head = {"name": "start", "lark_grammar": _NO_FORCING + "\n".join(lines)}
-        return msgspec.json.encode({"grammars": [head, body]}).decode()
+        return msgspec.json.encode({"grammars": [head, *parts]}).decode()
 
     def _lark(self, grammar: Grammar) -> str:
         match grammar.kind:
@@ -141,17 +145,49 @@ class LLGuidance:
                 except Exception as error:  # the converter has a tree of its own errors
                     raise _refused(_shortened(str(error))) from None
             case "tool_calls":
-                return self._calls(msgspec.json.decode(grammar.source, type=CallsShape))
+                # Text that could begin with a thought would swallow it, as the longer match.
+                thinks = grammar.thinking == "optional" and OPEN not in self._special
+                return self._calls(_shape(grammar), f"\\s*{OPEN}" if thinks else "")
 
-    def _calls(self, shape: CallsShape) -> str:
-        names = [f"call_{index}" for index in range(len(shape.calls))]
+    def _calls(self, shape: CallsShape, not_begun: str) -> str:
+        """not_begun: matches how free text may not begin."""
+        otherwise = shape.otherwise
+        if otherwise is not None and otherwise.opening:
+            lines = self._text_with_calls(shape.many, otherwise.opening, not_begun)
+            return "\n".join([*lines, *self._each(shape.calls, otherwise.opening)])
         more = f" ({_quoted(shape.separator)} call){{0,{_MAX_CALLS - 1}}}" if shape.many else ""
-        lines = [f"start: call{more}", f"call: {' | '.join(names)}"]
-        for name, call in zip(names, shape.calls, strict=True):
-            lines.append(f"{name}: {self._literal(call.begin)} {name}_arguments {self._literal(call.end)}")
+        calls = f"({self._literal(shape.tag)})? call{more}" if shape.tag else f"call{more}"
+        if otherwise is None:
+            lines = [f"start: {calls}"]
+        elif otherwise.kind == "text":
+            lines = [f"start: {calls} | TEXT", f"TEXT: {_text_but(otherwise.not_begun, not_begun)}"]
+        else:
+            lines = [f"start: {calls} | @otherwise"]
+        return "\n".join([*lines, *self._each(shape.calls)])
+
+    def _text_with_calls(self, many: bool, opening: str, not_begun: str) -> list[str]:
+        """Where the marker of a call is written, a call must follow."""
+        marker = self._literal(opening)
+        lazy = "" if opening in self._special else "[lazy]"
+        behind = "(begun call)* TEXT" if many else ""
+        return [
+            f"start: begun_first call {behind} | FIRST",
+            f"begun_first{lazy}: FIRST {marker}",
+            f"begun{lazy}: TEXT {marker}",
+            f"FIRST: {_text_but(not_begun)}",
+            f"TEXT: {_text_but()}",
+        ]
+
+    def _each(self, calls: list[CallShape], opening: str = "") -> list[str]:
+        """The rule ``call``.  opening: what has been written of one already."""
+        names = [f"call_{index}" for index in range(len(calls))]
+        lines = [f"call: {' | '.join(names)}"]
+        for name, call in zip(names, calls, strict=True):
+            begin = self._literal(call.begin.removeprefix(opening))
+            lines.append(f"{name}: {begin} {name}_arguments {self._literal(call.end)}")
             schema = call.schema or {"type": "object"}
             lines.append(f"{name}_arguments: {_json_rule(_schema(schema))}")
-        return "\n".join(lines)
+        return lines
 
     def _literal(self, text: str) -> str:
         """Text that may name special tokens, which only they themselves can spell."""
@@ -185,6 +221,16 @@ class _Vocabulary:
 def _unused(context: GrammarContext) -> int:
     """A token that stands for the end where a model has none."""
     return context.special_token_ids[0] if context.special_token_ids else context.vocab_size - 1
+
+
+def _text_but(*not_begun: str) -> str:
+    """Any text that does not begin as one of these expressions says."""
+    unlike = [f" & ~/(?s:({one.replace('/', _SLASH)}).*)/" for one in not_begun if one]
+    return "/(?s:.*)/" + "".join(unlike)
+
+
+def _shape(grammar: Grammar) -> CallsShape:
+    return msgspec.json.decode(grammar.source, type=CallsShape)
 
 
 def _schema(schema: Any) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""Ranks by plugins of others: one that raises, or answers with what is no rank, is named once and asked no more.
+
+Owns: what stands in for its ranks from then on.  Does not know: queues, trees, which order is a good one.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from engine.kv.eviction import Candidate, EvictionStrategy
+from engine.scheduling.policy import SchedulingPolicy, Waiting
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Rank = tuple[int, ...]
+
+SLOW_S = 0.05  # as for observers: every request waits for it
+
+
+class GuardedRank(Generic[T]):
+    """name: of the plugin.  rank: its method.
+
+    What it can no longer rank is last, and among themselves these go by age: nobody overtakes those who were ranked
+    before, so nobody waits for ever.  All ranks have one length, or the queues could not compare them."""
+
+    def __init__(self, name: str, rank: Callable[[T], Rank], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._name = name
+        self._rank: Callable[[T], Rank] | None = rank
+        self._clock = clock
+        self._last: Rank | None = None
+        self._slow = False
+
+    def __call__(self, ranked: T) -> Rank:
+        if self._rank is None:
+            return self._last or (0,)
+        began = self._clock()
+        try:
+            made = self._rank(ranked)
+            self._check(made)
+        except Exception:
+            log.exception("plugin %s failed to rank and is not asked again; what comes now goes by age", self._name)
+            self._rank = None
+            return self._last or (0,)
+        took_s = self._clock() - began
+        if took_s > SLOW_S and not self._slow:
+            self._slow = True
+            log.warning("plugin %s took %.0f ms to rank, and every request waited", self._name, took_s * 1000)
+        if self._last is None or made > self._last:
+            self._last = made
+        return made
+
+    def _check(self, made: object) -> None:
+        if not isinstance(made, tuple) or not all(type(part) is int for part in made):
+            raise TypeError(f"its rank is {made!r:.100}, not a tuple of ints")
+        if self._last is not None and len(made) != len(self._last):
+            raise TypeError(f"its rank is {made!r:.100}, and another had {len(self._last)} parts")
+
+
+class GuardedStrategy:
+    """An eviction strategy of somebody else's."""
+
+    def __init__(self, name: str, strategy: EvictionStrategy) -> None:
+        self.rank: Callable[[Candidate], Rank] = GuardedRank(name, strategy.rank)
+
+
+class GuardedPolicy:
+    """A scheduling policy of somebody else's."""
+
+    def __init__(self, name: str, policy: SchedulingPolicy) -> None:
+        self.looks_at_cache = bool(policy.looks_at_cache)
+        self.rank: Callable[[Waiting], Rank] = GuardedRank(name, policy.rank)
