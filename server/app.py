@@ -9,6 +9,7 @@ from aiohttp import web
 
 from engine.config import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
+from server.administration import ABORT_PATHS, RESET_PATHS, AdministrationRoutes
 from server.auth import OPEN_ROUTES, require_key
 from server.backend import Ingress, Monitor
 from server.chat import Chat
@@ -22,9 +23,12 @@ from server.generation import Translator
 from server.metrics import MetricsRoute
 from server.model_card import ModelCard
 from server.models import ModelRoutes
+from server.native.route import NativeRoute
 from server.openai_requests import ChatBody, CompletionBody
 from server.openapi import OpenAPIRoute
+from server.probe import ProbeRoute
 from server.responses.route import ResponsesRoute
+from server.server_info import InfoRoutes
 from server.site import FILES, SITE_ROUTES, Site
 from server.stats import StatsRoute
 from server.status import StatusRoutes
@@ -32,6 +36,7 @@ from server.tokenization import TokenizationRoutes
 from server.traces import Traces, open_provider
 from server.traffic import Traffic
 
+STORED = "/v1/responses/{id}"
 DISTRIBUTION = "callboard"
 
 
@@ -61,7 +66,11 @@ def create_runner(
     models = ModelRoutes(card, translator)
     tokenization = TokenizationRoutes(codec or TextCodec.without_tokenizer(), card, translator, server)
     responses = ResponsesRoute(translator, server=server, limits=limits, ingress=guarded, card=card)
+    native = NativeRoute(translator, server=server, limits=limits, ingress=guarded, card=card)
     embeddings = EmbeddingRoute(translator, server=server, limits=limits, ingress=guarded, card=card)
+    info = InfoRoutes(ingress, monitor, card, limits, version)
+    probe = ProbeRoute(guarded, limits)
+    administration = AdministrationRoutes(ingress, clients, server)
     openapi = OpenAPIRoute(version)
     completions = GenerateRoute(
         Completions(translator),
@@ -96,6 +105,9 @@ def create_runner(
             web.get("/", site.index),
             web.get(FILES, site.file),
             web.get("/version", status.version),
+            web.get("/server_info", info.info),
+            web.get("/load", info.load),
+            web.get("/health_generate", probe.get),
             web.get("/metrics", metrics.get),
             web.get("/stats", stats.get),
             web.get("/v1/models", models.all),
@@ -103,9 +115,15 @@ def create_runner(
             web.post("/v1/completions", completions.post),
             web.post("/v1/chat/completions", chat.post),
             web.post("/v1/responses", responses.post),
+            *(web.route(method, STORED, responses.stored) for method in ("GET", "DELETE")),
+            web.post(f"{STORED}/cancel", responses.stored),
+            web.get(f"{STORED}/input_items", responses.stored),
             web.post("/v1/embeddings", embeddings.post),
+            web.post("/generate", native.post),
             *(web.post(prefix + "/tokenize", tokenization.tokenize) for prefix in ("", "/v1")),
             *(web.post(prefix + "/detokenize", tokenization.detokenize) for prefix in ("", "/v1")),
+            *(web.post(path, administration.abort) for path in ABORT_PATHS),
+            *(web.post(path, administration.reset) for path in RESET_PATHS),
             web.get("/openapi.json", openapi.get),
         ]
     )

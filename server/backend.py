@@ -38,7 +38,7 @@ class Ingress(Protocol):
     """The engine's front door.
 
     ready: the model is loaded.  draining: set by the server when it is told to stop.
-    recovering: executors were lost, and requests wait for new ones.
+    recovering: executors or tokenizers were lost, and requests wait for new ones.
     failure: why the engine died, once it has.  stats: the scheduler's latest gauges.
     """
 
@@ -51,10 +51,6 @@ class Ingress(Protocol):
     @property
     def num_open(self) -> int:
         """Requests accepted and not yet ended."""
-
-    @property
-    def quiet_s(self) -> float:
-        """Seconds without any output although requests run; 0 while none does."""
 
     def open(
         self,
@@ -72,6 +68,9 @@ class Ingress(Protocol):
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is open; False if the time ran out first."""
+
+    def abort(self, request_id: int) -> bool:
+        """End one request; its stream then ends with ``Finish.ABORT``.  Returns whether it was open."""
 
     def abort_all(self) -> None:
         """End every open request with an error."""

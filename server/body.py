@@ -5,7 +5,8 @@ Does not know: which fields there are, or what they mean.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import msgspec
@@ -22,9 +23,19 @@ LARGE_BODY_BYTES = 64 << 10  # up to here decoding and translating take the even
 
 
 class BodyReader(Generic[B, T]):
-    """Reads bodies of one type and hands each to ``translate``, which may raise RequestError."""
+    """Reads bodies of one type and hands each to ``translate``, which may raise RequestError.
 
-    def __init__(self, body_type: type[B], translate: Callable[[B], T], server: ServerSection) -> None:
+    elsewhere: fields that mean something only inside of another one, which is named."""
+
+    def __init__(
+        self,
+        body_type: type[B],
+        translate: Callable[[B], T],
+        server: ServerSection,
+        *,
+        elsewhere: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._elsewhere = elsewhere
         self._translate = translate
         self._fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
         self._struct = msgspec.json.Decoder(body_type)
@@ -81,7 +92,10 @@ class BodyReader(Generic[B, T]):
 
     def _decode(self, body: bytes) -> B:
         try:
-            check_unsupported(self._fields.decode(body), self._known)
+            fields = self._fields.decode(body)
+            for name in self._elsewhere.keys() & fields.keys():
+                raise RequestError(f"{name}: belongs into {self._elsewhere[name]}", param=name)
+            check_unsupported(fields, self._known)
             return self._struct.decode(body)
         except msgspec.ValidationError as error:
             message, param = name_field(str(error))

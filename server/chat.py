@@ -12,8 +12,8 @@ from msgspec import UNSET, UnsetType
 
 from engine.errors import RequestError
 from engine.messages import ChatOptions, Delta, Finish, TokenLogprobs, TokenText
-from engine.text.tool_calls import CallPiece
-from server.conversation import read_turns
+from engine.text.tool_calls import CallPiece, text_and_calls
+from server.conversation import read_end, read_turns
 from server.endpoint import Head
 from server.generation import Generation, Translator
 from server.model_card import ModelCard
@@ -56,7 +56,7 @@ class Chat:
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs: only allowed together with logprobs", param="top_logprobs")
         tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls, form=self._card.tool_format)
-        return self._translator.translate(
+        generation = self._translator.translate(
             body,
             (read_turns(body.messages),),
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
@@ -65,15 +65,12 @@ class Chat:
             tools=tools,
             chat=self._options(body, tools.described),
         )
+        if body.max_completion_tokens is None:
+            return generation
+        return msgspec.structs.replace(generation, max_tokens_field="max_completion_tokens")
 
     def _options(self, body: ChatBody, tools: str) -> ChatOptions:
-        continues = bool(body.continue_final_message)
-        if continues and body.add_generation_prompt:
-            raise RequestError(
-                "add_generation_prompt: not possible together with continue_final_message",
-                param="add_generation_prompt",
-            )
-        begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+        begins, continues = read_end(body.add_generation_prompt, body.continue_final_message)
         return ChatOptions(
             tools=tools,
             variables=read_variables(body.chat_template_kwargs, body.reasoning_effort, self._card.template_variables),
@@ -85,7 +82,7 @@ class Chat:
     def answer(self, head: Head, generation: Generation, outputs: Sequence[Output], usage: UsageBody) -> msgspec.Struct:
         choices = []
         for output in outputs:
-            content, calls = read_calls(output.text, generation.tools)
+            content, calls, cut_off = read_calls(output.text, generation.tools)
             choices.append(
                 ChatChoice(
                     index=output.index,
@@ -96,7 +93,7 @@ class Chat:
                         reasoning=output.reasoning or UNSET,
                     ),
                     logprobs=_logprobs(output.logprobs),
-                    finish_reason=_with_calls(output.finish_reason, bool(calls)),
+                    finish_reason=_with_calls(output.finish_reason, bool(calls) and not cut_off),
                     stop_reason=output.stop_reason,
                     token_ids=ids(output.token_ids, generation.shows_token_ids),
                 )
@@ -122,12 +119,12 @@ class Chat:
         calls: list[ToolCallDelta] | UnsetType = UNSET
         reason = finish_reason(delta)
         if (parser := cursor.parser) is not None:
-            text, pieces = parser.push(text)
+            parts = parser.push(text)
             if delta.finish != Finish.RUNNING:
-                rest, more = parser.finish()
-                text, pieces = text + rest, [*pieces, *more]
+                parts += parser.finish()
+            text, pieces = text_and_calls(parts)
             calls = [_call_delta(piece) for piece in pieces] or UNSET
-            reason = _with_calls(reason, parser.num_calls > 0)
+            reason = _with_calls(reason, parser.num_calls > 0 and not parser.cut_off)
         thoughts = delta.reasoning or UNSET
         shows_text = text or (delta.token_ids and not thoughts and cursor.parser is None)
         choice = ChatChunkChoice(
@@ -152,21 +149,20 @@ class Chat:
         return _chunk(head, [], usage)
 
 
-def read_calls(text: str, tools: ToolUse | None) -> tuple[str, list[ToolCallBody]]:
-    """(text, calls) of a whole output."""
+def read_calls(text: str, tools: ToolUse | None) -> tuple[str, list[ToolCallBody], bool]:
+    """(text, calls, whether the last call is cut off) of a whole output."""
     if tools is None:
-        return text, []
+        return text, [], False
     parser = tools.parser()
-    content, pieces = parser.push(text)
-    rest, more = parser.finish()
+    content, pieces = text_and_calls([*parser.push(text), *parser.finish()])
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}
-    for piece in (*pieces, *more):
+    for piece in pieces:
         if piece.name is not None:
             names[piece.index] = piece.name
         arguments[piece.index] = arguments.get(piece.index, "") + piece.arguments
     calls = [ToolCallBody(new_call_id(), FunctionCallBody(name, arguments[index])) for index, name in names.items()]
-    return content + rest, calls
+    return content, calls, parser.cut_off
 
 
 def new_call_id() -> str:

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import gc
 import json
+import logging
 import os
 import sys
 import time
@@ -20,11 +21,12 @@ from rich.table import Table
 
 from engine.config import Config, json_schema, load_config, render_toml
 from engine.errors import CallboardError, ConfigError, RequestError
+from engine.logs import LogSettings
 from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
+from engine.processes.cluster import Cluster, check_cluster, read_cluster
 from engine.sampling.params import SamplingParams
 from server.listener import bind
-from server.logs import configure_logging
 from server.model_card import ModelCard
 from server.serve import serve
 
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script; exits with the code that the error carries."""
     _fill_standard_streams()
     parsed = _parser().parse_args(arguments)
-    configure_logging(parsed.log_level, parsed.log_format)
+    LogSettings(logging.getLevelNamesMapping()[parsed.log_level.upper()], parsed.log_format).apply()
     try:
         config = load_config(parsed.file, parsed.set)
         parsed.run(parsed, config)
@@ -150,7 +152,13 @@ def _serve(parsed: argparse.Namespace, config: Config) -> None:
     if parsed.replicas is not None or parsed.on is not None:
         _serve_replicas(parsed, config)
         return
-    uvloop.run(_serve_until_stopped(config))
+    cluster = read_cluster(os.environ)
+    if cluster is None:
+        uvloop.run(_serve_until_stopped(config))
+    elif cluster.rank:
+        uvloop.run(_join(cluster, config))
+    else:
+        uvloop.run(_serve_as_head(cluster, config))
     sys.stderr.flush()
     # Not a plain return: a load that was interrupted still runs on its thread, and nothing is left to clean up.
     os._exit(0)
@@ -171,22 +179,31 @@ def _serve_replicas(parsed: argparse.Namespace, config: Config) -> None:
         uvloop.run(route(config, fleet, listener))
 
 
-async def _serve_until_stopped(config: Config) -> None:
+async def _join(cluster: Cluster, config: Config) -> None:
+    from engine.processes.joiner import Joiner
+
+    check_cluster(cluster, config)
+    await Joiner(cluster, config).run()
+
+
+async def _serve_as_head(cluster: Cluster, config: Config) -> None:
+    from engine.processes.head import Head
+
+    check_cluster(cluster, config)
+    async with Head(cluster, config) as head:
+        await _serve_until_stopped(config, head)
+
+
+async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> None:  # type: ignore[name-defined]  # noqa: F821
     from engine.actors.system import System
 
     # The port first: finding it taken must not cost the time of loading a model.
     with bind(config.server.host, config.server.port) as listener:
-        system = System(config, progress=sys.stderr.isatty())
+        system = System(config, progress=sys.stderr.isatty(), head=head)
+        if head is not None:
+            head.follow(lambda: system.ingress.draining)
         host, port = listener.getsockname()[:2]
-        card = ModelCard(
-            name=system.model_name,
-            max_model_len=system.max_len,
-            vocab_size=system.spec.vocab_size,
-            created=int(time.time()),
-            chat_defaults=system.sampling_defaults,
-            tool_format=system.codec.tool_format,
-            template_variables=config.server.chat_template_kwargs,
-        )
+        card = ModelCard.of(system, config.server)
         engine = asyncio.create_task(_run_engine(system, f"http://{host}:{port}"))
         try:
             await serve(

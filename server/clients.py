@@ -1,11 +1,13 @@
 """Who is asking: what one client may have open at once, and whose cached prefixes it sees.
 
-Owns: open requests per client, the salt that goes with a key.  Does not know: bodies, routes, what a request costs.
+Owns: open requests per client, their names, the salt that goes with a key.  Does not know: bodies, routes, what a
+request costs.
 A client is an API key, or an address where there are no keys.  Routes open requests as ever, through an ingress that
 looks at whose HTTP request it is in; when that one has been answered, everything it opened is closed.
 """
 
 import hashlib
+import secrets
 from collections import Counter
 from contextvars import ContextVar
 from typing import Any, cast
@@ -18,20 +20,26 @@ from engine.sampling.params import SamplingParams
 from server.admission import RETRY_AFTER_S
 from server.auth import key_list
 from server.backend import Ingress, Prompt, Stream
-from server.exchange import EXCHANGE, Handler
+from server.exchange import EXCHANGE, Exchange, Handler
 
 SALT_CHARS = 32
 
 
 class _Visit:
-    """One HTTP request.  num_opened: what it has opened in the engine, an entry for each choice."""
+    """One HTTP request.  num_opened: what was opened in the engine for it, an entry for each choice; streams: those."""
 
-    __slots__ = ("client", "num_opened", "salt")
+    __slots__ = ("client", "exchange", "num_opened", "salt", "streams")
 
-    def __init__(self, client: str, salt: str) -> None:
+    def __init__(self, client: str, salt: str, exchange: Exchange) -> None:
         self.client = client
         self.salt = salt
+        self.exchange = exchange
         self.num_opened = 0
+        self.streams: list[Stream] = []
+
+    def is_called(self, name: str) -> bool:
+        """By its own id, or that of its answer."""
+        return name == self.exchange.id or name in self.exchange.names
 
 
 class Clients:
@@ -40,10 +48,11 @@ class Clients:
     def __init__(self, server: ServerSection, limits: LimitsSection) -> None:
         keys = key_list(server.api_key)
         # Not the keys themselves: a salt may show up in a log one day.  With one key there is nobody to tell apart.
-        share = server.shared_cache or len(keys) < 2
-        self._salts = [] if share else [hashlib.sha256(key.encode()).hexdigest()[:SALT_CHARS] for key in keys]
+        self._share = server.shared_cache or len(keys) < 2
+        self._salts = [""] if self._share else [hashlib.sha256(key.encode()).hexdigest()[:SALT_CHARS] for key in keys]
         self._limit = limits.max_requests_per_client
         self._num_open: Counter[str] = Counter()
+        self._visits: dict[int, _Visit] = {}
         self._visit: ContextVar[_Visit | None] = ContextVar("visit", default=None)
 
     @web.middleware
@@ -51,17 +60,38 @@ class Clients:
         """Note whose request it is while it is handled."""
         number = request[EXCHANGE].key_number
         client = request.remote or "-" if number is None else f"key {number}"
-        visit = _Visit(client, self._salts[number] if self._salts and number is not None else "")
+        visit = self._visits[id(request)] = _Visit(client, self._salts[self._sharers(number)], request[EXCHANGE])
         token = self._visit.set(visit)
         try:
             return await handler(request)
         finally:
             self._visit.reset(token)
+            del self._visits[id(request)]
             self._close(visit)
 
     def guard(self, ingress: Ingress) -> Ingress:
         """``ingress``, for use by handlers."""
         return cast("Ingress", _GuardedIngress(ingress, self))
+
+    def opened(self, key_number: int | None, name: str | None = None) -> list[list[int]]:
+        """What the open requests with this key have in the engine, by its numbers: an entry for each of them.
+
+        name: only of those that are called so."""
+        return [
+            [stream.request_id for stream in visit.streams]
+            for visit in self._visits.values()
+            if visit.streams and visit.exchange.key_number == key_number and (name is None or visit.is_called(name))
+        ]
+
+    def forget_cache(self, key_number: int | None) -> None:
+        """Requests from now on find nothing that was cached before for them, and for those they share it with.
+
+        Nothing is taken from requests that run; what was cached makes room as what is not used does."""
+        self._salts[self._sharers(key_number)] = secrets.token_hex(SALT_CHARS // 2)
+
+    def _sharers(self, key_number: int | None) -> int:
+        """Who shares cached prefixes with a client, as an index."""
+        return 0 if self._share or key_number is None else key_number
 
     def enter(self, cache_salt: str) -> str:
         """One more choice is about to be opened; returns the salt to open it with.  Raises RequestError: 429."""
@@ -79,6 +109,11 @@ class Clients:
         self._num_open[visit.client] += 1
         # Both have a fixed place, so that no client's own salt can make it another's.
         return f"{visit.salt}:{cache_salt}" if visit.salt else cache_salt
+
+    def note(self, stream: Stream) -> None:
+        """The choice has been opened."""
+        if (visit := self._visit.get()) is not None:
+            visit.streams.append(stream)
 
     def _close(self, visit: _Visit) -> None:
         self._num_open[visit.client] -= visit.num_opened
@@ -98,4 +133,6 @@ class _GuardedIngress:
 
     def open(self, prompt: Prompt, params: SamplingParams, *, cache_salt: str = "", **options: Any) -> Stream:
         """As the ingress does."""
-        return self._inner.open(prompt, params, cache_salt=self._clients.enter(cache_salt), **options)
+        stream = self._inner.open(prompt, params, cache_salt=self._clients.enter(cache_salt), **options)
+        self._clients.note(stream)
+        return stream

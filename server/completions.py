@@ -90,7 +90,7 @@ class Completions:
             token_ids=ids(delta.token_ids, cursor.shows_token_ids),
             prompt_token_ids=ids(delta.prompt_token_ids, bool(delta.prompt_token_ids)),
         )
-        cursor.num_chars += sum(len(entry.sampled.text) for entry in (*delta.prompt_logprobs, *delta.logprobs))
+        cursor.num_chars += sum(map(_num_chars, (*delta.prompt_logprobs, *delta.logprobs)))
         return [_completion(head, [choice], usage)]
 
     def usage_chunk(self, head: Head, usage: UsageBody) -> msgspec.Struct:
@@ -146,7 +146,7 @@ def _logprobs(
     offsets: list[int] = []
     for entry in every:
         offsets.append(offset)
-        offset += len(entry.sampled.text)
+        offset += _num_chars(entry)
     logprobs: list[float | None] = [finite(entry.sampled.logprob) for entry in every]
     top: list[dict[str, float] | None] = [_likeliest(entry) for entry in every]
     if prompt:
@@ -157,6 +157,11 @@ def _logprobs(
         tokens=[entry.sampled.text for entry in every],
         top_logprobs=top,
     )
+
+
+def _num_chars(entry: TokenLogprobs) -> int:
+    """Characters that begin with this token.  A token may be a part of one, and be shown as something else entirely."""
+    return sum(byte & 0xC0 != 0x80 for byte in entry.sampled.utf8)
 
 
 def _likeliest(entry: TokenLogprobs) -> dict[str, float]:

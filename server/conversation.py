@@ -23,6 +23,16 @@ def read_turns(messages: Sequence[ChatMessage]) -> tuple[ChatTurn, ...]:
     return tuple(_turn(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
+def read_end(add_generation_prompt: bool | None, continue_final_message: bool | None) -> tuple[bool, bool]:
+    """(the assistant begins an answer, its last message goes on).  Raises RequestError if both are asked for."""
+    if continue_final_message and add_generation_prompt:
+        raise RequestError(
+            "add_generation_prompt: not possible together with continue_final_message", param="add_generation_prompt"
+        )
+    continues = bool(continue_final_message)
+    return (not continues if add_generation_prompt is None else add_generation_prompt), continues
+
+
 def _turn(message: ChatMessage, path: str) -> ChatTurn:
     role = ROLES.get(message.role)
     if role is None:

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from engine.config import LimitsSection, ServerSection
 from engine.errors import RequestError
+from engine.messages import Finish
 from engine.sampling.params import SamplingParams
 from server.admission import refuse_early
 from server.backend import Ingress
@@ -116,6 +117,8 @@ class EmbeddingRoute:
                     index, delta = item
                     tally.add(index, delta)
                     outputs[index].add(delta)
+                    if delta.finish == Finish.ABORT:
+                        raise RequestError("the request was aborted", status=409, code="aborted")
         except RequestError as error:
             if error.param == "prompt":
                 error.param = "input"

@@ -11,6 +11,7 @@ from http import HTTPStatus
 
 from aiohttp import web
 
+from engine.logs import FIELDS
 from server.openai_responses import UsageBody
 
 log = logging.getLogger(__name__)
@@ -18,20 +19,21 @@ log = logging.getLogger(__name__)
 REQUEST_ID_HEADER = "X-Request-Id"
 MAX_REQUEST_ID_CHARS = 128
 PRINTABLE = frozenset(string.ascii_letters + string.digits + string.punctuation + " ")
-WATCHED = frozenset({"/health", "/ready", "/metrics", "/stats"})  # asked every second: no news while all is well
-FIELDS = "fields"  # of a log record: the same as its text, for logs that machines read
+# Asked every second: no news while all is well.
+WATCHED = frozenset({"/health", "/ready", "/metrics", "/stats", "/load"})
 CLIENT_LEFT = 499  # what nginx logs when nobody is there to read the response
 
 
 class Exchange:
     """id: the client's own if it sent a usable one.  route: the path's pattern, once one was matched.
-    usage: set by the handlers that generate.  key_number: which of the API keys it brought, where there are any.
-    cors: what a browser must be told."""
+    names: what else the client may call it by; like usage set by the handlers that generate.
+    key_number: which of the API keys it brought, where there are any.  cors: what a browser must be told."""
 
     def __init__(self, request: web.BaseRequest) -> None:
         self.id = _request_id(request.headers.get(REQUEST_ID_HEADER, ""))
         self.route = "-"
         self.usage: UsageBody | None = None
+        self.names: set[str] = set()
         self.key_number: int | None = None
         self.cors: dict[str, str] = {}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from engine.errors import RequestError
-from engine.sampling.params import MAX_GRAMMAR_CHARS, Grammar
+from engine.sampling.params import Grammar
 from server.openai_requests import GenerationBody, ResponseFormat, StructuredOutputs, is_given
 
 Named = tuple[str, Grammar]
@@ -23,14 +23,7 @@ def read_grammar(body: GenerationBody) -> Named | None:
         raise RequestError(f"{names}: only one of them can be followed", param=found[1][0])
     if not found:
         return None
-    name, grammar = found[0]
-    if len(grammar.source) > MAX_GRAMMAR_CHARS:
-        raise RequestError(f"{name}: longer than {MAX_GRAMMAR_CHARS} characters", param=name)
-    if body.ignore_eos:
-        raise RequestError(
-            f"ignore_eos: not possible together with {name}, which says where to end", param="ignore_eos"
-        )
-    return name, grammar
+    return found[0]
 
 
 def _all(body: GenerationBody) -> Iterator[Named]:

@@ -69,13 +69,14 @@ class GenerateRoute(Generic[B]):
             model=self._card.name,
             system_fingerprint=self._system_fingerprint,
         )
+        request[EXCHANGE].names |= {head.id, generation.request_id} - {""}
         try:
             async with Choices(self._ingress, generation) as choices:
                 if generation.stream:
                     return await self._stream(request, generation, head, choices)
                 return await self._answer(request, generation, head, choices)
         except RequestError as error:
-            raise self._in_its_words(error) from None
+            raise self._in_its_words(error, generation) from None
 
     async def _answer(
         self, request: web.Request, generation: Generation, head: Head, choices: Choices
@@ -106,7 +107,7 @@ class GenerateRoute(Generic[B]):
                     raise
                 if not isinstance(error, CallboardError):
                     log.exception("request=%s failed in its stream", request[EXCHANGE].id)
-                await events.fail(self._in_its_words(as_request_error(error)))
+                await events.fail(self._in_its_words(as_request_error(error), generation))
             await events.end()
         except ConnectionError:
             pass  # nobody is left to tell; the choices close on the way out
@@ -152,10 +153,12 @@ class GenerateRoute(Generic[B]):
         if generation.include_usage:
             await events.send([self._endpoint.usage_chunk(head, tally.total())])
 
-    def _in_its_words(self, error: RequestError) -> RequestError:
-        """The engine says "prompt" whatever the endpoint calls it."""
+    def _in_its_words(self, error: RequestError, generation: Generation) -> RequestError:
+        """The engine says "prompt" and "max_tokens" whatever the client called them."""
         if error.param == "prompt":
             error.param = self._endpoint.prompt_field
+        elif error.param == "max_tokens":
+            error.param = generation.max_tokens_field
         return error
 
 

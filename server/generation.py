@@ -12,7 +12,7 @@ import msgspec
 from engine.config import LimitsSection
 from engine.errors import RequestError
 from engine.messages import ChatOptions
-from engine.sampling.params import MAX_SEED, Grammar, SamplingParams
+from engine.sampling.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
 from server.backend import Prompt
 from server.formats import read_grammar
 from server.model_card import ModelCard
@@ -42,6 +42,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     shows_logprobs: bool = True
     shows_token_ids: bool = False
     names_tokens_by_id: bool = False
+    request_id: str = ""  # what the client calls it
+    max_tokens_field: str = "max_tokens"  # in which it was given
 
 
 class Translator:
@@ -92,6 +94,7 @@ class Translator:
             prompt_only=prompt_only,
             shows_token_ids=bool(body.return_token_ids),
             names_tokens_by_id=bool(body.return_tokens_as_token_ids),
+            request_id=body.request_id or "",
         )
 
     def check_model(self, name: str) -> None:
@@ -156,15 +159,17 @@ def choice_seed(seed: int | None, k: int) -> int | None:
 
 def _grammar(body: GenerationBody, tools: ToolRequest) -> Grammar | None:
     named = read_grammar(body)
-    if named is None:
-        return tools.grammar
-    if tools.use is not None:
+    grammar = tools.grammar(None if named is None else named[1])
+    if grammar is None:
+        return None
+    field = "tools" if named is None else named[0]
+    if len(grammar.source) > MAX_GRAMMAR_CHARS:
+        raise RequestError(f"{field}: longer than {MAX_GRAMMAR_CHARS} characters", param=field)
+    if body.ignore_eos:
         raise RequestError(
-            f"{named[0]}: not possible together with tools, since a call would break it; send tool_choice='none'",
-            code="unsupported_parameter",
-            param=named[0],
+            f"ignore_eos: not possible together with {field}, which says where to end", param="ignore_eos"
         )
-    return named[1]
+    return grammar
 
 
 def _given(value: T | None, default: T) -> T:

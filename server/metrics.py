@@ -125,6 +125,10 @@ class OwnCollector(EngineCollector):
         yield self._gauge("stalled_seconds", "How long no step has completed although requests run.", gauges.stalled_s)
         yield self._gauge("tasks", "Tasks on the event loop.", len(asyncio.all_tasks()))
         yield self._total("executor_restarts", "Times that all executors were started again.", gauges.num_restarts)
+        yield self._gauge("tokenizers", "Tokenizers that take requests.", gauges.num_tokenizers)
+        yield self._total(
+            "tokenizer_restarts", "Times that a tokenizer process was started again.", gauges.num_tokenizer_restarts
+        )
         yield self._total("late_events", "Output for clients that had left.", gauges.num_late_events)
         yield from self._of_mailboxes(gauges)
         if meter is not None:

@@ -3,9 +3,16 @@
 Owns: the name clients ask for and what the checkpoint says about its use.  Does not know: weights, tokenizers, HTTP.
 """
 
+import time
+from typing import TYPE_CHECKING
+
 import msgspec
 
+from engine.config import ServerSection
 from engine.text.tool_format import ToolFormat
+
+if TYPE_CHECKING:
+    from engine.actors.system import System
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,3 +34,16 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     chat_defaults: dict[str, float | int] = {}
     tool_format: ToolFormat = "hermes"
     template_variables: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, system: "System", server: ServerSection) -> "ModelCard":
+        """What an engine serves, from now on."""
+        return cls(
+            name=system.model_name,
+            max_model_len=system.max_len,
+            vocab_size=system.spec.vocab_size,
+            created=int(time.time()),
+            chat_defaults=system.sampling_defaults,
+            tool_format=system.codec.tool_format,
+            template_variables=server.chat_template_kwargs,
+        )

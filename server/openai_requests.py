@@ -101,6 +101,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     priority: Priority | None = None
     cache_salt: Salt | None = None
     user: str | None = None
+    request_id: Short | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: msgspec.Raw = msgspec.field(default_factory=not_given)

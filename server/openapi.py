@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
+from server.administration import AbortAnswer, AbortBody, ResetAnswer, ResetBody
 from server.embeddings import EmbeddingBody, EmbeddingList
 from server.errors import ErrorBody
+from server.native.bodies import NativeBody, NativeOutput
 from server.openai_requests import ChatBody, CompletionBody
 from server.openai_responses import ChatChunk, ChatCompletion, Completion, ModelBody, ModelList
 from server.responses.objects import Event, ResponseObject
 from server.responses.requests import ResponsesBody
+from server.server_info import Load, ServerInfo
 from server.status import HealthBody
 from server.tokenization import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
 
@@ -25,6 +28,7 @@ ERRORS = {
     "401": "The API key is missing or wrong.",
     "404": "There is no such model.",
     "408": "The body did not arrive in time.",
+    "409": "The request was aborted.",
     "413": "The body is too large.",
     "415": "The body is not JSON, or compressed.",
     "429": "Too many requests are open; see Retry-After.",
@@ -35,25 +39,31 @@ ERRORS = {
 
 
 class Operation(NamedTuple):
-    """A route.  event: what its stream is made of, if it streams."""
+    """A route.  answer: the type of what comes in one piece.  event: what its stream is made of, if it streams."""
 
     method: str
     path: str
     summary: str
-    answer: type[msgspec.Struct]
+    answer: Any
     body: type[msgspec.Struct] | None = None
     event: type[msgspec.Struct] | None = None
 
 
+NATIVE = NativeOutput | list[NativeOutput]
 OPERATIONS = (
     Operation("post", "/v1/chat/completions", "Answer a conversation.", ChatCompletion, ChatBody, ChatChunk),
     Operation("post", "/v1/completions", "Continue prompts.", Completion, CompletionBody, Completion),
     Operation("post", "/v1/responses", "Answer a conversation, as items.", ResponseObject, ResponsesBody, Event),
     Operation("post", "/v1/embeddings", "Texts as vectors.", EmbeddingList, EmbeddingBody),
+    Operation("post", "/generate", "Continue prompts.", NATIVE, NativeBody, NativeOutput),
     Operation("post", "/tokenize", "Text as tokens.", TokenizeAnswer, TokenizeBody),
     Operation("post", "/detokenize", "Tokens as text.", DetokenizeAnswer, DetokenizeBody),
     Operation("get", "/v1/models", "The served model.", ModelList),
     Operation("get", "/v1/models/{id}", "The served model.", ModelBody),
+    Operation("post", "/abort_request", "End requests.", AbortAnswer, AbortBody),
+    Operation("post", "/reset_prefix_cache", "Forget what is cached.", ResetAnswer, ResetBody),
+    Operation("get", "/server_info", "What is served, and its limits.", ServerInfo),
+    Operation("get", "/load", "How many requests there are.", Load),
     Operation("get", "/health", "Whether the process can do its work.", HealthBody),
 )
 

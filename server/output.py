@@ -82,7 +82,13 @@ def stop_reason(delta: Delta) -> str | int | UnsetType:
 
 def ids(packed: bytes, shown: bool = True) -> list[int] | UnsetType:
     """Token ids for JSON; left out unless ``shown``.  packed: int32[n]."""
-    return np.frombuffer(packed, dtype=np.int32).tolist() if shown else UNSET
+    return unpacked(packed) if shown else UNSET
+
+
+def unpacked(packed: bytes) -> list[int]:
+    """Token ids.  packed: int32[n]."""
+    numbers: list[int] = np.frombuffer(packed, dtype=np.int32).tolist()
+    return numbers
 
 
 def by_id(delta: Delta) -> Delta:

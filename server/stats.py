@@ -86,6 +86,8 @@ class StatsBody(msgspec.Struct, frozen=True, kw_only=True):
     prefixes: list[NodeBody]
     prefixes_complete: bool
     restarts: int
+    tokenizers: int
+    tokenizer_restarts: int
     retractions: int
     stalled_s: float
 
@@ -143,6 +145,8 @@ class StatsRoute:
             prefixes=[self._node(node, gauges.page_size) for node in outline.nodes],
             prefixes_complete=outline.complete,
             restarts=gauges.num_restarts,
+            tokenizers=gauges.num_tokenizers,
+            tokenizer_restarts=gauges.num_tokenizer_restarts,
             retractions=meter.num_retractions if meter else 0,
             stalled_s=round(gauges.stalled_s, 3),
         )

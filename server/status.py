@@ -77,7 +77,7 @@ def trouble(ingress: Ingress, monitor: Monitor) -> RequestError | None:
     if (error := unavailable(ingress)) is not None:
         return error
     if ingress.recovering:
-        reason, code = "the executors are being restarted; requests are taken and wait", "recovering"
+        reason, code = "a part of the engine is being restarted; requests are taken and wait", "recovering"
     elif (stalled_s := monitor.gauges().stalled_s) > STALLED_AFTER_S:
         # Not the time without a token: a long prompt may be many steps on its way to its first one.
         reason, code = f"requests are open and no step has completed for {stalled_s:.0f} s", "stalled"

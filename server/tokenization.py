@@ -16,7 +16,7 @@ from engine.errors import RequestError
 from engine.messages import ChatOptions, ChatTurn
 from engine.text.codec import TextCodec
 from server.body import BodyReader
-from server.conversation import read_turns
+from server.conversation import read_end, read_turns
 from server.generation import Translator
 from server.model_card import ModelCard
 from server.openai_requests import ChatMessage, Scalar, Short, TokenId, Tools
@@ -120,8 +120,7 @@ class TokenizationRoutes:
         turns = read_turns(body.messages or ())
         tools = read_tools(body.tools, None, parallel=None, form=self._card.tool_format)
         self._check_chars(sum(map(_num_chars, turns)) + len(tools.described), "messages")
-        continues = bool(body.continue_final_message)
-        begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+        begins, continues = read_end(body.add_generation_prompt, body.continue_final_message)
         variables = read_variables(body.chat_template_kwargs, None, self._card.template_variables)
         options = ChatOptions(tools.described, variables, begins, continues)
         ids = self._codec.encode_chat(turns, options).token_ids.tolist()

@@ -10,7 +10,7 @@ import msgspec
 from engine.errors import RequestError
 from engine.sampling.params import Grammar
 from engine.text.tool_calls import ToolCallParser
-from engine.text.tool_format import Tool, ToolFormat, demand_calls
+from engine.text.tool_format import Tool, ToolFormat, allow_calls, demand_calls
 from server.openai_requests import ToolBody, ToolChoice
 
 Choice = str | ToolChoice | None
@@ -30,11 +30,25 @@ class ToolUse(msgspec.Struct, frozen=True):
 
 class ToolRequest(msgspec.Struct, frozen=True):
     """described: JSON for the template, empty for none.  use: None if no call is looked for.
-    grammar: what forces one, if it must come."""
+    callable_tools: what may be called, with the schemas that are to be followed.  forced: a call must come.
+    strict: some schema was asked to be followed to the letter."""
 
     described: str = ""
     use: ToolUse | None = None
-    grammar: Grammar | None = None
+    callable_tools: tuple[Tool, ...] = ()
+    forced: bool = False
+    strict: bool = False
+
+    def grammar(self, answer: Grammar | None) -> Grammar | None:
+        """What the output must look like.  answer: what it must look like if it is no call; None if it is free."""
+        if self.use is None:
+            return answer
+        many = self.use.max_calls is None
+        if self.forced:
+            return demand_calls(self.callable_tools, self.use.form, many=many)
+        if answer is None and not self.strict:
+            return None
+        return allow_calls(self.callable_tools, self.use.form, answer, many=many)
 
 
 def read_tools(
@@ -51,7 +65,12 @@ def read_tools(
         raise RequestError("tools: two of them have the same name", param="tools")
     if choice == "none":
         return ToolRequest()
-    callable_tools = [Tool(tool.function.name, tool.function.parameters or {}) for tool in tools]
+    # A call that nobody demands keeps to a schema only where that was asked for: others may have words that are not
+    # understood, which is no reason to refuse a request that would never have needed them.
+    callable_tools = [
+        Tool(tool.function.name, (tool.function.parameters or {}) if forced or tool.function.strict else {})
+        for tool in tools
+    ]
     if isinstance(choice, ToolChoice):
         callable_tools = [tool for tool in callable_tools if tool.name == choice.function.name]
         if not callable_tools:
@@ -62,7 +81,9 @@ def read_tools(
     return ToolRequest(
         described=msgspec.json.encode([_described(tool) for tool in tools]).decode(),
         use=ToolUse(form, frozenset(names), None if many else 1),
-        grammar=demand_calls(callable_tools, form, many=many) if forced else None,
+        callable_tools=tuple(callable_tools),
+        forced=forced,
+        strict=any(tool.function.strict for tool in tools),
     )
 
 

@@ -36,7 +36,8 @@ class Tally:
         self._prompt_tokens[prompt] = delta.usage.prompt_tokens
         if k == 0:
             self._cached_tokens[prompt] = delta.usage.cached_tokens
-        if delta.finish != Finish.RUNNING:
+        # What was aborted has no last word from the engine, only what was counted on the way.
+        if delta.finish not in (Finish.RUNNING, Finish.ABORT):
             self._completion_tokens[index] = delta.usage.completion_tokens
             self._reasoning_tokens[index] = delta.usage.reasoning_tokens
 

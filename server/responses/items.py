@@ -41,7 +41,9 @@ def _add(turns: list[ChatTurn], item: InputItem, path: str) -> None:
             if item.output is None:
                 raise RequestError(f"{path}.output: required, but not given", param=f"{path}.output")
             turns.append(
-                ChatTurn("tool", _text(item.output, f"{path}.output"), tool_call_id=_needed(item.call_id, path))
+                ChatTurn(
+                    "tool", _text(item.output, f"{path}.output"), tool_call_id=_needed(item.call_id, f"{path}.call_id")
+                )
             )
         case "reasoning":
             turns.append(ChatTurn("assistant", "", reasoning=_thoughts(item)))

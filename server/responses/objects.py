@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from server.openai_responses import TopLogprob
 
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class OutputLogprob(msgspec.Struct, frozen=True):

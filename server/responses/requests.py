@@ -94,4 +94,5 @@ class ResponsesBody(GenerationBody, frozen=True, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     previous_response_id: Short | None = None
+    prompt: msgspec.Raw = msgspec.field(default_factory=not_given)
     conversation: msgspec.Raw = msgspec.field(default_factory=not_given)

@@ -33,6 +33,7 @@ from server.openai_requests import (
     is_given,
 )
 from server.openai_responses import UsageBody
+from server.output import by_id
 from server.reply import json_reply
 from server.responses.items import read_input
 from server.responses.objects import (
@@ -77,6 +78,7 @@ class ResponsesRoute:
         self._card = card
 
     def _understand(self, body: ResponsesBody) -> Asked:
+        _refuse_what_needs_a_store(body)
         try:
             return self._translate(body)
         except RequestError as error:
@@ -84,11 +86,10 @@ class ResponsesRoute:
 
     def _translate(self, body: ResponsesBody) -> Asked:
         self._translator.check_model(body.model)
-        _refuse_what_needs_a_store(body)
         choice = body.tool_choice
         tools = read_tools(
             [
-                ToolBody(tool.type, FunctionBody(tool.name, tool.description, tool.parameters))
+                ToolBody(tool.type, FunctionBody(tool.name, tool.description, tool.parameters, tool.strict))
                 for tool in body.tools or ()
             ],
             ToolChoice(choice.type, FunctionChoice(choice.name)) if isinstance(choice, FlatToolChoice) else choice,
@@ -96,6 +97,8 @@ class ResponsesRoute:
             form=self._card.tool_format,
         )
         if body.text is not None and body.text.format is not None:
+            if body.response_format is not None:
+                raise RequestError("response_format: this endpoint calls it text.format", param="response_format")
             body = msgspec.structs.replace(body, response_format=_response_format(body.text.format))
         effort = None if body.reasoning is None else body.reasoning.effort
         wants_logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
@@ -119,6 +122,7 @@ class ResponsesRoute:
         refuse_early(self._ingress, self._limits)
         body, generation = await self._reader.read(request)
         answer = _Answer(body, generation, self._card.name)
+        request[EXCHANGE].names |= {answer.id, generation.request_id} - {""}
         try:
             async with Choices(self._ingress, generation) as choices:
                 if generation.stream:
@@ -130,6 +134,14 @@ class ResponsesRoute:
             raise _in_its_words(error, body) from None
         finally:
             request[EXCHANGE].usage = answer.tally.total()
+
+    async def stored(self, request: web.Request) -> web.StreamResponse:
+        """aiohttp's handler for whatever is asked about a response that was given before.  Raises RequestError: 404."""
+        raise RequestError(
+            "responses are not stored by this server; a running one ends when its connection is closed",
+            status=404,
+            code="response_not_found",
+        )
 
     async def _stream(self, request: web.Request, answer: "_Answer", choices: Choices) -> web.StreamResponse:
         events = EventStream(request, named=True)
@@ -145,7 +157,8 @@ class ResponsesRoute:
                     if told:
                         await events.send(told)
                 whole = answer.object()
-                await events.send([writer.event(whole.status, response=whole)])
+                kind = "incomplete" if whole.status == "cancelled" else whole.status  # it has no event of its own
+                await events.send([writer.event(kind, response=whole)])
             except ConnectionError:
                 raise
             except Exception as error:
@@ -162,15 +175,16 @@ class ResponsesRoute:
 
 
 class _Answer:
-    """One request's answer as it grows.  tally: its token counts.  writer: its items."""
+    """One request's answer as it grows.  id: of the response.  tally: its token counts.  writer: its items."""
 
     def __init__(self, body: ResponsesBody, generation: Generation, model: str) -> None:
         self.tally = Tally(generation)
         self.writer = ResponseWriter(generation.tools.parser() if generation.tools else None)
         self.body = body
         self._params = generation.params
+        self._names_by_id = generation.names_tokens_by_id
         self._model = model
-        self._id = f"resp_{uuid.uuid4().hex}"
+        self.id = f"resp_{uuid.uuid4().hex}"
         self._created_at = int(time.time())
         self._finish = Finish.RUNNING
 
@@ -179,17 +193,18 @@ class _Answer:
         index, delta = item
         self.tally.add(index, delta)
         self._finish = delta.finish
-        return self.writer.take(delta)
+        return self.writer.take(by_id(delta) if self._names_by_id else delta)
 
     def object(self, status: Status | None = None, error: RequestError | None = None) -> ResponseObject:
         """What there is to say.  status: None once the output has ended."""
         body, params = self.body, self._params
-        cut = status is None and self._finish != Finish.STOP
+        cut = status is None and self._finish == Finish.LENGTH
+        ended: Status = "incomplete" if cut else "cancelled" if self._finish == Finish.ABORT else "completed"
         given = json.loads(msgspec.json.encode(body))
         return ResponseObject(
-            id=self._id,
+            id=self.id,
             created_at=self._created_at,
-            status=status or ("incomplete" if cut else "completed"),
+            status=status or ended,
             error=None if error is None else ResponseError(error.code, error.message),
             incomplete_details=IncompleteDetails("max_output_tokens") if cut else None,
             instructions=body.instructions,
@@ -229,20 +244,18 @@ def _response_format(given: TextFormat) -> ResponseFormat:
 
 def _refuse_what_needs_a_store(body: ResponsesBody) -> None:
     """Nothing is kept between requests, and leaving these out of account would change the answer."""
+    kept = "nothing is kept between requests; send the whole conversation as input"
     asked = {
-        "previous_response_id": body.previous_response_id is not None,
-        "conversation": is_given(body.conversation),
-        "background": bool(body.background),
-        "truncation": body.truncation == "auto",
-        "n": body.n not in (None, 1),
+        "previous_response_id": (body.previous_response_id is not None, kept),
+        "conversation": (is_given(body.conversation), kept),
+        "prompt": (is_given(body.prompt), "no prompts are kept; send their text as instructions and input"),
+        "background": (bool(body.background), "no answers are kept to be asked for later"),
+        "truncation": (body.truncation == "auto", "nothing is cut off; an input that is too long is an error"),
+        "n": (body.n not in (None, 1), "a response has one output"),
     }
-    for field, given in asked.items():
+    for field, (given, why) in asked.items():
         if given:
-            raise RequestError(
-                f"{field}: not supported by this server, which keeps nothing between requests and cuts nothing off",
-                code="unsupported_parameter",
-                param=field,
-            )
+            raise RequestError(f"{field}: not supported, since {why}", code="unsupported_parameter", param=field)
 
 
 def _in_its_words(error: RequestError, body: ResponsesBody) -> RequestError:

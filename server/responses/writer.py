@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 
 from engine.messages import Delta, Finish, TokenLogprobs
-from engine.text.tool_calls import CallPiece, ToolCallParser
+from engine.text.tool_calls import CallPiece, Part, ToolCallParser
 from server.openai_responses import TopLogprob
 from server.output import finite
 from server.responses.objects import (
@@ -47,28 +47,33 @@ class ResponseWriter:
         """What new output means."""
         if delta.reasoning:
             self._write("reasoning", delta.reasoning, ())
-        # Logprobs are told with the text they belong to; a token without text waits for the next one.
+        # Logprobs are told with the text they belong to; a token without text waits for the next one.  Where calls are
+        # looked for it is not known which tokens became one, so they wait for the end.
         self._waiting_logprobs += [_logprob(entry) for entry in delta.logprobs]
-        text = delta.text
-        pieces: list[CallPiece] = []
+        parts: list[Part] = [delta.text] if delta.text else []
         ended = delta.finish != Finish.RUNNING
         if self._parser is not None:
-            text, pieces = self._parser.push(text)
+            parts = self._parser.push(delta.text)
             if ended:
-                rest, more = self._parser.finish()
-                # Text behind a call is rare and its place among the calls is lost; it goes first.
-                text, pieces = text + rest, [*pieces, *more]
-        if text:
-            logprobs, self._waiting_logprobs = self._waiting_logprobs, []
-            self._write("message", text, logprobs)
-        for piece in pieces:
-            self._write_call(piece)
+                parts += self._parser.finish()
+        for part in parts:
+            if isinstance(part, str):
+                self._write("message", part, self._take_logprobs() if self._parser is None else ())
+            else:
+                self._write_call(part)
         if ended:
             if not self.output and not self._kind:
                 self._open("message")
-            self._close("incomplete" if delta.finish == Finish.LENGTH else "completed")
+            if self._kind == "message":
+                self._logprobs += self._take_logprobs()
+            cut_off = self._parser is not None and self._parser.cut_off
+            self._close("incomplete" if cut_off or delta.finish != Finish.STOP else "completed")
         events, self._events = self._events, []
         return events
+
+    def _take_logprobs(self) -> list[OutputLogprob]:
+        waiting, self._waiting_logprobs = self._waiting_logprobs, []
+        return waiting
 
     def _write(self, kind: str, text: str, logprobs: Sequence[OutputLogprob]) -> None:
         if self._kind != kind:

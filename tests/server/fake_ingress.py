@@ -48,7 +48,7 @@ class FakeIngress:
         self.ready = True
         self.draining = False
         self.recovering = False
-        self.quiet_s = 0.0
+        self.stalled_s = 0.0  # what the fake monitor says
         self.failure: str | None = None
         self.stats: Stats | None = Stats(7, running=1, waiting=2, pages_free=50, pages_cached=30, pages_used=20)
         self.opened: list[Stream] = []
@@ -103,6 +103,14 @@ class FakeIngress:
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
         return not self._open
+
+    def abort(self, request_id: int) -> bool:
+        if request_id not in self._open:
+            return False
+        stream, task = self._open.pop(request_id)
+        task.cancel()
+        stream.push(Delta(request_id, "", finish=Finish.ABORT))
+        return True
 
     def abort_all(self) -> None:
         for request_id in list(self._open):

@@ -39,7 +39,7 @@ class FakeMonitor:
             pages_used=20,
             page_size=PAGE,
             num_in_flight=1,
-            stalled_s=self._ingress.quiet_s,
+            stalled_s=self._ingress.stalled_s,
             mailboxes=(MailboxGauges("scheduler", 1, 7, 2112),),
         )
 

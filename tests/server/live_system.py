@@ -100,11 +100,11 @@ class LiveSystem:
             name=MODEL, max_model_len=self.system.max_len, vocab_size=self.system.spec.vocab_size, created=0
         )
         config = self._config
-        runner = create_runner(config.server, config.limits, self.system.ingress, card, self.system.monitor)
+        self.runner = create_runner(config.server, config.limits, self.system.ingress, card, self.system.monitor)
         await self.system.start()
-        await runner.setup()
-        await web.SockSite(runner, self._listener, backlog=2048).start()
+        await self.runner.setup()
+        await web.SockSite(self.runner, self._listener, backlog=2048).start()
         self._started.set()
         await self._stopping.wait()
-        await runner.cleanup()
+        await self.runner.cleanup()
         await self.system.stop()

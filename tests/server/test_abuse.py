@@ -15,17 +15,22 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.null_engine import NullSystem
+from engine.actors.monitor import Gauges
 from engine.config import Config, build_config
+from tests.figures import Figure
 from tests.server.http_client import RawClient, http_bytes
 from tests.server.live_system import MODEL, LiveSystem
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+NUM_IDLE = 2000
+FILES_FOR_IDLE = 2 * NUM_IDLE + 500  # both ends are here
 
 
 def configured(**sections: dict[str, Any]) -> Config:
@@ -35,6 +40,7 @@ def configured(**sections: dict[str, Any]) -> Config:
         "scheduler": {"max_running": 256},
         **sections,
     }
+    tables["server"] = {"max_connections": 2 * NUM_IDLE, **tables.get("server", {})}
     return build_config(Config(), tables)
 
 
@@ -63,11 +69,15 @@ def reset(client: RawClient) -> None:
     client.socket.close()
 
 
-def all_gone(live: LiveSystem) -> bool:
-    return live.wait_until(lambda gauges: (gauges.num_open, gauges.num_running, gauges.pages_used) == (0, 0, 0), 1)
+def seconds_until_all_gone(live: LiveSystem) -> float:
+    """Until nothing is open, running or held."""
+    started = time.monotonic()
+    assert live.wait_until(lambda gauges: (gauges.num_open, gauges.num_running, gauges.pages_used) == (0, 0, 0), 10)
+    return time.monotonic() - started
 
 
-def test_half_of_two_hundred_streams_vanish_and_the_others_get_every_token(live: LiveSystem) -> None:
+@pytest.mark.reliability("H2", "200 streams, of which half leave at random")
+def test_half_of_two_hundred_streams_vanish_and_the_others_get_every_token(live: LiveSystem, figure: Figure) -> None:
     dice = random.Random(5)
     clients = [RawClient(live.port) for _ in range(200)]
     for number, client in enumerate(clients):
@@ -79,28 +89,35 @@ def test_half_of_two_hundred_streams_vanish_and_the_others_get_every_token(live:
         (reset if dice.random() < 0.5 else lambda client: client.socket.close())(clients[number])
     alone = live.call(lambda: live.system.codec.encode(" return")[-1])
     word = live.call(lambda: live.system.codec.decode([int(alone)]))
+    num_whole = 0
     for number, client in enumerate(clients):
         if number not in leaving:
             with client:
-                assert read_stream(client)[0] == word * (60 + number % 40)
-    assert all_gone(live)
+                num_whole += read_stream(client)[0] == word * (60 + number % 40)
+    figure("whole streams of those that stayed", num_whole, at_least=100)
+    figure("until nothing is held", seconds_until_all_gone(live), "s", at_most=1, patience=5)
 
 
-def test_an_abort_reaches_the_scheduler_within_a_step(live: LiveSystem) -> None:
-    with RawClient(live.port) as other:
-        other.send(streaming("goes on ", 1500))
-        other.read_until(b"data: ")
+@pytest.mark.reliability("H2", "clients that leave in the middle of their stream")
+def test_an_abort_reaches_the_scheduler_within_a_step(figure: Figure) -> None:
+    most_steps, longest_s = 0, 0.0
+    with LiveSystem(configured(), partial(NullSystem, step_s=0.002)) as live:
         for _ in range(10):
-            client = RawClient(live.port)
-            client.send(streaming("is left alone ", 1500))
-            client.read_until(b"data: ")
-            assert live.wait_until(lambda gauges: gauges.num_running == 2, 1)
-            client.socket.close()
-            steps = live.call(lambda: _steps_until_one_is_left(live))
-            # Steps in flight when it left (two), and the one in which the message was under way.
-            assert steps.result(2) <= 3
-        other.socket.close()
-    assert all_gone(live)
+            with RawClient(live.port) as other:
+                client = RawClient(live.port)
+                for one in (other, client):
+                    one.send(streaming("goes on ", 1900))  # for four seconds
+                    one.read_until(b"data: ")
+                assert live.wait_until(lambda gauges: gauges.num_running == 2, 1)
+                counting = live.call(lambda: _steps_until_one_is_left(live))
+                started = time.monotonic()
+                client.socket.close()
+                most_steps = max(most_steps, counting.result(10))
+                longest_s = max(longest_s, time.monotonic() - started)
+            seconds_until_all_gone(live)
+    # Steps in flight when it left (two), and the one in which the message was under way.
+    figure("until the scheduler has let go", most_steps, "steps", at_most=3)
+    figure("until the scheduler has let go, from the close", longest_s, "s", at_most=1, patience=5)
 
 
 def _steps_until_one_is_left(live: LiveSystem) -> Future[int]:
@@ -108,6 +125,7 @@ def _steps_until_one_is_left(live: LiveSystem) -> Future[int]:
     monitor = live.system.monitor
 
     async def count() -> int:
+        assert monitor.gauges().num_open == monitor.gauges().num_running == 2
         while monitor.gauges().num_open == 2:
             await asyncio.sleep(0)
         meter = monitor.meter
@@ -115,12 +133,22 @@ def _steps_until_one_is_left(live: LiveSystem) -> Future[int]:
         before = meter.num_steps
         while monitor.gauges().num_running == 2:
             await asyncio.sleep(0)
+        assert monitor.gauges().num_running == 1
         return meter.num_steps - before
 
     return asyncio.run_coroutine_threadsafe(count(), live._loop)
 
 
-def test_readers_that_stop_are_bounded_in_memory_then_dropped_and_slow_nobody() -> None:
+def unsent_bytes(live: LiveSystem) -> list[int]:
+    """Of each connection, in this process.  To be called on the server's loop."""
+    server = live.runner.server
+    assert server is not None
+    transports = [connection.transport for connection in server.connections]
+    return [transport.get_write_buffer_size() for transport in transports if transport is not None]
+
+
+@pytest.mark.reliability("H2", "30 readers that stop reading streams of half a megabyte")
+def test_readers_that_stop_are_bounded_in_memory_then_dropped_and_slow_nobody(figure: Figure) -> None:
     config = configured(server={"write_timeout_s": 0.5})
     with LiveSystem(config, NullSystem) as live, ExitStack() as stack:
         stalled = [stack.enter_context(RawClient(live.port, receive_buffer=4096)) for _ in range(30)]
@@ -129,12 +157,24 @@ def test_readers_that_stop_are_bounded_in_memory_then_dropped_and_slow_nobody() 
         healthy = stack.enter_context(RawClient(live.port))
         healthy.send(streaming("reads ", 300))
         assert read_stream(healthy)[1] == 300
-        # Everything was produced, or the client was cut; neither is waited for.
-        assert live.wait_until(lambda gauges: gauges.num_running == 0, 5)
-        assert live.wait_until(lambda gauges: gauges.num_open == 0, 5)
+        fullest = 0
+
+        def all_is_produced(gauges: Gauges) -> bool:
+            """Or the clients were cut; neither is waited for."""
+            nonlocal fullest
+            fullest = max(fullest, *unsent_bytes(live), 0)
+            return gauges.num_running == 0
+
+        assert live.wait_until(all_is_produced, 10)
+        figure("unsent bytes of a connection", fullest / 1024, "KiB", at_most=128)
+        assert live.wait_until(lambda gauges: gauges.num_open == 0, 10)
+        assert fullest > 32 << 10, "nobody was slow"
 
 
-def test_a_burst_beyond_the_limits_is_served_or_refused_and_never_left_hanging(live: LiveSystem) -> None:
+@pytest.mark.reliability("H2", "a burst of 600 requests where 512 are taken")
+def test_a_burst_beyond_the_limits_is_served_or_refused_and_never_left_hanging(
+    live: LiveSystem, figure: Figure
+) -> None:
     num_clients = live.system.config.limits.max_requests + 88
     statuses: list[int] = []
     lock = threading.Lock()
@@ -155,34 +195,43 @@ def test_a_burst_beyond_the_limits_is_served_or_refused_and_never_left_hanging(l
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert len(statuses) == num_clients
     assert set(statuses) <= {200, 429}
+    figure("answered", len(statuses), at_least=num_clients)
     assert statuses.count(200) >= live.system.config.limits.max_requests // 2
-    assert all_gone(live)
+    figure("until nothing is held", seconds_until_all_gone(live), "s", at_most=1, patience=5)
 
 
-def test_two_thousand_connections_that_reset_leave_nothing_behind(live: LiveSystem) -> None:
+@pytest.mark.reliability("H2", "2,000 connections that reset, before, within and after their request")
+def test_two_thousand_connections_that_reset_leave_nothing_behind(live: LiveSystem, figure: Figure) -> None:
     for number in range(2000):
         client = RawClient(live.port)
         if number % 2:
             client.send(streaming("gone before it began ", 400)[: None if number % 4 == 1 else 50])
         reset(client)
     assert live.complete([1, 2, 3], max_tokens=2).status == 200
-    assert all_gone(live)
+    figure("until nothing is held", seconds_until_all_gone(live), "s", at_most=1, patience=5)
     assert live.call(lambda: live.system.monitor.gauges().mailboxes[0].waiting) == 0
 
 
-def test_idle_connections_by_the_thousand_cost_others_nothing(live: LiveSystem) -> None:
-    room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 500
+@pytest.mark.reliability("H2", "2,000 idle connections")
+def test_idle_connections_by_the_thousand_cost_others_nothing(live: LiveSystem, figure: Figure) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < FILES_FOR_IDLE:
+        pytest.skip(f"at most {hard} open files are allowed here")
     with ExitStack() as stack:
-        for _ in range(min(1900, room // 2)):
+        if soft < FILES_FOR_IDLE:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (FILES_FOR_IDLE, hard))
+            stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(NUM_IDLE):
             stack.enter_context(RawClient(live.port))
+        assert live.wait_until(lambda _: live.runner.server.num_open >= NUM_IDLE, 10)  # type: ignore[union-attr]
         started = time.monotonic()
         assert live.complete([1, 2, 3], max_tokens=4).status == 200
-        assert time.monotonic() - started < 1
+        figure("another's request", time.monotonic() - started, "s", at_most=0.5, patience=10)
 
 
-def test_slow_headers_and_bodies_are_cut_at_their_deadlines_while_others_are_served() -> None:
+@pytest.mark.reliability("H2", "50 slow headers and 50 slow bodies")
+def test_slow_headers_and_bodies_are_cut_at_their_deadlines_while_others_are_served(figure: Figure) -> None:
     config = configured(server={"header_timeout_s": 0.6, "body_timeout_s": 0.6})
     head = http_bytes("POST", "/v1/completions", b"", {"Content-Length": "1000"})
     with LiveSystem(config, NullSystem) as live, ExitStack() as stack:
@@ -197,21 +246,23 @@ def test_slow_headers_and_bodies_are_cut_at_their_deadlines_while_others_are_ser
                     client.send(b"x" if number % 2 else b" ")
         for client in drips:
             assert client.read_reply().status == 408
-        assert time.monotonic() - started < 5
+        figure("last one cut after its deadline", time.monotonic() - started - 0.6, "s", at_most=1, patience=5)
 
 
-def test_five_hundred_requests_in_one_go_are_answered_in_order(live: LiveSystem) -> None:
+@pytest.mark.reliability("H2", "500 requests at once on one connection")
+def test_five_hundred_requests_in_one_go_are_answered_in_order(live: LiveSystem, figure: Figure) -> None:
     fields = {"model": MODEL, "temperature": 0, "ignore_eos": True}
     bodies = [json.dumps({**fields, "prompt": [5] * (1 + n % 7), "max_tokens": 1 + n % 5}).encode() for n in range(500)]
     with RawClient(live.port, timeout_s=30) as client:
         client.send(b"".join(http_bytes("POST", "/v1/completions", body) for body in bodies))
         usages = [client.read_reply().json["usage"] for _ in bodies]
-    assert [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in usages] == [
-        (1 + n % 7, 1 + n % 5) for n in range(500)
-    ]
+    counts = [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in usages]
+    in_order = [one == (1 + n % 7, 1 + n % 5) for n, one in enumerate(counts)]
+    figure("answered, in order", sum(in_order), at_least=500)
 
 
-def test_thousands_of_requests_leave_no_object_behind(live: LiveSystem) -> None:
+@pytest.mark.reliability("H3", "1,500 requests after the first 500")
+def test_thousands_of_requests_leave_no_object_behind(live: LiveSystem, figure: Figure) -> None:
     fields = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
     batch = b"".join(
         http_bytes("POST", "/v1/completions", json.dumps({**fields, "stream": number % 2 == 0}).encode())
@@ -223,12 +274,12 @@ def test_thousands_of_requests_leave_no_object_behind(live: LiveSystem) -> None:
             with RawClient(live.port) as client:
                 client.send(batch)
                 assert all(client.read_reply().status == 200 for _ in range(100))
-        assert all_gone(live)
+        seconds_until_all_gone(live)
         gc.collect()
         return len(gc.get_objects())
 
     before = serve(500)
-    assert serve(1500) - before < 150  # less than a tenth of an object for each
+    figure("objects left by a request", (serve(1500) - before) / 1500, at_most=0.1)
 
 
 def test_an_old_client_gets_its_stream_without_chunks(live: LiveSystem) -> None:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from server.administration import AbortBody
 from server.embeddings import EmbeddingBody
+from server.native.bodies import NativeBody, NativeParams
 from server.openai_requests import ChatBody, CompletionBody, StreamOptions, StructuredOutputs
 from server.openapi import OPERATIONS
 from server.responses.requests import ResponsesBody
@@ -15,7 +17,10 @@ from server.unsupported import UNSUPPORTED
 DOCS = Path(__file__).parents[2] / "docs"
 API = (DOCS / "api.md").read_text()
 STRUCTURED = (DOCS / "structured_output.md").read_text()
-BODIES = (CompletionBody, ChatBody, ResponsesBody, EmbeddingBody, TokenizeBody, DetokenizeBody, StreamOptions)
+BODIES = (
+    CompletionBody, ChatBody, ResponsesBody, EmbeddingBody, TokenizeBody, DetokenizeBody, StreamOptions, NativeBody,
+    NativeParams, AbortBody,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
@@ -25,6 +30,12 @@ def test_every_field_is_named(body: type) -> None:
 
 def test_every_route_is_named() -> None:
     assert [one.path for one in OPERATIONS if one.path not in API] == []
+
+
+def test_every_test_that_is_named_is_there() -> None:
+    named = set(re.findall(r"`(tests/[a-z_/]+\.py|test_[a-z_]+\.py)`", API))
+    tests = DOCS.parent / "tests"
+    assert [one for one in named if not (tests / "server" / one).exists() and not (DOCS.parent / one).exists()] == []
 
 
 def test_what_is_refused_is_named() -> None:

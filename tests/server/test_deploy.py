@@ -1,6 +1,8 @@
 """The examples under deploy/ fit the configuration, the routes, and each other."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import yaml
 
 from engine.config import Config, load_config
 from engine.errors import ConfigError, GraphError, WeightsError
+from engine.processes.cluster import Cluster, check_cluster, link_place
 from server.listener import ListenError
 from tests.server.http_client import ask
 from tests.server.live_server import LiveServer
@@ -33,8 +36,8 @@ def test_every_configuration_is_one(path: Path) -> None:
             load_config(path, [], {})
 
 
-def test_there_is_one_for_a_cpu_one_for_a_gpu_and_one_for_four() -> None:
-    assert [path.stem for path in TOML] == ["cpu", "gpu", "tp4"]
+def test_there_is_one_for_a_cpu_one_for_a_gpu_one_for_four_and_one_for_two_machines() -> None:
+    assert [path.stem for path in TOML] == ["cpu", "gpu", "tp4", "two_machines"]
     assert load_config(DEPLOY / "tp4.toml", [], KEY).device.tensor_parallel == 4
 
 
@@ -61,6 +64,41 @@ def test_kubernetes_asks_the_routes_that_are_open_and_lets_the_server_drain(
     assert manifest["Service"]["spec"]["selector"] == labels
 
 
+def test_two_machines_have_a_configuration_that_goes_with_how_they_are_started(tmp_path: Path) -> None:
+    keys = {**KEY, "CALLBOARD_PLACEMENT__CLUSTER_KEY": 32 * "k"}
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes_two_machines.yaml").read_text()))
+    by_name = {(one["kind"], one["metadata"]["name"]): one for one in documents}
+    stateful = by_name["StatefulSet", "callboard-ranks"]["spec"]
+    file = tmp_path / "callboard.toml"
+    file.write_text(by_name["ConfigMap", "callboard-ranks"]["data"]["callboard.toml"])
+    pod = stateful["template"]["spec"]
+    (container,) = pod["containers"]
+    in_pods, by_hand = load_config(file, [], keys), load_config(DEPLOY / "two_machines.toml", [], keys)
+    for config, command in ((in_pods, container["args"][0]), (by_hand, (DEPLOY / "two_machines.toml").read_text())):
+        told = dict(re.findall(r"--(nnodes|nproc-per-node|master-addr|master-port) ([\w.-]+)", command))
+        cluster = Cluster(
+            rank=0,
+            size=int(told["nnodes"]) * int(told["nproc-per-node"]),
+            local_rank=0,
+            host=told["master-addr"],
+            port=int(told["master-port"]),
+        )
+        check_cluster(cluster, config)
+        assert link_place(cluster, config)[1] == told["master-addr"]
+    assert stateful["replicas"] == 2
+    assert pod["terminationGracePeriodSeconds"] > in_pods.server.drain_timeout_s + in_pods.server.write_timeout_s
+    assert {one["name"] for one in container["env"]} == set(keys)
+    service = by_name["Service", stateful["serviceName"]]["spec"]
+    assert service["publishNotReadyAddresses"]
+    assert f"{stateful['serviceName']}-0.{stateful['serviceName']}" in container["args"][0]
+    policy = by_name["NetworkPolicy", "callboard-ranks"]["spec"]
+    labels = stateful["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"] == service["selector"] == labels
+    among_themselves, others = policy["ingress"]
+    assert among_themselves == {"from": [{"podSelector": {"matchLabels": labels}}]}
+    assert others == {"ports": [{"port": container["ports"][0]["containerPort"]}]}
+
+
 def test_systemd_waits_for_the_drain_and_does_not_repeat_what_cannot_mend() -> None:
     settings = dict(re.findall(r"^(\w+)=(.*)$", (DEPLOY / "callboard.service").read_text(), re.MULTILINE))
     server = Config().server
@@ -69,6 +107,17 @@ def test_systemd_waits_for_the_drain_and_does_not_repeat_what_cannot_mend() -> N
     codes = {int(code) for code in settings["RestartPreventExitStatus"].split()}
     assert codes == {kind.exit_code for kind in (ConfigError, WeightsError, GraphError, ListenError)}
     assert int(settings["LimitNOFILE"]) > server.max_connections
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    unit = tmp_path / "callboard.service"
+    # It wants the program to be there as well.
+    unit.write_text(re.sub(r"/opt/callboard/bin/callboard.*", "/bin/true", (DEPLOY / "callboard.service").read_text()))
+    checked = subprocess.run(["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True)
+    if "callboard.service" not in checked.stderr and checked.returncode:
+        pytest.skip(f"systemd-analyze cannot run here: {checked.stderr[:200]}")
+    assert (checked.returncode, checked.stderr) == (0, "")
 
 
 def test_the_image_runs_as_nobody_in_particular_with_what_the_repository_has() -> None:

@@ -62,6 +62,20 @@ def test_echo_scores_the_prompt_as_generation_did(client: openai.OpenAI) -> None
     )
 
 
+def test_offsets_stay_right_behind_characters_of_several_tokens(client: openai.OpenAI) -> None:
+    prompt = "# é🎭 x = δ + 1\n"
+    request = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 3}
+    (whole,) = complete(client, **request).choices
+    chunks = [chunk.choices[0].logprobs for chunk in complete(client, stream=True, **request)]
+    told = [(token, at) for token, at in zip(whole.logprobs.tokens, whole.logprobs.text_offset, strict=True)]
+    readable = [(token, at) for token, at in told if "\ufffd" not in token]
+    assert len(readable) < len(told), "some tokens are parts of characters"
+    assert [whole.text[at : at + len(token)] for token, at in readable] == [token for token, _ in readable]
+    assert [at for logprobs in chunks if logprobs for at in logprobs.text_offset] == whole.logprobs.text_offset
+    by_id = complete(client, extra_body={"return_tokens_as_token_ids": True}, **request).choices[0].logprobs
+    assert by_id.text_offset == whole.logprobs.text_offset
+
+
 def test_scoring_generates_nothing(client: openai.OpenAI) -> None:
     whole = complete(client, logprobs=1).choices[0]
     scored = complete(client, prompt="def add(a, b):\n" + whole.text, echo=True, logprobs=1, max_tokens=0)
@@ -310,6 +324,12 @@ def test_tokens_and_text_are_each_others_inverse(served: EngineServer) -> None:
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
         ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
         ("/tokenize", {"prompt": "a" * 100_000}, "prompt"),
+        ("/tokenize", {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True},
+         "add_generation_prompt"),
+        ("/v1/chat/completions", {"model": "demo", "messages": MESSAGES, "max_completion_tokens": 100_000},
+         "max_completion_tokens"),
+        ("/v1/chat/completions", {"model": "demo", "messages": MESSAGES, "max_tokens": 100_000}, "max_tokens"),
+        ("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 100_000}}, "sampling_params.max_new_tokens"),
         ("/detokenize", {"tokens": [1 << 30]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
@@ -323,7 +343,7 @@ def test_tokens_and_text_are_each_others_inverse(served: EngineServer) -> None:
         ("/v1/embeddings", {"model": "demo", "input": "x", "dimensions": 0}, "dimensions"),
         ("/v1/embeddings", {"model": "other", "input": "x"}, "model"),
     ],
-)
+)  # fmt: skip
 def test_wrong_tokens_and_inputs_are_refused(served: EngineServer, path: str, body: Any, param: str) -> None:
     reply = ask(served.port, "POST", path, body)
     assert reply.status == (404 if param == "model" else 400)

@@ -109,6 +109,7 @@ def test_no_seed_stays_no_seed() -> None:
     assert choice_seed(None, 5) is None
 
 
+@pytest.mark.reliability("U3", "any bytes as a request's body")
 @given(st.binary(max_size=200))
 def test_any_bytes_are_understood_or_refused(body: bytes) -> None:
     reader = BodyReader(CompletionBody, lambda body: body, ServerSection())

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.logs import JSONFormatter
+from engine.logs import JSONFormatter
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer
 

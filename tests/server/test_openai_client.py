@@ -10,6 +10,7 @@ from engine.config import LimitsSection, ServerSection
 from tests.server.fake_ingress import FakeIngress, as_text
 from tests.server.live_server import MODEL, LiveServer, run_async
 
+pytestmark = pytest.mark.reliability("H5", "the official client: answers, streams, refusals, failures, retries")
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
 
 

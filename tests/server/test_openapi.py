@@ -21,10 +21,8 @@ CHECKS = [
     openapi_checks.status_code_conformance,
     openapi_checks.content_type_conformance,
     openapi_checks.response_schema_conformance,
+    openapi_checks.negative_data_rejection,
 ]
-SETTINGS = settings(
-    max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
 SCHEMA = schemathesis.openapi.from_dict(document("0"))
 BODIES = [one.path for one in OPERATIONS if one.body is not None]
 
@@ -45,12 +43,21 @@ def test_every_route_that_takes_a_body_is_in_it(live: LiveServer) -> None:
     assert set(BODIES) | {"/v1/tokenize", "/v1/detokenize"} <= routed
 
 
+@pytest.mark.reliability("H4", "150 requests of each route and kind, made from the OpenAPI document by schemathesis")
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize("path", BODIES)
-def test_requests_made_from_it_are_answered_as_it_says(live: LiveServer, path: str, mode: Any) -> None:
+def test_requests_made_from_it_are_answered_as_it_says(
+    live: LiveServer, path: str, mode: Any, at_full_size: bool
+) -> None:
     operation = SCHEMA[path]["POST"]
 
-    @SETTINGS
+    @settings(
+        max_examples=150 if at_full_size else 25,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(case=operation.as_strategy(generation_mode=mode), right_model=st.booleans())
     def check(case: Any, right_model: bool) -> None:
         if right_model and isinstance(case.body, dict) and "model" in case.body:

@@ -138,6 +138,7 @@ def test_the_end_of_the_engine_ends_the_server_after_clients_were_told() -> None
         assert stderr == "error: executor crashed: ZeroDivisionError: division by zero\n"
 
 
+@pytest.mark.reliability("P8", "a port that is in use")
 def test_a_port_in_use_is_one_line_and_an_exit_code_of_its_own() -> None:
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]

@@ -1,6 +1,7 @@
 """What time and counters tell a client about keys and about the prompts of others."""
 
 import asyncio
+import json
 import statistics
 import time
 from pathlib import Path
@@ -13,14 +14,25 @@ from aiohttp import web
 from engine.config import Config, build_config
 from engine.errors import RequestError
 from server.auth import require_key
+from tests.figures import Figure
 from tests.models.checkpoints import build, random_tokens, save
+from tests.server.http_client import RawClient, http_bytes
 from tests.server.live_system import MODEL, LiveSystem
 
 KEYS = ["first-" + "k" * 58, "other-" + "k" * 58]
 NUM_SAMPLES = 1000
+PROMPT_TOKENS = 480
 
 
-def test_how_long_a_wrong_key_takes_says_nothing_about_the_right_one() -> None:
+def distance(samples: list[int], base: list[int]) -> float:
+    """Between two medians, in median absolute deviations of ``base``."""
+    middle = statistics.median(base)
+    deviation = statistics.median(abs(sample - middle) for sample in base)
+    return (statistics.median(samples) - middle) / deviation
+
+
+@pytest.mark.reliability("H9", "1,000 wrong keys of each kind: nothing right, all right but the end")
+def test_how_long_a_wrong_key_takes_says_nothing_about_the_right_one(figure: Figure) -> None:
     check = require_key(KEYS)
 
     async def handler(request: object) -> web.Response:
@@ -29,10 +41,12 @@ def test_how_long_a_wrong_key_takes_says_nothing_about_the_right_one() -> None:
     async def measure() -> dict[str, list[int]]:
         guesses = {"nothing right": "x" * 64, "all but the last": KEYS[0][:-1] + "x", "second": KEYS[1][:-1] + "x"}
         times: dict[str, list[int]] = {name: [] for name in guesses}
+        order = list(guesses)
         for _ in range(NUM_SAMPLES):
-            for name, key in guesses.items():
+            order.append(order.pop(0))  # each comes after each other as often
+            for name in order:
                 route = SimpleNamespace(resource=None)
-                headers = {"Authorization": f"Bearer {key}"}
+                headers = {"Authorization": f"Bearer {guesses[name]}"}
                 request: Any = SimpleNamespace(match_info=SimpleNamespace(route=route), headers=headers)
                 started = time.perf_counter_ns()
                 try:
@@ -43,10 +57,9 @@ def test_how_long_a_wrong_key_takes_says_nothing_about_the_right_one() -> None:
 
     times = asyncio.run(measure())
     assert all(len(samples) == NUM_SAMPLES for samples in times.values())
-    base = times["nothing right"]
-    deviation = statistics.median(abs(sample - statistics.median(base)) for sample in base)
-    for name, samples in times.items():
-        assert abs(statistics.median(samples) - statistics.median(base)) < 3 * max(deviation, 100), name
+    base = times.pop("nothing right")
+    farthest = max(abs(distance(samples, base)) for samples in times.values())
+    figure("medians apart", farthest, "deviations", at_most=3)
 
 
 @pytest.fixture(scope="module")
@@ -54,22 +67,37 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(build("qwen3-tied"), tmp_path_factory.mktemp("checkpoint"))
 
 
-def test_one_clients_prompts_are_in_nobody_elses_cache(checkpoint: Path) -> None:
+@pytest.mark.reliability("H9", "1,000 prompts that another key, or the same one with another salt, has had cached")
+def test_one_clients_prompts_are_in_nobody_elses_cache(checkpoint: Path, figure: Figure, at_full_size: bool) -> None:
     tables: dict[str, dict[str, Any]] = {
         "model": {"path": str(checkpoint), "name": MODEL, "tokenizer": "none"},
-        "kv": {"num_pages": 512, "page_size": 4},
+        "kv": {"num_pages": 2048, "page_size": 16},
         "server": {"api_key": KEYS},
     }
-    with LiveSystem(build_config(Config(), tables)) as live:
+    probes = {"another key's": (KEYS[1], {}), "another salt's": (KEYS[0], {"cache_salt": "mine"})}
+    times: dict[str, list[int]] = {name: [] for name in ("nobody's", *probes, "its own")}
+    with LiveSystem(build_config(Config(), tables)) as live, RawClient(live.port) as client:
 
-        def cached(key: str, prompt: list[int], **fields: Any) -> int:
-            reply = live.complete(prompt, {"Authorization": f"Bearer {key}"}, max_tokens=1, **fields)
+        def cached(kind: str, number: int, key: str, fields: dict[str, str]) -> int:
+            prompt = random_tokens(PROMPT_TOKENS, number)
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0, **fields}
+            headers = {"Authorization": f"Bearer {key}"}
+            data = http_bytes("POST", "/v1/completions", json.dumps(body).encode(), headers)
+            started = time.perf_counter_ns()
+            client.send(data)
+            reply = client.read_reply()
+            times[kind].append(time.perf_counter_ns() - started)
             tokens: int = reply.json["usage"]["prompt_tokens_details"]["cached_tokens"]
             return tokens
 
-        for number in range(20):
-            prompt = random_tokens(40, number)
-            assert cached(KEYS[0], prompt) == 0
-            assert cached(KEYS[0], prompt) == 36  # all whole pages but the one that must be computed
-            assert cached(KEYS[1], prompt) == 0
-            assert cached(KEYS[0], prompt, cache_salt="mine") == 0
+        for number in range(NUM_SAMPLES if at_full_size else 40):
+            assert cached("nobody's", number, KEYS[0], {}) == 0
+            for name, (key, fields) in sorted(probes.items(), reverse=bool(number % 2)):
+                assert cached(name, number, key, fields) == 0
+            # All pages but the one that must be computed.
+            assert cached("its own", number, KEYS[0], {}) == PROMPT_TOKENS - 16
+    base = times["nobody's"]
+    figure("medians apart", max(abs(distance(times[name], base)) for name in probes), "deviations", at_most=3)
+    # What a leak would look like: time does tell a client what it has had cached itself.
+    sooner = [own < nobodys for own, nobodys in zip(times["its own"], base, strict=True)]
+    figure("its own answered sooner than nobody's", sum(sooner) / len(sooner), at_least=0.75, patience=1.5)

@@ -36,7 +36,7 @@ def test_a_server_that_takes_no_requests_yet_or_any_more(state: str, code: str) 
 @pytest.mark.parametrize("code", ["recovering", "stalled"])
 def test_requests_are_taken_while_executors_come_back_and_ready_says_that_they_wait(code: str) -> None:
     ingress = FakeIngress()
-    ingress.recovering, ingress.quiet_s = code == "recovering", 31.0
+    ingress.recovering, ingress.stalled_s = code == "recovering", 31.0
     with LiveServer(ingress) as live:
         health, ready = ask(live.port, "GET", "/health"), ask(live.port, "GET", "/ready")
         assert (health.status, health.json["status"]) == (200, "recovering" if code == "recovering" else "ok")

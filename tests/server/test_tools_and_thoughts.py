@@ -180,6 +180,28 @@ def test_events_add_up_to_the_response(client: openai.OpenAI) -> None:
         assert [item.type for item in done] == [item.type for item in whole.output]
 
 
+def test_log_probabilities_add_up_to_those_of_the_response(client: openai.OpenAI) -> None:
+    extra = {"return_tokens_as_token_ids": True}
+    for request in ({"input": "plain"}, {"input": "plain", "extra_body": extra}):
+        request = {**request, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+        whole = client.responses.create(model=MODEL, **request).output[0].content[0]
+        events = list(client.responses.create(model=MODEL, stream=True, **request))
+        (done,) = [event for event in events if event.type == "response.output_text.done"]
+        assert len(whole.logprobs) == 12
+        assert [one.token for one in done.logprobs] == [one.token for one in whole.logprobs]
+        assert all(one.token.startswith("token_id:") for one in whole.logprobs) == ("extra_body" in request)
+
+
+def test_where_calls_are_looked_for_log_probabilities_come_at_the_end(client: openai.OpenAI) -> None:
+    request = {"include": ["message.output_text.logprobs"], "tools": [FLAT]}
+    for text, number in (("plain", 12), ("!call", 0)):
+        whole = client.responses.create(model=MODEL, input=text, **request)
+        events = list(client.responses.create(model=MODEL, input=text, stream=True, **request))
+        assert not any(event.logprobs for event in events if event.type == "response.output_text.delta")
+        for answer in (whole, events[-1].response):
+            assert len(answer.output[0].content[0].logprobs) == number
+
+
 def test_a_response_that_was_cut_says_so(client: openai.OpenAI) -> None:
     answer = client.responses.create(model=MODEL, input="x", max_output_tokens=3)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -230,6 +252,9 @@ def test_items_of_the_input_become_turns(live: LiveServer, client: openai.OpenAI
             "input[0].content[0].type",
         ),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"extra_body": {"prompt": {"id": "p"}}}, "prompt"),
+        ({"text": {"format": {"type": "text"}}, "extra_body": {"response_format": {"type": "text"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),

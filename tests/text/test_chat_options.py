@@ -74,6 +74,15 @@ def test_the_last_message_goes_on_as_in_transformers() -> None:
         assert template(source).render(TURNS, options).endswith("I see ")
 
 
+@pytest.mark.parametrize("content", ["im", "|", "assistant", "user", "a\n", "{{ x }}"])
+def test_the_last_message_may_say_what_the_template_says(content: str) -> None:
+    options = ChatOptions(add_generation_prompt=False, continue_final=True)
+    turns = [ChatTurn("user", content), ChatTurn("assistant", content)]
+    rendered = template(QWEN).render(turns, options)
+    assert rendered.endswith(f"<|im_start|>assistant\n{content}")
+    assert template(QWEN).render(turns, ChatOptions(add_generation_prompt=False)).startswith(rendered)
+
+
 @pytest.mark.parametrize("content", ["", "  "])
 def test_an_empty_message_cannot_go_on(content: str) -> None:
     options = ChatOptions(add_generation_prompt=False, continue_final=True)

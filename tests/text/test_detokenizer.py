@@ -79,6 +79,7 @@ def test_one_token_per_byte_never_shows_half_a_character(codecs_by_kind, tokeniz
     assert shown == text
 
 
+@pytest.mark.reliability("U2", "text cut into tokens and groups anywhere, also within a character or a stop string")
 @pytest.mark.parametrize("kind", MAKERS)
 @fixtures_are_read_only
 @given(data=st.data())
@@ -96,6 +97,7 @@ def test_any_tokens_in_any_groups_give_the_same_text(codecs_by_kind, tokenizers_
         assert whole == theirs
 
 
+@pytest.mark.reliability("U2", "text cut into tokens and groups anywhere, also within a character or a stop string")
 @fixtures_are_read_only
 @given(data=st.binary(max_size=40), cuts=st.lists(st.integers(0, 40), max_size=8), kind=st.sampled_from(BYTE_KINDS))
 def test_random_bytes_become_text_as_by_the_unicode_standard(codecs_by_kind, tokenizers_by_kind, data, cuts, kind):

@@ -30,6 +30,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
     return [text[begin:end] for begin, end in pairwise(edges)]
 
 
+@pytest.mark.reliability("U2", "text cut into tokens and groups anywhere, also within a character or a stop string")
 @settings(deadline=None, max_examples=1000)
 @given(text=texts, stops=stop_lists, cuts=st.lists(st.integers(0, 30), max_size=12), include=st.booleans())
 def test_any_chunking_cuts_where_brute_force_does(text, stops, cuts, include):

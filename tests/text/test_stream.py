@@ -22,6 +22,7 @@ def run(codec, params, token_ids, cuts):
     return "".join(shown) + stream.finish(), stream.matched, stream.num_tokens
 
 
+@pytest.mark.reliability("U2", "text cut into tokens and groups anywhere, also within a character or a stop string")
 @pytest.mark.parametrize("kind", MAKERS)
 @fixtures_are_read_only
 @given(data=st.data())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.tool_calls import ToolCallParser
+from engine.text.tool_calls import ToolCallParser, text_and_calls
 from engine.text.tool_format import ToolFormat, demand_calls, detect_format, explanation
 
 Read = tuple[str, list[tuple[str, str]]]
@@ -47,7 +47,7 @@ def read(form: ToolFormat, pieces: list[str], max_calls: int | None = None) -> R
     parser = ToolCallParser(form, {"f", "g"}, max_calls)
     content = ""
     calls: dict[int, list[str]] = {}
-    for text, found in [*map(parser.push, pieces), parser.finish()]:
+    for text, found in map(text_and_calls, [*map(parser.push, pieces), parser.finish()]):
         content += text
         for piece in found:
             if piece.name is not None:
@@ -117,10 +117,34 @@ def test_what_is_written_is_read(form: ToolFormat, calls: list[tuple[str, dict[s
 
 def test_arguments_are_told_as_they_come() -> None:
     parser = ToolCallParser("hermes", {"f"})
-    ((first,),) = [parser.push('<tool_call>{"name": "f", "argu')[1]]
+    (first,) = parser.push('<tool_call>{"name": "f", "argu')
     assert (first.index, first.name, first.arguments) == (0, "f", "")
-    pieces = [piece for text in ('ments": {"x"', ": 1", "}}") for piece in parser.push(text)[1]]
+    pieces = [piece for text in ('ments": {"x"', ": 1", "}}") for piece in parser.push(text)]
     assert [piece.arguments for piece in pieces] == ['{"x"', ": 1", "}"]
+
+
+def test_text_and_calls_keep_their_order() -> None:
+    parser = ToolCallParser("hermes", {"f"})
+    parts = [*parser.push(f"before{CALL}behind"), *parser.finish()]
+    assert [part if isinstance(part, str) else part.name for part in parts] == ["before", "f", None, "behind"]
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3"])
+def test_a_call_that_is_not_whole_is_told(form: ToolFormat) -> None:
+    def cut_off(text: str, max_calls: int | None = None) -> bool:
+        parser = ToolCallParser(form, {"f"}, max_calls)
+        parser.push(text)
+        parser.finish()
+        return parser.cut_off
+
+    key = "arguments" if form == "hermes" else "parameters"
+    opening = "<tool_call>" if form == "hermes" else ""
+    whole = opening + '{"name": "f", "' + key + '": {"x": 1}}'
+    assert not cut_off(whole)
+    assert cut_off(whole[:-1])
+    assert cut_off(whole[:-4])
+    assert cut_off(whole + "; "[form == "hermes" :] + whole[:-1])
+    assert not cut_off(whole + whole[:-1], max_calls=1), "nobody has heard of the second one"
 
 
 def test_calls_beyond_the_most_are_dropped() -> None:
@@ -132,7 +156,7 @@ def test_a_megabyte_of_broken_call_takes_linear_time() -> None:
     parser.push("<tool_call>{")
     for _ in range(20_000):
         parser.push('"k": "' + "x" * 40 + '", ')
-    text, calls = parser.finish()
+    text, calls = text_and_calls(parser.finish())
     assert len(text) == 12 + 20_000 * 49
     assert calls == []
 

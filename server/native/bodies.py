@@ -1,0 +1,92 @@
+"""Bodies of POST /generate, which are SGLang's.
+
+Owns: field names and JSON types.  Does not know: what they mean.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from engine.sampling.params import MAX_TOKEN_COUNT
+from server.openai_requests import Int, Priority, Salt, Short, TokenId, TopLogprobs
+from server.openai_responses import FinishReason
+
+MaxNewTokens = Annotated[int, Meta(ge=0, le=MAX_TOKEN_COUNT)]
+Logprob = tuple[float | None, int, str | None]
+
+
+class NativeParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to pick tokens and when to stop."""
+
+    max_new_tokens: MaxNewTokens | None = None
+    min_new_tokens: Int | None = None
+    n: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    sampling_seed: Int | None = None
+    ignore_eos: bool | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int] | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
+class NativeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Exactly one of text and input_ids: one prompt, or several.  rid: what the request is called."""
+
+    text: str | list[str] | None = None
+    input_ids: list[TokenId | list[TokenId]] | None = None
+    sampling_params: NativeParams | None = None
+    model: str | None = None
+    rid: Short | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: Int | None = None
+    top_logprobs_num: TopLogprobs | None = None
+    return_text_in_logprobs: bool | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+
+
+class NativeFinish(msgspec.Struct, frozen=True):
+    """Why an output ended.  matched: the stop string or token.  length: the most tokens it could have."""
+
+    type: FinishReason
+    matched: str | int | UnsetType = UNSET
+    length: int | UnsetType = UNSET
+
+
+class NativeInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """About one output.  A log probability is [value, token id, text], the text null unless asked for.
+
+    The first token of a prompt has no value, and no likely ones."""
+
+    id: str
+    finish_reason: NativeFinish | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    input_token_logprobs: list[Logprob] | UnsetType = UNSET
+    input_top_logprobs: list[list[Logprob] | None] | UnsetType = UNSET
+    output_token_logprobs: list[Logprob] | UnsetType = UNSET
+    output_top_logprobs: list[list[Logprob] | None] | UnsetType = UNSET
+
+
+class NativeOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One output, or what is new of it.  index: which, where there are several."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: NativeInfo
+    index: int | UnsetType = UNSET

@@ -1,0 +1,51 @@
+"""GET /health_generate: a token is generated, and the answer is whether it came.
+
+Owns: what is asked of the engine, and how long that may take.  Does not know: why it did not come.
+It costs a step, so it needs the key like any request; ``/ready`` costs nothing and knows of a stall as well.
+"""
+
+import asyncio
+
+from aiohttp import web
+
+from engine.config import LimitsSection
+from engine.errors import RequestError
+from engine.messages import Finish
+from engine.sampling.params import SamplingParams
+from server.admission import RETRY_LATER_S, refuse_early
+from server.backend import Ingress, Stream
+from server.reply import json_reply
+
+LIMIT_S = 20.0
+PROMPT = (0,)
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+FIRST = -(1 << 31)  # before whatever else waits: the question is whether tokens come, not how long the queue is
+
+
+class ProbeRoute:
+    """Its handler."""
+
+    def __init__(self, ingress: Ingress, limits: LimitsSection, limit_s: float = LIMIT_S) -> None:
+        self._ingress = ingress
+        self._limits = limits
+        self._limit_s = limit_s
+
+    async def get(self, request: web.Request) -> web.Response:
+        """aiohttp's handler.  Raises RequestError: 503 if no token came, 429 if the queue is full."""
+        refuse_early(self._ingress, self._limits)
+        stream = self._ingress.open(PROMPT, ONE_TOKEN, priority=FIRST)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await _end_of(stream)
+        except TimeoutError:
+            raise RequestError(
+                f"no token within {self._limit_s:g} s", status=503, code="stalled", retry_after_s=RETRY_LATER_S
+            ) from None
+        finally:
+            stream.close()
+        return json_reply({"status": "ok"})
+
+
+async def _end_of(stream: Stream) -> None:
+    while (await stream.next()).finish == Finish.RUNNING:
+        pass
