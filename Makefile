@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 SEEDS ?= 20000
 
-.PHONY: serve test check signatures simulate format demo-model clean
+.PHONY: serve test check reliability signatures clients simulate format demo-model clean
 
 serve: $(STAMP)  ## install, then serve the demo model on 127.0.0.1:8000
 	$(BIN)/callboard serve examples/demo.toml
@@ -21,6 +21,10 @@ check: $(STAMP)  ## lint, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+RELIABILITY := benchmarks/results/reliability_2core_cpu.json
+reliability: $(STAMP)  ## the tests of docs/reliability.md alone, one by one, with what each of them measured
+	$(BIN)/python -m pytest -m reliability --reliability $(RELIABILITY)
+
 signatures: $(STAMP)  ## every call into FlashInfer against its own Python code, 62 MB, which needs no GPU to be imported
 	@if $(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-compile --target $(VENV)/signatures --no-deps \
 		flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 nvidia-ml-py einops tabulate \
@@ -28,6 +32,12 @@ signatures: $(STAMP)  ## every call into FlashInfer against its own Python code,
 	then PYTHONPATH=$(VENV)/signatures $(BIN)/python -m pytest \
 		tests/attention/test_flashinfer_signatures.py tests/attention/test_flashinfer_package.py; \
 	else echo "signatures: FlashInfer cannot be installed here; skipped"; fi
+
+clients: $(STAMP)  ## client libraries that bring much with them, 180 MB beside the environment, against a live server
+	@if $(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-compile --target $(VENV)/clients \
+		--constraint constraints.txt langchain-openai litellm; \
+	then PYTHONPATH=$(VENV)/clients $(BIN)/python -m pytest tests/clients; \
+	else echo "clients: LangChain and LiteLLM cannot be installed here; skipped"; fi
 
 simulate: $(STAMP)  ## run the deterministic simulation until SEEDS seeds counted, on all cores
 	$(BIN)/python -m tests.sim sweep --seeds $(SEEDS)

@@ -4,6 +4,8 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["tests.figures", "tests.network"]
+
 # Before transformers is imported anywhere: a test must not wait for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Before torch is: on tiny models a second thread only waits for the first, for whole time slices on a busy machine.

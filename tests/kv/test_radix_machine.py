@@ -37,6 +37,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.operations.finish()
 
 
+@pytest.mark.reliability("U1", "radix tree and pages against a dict: inserted, matched, locked, split, evicted, salted")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_hypothesis_finds_no_difference_to_the_model(page_size: int, strategy: str) -> None:
@@ -65,6 +66,7 @@ def run_long(model: CacheModel, seed: int, num_operations: int) -> Counter[str]:
     return Counter(model.seen)
 
 
+@pytest.mark.reliability("U1", "radix tree and pages against a dict: inserted, matched, locked, split, evicted, salted")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_long_runs_do_not_differ_from_the_model(page_size: int, strategy: str) -> None:

@@ -128,6 +128,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.reliability("U4", "logits of NaN, infinities, zeros, with every sampling parameter")
 @pytest.mark.parametrize("broken", BROKEN)
 def test_broken_logits_fail_their_own_row_alone(broken):
     """Every second row is broken; the others must be as in a batch without them."""
@@ -149,6 +150,15 @@ def test_broken_logits_fail_their_own_row_alone(broken):
     assert (found[1][:, 1::2] == -1).all()
 
 
+@pytest.mark.reliability("U4", "logits of NaN, infinities, zeros, with every sampling parameter")
+@pytest.mark.parametrize("params", FEATURES.values(), ids=FEATURES)
+def test_logits_of_zero_are_no_failure(params):
+    tokens = {sample_alone(params, torch.zeros(50), position) for position in range(1, 60)}
+    assert tokens <= set(range(50))
+    assert (len(tokens) == 1) == (params.temperature == 0 or params.top_k == 1), "which of equals is drawn"
+
+
+@pytest.mark.reliability("U4", "logits of NaN, infinities, zeros, with every sampling parameter")
 @pytest.mark.parametrize("params", FEATURES.values(), ids=FEATURES)
 def test_logits_of_minus_infinity_are_never_drawn_and_are_no_failure(params):
     logits_V = torch.full((50,), -INF)

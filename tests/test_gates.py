@@ -1,0 +1,197 @@
+"""What no file may do: formats that run code, code from text, ambient time and dice in actors, queues without a limit.
+
+Every gate is shown to close by a specimen of what it refuses, then held against every file of the tree.
+"""
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from engine.errors import EngineDied, PluginError, WeightsError
+from server.errors import as_request_error, error_response
+
+ROOT = Path(__file__).parents[1]
+TREES = ("engine", "server", "benchmarks", "examples")
+# What simulations run: here time, dice and names come from outside.
+REPLAYED = ("engine/actors/", "engine/scheduling/", "engine/kv/")
+
+Gate = Callable[[ast.AST], bool]
+
+# pickle and its kin, and what speaks it: multiprocessing's queues, pipes and connections all do.
+PICKLING = {
+    "pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "multiprocessing", "yaml",
+}  # fmt: skip
+AMBIENT = {"time", "random", "secrets", "uuid", "datetime"}
+QUEUES = {"Queue", "PriorityQueue", "LifoQueue"}
+
+
+def dotted(node: ast.AST) -> str:
+    """``a.b.c`` of an attribute or a name; what is computed is a question mark."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def imports(node: ast.AST) -> set[str]:
+    """The packages that a statement imports."""
+    if isinstance(node, ast.Import):
+        return {alias.name.partition(".")[0] for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        return {(node.module or "").partition(".")[0]}
+    return set()
+
+
+def called(node: ast.AST) -> str:
+    return dotted(node.func) if isinstance(node, ast.Call) else ""
+
+
+def pickles(node: ast.AST) -> bool:
+    """numpy.load does only if it is told to."""
+    if bool(imports(node) & PICKLING) or called(node) == "torch.load" or called(node).endswith("_pyobj"):
+        return True
+    return isinstance(node, ast.keyword) and node.arg == "allow_pickle"
+
+
+def runs_text(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call) and any(
+        keyword.arg == "shell" and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False)
+        for keyword in node.keywords
+    ):
+        return True
+    return called(node) in {"eval", "exec", "compile", "os.system", "os.popen", "builtins.eval", "builtins.exec"}
+
+
+def templates_without_a_sandbox(node: ast.AST) -> bool:
+    names = {"Environment", "Template", "NativeEnvironment", "SandboxedEnvironment"}
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jinja2"):
+        return any(alias.name in names for alias in node.names)
+    return called(node).startswith("jinja2.") and called(node).rpartition(".")[2] in names
+
+
+def asks_the_world(node: ast.AST) -> bool:
+    """A call; to hand over ``time.monotonic`` as somebody's clock, or to seed a generator, is what is wanted."""
+    name = called(node)
+    if isinstance(node, ast.ImportFrom) and node.module in AMBIENT:
+        return True
+    return (name.partition(".")[0] in AMBIENT and name != "random.Random") or name == "os.urandom"
+
+
+def queues_without_limit(node: ast.AST) -> bool:
+    """Also a maxsize of 0, which is none."""
+    if called(node) not in {f"{module}.{name}" for module in ("asyncio", "queue") for name in QUEUES} | QUEUES:
+        return False
+    assert isinstance(node, ast.Call)
+    limits = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "maxsize")]
+    return not limits or (isinstance(limits[0], ast.Constant) and limits[0].value == 0)
+
+
+def drops_a_task(node: ast.AST) -> bool:
+    """The loop holds tasks weakly: one that nobody keeps may vanish, and its exception with it.  Groups keep theirs."""
+    name = called(node.value) if isinstance(node, ast.Expr) else ""
+    owner, _, method = name.rpartition(".")
+    if method == "ensure_future":
+        return True
+    return method == "create_task" and ("loop" in owner or owner in ("asyncio", "?", ""))
+
+
+def catches_everything(node: ast.AST) -> bool:
+    """Even the task's own cancellation and Ctrl-C, without saying so."""
+    return isinstance(node, ast.ExceptHandler) and node.type is None
+
+
+SPECIMENS: dict[Gate, list[str]] = {
+    pickles: [
+        "import pickle",
+        "import pickle as json",
+        "from multiprocessing import Queue",
+        "import multiprocessing.connection",
+        "from shelve import open",
+        "import os, marshal",
+        "import dill",
+        "torch.load(path)",
+        "np.load(path, allow_pickle=True)",
+        "socket.recv_pyobj()",
+        "import yaml",
+    ],
+    runs_text: ["eval(text)", "exec(text)", "os.system(text)", "subprocess.run(text, shell=True)", "f(shell=flag)"],
+    templates_without_a_sandbox: [
+        "jinja2.Environment()",
+        "from jinja2 import Environment",
+        "from jinja2.sandbox import SandboxedEnvironment",
+        "jinja2.Template(text)",
+    ],
+    asks_the_world: [
+        "time.time()",
+        "time.sleep(1)",
+        "from time import monotonic",
+        "random.random()",
+        "random.shuffle(x)",
+        "uuid.uuid4()",
+        "datetime.datetime.now()",
+        "os.urandom(8)",
+    ],
+    queues_without_limit: ["asyncio.Queue()", "asyncio.Queue[int]()", "asyncio.Queue(0)", "queue.Queue(maxsize=0)"],
+    drops_a_task: ["asyncio.create_task(f())", "loop.create_task(f())", "asyncio.ensure_future(f())"],
+    catches_everything: ["try:\n    f()\nexcept:\n    pass"],
+}
+FINE: dict[Gate, list[str]] = {
+    pickles: ["import json", "from engine.pickle import x", "np.load(path)"],
+    runs_text: ["model.eval()", "re.compile(x)", "run(x, shell=False)"],
+    templates_without_a_sandbox: ["from jinja2.sandbox import ImmutableSandboxedEnvironment"],
+    asks_the_world: ["Planner(time.monotonic)", "random.Random(7)", "self.clock()", "asyncio.sleep(1)"],
+    queues_without_limit: ["asyncio.Queue(maxsize=8)", "asyncio.Queue(8)", "asyncio.Queue(maxsize=len(x))"],
+    drops_a_task: ["task = asyncio.create_task(f())", "group.create_task(f())"],
+    catches_everything: ["try:\n    f()\nexcept Exception:\n    pass"],
+}
+
+
+def nodes(source: str) -> Iterator[ast.AST]:
+    """A subscript such as ``Queue[int]`` is what it is of."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+            node.func = node.func.value
+        yield node
+
+
+@pytest.mark.reliability("G1", "every file searched for what none may do")
+@pytest.mark.parametrize("gate", SPECIMENS, ids=lambda gate: gate.__name__)
+def test_no_file_does_it(gate: Gate) -> None:
+    for specimen in SPECIMENS[gate]:
+        assert any(map(gate, nodes(specimen))), f"the gate lets {specimen!r} through"
+    for specimen in FINE[gate]:
+        assert not any(map(gate, nodes(specimen))), f"the gate refuses {specimen!r}"
+    found, num_files = [], 0
+    for path in sorted(path for tree in TREES for path in (ROOT / tree).rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        if gate is asks_the_world and not name.startswith(REPLAYED):
+            continue
+        num_files += 1
+        found += [f"{name}:{getattr(node, 'lineno', 0)}" for node in nodes(path.read_text()) if gate(node)]
+    assert found == []
+    assert num_files > 20
+
+
+@pytest.mark.reliability("G4", "exceptions that hold paths, code and traces, told to a client")
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "No such file or directory", "/srv/secret/model.safetensors"),
+        RuntimeError('Traceback (most recent call last):\n  File "/srv/secret/engine.py", line 3'),
+        EngineDied("executor0 crashed: ValueError: secret"),
+        PluginError("plugin policy.odd raised ValueError('secret') in rank (/srv/secret/odd.py:3)"),
+        WeightsError("/srv/secret/config.json: no such file"),
+        web.HTTPNotFound(text="/srv/secret"),
+        web.HTTPInternalServerError(text="/srv/secret", reason="Internal Server Error"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_body_holds_no_path_and_no_trace(error: Exception) -> None:
+    response = error_response(as_request_error(error))
+    body = msgspec.json.decode(response.body)["error"]
+    assert set(body) == {"message", "type", "param", "code"}
+    assert response.status in (404, 500)
+    assert not any(part in response.text for part in ("secret", "Traceback", ".py", "srv"))
