@@ -23,7 +23,7 @@ check: $(STAMP)  ## lint, types, import contracts
 
 RELIABILITY := benchmarks/results/reliability_2core_cpu.json
 reliability: $(STAMP)  ## the tests of docs/reliability.md alone, one by one, with what each of them measured
-	$(BIN)/python -m pytest -m reliability --reliability $(RELIABILITY)
+	$(BIN)/python -m pytest -m reliability --reliability=$(RELIABILITY)
 
 signatures: $(STAMP)  ## every call into FlashInfer against its own Python code, 62 MB, which needs no GPU to be imported
 	@if $(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-compile --target $(VENV)/signatures --no-deps \

@@ -3,7 +3,6 @@
 Owns: that flow, ids, and how an error leaves it.  Does not know: the formats of one endpoint or the other.
 """
 
-import logging
 import time
 import uuid
 from copy import copy
@@ -14,14 +13,14 @@ from aiohttp import web
 from msgspec import UNSET
 
 from engine.config import LimitsSection, ServerSection
-from engine.errors import CallboardError, RequestError
+from engine.errors import RequestError
 from engine.messages import Delta
 from server.admission import refuse_early
 from server.backend import Ingress
 from server.body import BodyReader
 from server.choices import Choices
 from server.endpoint import Endpoint, Head
-from server.errors import as_request_error
+from server.errors import error_body
 from server.exchange import EXCHANGE
 from server.generation import Generation
 from server.model_card import ModelCard
@@ -32,8 +31,6 @@ from server.plain_text import PlainText, is_plain
 from server.reply import json_reply
 from server.sse import EventStream
 from server.usage import Tally
-
-log = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=GenerationBody)
 
@@ -98,22 +95,12 @@ class GenerateRoute(Generic[B]):
         events = EventStream(request)
         tally = Tally(generation)
         try:
-            try:
-                await self._send_all(events, generation, head, choices, tally)
-            except ConnectionError:
-                raise
-            except Exception as error:
-                if not events.started:
-                    raise
-                if not isinstance(error, CallboardError):
-                    log.exception("request=%s failed in its stream", request[EXCHANGE].id)
-                await events.fail(self._in_its_words(as_request_error(error), generation))
-            await events.end()
-        except ConnectionError:
-            pass  # nobody is left to tell; the choices close on the way out
+            return await events.carry(
+                self._send_all(events, generation, head, choices, tally),
+                lambda error: error_body(self._in_its_words(error, generation)),
+            )
         finally:
             request[EXCHANGE].usage = tally.total()
-        return events.response
 
     async def _send_all(
         self, events: EventStream, generation: Generation, head: Head, choices: Choices, tally: Tally

@@ -135,7 +135,7 @@ class Translator:
             presence_penalty=_given(body.presence_penalty, DEFAULT.presence_penalty),
             frequency_penalty=_given(body.frequency_penalty, DEFAULT.frequency_penalty),
             logit_bias=body.logit_bias or {},
-            seed=body.seed,
+            seed=own_seed(body.seed),
             logprobs=logprobs,
             ignore_eos=_given(body.ignore_eos, DEFAULT.ignore_eos),
             stop=stop,
@@ -143,6 +143,11 @@ class Translator:
             include_stop_str_in_output=_given(body.include_stop_str_in_output, DEFAULT.include_stop_str_in_output),
             skip_special_tokens=_given(body.skip_special_tokens, DEFAULT.skip_special_tokens),
         )
+
+
+def own_seed(seed: int | None) -> int | None:
+    """A client's seed as one of ours: other servers take any 64-bit integer, ours begin at 0."""
+    return seed & MAX_SEED if seed is not None and -MAX_SEED <= seed < 0 else seed
 
 
 def choice_seed(seed: int | None, k: int) -> int | None:

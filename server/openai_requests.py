@@ -73,13 +73,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 # ---- generation -----------------------------------------------------------------------------
 
 
-class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that the generating endpoints share."""
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """How to pick tokens, when to stop, and what form to keep to: what every dialect calls the same."""
 
-    model: str
     n: Int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
@@ -88,14 +85,25 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
-    seed: Int | None = None
-    max_tokens: Int | None = None
-    min_tokens: Int | None = None
     ignore_eos: bool | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Int] | None = None
-    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | None = None
+
+
+class GenerationBody(SamplingFields, frozen=True, kw_only=True):
+    """Fields that the generating endpoints share."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: Int | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Priority | None = None
@@ -108,9 +116,6 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    json_schema: str | None = None
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):

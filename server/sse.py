@@ -4,14 +4,17 @@ Owns: framing, headers, not running ahead of a client that reads slowly.  Does n
 Events are JSON without line breaks (JSON escapes them), so no text can end an event early.
 """
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
 from aiohttp import HttpVersion11, web
 
-from engine.errors import RequestError
-from server.errors import error_body
+from engine.errors import CallboardError, RequestError
+from server.errors import as_request_error
 from server.exchange import EXCHANGE
+
+log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
@@ -73,12 +76,30 @@ class EventStream:
             return b"".join(b"event: %s\ndata: %s\n\n" % (event.type.encode(), encode(event)) for event in events)  # type: ignore[attr-defined]
         return b"".join([b"data: %b\n\n" % encode(event) for event in events])
 
-    async def fail(self, error: RequestError) -> None:
-        """Tell an error in the stream: its status can no longer be changed."""
-        await self.send([error_body(error)])
+    async def carry(
+        self, sending: Awaitable[None], last_word: Callable[[RequestError], msgspec.Struct]
+    ) -> web.StreamResponse:
+        """Wait for ``sending``, which sends the events, and say that this was all.  Returns the response.
 
-    async def end(self) -> None:
-        """Say that this was all."""
+        Its error becomes the last event, since the status can no longer be changed; it is raised if nothing was sent.
+        A client that has left is no error: nobody is there to tell."""
+        try:
+            try:
+                await sending
+            except ConnectionError:
+                raise
+            except Exception as error:
+                if not self.started:
+                    raise
+                if not isinstance(error, CallboardError):
+                    log.exception("request=%s failed in its stream", self._request[EXCHANGE].id)
+                await self.send([last_word(as_request_error(error))])
+            await self._end()
+        except ConnectionError:
+            pass
+        return self.response
+
+    async def _end(self) -> None:
         if not self._named:
             await self._write(DONE)
         await self.response.write_eof()

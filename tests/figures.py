@@ -13,7 +13,7 @@ A test fails when a value is past its bound; ``patience`` multiplies the bound f
 may spoil.  A test without a figure is a row too, whose verdict says whether it passed.  All tests of one id and text,
 such as the cases of a parametrised one, share their rows, which have the worst value of each figure.
 
-    pytest -m reliability --reliability benchmarks/results/reliability_2core_cpu.json        (``make reliability``)
+    pytest -m reliability --reliability=benchmarks/results/reliability_2core_cpu.json        (``make reliability``)
 
 runs these tests alone, prints the table and writes it; a bound that is missed, patience or not, ends that with code 1.
 Tests that take long have a smaller form for all other runs; the fixture ``at_full_size`` says which one is wanted.

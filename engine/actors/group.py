@@ -212,10 +212,7 @@ class RankGroup(Actor[Stop]):
             self._terms = replace(self._terms, most_tokens=loss.error.num_tokens // 2)
             log.warning("%s; executors start again with steps cut to %d tokens", reason, self._terms.most_tokens)
             return
-        intensity = self._intensity
-        if not intensity.allows(asyncio.get_running_loop().time()):
-            times = f"{intensity.max_restarts} restarts in {intensity.window_s:g} s did not help"
-            raise EngineDied(f"{reason}; {times if intensity.max_restarts else 'placement.max_restarts is 0'}")
+        self._intensity.spend(reason, asyncio.get_running_loop().time())
         self.num_restarts += 1
         log.warning("%s; every executor is restarted (%d so far), requests wait", reason, self.num_restarts)
 

@@ -5,6 +5,8 @@ Owns: when it was.  Does not know: what was restarted, clocks.
 
 from collections import deque
 
+from engine.errors import EngineDied
+
 
 class RestartIntensity:
     """At most ``max_restarts`` within any ``window_s`` seconds."""
@@ -13,6 +15,12 @@ class RestartIntensity:
         self.max_restarts = max_restarts
         self.window_s = window_s
         self._times: deque[float] = deque()
+
+    def spend(self, reason: str, now: float) -> None:
+        """Take one.  Raises EngineDied, which says why and that this was one too many.  Arguments as in ``allows``."""
+        if not self.allows(now):
+            times = f"{self.max_restarts} restarts in {self.window_s:g} s did not help"
+            raise EngineDied(f"{reason}; {times if self.max_restarts else 'placement.max_restarts is 0'}")
 
     def allows(self, now: float) -> bool:
         """Whether there may be one more, which is then counted.  now: seconds; never less than before."""

@@ -269,9 +269,6 @@ class TokenizerPool(Actor[TokenizerInbox]):
         if not self._has_started:
             # It never ran: what is wrong is the configuration, the checkpoint, the machine, and not a moment's fault.
             raise loss.error if loss.error is not None else EngineDied(f"{loss} while it started")
-        intensity = self._intensity
-        if not intensity.allows(asyncio.get_running_loop().time()):
-            times = f"{intensity.max_restarts} restarts in {intensity.window_s:g} s did not help"
-            raise EngineDied(f"{loss}; {times if intensity.max_restarts else 'placement.max_restarts is 0'}")
+        self._intensity.spend(str(loss), asyncio.get_running_loop().time())
         self.num_restarts += 1
         log.warning("%s; it is restarted (%d so far)", loss, self.num_restarts)

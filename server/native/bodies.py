@@ -9,37 +9,21 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from engine.sampling.params import MAX_TOKEN_COUNT
-from server.openai_requests import Int, Priority, Salt, Short, TokenId, TopLogprobs
+from server.openai_requests import Int, Priority, Salt, SamplingFields, Short, TokenId, TopLogprobs
 from server.openai_responses import FinishReason
 
 MaxNewTokens = Annotated[int, Meta(ge=0, le=MAX_TOKEN_COUNT)]
 Logprob = tuple[float | None, int, str | None]
 
 
-class NativeParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NativeParams(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to pick tokens and when to stop."""
 
     max_new_tokens: MaxNewTokens | None = None
     min_new_tokens: Int | None = None
-    n: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
     sampling_seed: Int | None = None
-    ignore_eos: bool | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int] | None = None
     no_stop_trim: bool | None = None
-    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    json_schema: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
 
 
 class NativeBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,6 @@ Owns: what may be asked, the flow and the formats.  Does not know: how text is m
 An event of a stream has what is new, text as well as tokens, beside the counts so far.
 """
 
-import logging
 import uuid
 from collections.abc import Sequence
 
@@ -12,31 +11,25 @@ from aiohttp import web
 from msgspec import UNSET
 
 from engine.config import LimitsSection, ServerSection
-from engine.errors import CallboardError, RequestError
+from engine.errors import RequestError
 from engine.messages import TokenLogprobs, TokenText
 from server.admission import refuse_early
 from server.backend import Ingress
 from server.body import BodyReader
 from server.choices import Choices
 from server.completions import read_prompts
-from server.errors import as_request_error
+from server.errors import error_body
 from server.exchange import EXCHANGE
 from server.generation import Generation, Translator
 from server.model_card import ModelCard
 from server.native.bodies import Logprob, NativeBody, NativeFinish, NativeInfo, NativeOutput, NativeParams
-from server.openai_requests import GenerationBody
+from server.openai_requests import GenerationBody, SamplingFields
 from server.output import Output, finite, unpacked
 from server.reply import json_reply
 from server.sse import EventStream
 from server.usage import Tally
 
-log = logging.getLogger(__name__)
-
 DEFAULT_MAX_NEW_TOKENS = 128
-SAME = (
-    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "ignore_eos", "stop", "stop_token_ids", "skip_special_tokens", "json_schema", "regex", "ebnf",
-)  # fmt: skip
 # What other layers call what this endpoint calls differently.
 RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 Asked = tuple[NativeBody, Generation]
@@ -90,7 +83,7 @@ class NativeRoute:
             include_stop_str_in_output=params.no_stop_trim,
             priority=body.priority,
             cache_salt=body.cache_salt,
-            **{name: getattr(params, name) for name in SAME},
+            **{name: getattr(params, name) for name in SamplingFields.__struct_fields__},
         )
         return self._translator.translate(
             shared,
@@ -125,27 +118,18 @@ class NativeRoute:
 
     async def _stream(self, request: web.Request, answer: "_Answer", choices: Choices) -> web.StreamResponse:
         events = EventStream(request)
-        try:
-            try:
-                while (item := await choices.next()) is not None:
-                    index, delta = item
-                    answer.tally.add(index, delta)
-                    if delta.token_ids or delta.finish:
-                        output = Output(index)
-                        output.add(delta)
-                        await events.send([answer.told(output)])
-            except ConnectionError:
-                raise
-            except Exception as error:
-                if not events.started:
-                    raise
-                if not isinstance(error, CallboardError):
-                    log.exception("request=%s failed in its stream", request[EXCHANGE].id)
-                await events.fail(_in_its_words(as_request_error(error), answer.body))
-            await events.end()
-        except ConnectionError:
-            pass  # nobody is left to tell; the choices close on the way out
-        return events.response
+        return await events.carry(
+            self._send_all(events, answer, choices), lambda error: error_body(_in_its_words(error, answer.body))
+        )
+
+    async def _send_all(self, events: EventStream, answer: "_Answer", choices: Choices) -> None:
+        while (item := await choices.next()) is not None:
+            index, delta = item
+            answer.tally.add(index, delta)
+            if delta.token_ids or delta.finish:
+                output = Output(index)
+                output.add(delta)
+                await events.send([answer.told(output)])
 
 
 class _Answer:

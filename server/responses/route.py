@@ -4,7 +4,6 @@ Owns: what may be asked and the flow.  Does not know: the order of events.
 """
 
 import json
-import logging
 import time
 import uuid
 
@@ -13,13 +12,12 @@ from aiohttp import web
 from msgspec import UnsetType
 
 from engine.config import LimitsSection, ServerSection
-from engine.errors import CallboardError, RequestError
+from engine.errors import RequestError
 from engine.messages import ChatOptions, Delta, Finish
 from server.admission import refuse_early
 from server.backend import Ingress
 from server.body import BodyReader
 from server.choices import Choices
-from server.errors import as_request_error
 from server.exchange import EXCHANGE
 from server.generation import Generation, Translator
 from server.model_card import ModelCard
@@ -52,8 +50,6 @@ from server.sse import EventStream
 from server.template_variables import read_variables
 from server.tools import read_tools
 from server.usage import Tally
-
-log = logging.getLogger(__name__)
 
 LOGPROBS = "message.output_text.logprobs"
 Asked = tuple[ResponsesBody, Generation]
@@ -145,33 +141,26 @@ class ResponsesRoute:
 
     async def _stream(self, request: web.Request, answer: "_Answer", choices: Choices) -> web.StreamResponse:
         events = EventStream(request, named=True)
+
+        def last_word(error: RequestError) -> Event:
+            reason = _in_its_words(error, answer.body)
+            return answer.writer.event("failed", response=answer.object("failed", reason))
+
+        return await events.carry(self._send_all(events, answer, choices), last_word)
+
+    async def _send_all(self, events: EventStream, answer: "_Answer", choices: Choices) -> None:
         writer = answer.writer
-        try:
-            try:
-                while (item := await choices.next()) is not None:
-                    told: list[Event] = []
-                    if not events.started:
-                        started = answer.object("in_progress")
-                        told = [writer.event(kind, response=started) for kind in ("created", "in_progress")]
-                    told += answer.take(item)
-                    if told:
-                        await events.send(told)
-                whole = answer.object()
-                kind = "incomplete" if whole.status == "cancelled" else whole.status  # it has no event of its own
-                await events.send([writer.event(kind, response=whole)])
-            except ConnectionError:
-                raise
-            except Exception as error:
-                if not events.started:
-                    raise
-                if not isinstance(error, CallboardError):
-                    log.exception("request=%s failed in its stream", request[EXCHANGE].id)
-                reason = _in_its_words(as_request_error(error), answer.body)
-                await events.send([writer.event("failed", response=answer.object("failed", reason))])
-            await events.end()
-        except ConnectionError:
-            pass  # nobody is left to tell; the choices close on the way out
-        return events.response
+        while (item := await choices.next()) is not None:
+            told: list[Event] = []
+            if not events.started:
+                started = answer.object("in_progress")
+                told = [writer.event(kind, response=started) for kind in ("created", "in_progress")]
+            told += answer.take(item)
+            if told:
+                await events.send(told)
+        whole = answer.object()
+        kind = "incomplete" if whole.status == "cancelled" else whole.status  # it has no event of its own
+        await events.send([writer.event(kind, response=whole)])
 
 
 class _Answer:

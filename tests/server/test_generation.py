@@ -11,7 +11,7 @@ from engine.sampling.params import MAX_SEED
 from server.body import BodyReader, name_field
 from server.chat import Chat
 from server.completions import Completions
-from server.generation import Generation, Translator, choice_seed
+from server.generation import Generation, Translator, choice_seed, own_seed
 from server.model_card import ModelCard
 from server.openai_requests import ChatBody, CompletionBody, GenerationBody
 from server.unsupported import UNSUPPORTED
@@ -107,6 +107,19 @@ def test_choice_seeds_are_seeds_and_differ(seed: int) -> None:
 
 def test_no_seed_stays_no_seed() -> None:
     assert choice_seed(None, 5) is None
+    assert own_seed(None) is None
+
+
+@given(st.integers(-MAX_SEED, -1))
+def test_a_negative_seed_is_a_seed_of_its_own(seed: int) -> None:
+    assert 0 <= (ours := own_seed(seed) or 0) <= MAX_SEED
+    assert own_seed(ours) == ours
+    assert own_seed(seed + 1 if seed < -1 else 0) != ours
+
+
+def test_a_seed_beyond_64_bits_is_left_to_be_refused() -> None:
+    assert own_seed(-MAX_SEED - 1) == -MAX_SEED - 1
+    assert own_seed(MAX_SEED + 1) == MAX_SEED + 1
 
 
 @pytest.mark.reliability("U3", "any bytes as a request's body")

@@ -34,7 +34,7 @@ ANY_FIELDS: dict[str, list[str]] = {
     "n": [*INTEGERS, "0", "-1", "129", "1000000"],
     "max_tokens": [*INTEGERS, "0", "-1"],
     "min_tokens": [*INTEGERS, "-1"],
-    "seed": [*INTEGERS, "-1", str(1 << 63)],
+    "seed": [*INTEGERS, str(-1 << 63), str(1 << 63)],
     "priority": [*INTEGERS, str(1 << 31)],
     "logit_bias": ["[]", '"x"', "1", '{"1": "2"}', '{"x": 1}', '{"-1": 1}', '{"1000": 1}', '{"1": 101}', '{"1": NaN}',
                    '{"1": 1e999}', '{"1.0": 1}', '{"' + HUGE + '": 1}'],

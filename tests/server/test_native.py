@@ -128,7 +128,7 @@ def test_stops_and_grammars(served: EngineServer) -> None:
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
         ({"sampling_params": {"min_new_tokens": 9, "max_new_tokens": 1}}, "sampling_params.min_new_tokens"),
-        ({"sampling_params": {"sampling_seed": -1}}, "sampling_params.sampling_seed"),
+        ({"sampling_params": {"sampling_seed": 1 << 63}}, "sampling_params.sampling_seed"),
         ({"sampling_params": {"n": 1000}}, "sampling_params.n"),
         ({"sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf"),
         ({"sampling_params": {"regex": "a", "ignore_eos": True}}, "sampling_params.ignore_eos"),
