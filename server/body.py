@@ -5,6 +5,7 @@ Does not know: which fields there are, or what they mean.
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -19,6 +20,8 @@ from server.unsupported import check_unsupported
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
+MAX_NESTING = 128
+STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[][{}]')
 LARGE_BODY_BYTES = 64 << 10  # up to here decoding and translating take the event loop under a millisecond
 
 
@@ -40,63 +43,29 @@ class BodyReader(Generic[B, T]):
         self._fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
         self._struct = msgspec.json.Decoder(body_type)
         self._known = frozenset(body_type.__struct_fields__)
-        self._max_bytes = server.max_body_bytes
-        self._timeout_s = server.body_timeout_s
+        self._server = server
 
     async def read(self, request: web.Request) -> T:
         """What the body asks for.  Raises RequestError: 400, 408, 413 or 415."""
-        self._check_headers(request)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                body = await self._collect(request)
-        except TimeoutError:
-            raise RequestError(
-                f"the body did not arrive within {self._timeout_s:g} s", status=408, code="body_timeout"
-            ) from None
-        except web.RequestPayloadError:
-            raise RequestError("the body is not framed as HTTP demands", code="malformed_body") from None
+        _check_headers(request)
+        body = await collect(request, self._server)
         if len(body) > LARGE_BODY_BYTES:
             return await asyncio.to_thread(self._understand, body)
         return self._understand(body)
-
-    def _check_headers(self, request: web.Request) -> None:
-        for coding in request.headers.getall("Content-Encoding", ()):
-            if coding.strip().lower() != "identity":
-                raise RequestError(
-                    "compressed bodies are not taken; send the JSON as it is", status=415, code="unsupported_encoding"
-                )
-        media_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        # Other types could come from any web page without the browser asking this server first.
-        if media_type != "application/json":
-            raise RequestError(
-                "the body must be sent as Content-Type: application/json", status=415, code="unsupported_media_type"
-            )
-        if request.content_length is not None and request.content_length > self._max_bytes:
-            raise self._too_large()
-
-    async def _collect(self, request: web.Request) -> bytes:
-        chunks: list[bytes] = []
-        num_bytes = 0
-        while chunk := await request.content.readany():
-            num_bytes += len(chunk)
-            if num_bytes > self._max_bytes:
-                raise self._too_large()
-            chunks.append(chunk)
-        return b"".join(chunks)
-
-    def _too_large(self) -> RequestError:
-        return RequestError(f"the body is larger than {self._max_bytes} bytes", status=413, code="body_too_large")
 
     def _understand(self, body: bytes) -> T:
         return self._translate(self._decode(body))
 
     def _decode(self, body: bytes) -> B:
         try:
+            body.decode()  # what is kept as it came, such as schemas, would show it only later
             fields = self._fields.decode(body)
             for name in self._elsewhere.keys() & fields.keys():
-                raise RequestError(f"{name}: belongs into {self._elsewhere[name]}", param=name)
+                if bytes(fields[name]) != b"null":
+                    raise RequestError(f"{name}: belongs into {self._elsewhere[name]}", param=name)
             check_unsupported(fields, self._known)
-            return self._struct.decode(body)
+            understood = self._struct.decode(body)
+            check_nesting(body)
         except msgspec.ValidationError as error:
             message, param = name_field(str(error))
             raise RequestError(message, param=param) from None
@@ -105,7 +74,66 @@ class BodyReader(Generic[B, T]):
         except UnicodeDecodeError:
             raise RequestError("the body is not valid UTF-8", code="malformed_json") from None
         except RecursionError:
-            raise RequestError("the body is nested too deeply", code="malformed_json") from None
+            raise _too_deep() from None
+        return understood
+
+
+async def collect(request: web.Request, server: ServerSection) -> bytes:
+    """The whole body.  Raises RequestError: 400, 408 or 413."""
+    most, timeout_s = server.max_body_bytes, server.body_timeout_s
+    body = bytearray()
+    try:
+        if request.content_length is not None and request.content_length > most:
+            raise _too_large(most)
+        async with asyncio.timeout(timeout_s):
+            while chunk := await request.content.readany():
+                body += chunk
+                if len(body) > most:
+                    raise _too_large(most)
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {timeout_s:g} s", status=408, code="body_timeout") from None
+    except web.RequestPayloadError:
+        raise RequestError("the body is not framed as HTTP demands", code="malformed_body") from None
+    return bytes(body)
+
+
+def check_nesting(body: bytes) -> None:
+    """Raise RequestError if valid JSON is nested deeper than any schema is.
+
+    Here once for all: what is kept as it came is read and written again later, inside of something else."""
+    if body.count(b"{") + body.count(b"[") <= MAX_NESTING:
+        return
+    depth = 0
+    for found in STRING_OR_BRACKET.finditer(body):
+        match body[found.start()]:
+            case 0x7B | 0x5B:
+                depth += 1
+                if depth > MAX_NESTING:
+                    raise _too_deep()
+            case 0x7D | 0x5D:
+                depth -= 1
+
+
+def _check_headers(request: web.Request) -> None:
+    for coding in request.headers.getall("Content-Encoding", ()):
+        if coding.strip().lower() != "identity":
+            raise RequestError(
+                "compressed bodies are not taken; send the JSON as it is", status=415, code="unsupported_encoding"
+            )
+    media_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    # Other types could come from any web page without the browser asking this server first.
+    if media_type != "application/json":
+        raise RequestError(
+            "the body must be sent as Content-Type: application/json", status=415, code="unsupported_media_type"
+        )
+
+
+def _too_large(most: int) -> RequestError:
+    return RequestError(f"the body is larger than {most} bytes", status=413, code="body_too_large")
+
+
+def _too_deep() -> RequestError:
+    return RequestError(f"the body is nested deeper than {MAX_NESTING} levels", code="malformed_json")
 
 
 def name_field(complaint: str) -> tuple[str, str | None]:

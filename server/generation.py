@@ -21,6 +21,8 @@ from server.tools import ToolRequest, ToolUse
 
 T = TypeVar("T")
 DEFAULT = SamplingParams()
+LEAST_SEED = -(1 << 63)
+NO_SEED = -1  # to vLLM and llama.cpp
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +96,7 @@ class Translator:
             prompt_only=prompt_only,
             shows_token_ids=bool(body.return_token_ids),
             names_tokens_by_id=bool(body.return_tokens_as_token_ids),
-            request_id=body.request_id or "",
+            request_id=body.request_id or body.rid or "",
         )
 
     def check_model(self, name: str) -> None:
@@ -146,8 +148,10 @@ class Translator:
 
 
 def own_seed(seed: int | None) -> int | None:
-    """A client's seed as one of ours: other servers take any 64-bit integer, ours begin at 0."""
-    return seed & MAX_SEED if seed is not None and -MAX_SEED <= seed < 0 else seed
+    """A client's seed as one of ours, which begin at 0.  -1 is none, as it is elsewhere."""
+    if seed == NO_SEED:
+        return None
+    return seed & MAX_SEED if seed is not None and LEAST_SEED <= seed < 0 else seed
 
 
 def choice_seed(seed: int | None, k: int) -> int | None:

@@ -110,6 +110,7 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     cache_salt: Salt | None = None
     user: str | None = None
     request_id: Short | None = None
+    rid: Short | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: msgspec.Raw = msgspec.field(default_factory=not_given)

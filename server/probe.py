@@ -36,16 +36,19 @@ class ProbeRoute:
         stream = self._ingress.open(PROMPT, ONE_TOKEN, priority=FIRST)
         try:
             async with asyncio.timeout(self._limit_s):
-                await _end_of(stream)
+                finish = await _end_of(stream)
         except TimeoutError:
             raise RequestError(
                 f"no token within {self._limit_s:g} s", status=503, code="stalled", retry_after_s=RETRY_LATER_S
             ) from None
         finally:
             stream.close()
+        if finish == Finish.ABORT:
+            raise RequestError("the probe was aborted", status=503, code="aborted", retry_after_s=RETRY_LATER_S)
         return json_reply({"status": "ok"})
 
 
-async def _end_of(stream: Stream) -> None:
-    while (await stream.next()).finish == Finish.RUNNING:
+async def _end_of(stream: Stream) -> Finish:
+    while (finish := (await stream.next()).finish) == Finish.RUNNING:
         pass
+    return finish

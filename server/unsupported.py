@@ -16,6 +16,7 @@ NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})  # of any field below
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> what else is neutral
     "allowed_token_ids": (),
     "audio": (),
+    "audio_data": (),
     "bad_words": (),
     "best_of": (1,),
     "chat_template": (),
@@ -38,12 +39,16 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> what else is neutral
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "return_hidden_states": (),
+    "session_params": (),
     "stop_regex": (),
     "structural_tag": (),
     "suffix": (),
     "thinking_token_budget": (),
+    "token_ids_logprob": (),
+    "tools": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (),
+    "video_data": (),
     "web_search_options": (),
 }
 UNSUPPORTED_PREFIX = "guided_"

@@ -27,13 +27,16 @@ class NativeParams(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class NativeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Exactly one of text and input_ids: one prompt, or several.  rid: what the request is called."""
+    """Exactly one of text and input_ids: one prompt, or several.  rid: what the request is called, and the answer.
+
+    request_id: what else the request is called."""
 
     text: str | list[str] | None = None
     input_ids: list[TokenId | list[TokenId]] | None = None
     sampling_params: NativeParams | None = None
     model: str | None = None
     rid: Short | None = None
+    request_id: Short | None = None
     stream: bool | None = None
     return_logprob: bool | None = None
     logprob_start_len: Int | None = None

@@ -32,6 +32,10 @@ from server.usage import Tally
 DEFAULT_MAX_NEW_TOKENS = 128
 # What other layers call what this endpoint calls differently.
 RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+CALLED_OTHERWISE = {
+    **{theirs: f"sampling_params, as {ours}" for theirs, ours in RENAMED.items()},
+    **dict.fromkeys(("response_format", "structured_outputs"), "sampling_params, as json_schema, regex or ebnf"),
+}
 Asked = tuple[NativeBody, Generation]
 
 
@@ -48,7 +52,7 @@ class NativeRoute:
         card: ModelCard,
     ) -> None:
         self._translator = translator
-        inside = dict.fromkeys(NativeParams.__struct_fields__, "sampling_params")
+        inside = {**dict.fromkeys(NativeParams.__struct_fields__, "sampling_params"), **CALLED_OTHERWISE}
         self._reader = BodyReader(NativeBody, self._understand, server, elsewhere=inside)
         self._limits = limits
         self._ingress = ingress
@@ -100,7 +104,7 @@ class NativeRoute:
         refuse_early(self._ingress, self._limits)
         body, generation = await self._reader.read(request)
         answer = _Answer(body, generation)
-        request[EXCHANGE].names.add(answer.id)
+        request[EXCHANGE].names |= {answer.id, body.request_id or answer.id}
         try:
             async with Choices(self._ingress, generation) as choices:
                 if generation.stream:

@@ -10,10 +10,13 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from engine.config import ServerSection
 from engine.errors import RequestError
 from server.administration import AbortAnswer
+from server.body import collect
+from server.errors import error_body
 from server.exchange import EXCHANGE, REQUEST_ID_HEADER
-from server.replicas.replica import RETRY_AFTER_S, Replica, Replicas, State
+from server.replicas.replica import CHECK_TIMEOUT_S, RETRY_AFTER_S, Replica, Replicas, State
 
 JSON = "application/json"
 SENT_ON = ("Authorization", "Content-Type")
@@ -27,7 +30,8 @@ class _Answer(NamedTuple):
 class FleetAdministration:
     """Its handlers."""
 
-    def __init__(self, replicas: Replicas, session: aiohttp.ClientSession) -> None:
+    def __init__(self, server: ServerSection, replicas: Replicas, session: aiohttp.ClientSession) -> None:
+        self._server = server
         self._replicas = replicas
         self._session = session
 
@@ -36,24 +40,23 @@ class FleetAdministration:
         answers = await self._ask_all(request)
         told = [msgspec.json.decode(one.body, type=AbortAnswer) for one in answers if one.status == 200]
         if not told:
-            return _as_it_came(answers[0])
+            return _worst(answers)
         unknown = [name for name in told[0].unknown if all(name in one.unknown for one in told)]
         whole = AbortAnswer(num_aborted=sum(one.num_aborted for one in told), unknown=unknown)
         return web.Response(body=msgspec.json.encode(whole), content_type=JSON)
 
     async def reset(self, request: web.Request) -> web.Response:
         """Done if all have done it."""
-        answers = await self._ask_all(request)
-        return _as_it_came(max(answers, key=lambda one: one.status))
+        return _worst(await self._ask_all(request))
 
     async def _ask_all(self, request: web.Request) -> list[_Answer]:
-        """What the replicas say that are there; one that is lost has neither requests nor a cache any more.
+        """What the replicas say that are there, ready or not: one that recovers has its requests, maybe its cache.
 
         Raises RequestError, a 503, if none is there."""
-        body = await request.read()
+        body = await collect(request, self._server)
         headers = {name: request.headers[name] for name in SENT_ON if name in request.headers}
         headers[REQUEST_ID_HEADER] = request[EXCHANGE].id
-        there = [one for one in self._replicas.all if one.state in (State.READY, State.DRAINING)]
+        there = [one for one in self._replicas.all if one.url and one.state is not State.STOPPED]
         answers = await asyncio.gather(*(self._ask(one, request.path, body, headers) for one in there))
         found = [one for one in answers if one is not None]
         if not found:
@@ -61,13 +64,24 @@ class FleetAdministration:
         return found
 
     async def _ask(self, replica: Replica, path: str, body: bytes, headers: dict[str, str]) -> _Answer | None:
+        timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
         try:
-            async with self._session.post(replica.url + path, data=body, headers=headers) as response:
+            async with self._session.post(replica.url + path, data=body, headers=headers, timeout=timeout) as response:
                 return _Answer(response.status, await response.read())
+        except aiohttp.ClientConnectorError as error:
+            self._replicas.lose(replica, repr(error))
+            return None  # nobody listens there: it has neither requests nor a cache any more
         except (aiohttp.ClientError, TimeoutError) as error:
             self._replicas.lose(replica, repr(error))
-            return None
+            silent = RequestError(
+                f"{replica.name} does not answer; ask again",
+                status=503,
+                code="replica_lost",
+                retry_after_s=RETRY_AFTER_S,
+            )
+            return _Answer(silent.status, msgspec.json.encode(error_body(silent)))
 
 
-def _as_it_came(answer: _Answer) -> web.Response:
+def _worst(answers: list[_Answer]) -> web.Response:
+    answer = max(answers, key=lambda one: one.status)
     return web.Response(status=answer.status, body=answer.body, content_type=JSON)

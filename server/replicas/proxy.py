@@ -17,6 +17,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from engine.config import ServerSection
 from engine.errors import RequestError
+from server.body import collect
 from server.errors import error_body
 from server.exchange import EXCHANGE, REQUEST_ID_HEADER
 from server.replicas.affinity import PrefixAffinity
@@ -48,7 +49,7 @@ class Proxy:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Send it on; raises RequestError if no replica can answer."""
-        body = await self._read(request)
+        body = await collect(request, self._server)
         # With keys, requests share cached prefixes only among those of one key.
         tenant = request.headers.get("Authorization", "") if self._server.api_key else ""
         blocks = self._affinity.blocks(body, tenant) if body else []
@@ -73,17 +74,6 @@ class Proxy:
                 refusal = response
                 continue
             return response
-
-    async def _read(self, request: web.Request) -> bytes:
-        limit = self._server.max_body_bytes
-        if request.content_length is not None and request.content_length > limit:
-            raise _too_large(limit)
-        body = bytearray()
-        async for chunk in request.content.iter_any():
-            body += chunk
-            if len(body) > limit:
-                raise _too_large(limit)
-        return bytes(body)
 
     async def _send(self, request: web.Request, body: bytes, replica: Replica) -> web.StreamResponse:
         """One attempt.  Raises _ReplicaLost if that happens before the client has seen anything."""
@@ -139,10 +129,6 @@ def _asking_replica() -> Iterator[None]:
 
 def _sent_on(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in NOT_SENT_ON)
-
-
-def _too_large(limit: int) -> RequestError:
-    return RequestError(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
 
 
 def _lost() -> RequestError:

@@ -128,7 +128,7 @@ class Router:
         affinity = PrefixAffinity()
         replicas = Replicas(self._fleet, session, affinity)
         routes, proxy = RouterRoutes(replicas), Proxy(server, replicas, session, affinity)
-        administration = FleetAdministration(replicas, session)
+        administration = FleetAdministration(server, replicas, session)
         app = web.Application(middlewares=[note_route, *([require_key(server.api_key)] if server.api_key else [])])
         app.add_routes(
             [

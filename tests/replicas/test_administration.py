@@ -10,7 +10,8 @@ import pytest
 
 from engine.config import Config, ServerSection, build_config
 from server.listener import bind
-from server.replicas.replica import State
+from server.replicas import administration
+from server.replicas.replica import Replicas, State
 from server.replicas.router import Router
 from tests.server.live_server import MODEL, LiveServer
 
@@ -36,7 +37,7 @@ class LiveFleet:
         """They stop with the test."""
 
 
-def run(test: Callable[[list[LiveServer], Ask], Awaitable[None]], key: str = "") -> None:
+def run(test: Callable[[list[LiveServer], Ask, Replicas], Awaitable[None]], key: str = "") -> None:
     async def main(servers: list[LiveServer]) -> None:
         with bind("127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -52,7 +53,7 @@ def run(test: Callable[[list[LiveServer], Ask], Awaitable[None]], key: str = "")
                     async with client.post(path, json=body, headers=headers) as response:
                         return response.status, await response.json()
 
-                await test(servers, ask)
+                await test(servers, ask, replicas)
 
     with ExitStack() as stack:
         section = ServerSection(api_key=key)
@@ -75,7 +76,7 @@ async def open_everywhere(servers: list[LiveServer], ask: Ask) -> list["asyncio.
 
 @pytest.mark.parametrize("key", ["", "k"])
 def test_a_request_is_found_wherever_it_is(key: str) -> None:
-    async def test(servers: list[LiveServer], ask: Ask) -> None:
+    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
         tasks = await open_everywhere(servers, ask)
         assert await ask("/abort_request", {"rid": ["r1", "nobody"]}) == (
             200,
@@ -94,7 +95,7 @@ def test_a_request_is_found_wherever_it_is(key: str) -> None:
 
 
 def test_all_of_them_forget() -> None:
-    async def test(servers: list[LiveServer], ask: Ask) -> None:
+    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
         assert await ask("/reset_prefix_cache", {}) == (200, {"success": True})
         tasks = await open_everywhere(servers, ask)
         salts = {server.ingress.asked[-1][2]["cache_salt"] for server in servers}
@@ -108,8 +109,37 @@ def test_all_of_them_forget() -> None:
 
 
 def test_a_wrong_key_reaches_none() -> None:
-    async def test(servers: list[LiveServer], ask: Ask) -> None:
+    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
         for path in ("/abort_request", "/reset_prefix_cache"):
             assert (await ask(path, {}, Authorization="Bearer x"))[0] == 401
 
     run(test, "k")
+
+
+def test_a_replica_that_is_not_ready_now_is_asked_as_well() -> None:
+    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+        tasks = await open_everywhere(servers, ask)
+        for server, replica in zip(servers, replicas.all, strict=True):
+            server.ingress.ready = False
+            replicas.lose(replica, "it recovers")
+        assert await ask("/abort_request", {"rid": ["r0", "r1"]}) == (200, {"num_aborted": 2, "unknown": []})
+        assert [status for status, _ in await asyncio.gather(*tasks)] == [200, 200]
+
+    run(test)
+
+
+def test_one_that_does_not_answer_may_not_have_forgotten_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(administration, "CHECK_TIMEOUT_S", 0.3)
+    accepted = []
+
+    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+        silent = await asyncio.start_server(lambda *streams: accepted.append(streams), "127.0.0.1", 0)
+        async with silent, asyncio.timeout(10):
+            replicas.all[0].url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+            status, answer = await ask("/reset_prefix_cache", {})
+            for _, writer in accepted:
+                writer.close()
+        assert (status, answer["error"]["code"]) == (503, "replica_lost")
+        assert accepted
+
+    run(test)

@@ -110,15 +110,20 @@ def test_no_seed_stays_no_seed() -> None:
     assert own_seed(None) is None
 
 
-@given(st.integers(-MAX_SEED, -1))
+@given(st.integers(-MAX_SEED, -2))
 def test_a_negative_seed_is_a_seed_of_its_own(seed: int) -> None:
     assert 0 <= (ours := own_seed(seed) or 0) <= MAX_SEED
     assert own_seed(ours) == ours
-    assert own_seed(seed + 1 if seed < -1 else 0) != ours
+    assert own_seed(seed - 1) != ours
+
+
+def test_a_seed_of_minus_one_is_none() -> None:
+    assert own_seed(-1) is None
 
 
 def test_a_seed_beyond_64_bits_is_left_to_be_refused() -> None:
-    assert own_seed(-MAX_SEED - 1) == -MAX_SEED - 1
+    assert own_seed(-MAX_SEED - 1) == 0
+    assert own_seed(-MAX_SEED - 2) == -MAX_SEED - 2
     assert own_seed(MAX_SEED + 1) == MAX_SEED + 1
 
 

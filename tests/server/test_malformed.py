@@ -34,7 +34,7 @@ ANY_FIELDS: dict[str, list[str]] = {
     "n": [*INTEGERS, "0", "-1", "129", "1000000"],
     "max_tokens": [*INTEGERS, "0", "-1"],
     "min_tokens": [*INTEGERS, "-1"],
-    "seed": [*INTEGERS, str(-1 << 63), str(1 << 63)],
+    "seed": [*INTEGERS, str((-1 << 63) - 1), str(1 << 63)],
     "priority": [*INTEGERS, str(1 << 31)],
     "logit_bias": ["[]", '"x"', "1", '{"1": "2"}', '{"x": 1}', '{"-1": 1}', '{"1000": 1}', '{"1": 101}', '{"1": NaN}',
                    '{"1": 1e999}', '{"1.0": 1}', '{"' + HUGE + '": 1}'],
@@ -190,6 +190,11 @@ BROKEN_BODIES = {
     "trailing": b"{} {}",
     "deep": DEEP.encode(),
     "deep objects": b'{"a":' * 100_000,
+    "deep, in what is kept as it came": b'{"model": "m", "prompt": "p", "messages": [], "guided_json": '
+    + b'{"a":[' * 100
+    + b"]}" * 100
+    + b"}",
+    "bad utf-8, in what is kept as it came": b'{"model": "fake/model-1", "prompt": "p", "guided_json": {"a": "\xff"}}',
     "zeros": b"\0" * 1000,
     "long key": b'{"' + b"k" * 200_000 + b'": NaN}',
 }
