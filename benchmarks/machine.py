@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 
@@ -14,13 +15,19 @@ def describe_machine() -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "commit": commit.stdout.strip(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *_script(), *sys.argv[1:]]),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "gpu": torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": version("torch"),
     }
+
+
+def _script() -> list[str]:
+    """As one would type it: a module that was run by its name has been given its place on this machine."""
+    path = Path(sys.argv[0])
+    return ["-m", path.parent.name] if path.name == "__main__.py" else [sys.argv[0]]
 
 
 def _processor() -> str:

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 LOAD_FACTOR = 5.0  # a reload may take so many times as long as the first load did
 LOAD_SECONDS = 60.0  # and this much more
+LOAD_PATIENCE = 6  # while it loads, a rank that has spoken may be silent for so many times as long
 
 
 class RankLost(CallboardError):
@@ -83,10 +84,12 @@ class Placement(Protocol):
     """Where executors run.
 
     can_kill: whether a rank that hangs can be ended.  silence_timeout_s: a rank that has loaded and says nothing for
-    that long is gone; 0 where a rank need not say anything by itself."""
+    that long is gone; 0 where a rank need not say anything by itself.  join_timeout_s: how long ranks may take to come
+    before they load, which the placement watches itself; 0 where they are started."""
 
     can_kill: bool
     silence_timeout_s: float
+    join_timeout_s: float
 
     def start(self, reports: Reports, terms: Terms) -> Ranks:
         """Start a generation.  Raises CallboardError."""
@@ -202,6 +205,8 @@ class RankGroup(Actor[Stop]):
             log.error("%s", reason, exc_info=loss.error)
             _drop_traceback(loss.error)
         if not loss.curable:
+            if isinstance(loss.error, EngineDied):
+                raise loss.error
             raise EngineDied(
                 f"{reason}; that cannot be cured in this process, placement.executor = 'process' can do it"
             )
@@ -224,7 +229,8 @@ class RankGroup(Actor[Stop]):
         return math.ceil(timeout_s / self._tick_s())
 
     async def _keep_time(self, generation: "_Generation") -> None:
-        tick_s, load_timeout_s = self._tick_s(), LOAD_FACTOR * self._load_s + LOAD_SECONDS
+        tick_s = self._tick_s()
+        load_timeout_s = LOAD_FACTOR * self._load_s + LOAD_SECONDS + self._placement.join_timeout_s
         loading_s = 0.0
         while True:
             await asyncio.sleep(tick_s)
@@ -232,6 +238,7 @@ class RankGroup(Actor[Stop]):
                 generation.tick(curable=self._placement.can_kill)
             else:
                 loading_s += tick_s
+                generation.tick_loading()
                 if loading_s > load_timeout_s:
                     generation.lost(RankLost(f"the executors have not loaded within {load_timeout_s:.0f} s"))
 
@@ -256,6 +263,8 @@ class _Generation:
         self.is_stuck = False
         self._scheduler = scheduler
         self._watches = [Watch(step_ticks, silence_ticks) for _ in range(num_ranks)]
+        self._loading = [Watch(0, LOAD_PATIENCE * silence_ticks) for _ in range(num_ranks)]
+        self._there: set[int] = set()
         self._pages: dict[int, int] = {}
         self._is_open = True
 
@@ -276,7 +285,9 @@ class _Generation:
                 self._watches[rank].answered()
                 self._scheduler.put(message)
             case ExecutorAlive():
+                self._there.add(rank)
                 self._watches[rank].heard()
+                self._loading[rank].heard()
             case ExecutorReady():
                 self._pages[rank] = message.num_pages
                 self._watches[rank].heard()
@@ -298,6 +309,12 @@ class _Generation:
             if (failing := watch.tick()) is not None:
                 self.is_stuck = True
                 self.lost(RankLost(f"executor{rank} {failing}", curable=curable))
+
+    def tick_loading(self) -> None:
+        """As ``tick``: a rank on another machine may vanish without anybody hearing of it."""
+        for rank in sorted(self._there - self._pages.keys()):
+            if (failing := self._loading[rank].tick()) is not None:
+                self.lost(RankLost(f"executor{rank} {failing}"))
 
     def close(self) -> None:
         """Pass nothing on any more."""

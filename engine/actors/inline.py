@@ -60,6 +60,7 @@ class InlinePlacement:
 
     can_kill = False
     silence_timeout_s = 0.0
+    join_timeout_s = 0.0
 
     def __init__(self, *, num_ranks: int, capacity: int, load: Callable[[int, Terms, str], Runner]) -> None:
         self._num_ranks = num_ranks

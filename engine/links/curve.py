@@ -18,6 +18,7 @@ from zmq.utils import z85
 log = logging.getLogger(__name__)
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+MAX_LOGGED_REFUSALS = 20  # who is refused comes again ten times a second; they are counted on
 NUM_ZAP_FRAMES = 7  # version, request id, domain, address, identity, mechanism, client key
 
 
@@ -81,6 +82,7 @@ class Doorman:
         welcome = len(frames) == NUM_ZAP_FRAMES and mechanism == b"CURVE" and key in self._clients.get(domain, ())
         if not welcome:
             self.num_refused += 1
-            log.warning("link %s: a client without a known key was refused", domain.decode(errors="replace"))
+            if self.num_refused <= MAX_LOGGED_REFUSALS:
+                log.warning("link %s: a client without a known key was refused", domain.decode(errors="replace"))
         code, text = (b"200", b"OK") if welcome else (b"400", b"unknown key")
         self._socket.send_multipart([b"1.0", frames[1], code, text, b"", b""])

@@ -78,6 +78,7 @@ class Head:
         self._notice = Notice(board.our_release(), cluster.size)
         self._posted: Notice | None = None
         self._heard: dict[int, bytes] = {}
+        self._unfit: dict[int, Word] = {}  # what those have said that do not fit, until they say something else
         self._num_forgeries = 0
         self._generation = 0
         self._call: Call | None = None
@@ -143,6 +144,8 @@ class Head:
         self._generation += 1
         self._call = call
         self._say(generation=self._generation, nonce=call.nonce, endpoints=endpoints)
+        for word in self._unfit.values():  # said while no generation was being called
+            asyncio.get_running_loop().call_soon(self._pass_on, word)
         places = ", ".join(endpoint.removeprefix("tcp://") for endpoint in endpoints if endpoint)
         log.info("generation %d: waiting for %s to join at %s", self._generation, named(self._joiners), places)
 
@@ -209,6 +212,9 @@ class Head:
                 )
             return
         log.debug("rank %d: %s %s", rank, word.kind, word.text)
+        self._unfit.pop(rank, None)
+        if word.kind == "unfit":
+            self._unfit[rank] = word
         if word.kind in ("left", "unfit"):
             self._here.discard(rank)
         else:

@@ -98,8 +98,7 @@ class Joiner:
         except _ToldToEnd:
             return
         except CallboardError as error:
-            self._nonce = ""
-            await self._end_child()
+            await self._end_child_silently()
             await self._say("unfit" if isinstance(error, ConfigError | WeightsError) else "left", str(error))
             raise
         finally:
@@ -306,11 +305,15 @@ class Joiner:
         return await self._leave()
 
     async def _leave(self) -> bool:
+        await self._end_child_silently()
+        await self._say("left", "has left: its joiner was told to end")
+        raise _ToldToEnd
+
+    async def _end_child_silently(self) -> None:
+        """Its end is no news of its own then; what is said next belongs to the generation all the same."""
         nonce, self._nonce = self._nonce, ""
         await self._end_child()
         self._nonce = nonce
-        await self._say("left", "has left: its joiner was told to end")
-        raise _ToldToEnd
 
 
 class _ToldToEnd(Exception):

@@ -59,6 +59,7 @@ class ProcessPlacement:
         if sys.platform != "linux":
             raise ConfigError("placement.executor=process: processes are watched in Linux's ways; use 'inline' here")
         self.silence_timeout_s = config.placement.silence_timeout_s
+        self.join_timeout_s = head.join_timeout_s if head is not None else 0.0
         self._config = config
         self._max_len = max_len
         self._num_ranks = num_ranks
@@ -208,7 +209,8 @@ class ProcessRanks:
         if missing and not self._ending:
             has = "have" if len(missing) > 1 else "has"
             error = EngineDied(f"{named(missing)} {has} not joined within {timeout_s:g} s")
-            self._reports.lost(RankLost(str(error), error=error))
+            # They have had as long as was asked for; another generation would only wait as long again.
+            self._reports.lost(RankLost(str(error), error=error, curable=False))
 
     # ---- the end ----------------------------------------------------------------------------
 
@@ -224,6 +226,8 @@ class ProcessRanks:
 
     async def kill(self, *, stuck: bool) -> None:
         """End every process that is left, and let go of links and files."""
+        if len(self._children) > 1 and not self._ending:
+            await asyncio.sleep(LAST_WORDS_S)  # one rank's failure may be that of another, whose reason is the true one
         self._let_go()
         for rank, child in enumerate(self._children):
             if isinstance(child, Child) and not await child.wait(KILL_TIMEOUT_S):

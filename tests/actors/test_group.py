@@ -55,6 +55,7 @@ class FakePlacement:
     def __init__(self, *, can_kill: bool = True, silence_timeout_s: float = 0.0) -> None:
         self.can_kill = can_kill
         self.silence_timeout_s = silence_timeout_s
+        self.join_timeout_s = 0.0
         self.num_ranks = 1
         self.started: list[FakeRanks] = []
 
@@ -284,6 +285,33 @@ def test_a_rank_that_says_nothing_for_too_long_is_gone_and_one_that_does_is_not(
         assert bench.heard[-1] == ExecutorsLost("executor1 has stopped answering")
         await asyncio.sleep(0)
         await bench.stop()
+
+    play(scenario)
+
+
+def test_a_rank_that_falls_silent_while_it_loads_is_gone_and_one_that_has_not_come_is_waited_for() -> None:
+    async def scenario() -> None:
+        bench = Bench(FakePlacement(silence_timeout_s=0.016), num_ranks=3)
+        ranks = await bench.generation(1)
+        ranks.reports.heard(0, ExecutorAlive(0))
+        ranks.reports.heard(0, ExecutorReady(0, 9))
+        ranks.reports.heard(1, ExecutorAlive(1))
+        with pytest.raises(EngineDied, match="executor1 has stopped answering while it started"):
+            await asyncio.wait_for(bench.task, 5)
+
+    play(scenario)
+
+
+def test_ranks_that_do_not_come_again_are_the_end_however_many_restarts_are_left() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_restarts=9)
+        (await bench.generation(1)).ready()
+        await asyncio.sleep(0)
+        bench.placement.started[0].lose()
+        missing = EngineDied("rank 1 has not joined within 300 s")
+        (await bench.generation(2)).lose(1, str(missing), error=missing, curable=False)
+        with pytest.raises(EngineDied, match=r"^rank 1 has not joined within 300 s$"):
+            await bench.task
 
     play(scenario)
 

@@ -56,9 +56,13 @@ class Scene:
         return str((await self.heard.next(ExecutorsLost)).reason)
 
     @contextlib.asynccontextmanager
-    async def running(self, *, is_served: bool = False) -> AsyncIterator[None]:
-        """The head, until the block ends."""
+    async def running(
+        self, *, is_served: bool = False, meanwhile: Callable[[], Awaitable[None]] | None = None
+    ) -> AsyncIterator[None]:
+        """The head, until the block ends.  meanwhile: what happens while its engine is still being built."""
         async with Head(cluster(0, self.port, is_served=is_served), self.config) as head:
+            if meanwhile is not None:
+                await meanwhile()
             placement = ProcessPlacement(
                 config=self.config, max_len=64, num_ranks=2, capacity=64, progress=False, module=MODULE, head=head
             )
@@ -180,6 +184,21 @@ def test_a_joiner_that_does_not_fit_fails_the_start_with_its_reason() -> None:
             async with scene.running():
                 with pytest.raises(ConfigError, match=reason):
                     await scene.join(size=3)
+                assert scene.engine is not None
+                await scene.engine
+
+    play(scenario)
+
+
+def test_so_it_does_if_it_has_come_and_gone_before_the_head_was_looking() -> None:
+    async def scenario(scene: Scene) -> None:
+        async def come_and_go() -> None:
+            with pytest.raises(ConfigError, match="WORLD_SIZE=3"):
+                await scene.join(size=3)
+            await asyncio.sleep(0.6)  # the head has heard it: it listens four times a second
+
+        with pytest.raises(ConfigError, match="rank 1: WORLD_SIZE=3, but rank 0 has WORLD_SIZE=2"):
+            async with scene.running(meanwhile=come_and_go):
                 assert scene.engine is not None
                 await scene.engine
 

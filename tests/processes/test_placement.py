@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 import uvloop
 
@@ -13,7 +14,7 @@ from engine.errors import EngineDied
 from engine.messages import ExecutorReady, ExecutorsLost, Step, StepDone, Stop
 from engine.processes.placement import ProcessPlacement
 from tests.processes.executors import children
-from tests.processes.odd_executor import EXITS, FINE, OVERSIZED, RAISES
+from tests.processes.odd_executor import EXITS, FINE, LARGE, OVERSIZED, RAISES
 
 
 class Heard:
@@ -39,13 +40,18 @@ class Heard:
                 await self.arrived.wait()
 
 
-def start(name: str = "", max_restarts: int = 5) -> tuple[RankGroup, Heard, "asyncio.Task[None]"]:
+def start(name: str = "", max_restarts: int = 5, num_ranks: int = 1) -> tuple[RankGroup, Heard, "asyncio.Task[None]"]:
     config = build_config(Config(), {"model": {"name": name}})
     placement = ProcessPlacement(
-        config=config, max_len=64, num_ranks=1, capacity=64, progress=False, module="tests.processes.odd_executor"
+        config=config,
+        max_len=64,
+        num_ranks=num_ranks,
+        capacity=64,
+        progress=False,
+        module="tests.processes.odd_executor",
     )
     group = RankGroup(
-        num_ranks=1, placement=placement, intensity=RestartIntensity(max_restarts, 100.0), step_timeout_s=0.0
+        num_ranks=num_ranks, placement=placement, intensity=RestartIntensity(max_restarts, 100.0), step_timeout_s=0.0
     )
     heard = Heard()
     group.connect(heard)
@@ -72,6 +78,32 @@ def test_every_way_to_fail_is_named_and_the_next_process_serves() -> None:
         group.inbox.put(Stop())
         await asyncio.wait_for(running, 10)
         assert group.num_restarts == len(said)
+
+    uvloop.run(main())
+    assert not children()
+
+
+def test_a_step_that_two_ranks_have_no_room_for_is_cut_in_the_next_generations_and_is_no_fault() -> None:
+    async def main() -> None:
+        group, heard, running = start(max_restarts=0, num_ranks=2)
+        large = Step(LARGE, decode_rows=np.arange(12, dtype=np.int32).tobytes())
+        for _ in range(2):  # a limit of 6, which is too much still, and of 3
+            await ready(heard)
+            for link in group.links:
+                link.put(large)
+            assert "no room for a step of" in (await heard.next(ExecutorsLost)).reason
+        await ready(heard)
+        for link in group.links:
+            link.put(large)
+        answers = [await heard.next(StepDone) for _ in group.links]
+        assert sorted(one.rank for one in answers) == [0, 1]
+        group.inbox.put(Stop())
+        await asyncio.wait_for(running, 10)
+        assert group.num_restarts == 2
+
+    async def ready(heard: Heard) -> None:
+        for _ in range(2):
+            await heard.next(ExecutorReady)
 
     uvloop.run(main())
     assert not children()

@@ -87,7 +87,10 @@ def test_two_machines_have_a_configuration_that_goes_with_how_they_are_started(t
         assert link_place(cluster, config)[1] == told["master-addr"]
     assert stateful["replicas"] == 2
     assert pod["terminationGracePeriodSeconds"] > in_pods.server.drain_timeout_s + in_pods.server.write_timeout_s
-    assert {one["name"] for one in container["env"]} == set(keys)
+    patience = {one["name"]: one.get("value") for one in container["env"]}.pop("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    drained_s = in_pods.server.drain_timeout_s + in_pods.server.write_timeout_s
+    assert drained_s < int(patience) < pod["terminationGracePeriodSeconds"]
+    assert {one["name"] for one in container["env"] if "value" not in one} == set(keys)
     service = by_name["Service", stateful["serviceName"]]["spec"]
     assert service["publishNotReadyAddresses"]
     assert f"{stateful['serviceName']}-0.{stateful['serviceName']}" in container["args"][0]
