@@ -9,9 +9,13 @@ With --tokenizers, instead of that, servers with so many tokenizer processes bes
 own event loop, in turns as well, where the system places them (so with --no-pin).  Of the server's loop, which is one
 core, it is told what a token takes of it: what is left of that is what a pool can gain where there are cores enough.
 
+With --front, instead of that, a server whose HTTP and ingress are in a process of their own beside one that has all in
+one, in turns as well and where the system places them.
+
     python benchmarks/bench_server.py                       # 1, 64 and 512 streams
     python benchmarks/bench_server.py --streams 512 --turns 5 --tokens 400
     python benchmarks/bench_server.py --streams 64 512 --tokenizers 1 2 --logprobs 5
+    python benchmarks/bench_server.py --streams 64 512 --front
 """
 
 import argparse
@@ -23,10 +27,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 from aiohttp import web
 from machine import describe_machine
@@ -41,17 +46,21 @@ PROMPT = list(range(10, 26))
 MAX_STREAMS = 1024
 LEAST_TOKENS = 20_000  # of one run
 Report = Callable[[], dict[str, Any]]
+Listen = Callable[[], Awaitable[int]]
 
 
 # ---- the two servers, each in a process of its own ----------------------------------------------
 
 
-async def serve_callboard(num_pages: int, tokenizers: int, num_logprobs: int) -> None:
+async def serve_callboard(num_pages: int, tokenizers: int, num_logprobs: int, ingress: str) -> None:
     """The real thing but for the device."""
     from null_engine import NullSystem, Stopwatch
 
+    from engine.actors.front_desk import FrontCommand, FrontDesk
     from engine.config import Config, build_config
     from server.app import create_runner
+    from server.cli import FRONT_MODULE
+    from server.listener import bind
     from server.model_card import ModelCard
 
     config = build_config(
@@ -61,30 +70,41 @@ async def serve_callboard(num_pages: int, tokenizers: int, num_logprobs: int) ->
             "kv": {"num_pages": num_pages},
             "scheduler": {"max_running": MAX_STREAMS, "max_step_tokens": 16384},
             "limits": {"max_requests": 2 * MAX_STREAMS},
-            "placement": {"tokenizers": tokenizers},
+            "placement": {"tokenizers": tokenizers, "ingress": ingress},
         },
     )
-    system = NullSystem(config, num_logprobs=num_logprobs)
+    listener = bind("127.0.0.1", 0)
+    front = FrontCommand(FRONT_MODULE, listener.fileno()) if ingress == "process" else None
+    system = NullSystem(config, num_logprobs=num_logprobs, front=front)
     stopwatch = Stopwatch(system.actors)
+    card = ModelCard(name=MODEL, max_model_len=system.max_len, vocab_size=system.spec.vocab_size, created=0)
+    if isinstance(system.entrance, FrontDesk):
+        system.entrance.about = msgspec.msgpack.encode(card)
     await system.start()
     gc.collect()
     gc.freeze()  # as the command does
-    card = ModelCard(name=MODEL, max_model_len=system.max_len, vocab_size=system.spec.vocab_size, created=0)
-    runner = create_runner(config.server, config.limits, system.ingress, card, system.monitor)
+
+    async def listen() -> int:
+        if front is None:
+            runner = create_runner(config.server, config.limits, system.ingress, card, system.monitor)
+            await runner.setup()
+            await web.SockSite(runner, listener, backlog=MAX_STREAMS).start()
+        port: int = listener.getsockname()[1]
+        return port
 
     def report() -> dict[str, Any]:
         meter = system.monitor.meter
         assert meter is not None
         children = sum(cpu_s_of(int(pid)) for pid in Path("/proc/thread-self/children").read_text().split())
         counts = {
-            "tokenizers_cpu_s": children,
+            "children_cpu_s": children,
             "tokens": meter.num_output_tokens,
             "steps": meter.num_steps,
             "tasks": len(asyncio.all_tasks()),
         }
         return {"actors": dict(stopwatch.seconds), **counts}
 
-    await serve_until_told(runner, report)
+    await serve_until_told(listen, report)
 
 
 def cpu_s_of(pid: int) -> float:
@@ -109,15 +129,20 @@ async def serve_echo(event: bytes) -> None:
 
     app = web.Application()
     app.add_routes([web.post("/v1/completions", stream)])
-    await serve_until_told(web.AppRunner(app, access_log=None), lambda: {})
+    runner = web.AppRunner(app, access_log=None)
+
+    async def listen() -> int:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=MAX_STREAMS).start()
+        port: int = runner.addresses[0][1]
+        return port
+
+    await serve_until_told(listen, lambda: {})
 
 
-async def serve_until_told(runner: web.AppRunner, report: Report) -> None:
+async def serve_until_told(listen: Listen, report: Report) -> None:
     """Listen and print the port; answer each line on standard input with what was used so far, until there is none."""
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=MAX_STREAMS)
-    await site.start()
-    print(runner.addresses[0][1], flush=True)
+    print(await listen(), flush=True)
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     while await lines.readline():
@@ -177,7 +202,7 @@ def measure(server: Server, num_streams: int, num_tokens: int, num_logprobs: int
         loop = after["loop_s"] - before["loop_s"]
         row["http_us"] = (loop - sum(spent.values())) / total * 1e6
         row["loop_us"] = loop / total * 1e6
-        row["tokenizers_cpu_us"] = (after["tokenizers_cpu_s"] - before["tokenizers_cpu_s"]) / total * 1e6
+        row["children_cpu_us"] = (after["children_cpu_s"] - before["children_cpu_s"]) / total * 1e6
         row["tokens_per_step"] = total / (after["steps"] - before["steps"])
     return row
 
@@ -209,17 +234,21 @@ def main() -> None:
     parser.add_argument("--no-pin", action="store_true", help="let the system place the processes")
     parser.add_argument("--tokenizers", type=int, nargs="+", help="compare pools of these sizes with none")
     parser.add_argument("--logprobs", type=int, default=0, help="with --tokenizers: so many with every token")
+    parser.add_argument("--front", action="store_true", help="compare HTTP in a process of its own with HTTP inline")
+    parser.add_argument("--ingress", default="inline", help=argparse.SUPPRESS)
     parser.add_argument("--role", choices=["callboard", "echo"], help=argparse.SUPPRESS)
     parser.add_argument("--event", help=argparse.SUPPRESS)
     parser.add_argument("--pages", type=int, default=MAX_STREAMS * 64, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.role == "callboard":
         tokenizers = arguments.tokenizers[0] if arguments.tokenizers else 0
-        uvloop.run(serve_callboard(arguments.pages, tokenizers, arguments.logprobs))
+        uvloop.run(serve_callboard(arguments.pages, tokenizers, arguments.logprobs, arguments.ingress))
     elif arguments.role == "echo":
         uvloop.run(serve_echo(bytes.fromhex(arguments.event)))
     elif arguments.tokenizers:
         compare_pools(arguments)
+    elif arguments.front:
+        compare_fronts(arguments)
     else:
         compare(arguments)
 
@@ -292,7 +321,7 @@ def compare_pools(arguments: argparse.Namespace) -> None:
     table = Table(*columns)
     for row in results:
         text = row["tokenizers_us"] if row["tokenizers"] else row["tokenizer_us"]
-        figures = (row["server_cpu_us"], row["tokenizers_cpu_us"], row["http_us"], row["ingress_us"], text)
+        figures = (row["server_cpu_us"], row["children_cpu_us"], row["http_us"], row["ingress_us"], text)
         table.add_row(
             str(row["streams"]),
             str(row["tokenizers"] or "none"),
@@ -302,6 +331,54 @@ def compare_pools(arguments: argparse.Namespace) -> None:
             f"{row['loop_us']:.1f}",
             f"{row['loop_ratio']:.2f}",
             *(f"{figure:.1f}" for figure in (*figures, row["scheduler_us"])),
+        )
+    Console(width=160).print(table)
+    write(arguments, {"results": results})
+
+
+def compare_fronts(arguments: argparse.Namespace) -> None:
+    """HTTP in both places, in turns."""
+    places = ("inline", "process")
+    servers = {place: Server("callboard", "--ingress", place, core=None) for place in places}
+    results = []
+    for num_streams in arguments.streams:
+        num_tokens = arguments.tokens or max(40, min(900, 100_000 // num_streams))
+        rows: dict[str, list[dict[str, Any]]] = {place: [] for place in places}
+        for _ in range(arguments.turns):
+            for place, server in servers.items():
+                row = measure(server, num_streams, num_tokens)
+                row["all_cpu_us"] = row["server_cpu_us"] + row["children_cpu_us"]
+                rows[place].append(row)
+        for place in places:
+            both = list(zip(rows[place], rows["inline"], strict=True))
+            results.append(
+                {
+                    "streams": num_streams,
+                    "tokens_per_stream": num_tokens,
+                    "ingress": place,
+                    **middle(rows[place]),
+                    **{
+                        f"{key}_ratio": round(statistics.median(row[key] / inline[key] for row, inline in both), 3)
+                        for key in ("tokens_per_s", "loop_us", "all_cpu_us")
+                    },
+                }
+            )
+    for server in servers.values():
+        server.close()
+    table = Table("streams", "ingress", "tokens/s", "to inline", "events/token", "engine's loop us/token", "to inline",
+                  "front's CPU", "all CPU", "to inline")  # fmt: skip
+    for row in results:
+        table.add_row(
+            str(row["streams"]),
+            row["ingress"],
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['tokens_per_s_ratio']:.2f}",
+            f"{row['events_per_token']:.3f}",
+            f"{row['loop_us']:.1f}",
+            f"{row['loop_us_ratio']:.2f}",
+            f"{row['children_cpu_us']:.1f}",
+            f"{row['all_cpu_us']:.1f}",
+            f"{row['all_cpu_us_ratio']:.2f}",
         )
     Console(width=160).print(table)
     write(arguments, {"results": results})

@@ -16,6 +16,7 @@ import numpy as np
 
 from engine.actors.actor import Actor
 from engine.actors.executor import Runner
+from engine.actors.front_desk import FrontCommand
 from engine.actors.group import Terms
 from engine.actors.mailbox import Link
 from engine.actors.pool import TokenizerPool
@@ -129,8 +130,16 @@ class NullRunner:
 class NullSystem(System):
     """``System`` on such a device.  The checkpoint's tokenizer and shape are the real ones."""
 
-    def __init__(self, config: Config, *, text: str = " return", step_s: float = 0.0, num_logprobs: int = 0) -> None:
-        super().__init__(config)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        text: str = " return",
+        step_s: float = 0.0,
+        num_logprobs: int = 0,
+        front: FrontCommand | None = None,
+    ) -> None:
+        super().__init__(config, front=front)
         self._token = int(self.codec.encode(text)[-1])
         self._step_s = step_s
         self._num_logprobs = num_logprobs

@@ -113,7 +113,7 @@ class SchedulerSection(Section, frozen=True):
 
 
 class PlacementSection(Section, frozen=True):
-    """[placement]: where executors and tokenizers run, and what happens when one is lost."""
+    """[placement]: where executors, tokenizers and HTTP run, and what happens when one is lost."""
 
     executor: Annotated[
         Literal["inline", "process"],
@@ -129,6 +129,12 @@ class PlacementSection(Section, frozen=True):
             description="Tokenizer processes, restarted likewise; 0 for one tokenizer on the server's own event loop",
         ),
     ] = 0
+    ingress: Annotated[
+        Literal["inline", "process"],
+        Meta(
+            description="'inline': HTTP and ingress on the engine's own event loop; 'process': in a process, restarted likewise"
+        ),
+    ] = "inline"
     link: Annotated[
         str,
         Meta(

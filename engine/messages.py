@@ -383,6 +383,80 @@ class TokenizersLost(Message, frozen=True):
     reason: str
 
 
+# ---- the front's process -> the engine ------------------------------------------------------
+
+
+class FrontReady(Message, frozen=True):
+    """The front's process has loaded, and is about to listen."""
+
+
+class FrontAlive(Message, frozen=True):
+    """The front's process is there; sent every so often.  waiting, peak: of ingress, see ``MailboxGauges``."""
+
+    waiting: int = 0
+    peak: int = 0
+
+
+class FrontFailed(Message, frozen=True):
+    """The front's process is about to end.  kind: the name of the exception's class."""
+
+    kind: str
+    message: str
+
+
+class FrontDrains(Message, frozen=True):
+    """The answer to ``Drain``: no request comes after this."""
+
+
+class FrontKeeps(Message, frozen=True):
+    """What the front wants to know again after it was lost, in its own words."""
+
+    what: bytes
+
+
+class Follow(Message, frozen=True):
+    """The front wants to be told of every request that ends (``RequestsFinished``) from now on."""
+
+
+class Ask(Message, frozen=True):
+    """What does the engine do now?  The answer, a ``Snapshot``, has the same number.
+
+    meter: with all that has been counted.  max_nodes: with so many of the prefix cache's nodes."""
+
+    number: int = 0
+    meter: bool = False
+    max_nodes: int = 0
+
+
+# ---- the engine -> the front's process ------------------------------------------------------
+
+
+class Handover(Message, frozen=True):
+    """What a front must know of those before it.
+
+    first_id: no request had this one yet, nor a larger one.  news: what ingress would have heard by now.
+    about: what the server tells every front of it.  kept: what the last one had in ``FrontKeeps``."""
+
+    first_id: int = 1
+    news: "tuple[IngressInbox, ...]" = ()
+    about: bytes = b""
+    kept: bytes = b""
+
+
+class Drain(Message, frozen=True):
+    """Take no more requests; those that are open go on."""
+
+
+class AbortAll(Message, frozen=True):
+    """End every open request, and say that the server is shutting down."""
+
+
+class EngineFailed(Message, frozen=True):
+    """An actor crashed, and this is all: end every open request with the reason."""
+
+    reason: str
+
+
 # ---- supervision ----------------------------------------------------------------------------
 
 
@@ -398,4 +472,17 @@ RankGroupInbox = ExecutorReady | StepDone | ExecutorAlive | ExecutorFailed
 TokenizerWord = Admit | Abort | Deltas | Failed | TokenizerReady | TokenizerAlive
 TokenizerPoolInbox = TokenizerWord | TokenizerFailed
 IngressInbox = Deltas | Failed | EngineReady | EngineRecovering | TokenizersReady | TokenizersLost | Stats
-AnyMessage = TokenizerInbox | SchedulerInbox | ExecutorInbox | RankGroupInbox | TokenizerPoolInbox | IngressInbox | Stop
+FrontWord = Tokenize | Abort | Ask | Follow | FrontReady | FrontAlive | FrontDrains | FrontKeeps
+FrontDeskInbox = FrontWord | FrontFailed
+FrontOrder = Drain | AbortAll | EngineFailed
+AnyMessage = (
+    TokenizerInbox
+    | SchedulerInbox
+    | ExecutorInbox
+    | RankGroupInbox
+    | TokenizerPoolInbox
+    | IngressInbox
+    | FrontDeskInbox
+    | FrontOrder
+    | Stop
+)

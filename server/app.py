@@ -28,6 +28,7 @@ from server.openai_requests import ChatBody, CompletionBody
 from server.openapi import OpenAPIRoute
 from server.probe import ProbeRoute
 from server.responses.route import ResponsesRoute
+from server.salts import Salts
 from server.server_info import InfoRoutes
 from server.site import FILES, SITE_ROUTES, Site
 from server.stats import StatsRoute
@@ -47,13 +48,14 @@ def create_runner(
     card: ModelCard,
     monitor: Monitor,
     codec: TextCodec | None = None,
+    salts: Salts | None = None,
 ) -> Runner:
     """aiohttp's runner for the whole API.  To be set up on the event loop that ``ingress`` runs on.
-    codec: what /tokenize asks; None for a model that takes token ids only."""
+    codec: what /tokenize asks; None for a model that takes token ids only.  salts: None for new ones."""
     version = _version()
     fingerprint = f"{DISTRIBUTION}-{version}"
     translator = Translator(card, limits)
-    clients = Clients(server, limits)
+    clients = Clients(server, limits, salts)
     traces = Traces(open_provider(server.traces, version), card.name) if server.traces else None
     guarded = clients.guard(ingress if traces is None else traces.guard(ingress))
     traffic = Traffic()

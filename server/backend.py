@@ -1,4 +1,4 @@
-"""What the HTTP layer asks of the engine: three protocols, small enough for a test to fake.
+"""What the HTTP layer asks of the engine: four protocols, small enough for a test to fake.
 
 Owns: the calls and attributes that may be used.  Does not know: actors, or the messages between them.
 Everything here is called on the event loop that also runs the engine's ingress.
@@ -7,11 +7,9 @@ Everything here is called on the event loop that also runs the engine's ingress.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine.actors.monitor import Gauges
-from engine.kv.outline import Outline
+from engine.actors.snapshot import Snapshot
 from engine.messages import ChatOptions, ChatTurn, Delta, Stats
 from engine.sampling.params import SamplingParams
-from engine.scheduling.meter import Meter
 
 PLAIN = ChatOptions()
 Prompt = str | Sequence[int] | tuple[ChatTurn, ...]
@@ -34,23 +32,34 @@ class Stream(Protocol):
         """Cancel the request unless it has ended; idempotent."""
 
 
-class Ingress(Protocol):
+class Entrance(Protocol):
+    """Where requests come in, as the one sees it who shuts the server down.  draining: set when it is told to stop."""
+
+    draining: bool
+
+    @property
+    def num_open(self) -> int:
+        """Requests accepted and not yet ended."""
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no request is open; False if the time ran out first."""
+
+    def abort_all(self) -> None:
+        """End every open request with an error."""
+
+
+class Ingress(Entrance, Protocol):
     """The engine's front door.
 
-    ready: the model is loaded.  draining: set by the server when it is told to stop.
+    ready: the model is loaded.
     recovering: executors or tokenizers were lost, and requests wait for new ones.
     failure: why the engine died, once it has.  stats: the scheduler's latest gauges.
     """
 
     ready: bool
     recovering: bool
-    draining: bool
     failure: str | None
     stats: Stats | None
-
-    @property
-    def num_open(self) -> int:
-        """Requests accepted and not yet ended."""
 
     def open(
         self,
@@ -66,33 +75,17 @@ class Ingress(Protocol):
     ) -> Stream:
         """Accept a request or raise RequestError; never waits.  The rest as in ``Tokenize``."""
 
-    async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no request is open; False if the time ran out first."""
-
     def abort(self, request_id: int) -> bool:
         """End one request; its stream then ends with ``Finish.ABORT``.  Returns whether it was open."""
 
-    def abort_all(self) -> None:
-        """End every open request with an error."""
-
 
 class Monitor(Protocol):
-    """What the engine shows of itself.
+    """What the engine shows of itself."""
 
-    now: seconds of the clock that the meter's times are in.  meter: what has been counted, None until it is loaded.
-    """
+    async def look(self, *, meter: bool = False, max_nodes: int = 0, patience_s: float = 1.0) -> Snapshot:
+        """How things stand; with what has been counted, and so much of the prefix cache, where that is asked for.
 
-    @property
-    def now(self) -> float: ...
-
-    @property
-    def meter(self) -> Meter | None: ...
-
-    def gauges(self) -> Gauges:
-        """How things stand."""
-
-    def outline(self, max_nodes: int) -> Outline:
-        """The hottest part of the prefix cache."""
+        To be read before the next wait.  Raises RequestError: 503 if the engine has not answered in time."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Tokens as text."""

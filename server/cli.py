@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import uvloop
 from rich.console import Console
 from rich.table import Table
@@ -28,8 +29,9 @@ from engine.processes.cluster import Cluster, check_cluster, read_cluster
 from engine.sampling.params import SamplingParams
 from server.listener import bind
 from server.model_card import ModelCard
-from server.serve import serve
+from server.serve import serve, serve_from_process
 
+FRONT_MODULE = "server.front_process"  # the engine starts it, and knows it by name alone
 EPILOG = """\
 examples:
   callboard serve examples/demo.toml --port 8001 --set kv.page_size=64
@@ -170,6 +172,8 @@ def _serve_replicas(parsed: argparse.Namespace, config: Config) -> None:
 
     if parsed.on is None or (parsed.replicas or 0) < 1:
         raise ConfigError("--replicas N needs an N of at least 1 and --on ray")
+    if config.placement.ingress == "process":
+        raise ConfigError("placement.ingress = 'process': a replica has its HTTP with it; use 'inline' here")
     with bind(config.server.host, config.server.port) as listener:
         fleet = RayFleet(config, parsed.replicas)
         host, port = listener.getsockname()[:2]
@@ -195,27 +199,33 @@ async def _serve_as_head(cluster: Cluster, config: Config) -> None:
 
 
 async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> None:  # type: ignore[name-defined]  # noqa: F821
+    from engine.actors.front_desk import FrontCommand, FrontDesk
     from engine.actors.system import System
 
     # The port first: finding it taken must not cost the time of loading a model.
     with bind(config.server.host, config.server.port) as listener:
-        system = System(config, progress=sys.stderr.isatty(), head=head)
+        front = FrontCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None
+        system = System(config, progress=sys.stderr.isatty(), head=head, front=front)
         if head is not None:
-            head.follow(lambda: system.ingress.draining)
+            head.follow(lambda: system.entrance.draining)
         host, port = listener.getsockname()[:2]
         card = ModelCard.of(system, config.server)
         engine = asyncio.create_task(_run_engine(system, f"http://{host}:{port}"))
         try:
-            await serve(
-                config.server,
-                config.limits,
-                system.ingress,
-                card,
-                system.monitor,
-                listener=listener,
-                engine=engine,
-                codec=system.codec,
-            )
+            if isinstance(system.entrance, FrontDesk):
+                system.entrance.about = msgspec.msgpack.encode(card)
+                await serve_from_process(config.server, system.entrance, listener=listener, engine=engine)
+            else:
+                await serve(
+                    config.server,
+                    config.limits,
+                    system.entrance,
+                    card,
+                    system.monitor,
+                    listener=listener,
+                    engine=engine,
+                    codec=system.codec,
+                )
         finally:
             await system.stop()
             engine.cancel()

@@ -1,13 +1,11 @@
 """Who is asking: what one client may have open at once, and whose cached prefixes it sees.
 
-Owns: open requests per client, their names, the salt that goes with a key.  Does not know: bodies, routes, what a
+Owns: open requests per client, their names.  Does not know: bodies, routes, what a
 request costs.
 A client is an API key, or an address where there are no keys.  Routes open requests as ever, through an ingress that
 looks at whose HTTP request it is in; when that one has been answered, everything it opened is closed.
 """
 
-import hashlib
-import secrets
 from collections import Counter
 from contextvars import ContextVar
 from typing import Any, cast
@@ -18,11 +16,9 @@ from engine.config import LimitsSection, ServerSection
 from engine.errors import RequestError
 from engine.sampling.params import SamplingParams
 from server.admission import RETRY_AFTER_S
-from server.auth import key_list
 from server.backend import Ingress, Prompt, Stream
 from server.exchange import EXCHANGE, Exchange, Handler
-
-SALT_CHARS = 32
+from server.salts import Salts
 
 
 class _Visit:
@@ -45,11 +41,8 @@ class _Visit:
 class Clients:
     """Limits and salts of every client that has something open.  ``middleware`` goes after the check of keys."""
 
-    def __init__(self, server: ServerSection, limits: LimitsSection) -> None:
-        keys = key_list(server.api_key)
-        # Not the keys themselves: a salt may show up in a log one day.  With one key there is nobody to tell apart.
-        self._share = server.shared_cache or len(keys) < 2
-        self._salts = [""] if self._share else [hashlib.sha256(key.encode()).hexdigest()[:SALT_CHARS] for key in keys]
+    def __init__(self, server: ServerSection, limits: LimitsSection, salts: Salts | None = None) -> None:
+        self._salts = salts or Salts(server)
         self._limit = limits.max_requests_per_client
         self._num_open: Counter[str] = Counter()
         self._visits: dict[int, _Visit] = {}
@@ -60,7 +53,7 @@ class Clients:
         """Note whose request it is while it is handled."""
         number = request[EXCHANGE].key_number
         client = request.remote or "-" if number is None else f"key {number}"
-        visit = self._visits[id(request)] = _Visit(client, self._salts[self._sharers(number)], request[EXCHANGE])
+        visit = self._visits[id(request)] = _Visit(client, self._salts.of(number), request[EXCHANGE])
         token = self._visit.set(visit)
         try:
             return await handler(request)
@@ -87,11 +80,7 @@ class Clients:
         """Requests from now on find nothing that was cached before for them, and for those they share it with.
 
         Nothing is taken from requests that run; what was cached makes room as what is not used does."""
-        self._salts[self._sharers(key_number)] = secrets.token_hex(SALT_CHARS // 2)
-
-    def _sharers(self, key_number: int | None) -> int:
-        """Who shares cached prefixes with a client, as an index."""
-        return 0 if self._share or key_number is None else key_number
+        self._salts.renew(key_number)
 
     def enter(self, cache_salt: str) -> str:
         """One more choice is about to be opened; returns the salt to open it with.  Raises RequestError: 429."""

@@ -2,10 +2,11 @@
 
 Owns: names, labels and help texts; under ``callboard_`` always, and on request those that dashboards and autoscalers
 made for vLLM look for.  Does not know: how anything is counted.
-Nothing is kept here: each scrape reads the engine's counters and turns them into samples.
+Nothing is kept here: each scrape looks at the engine's counters once and turns them into samples.
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Iterable, Iterator
 
 from aiohttp import web
@@ -14,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from engine.actors.monitor import Gauges
+from engine.actors.snapshot import Gauges, Snapshot
 from engine.messages import Finish
 from engine.scheduling.meter import Distribution, Meter
 from server.admission import unavailable
@@ -57,21 +58,20 @@ HISTOGRAMS: dict[str, tuple[str, Callable[[Meter], Distribution]]] = {
 
 
 class EngineCollector(Collector):
-    """Samples of the engine.  prefix: of the names.  labels: what every sample carries."""
+    """Samples of the engine.  seen: with its meter.  prefix: of the names.  labels: what every sample carries."""
 
-    def __init__(self, monitor: Monitor, prefix: str, labels: dict[str, str]) -> None:
-        self._monitor = monitor
+    def __init__(self, seen: Snapshot, prefix: str, labels: dict[str, str]) -> None:
+        self._seen = seen
         self._prefix = prefix
         self._names = list(labels)
         self._values = list(labels.values())
 
     def collect(self) -> Iterator[Metric]:
         """What other engines have as well."""
-        gauges = self._monitor.gauges()
+        gauges, meter = self._seen.gauges, self._seen.meter
         yield self._gauge("num_requests_running", "Requests in the batch.", gauges.num_running)
         yield self._gauge("num_requests_waiting", "Requests without a place in the batch.", gauges.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of KV pages that requests need, 0 to 1.", usage(gauges))
-        meter = self._monitor.meter
         if meter is None:
             return
         for name, (help_text, count) in COUNTERS.items():
@@ -106,11 +106,11 @@ class EngineCollector(Collector):
 class OwnCollector(EngineCollector):
     """What there is to say beyond that."""
 
-    def __init__(self, monitor: Monitor, ingress: Ingress, traffic: Traffic, version: str, model: str) -> None:
-        super().__init__(monitor, OWN, {})
+    def __init__(self, seen: Snapshot, ingress: Ingress, traffic: Traffic, about: dict[str, str]) -> None:
+        super().__init__(seen, OWN, {})
         self._ingress = ingress
         self._traffic = traffic
-        self._about = {"version": version, "model_name": model}
+        self._about = about
 
     def collect(self) -> Iterator[Metric]:
         about = GaugeMetricFamily(OWN + "info", "What is running here.", labels=list(self._about))
@@ -118,7 +118,7 @@ class OwnCollector(EngineCollector):
         yield about
         yield self._gauge("ready", "1 while requests are taken.", unavailable(self._ingress) is None)
         yield from super().collect()
-        gauges, meter = self._monitor.gauges(), self._monitor.meter
+        gauges, meter = self._seen.gauges, self._seen.meter
         yield from self._of_pages(gauges)
         yield self._gauge("num_requests_open", "Requests accepted and not yet ended.", gauges.num_open)
         yield self._gauge("steps_in_flight", "Steps planned and not yet completed.", gauges.num_in_flight)
@@ -128,6 +128,9 @@ class OwnCollector(EngineCollector):
         yield self._gauge("tokenizers", "Tokenizers that take requests.", gauges.num_tokenizers)
         yield self._total(
             "tokenizer_restarts", "Times that a tokenizer process was started again.", gauges.num_tokenizer_restarts
+        )
+        yield self._total(
+            "front_restarts", "Times that the front's process was started again.", gauges.num_front_restarts
         )
         yield self._total("late_events", "Output for clients that had left.", gauges.num_late_events)
         yield from self._of_mailboxes(gauges)
@@ -156,7 +159,7 @@ class OwnCollector(EngineCollector):
     def _of_steps(self, meter: Meter) -> Iterator[Metric]:
         yield self._total("steps", "Steps completed.", meter.num_steps)
         yield self._histogram("step_duration_seconds", "From when the device was free for it.", meter.step_s)
-        age = max(0.0, self._monitor.now - meter.last_completed_at)
+        age = max(0.0, self._seen.now - meter.last_completed_at)
         yield self._gauge("last_step_age_seconds", "Since the last step completed, or counting began.", age)
 
     def _of_http(self) -> Iterator[Metric]:
@@ -183,16 +186,25 @@ class MetricsRoute:
     def __init__(
         self, monitor: Monitor, ingress: Ingress, traffic: Traffic, *, version: str, model: str, aliases: bool
     ) -> None:
-        self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)
-        self._registry.register(OwnCollector(monitor, ingress, traffic, version, model))
-        if aliases:
-            self._registry.register(EngineCollector(monitor, VLLM, {"model_name": model, "engine": "0"}))
+        self._monitor = monitor
+        self._ingress = ingress
+        self._traffic = traffic
+        self._about = {"version": version, "model_name": model}
+        self._aliases = aliases
+        self._process = ProcessCollector(registry=None)
 
     async def get(self, request: web.Request) -> web.Response:
         """In the format that the scraper asks for."""
+        seen = await self._monitor.look(meter=True)
+        registry = CollectorRegistry()
+        registry.register(self._process)
+        if seen.gauges.process not in (0, os.getpid()):
+            ProcessCollector(f"{OWN}engine", pid=lambda: str(seen.gauges.process), registry=registry)
+        registry.register(OwnCollector(seen, self._ingress, self._traffic, self._about))
+        if self._aliases:
+            registry.register(EngineCollector(seen, VLLM, {"model_name": self._about["model_name"], "engine": "0"}))
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        return web.Response(body=encode(self._registry), headers={"Content-Type": content_type})
+        return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 
 
 def usage(gauges: Gauges) -> float:

@@ -13,10 +13,11 @@ from typing import Any
 
 from aiohttp import web
 
+from engine.actors.front_desk import FrontDesk
 from engine.config import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
 from server.app import create_runner
-from server.backend import Ingress, Monitor
+from server.backend import Entrance, Ingress, Monitor
 from server.listener import BACKLOG
 from server.model_card import ModelCard
 
@@ -44,10 +45,7 @@ async def serve(
     nothing new: whoever stops a group of processes may reach this one twice.
     The engine's failure: open requests were ended by it; clients are told, then its exception is raised here.
     """
-    told_to_stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in SIGNALS:
-        loop.add_signal_handler(number, _on_signal, number, told_to_stop)
+    told_to_stop = _listen_for_signals()
     runner = create_runner(server, limits, ingress, card, monitor, codec)
     try:
         await runner.setup()
@@ -62,7 +60,31 @@ async def serve(
         engine.result()
 
 
-async def _drain(server: ServerSection, ingress: Ingress, engine: "asyncio.Future[None]") -> None:
+async def serve_from_process(
+    server: ServerSection, desk: FrontDesk, *, listener: socket.socket, engine: "asyncio.Future[None]"
+) -> None:
+    """The same while a process of its own has the connections: it is told, and ends before this returns."""
+    told_to_stop = _listen_for_signals()
+    try:
+        await _either(told_to_stop.wait(), engine)
+        if told_to_stop.is_set() and not engine.done():
+            await _drain(server, desk, engine)
+    finally:
+        await desk.leave()
+        listener.close()  # nobody accepts on it any more
+    if engine.done():
+        engine.result()
+
+
+def _listen_for_signals() -> asyncio.Event:
+    told_to_stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, _on_signal, number, told_to_stop)
+    return told_to_stop
+
+
+async def _drain(server: ServerSection, ingress: Entrance, engine: "asyncio.Future[None]") -> None:
     log.info("draining: %d requests are open, up to %g s", ingress.num_open, server.drain_timeout_s)
     ingress.draining = True
     await _either(ingress.wait_idle(server.drain_timeout_s), engine)

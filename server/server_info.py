@@ -52,7 +52,7 @@ class InfoRoutes:
 
     async def info(self, request: web.Request) -> web.Response:
         """aiohttp's handler."""
-        card, limits, gauges = self._card, self._limits, self._monitor.gauges()
+        card, limits, gauges = self._card, self._limits, (await self._monitor.look()).gauges
         return json_reply(
             ServerInfo(
                 version=self._version,
@@ -72,5 +72,5 @@ class InfoRoutes:
 
     async def load(self, request: web.Request) -> web.Response:
         """aiohttp's handler."""
-        gauges = self._monitor.gauges()
+        gauges = (await self._monitor.look()).gauges
         return json_reply(Load(self._ingress.num_open, gauges.num_running, gauges.num_waiting))

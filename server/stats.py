@@ -88,6 +88,7 @@ class StatsBody(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
     tokenizers: int
     tokenizer_restarts: int
+    front_restarts: int
     retractions: int
     stalled_s: float
 
@@ -104,11 +105,10 @@ class StatsRoute:
 
     async def get(self, request: web.Request) -> web.Response:
         """Costs a few milliseconds at most, whatever the engine holds."""
-        gauges, meter = self._monitor.gauges(), self._monitor.meter
-        outline = self._monitor.outline(MAX_NODES)
-        steps = list(meter.recent_steps) if meter is not None else []
-        now = self._monitor.now
-        error = trouble(self._ingress, self._monitor)
+        seen = await self._monitor.look(meter=True, max_nodes=MAX_NODES)
+        now, gauges, meter, outline = seen.now, seen.gauges, seen.meter, seen.outline
+        steps = meter.recent_steps if meter is not None else []
+        error = trouble(self._ingress, gauges)
         body = StatsBody(
             status=error.code if error is not None else "ready",
             model=self._model,
@@ -147,6 +147,7 @@ class StatsRoute:
             restarts=gauges.num_restarts,
             tokenizers=gauges.num_tokenizers,
             tokenizer_restarts=gauges.num_tokenizer_restarts,
+            front_restarts=gauges.num_front_restarts,
             retractions=meter.num_retractions if meter else 0,
             stalled_s=round(gauges.stalled_s, 3),
         )

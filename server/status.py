@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from engine.actors.snapshot import Gauges
 from engine.errors import RequestError
 from server.admission import RETRY_LATER_S, unavailable
 from server.backend import Ingress, Monitor
@@ -18,6 +19,7 @@ from server.reply import json_reply
 
 Status = Literal["ok", "loading", "draining", "recovering"]
 LIVE: dict[str, Status] = {"not_ready": "loading", "draining": "draining"}  # reasons not to be ready that pass
+HEALTH_PATIENCE_S = 10.0  # longer than an engine that loads may be busy
 STALLED_AFTER_S = 30.0  # requests and no step completed for so long: whoever asks should go elsewhere
 
 
@@ -49,6 +51,8 @@ class StatusRoutes:
 
     async def health(self, request: web.Request) -> web.Response:
         error = unavailable(self._ingress)
+        if error is None or error.code in LIVE:
+            await self._monitor.look(patience_s=HEALTH_PATIENCE_S)  # an engine that hangs is not healthy
         if error is None:
             return json_reply(self._with_gauges("recovering" if self._ingress.recovering else "ok"))
         if error.code not in LIVE:
@@ -56,7 +60,10 @@ class StatusRoutes:
         return json_reply(self._with_gauges(LIVE[error.code]))
 
     async def ready(self, request: web.Request) -> web.Response:
-        if (error := trouble(self._ingress, self._monitor)) is not None:
+        error = unavailable(self._ingress)
+        if error is None:
+            error = trouble(self._ingress, (await self._monitor.look()).gauges)
+        if error is not None:
             return error_response(error)
         return json_reply({"status": "ready"})
 
@@ -72,15 +79,15 @@ class StatusRoutes:
         return HealthBody(status, pages, stats.running, stats.waiting)
 
 
-def trouble(ingress: Ingress, monitor: Monitor) -> RequestError | None:
+def trouble(ingress: Ingress, gauges: Gauges) -> RequestError | None:
     """Why requests would be refused now, or taken and left waiting; None while all is well."""
     if (error := unavailable(ingress)) is not None:
         return error
     if ingress.recovering:
         reason, code = "a part of the engine is being restarted; requests are taken and wait", "recovering"
-    elif (stalled_s := monitor.gauges().stalled_s) > STALLED_AFTER_S:
+    elif gauges.stalled_s > STALLED_AFTER_S:
         # Not the time without a token: a long prompt may be many steps on its way to its first one.
-        reason, code = f"requests are open and no step has completed for {stalled_s:.0f} s", "stalled"
+        reason, code = f"requests are open and no step has completed for {gauges.stalled_s:.0f} s", "stalled"
     else:
         return None
     return RequestError(reason, status=503, code=code, retry_after_s=RETRY_LATER_S)

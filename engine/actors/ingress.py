@@ -63,7 +63,8 @@ class _Open:
 class Ingress(Actor[IngressInbox]):
     """Accepts or refuses requests at once; every accepted one ends in exactly one terminal event.
 
-    parts: what must say that it is ready before requests are taken; they wait while one of them recovers."""
+    parts: what must say that it is ready before requests are taken; they wait while one of them recovers.
+    first_id: of its first request, if another ingress has had those before."""
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class Ingress(Actor[IngressInbox]):
         rng: random.Random,
         tokenizer: Link[Tokenize | Abort],
         parts: Iterable[Part] = ("executors",),
+        first_id: int = 1,
     ) -> None:
         super().__init__("ingress", capacity)
         self._missing: set[Part] = set(parts)
@@ -83,7 +85,7 @@ class Ingress(Actor[IngressInbox]):
         self._vocab_size = vocab_size
         self._rng = rng
         self._tokenizer = tokenizer
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(first_id)
         self._open: dict[int, _Open] = {}
         self._queued_tokens = 0
         self.ready = False

@@ -5,53 +5,22 @@ Does not know: HTTP, the names that metrics have elsewhere.
 Looking costs the looker: nothing is prepared for it while steps are planned.
 """
 
+import os
 from collections.abc import Callable, Sequence
 
 import msgspec
 
+from engine.actors.front_desk import FrontDesk
 from engine.actors.group import RankGroup
 from engine.actors.ingress import Ingress
 from engine.actors.pool import TokenizerPool
 from engine.actors.scheduler import Scheduler
+from engine.actors.snapshot import Gauges, MailboxGauges, Snapshot
 from engine.actors.tokenizer import Tokenizer
 from engine.kv.outline import Outline
+from engine.messages import Ask
 from engine.plugins.observers import Observers
 from engine.scheduling.meter import Meter
-
-
-class MailboxGauges(msgspec.Struct, frozen=True):
-    """One actor's queue.  peak: most messages that were ever handed over at once."""
-
-    name: str
-    waiting: int
-    peak: int
-    capacity: int
-
-
-class Gauges(msgspec.Struct, frozen=True):
-    """How things stand.  Of pages, free + cached + used is the whole pool, in tokens ``page_size`` times as much.
-
-    num_in_flight: steps planned and not yet completed.  stalled_s: how long steps have been due and none completed, 0
-    where nothing runs.  num_late_events: output for clients that had left.  num_tokenizers: that take requests now.
-    """
-
-    num_open: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    max_running: int = 0
-    pages_free: int = 0
-    pages_cached: int = 0
-    pages_used: int = 0
-    page_size: int = 0
-    host_pages_used: int = 0
-    num_in_flight: int = 0
-    stalled_s: float = 0.0
-    num_restarts: int = 0
-    num_tokenizers: int = 1
-    num_tokenizer_restarts: int = 0
-    num_late_events: int = 0
-    recovering: bool = False
-    mailboxes: tuple[MailboxGauges, ...] = ()
 
 
 class Monitor:
@@ -60,7 +29,7 @@ class Monitor:
     def __init__(
         self,
         *,
-        ingress: Ingress,
+        ingress: Ingress | FrontDesk,
         tokenizer: Tokenizer | TokenizerPool,
         scheduler: Scheduler,
         executors: RankGroup,
@@ -102,6 +71,9 @@ class Monitor:
             mailboxes += tuple(
                 MailboxGauges(desk.name, desk.waiting, desk.peak, pool.inbox.capacity) for desk in pool.desks
             )
+        front = ingress if isinstance(ingress, FrontDesk) else None
+        if front is not None:
+            mailboxes += (MailboxGauges("ingress", front.desk.waiting, front.desk.peak, front.inbox.capacity),)
         outside = Gauges(
             num_open=ingress.num_open,
             page_size=self._page_size,
@@ -109,8 +81,10 @@ class Monitor:
             num_restarts=self._executors.num_restarts,
             num_tokenizers=pool.num_ready if pool is not None else 1,
             num_tokenizer_restarts=pool.num_restarts if pool is not None else 0,
-            num_late_events=ingress.num_late_events,
+            num_front_restarts=front.num_restarts if front is not None else 0,
+            num_late_events=ingress.num_late_events if isinstance(ingress, Ingress) else 0,
             recovering=ingress.recovering,
+            process=os.getpid(),
             mailboxes=mailboxes,
         )
         if planner is None:
@@ -127,6 +101,15 @@ class Monitor:
             num_in_flight=planner.num_in_flight,
             stalled_s=max(0.0, self._clock() - planner.due_since) if planner.num_open else 0.0,
         )
+
+    def snapshot(self, ask: Ask) -> Snapshot:
+        """What is asked for, of this moment.  It may hold what goes on changing: read it at once, or encode it."""
+        outline = self.outline(ask.max_nodes) if ask.max_nodes else Outline()
+        return Snapshot(ask.number, self.now, self.gauges(), self.meter if ask.meter else None, outline)
+
+    async def look(self, *, meter: bool = False, max_nodes: int = 0, patience_s: float = 0.0) -> Snapshot:
+        """``snapshot`` for those who cannot know whether the engine is in their own process."""
+        return self.snapshot(Ask(meter=meter, max_nodes=max_nodes))
 
     def watch(self, observer: object, name: str) -> None:
         """Tell ``observer``, an object with observer hooks, what happens from now on."""

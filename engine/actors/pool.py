@@ -12,6 +12,7 @@ The process is started anew; new requests go to the others meanwhile, or wait.  
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -19,9 +20,8 @@ from engine.actors.actor import Actor
 from engine.actors.intensity import RestartIntensity
 from engine.actors.mailbox import Link
 from engine.actors.shards import Shards
-from engine.actors.tenure import Desk, Member, Start, Tenure, TokenizerLost
+from engine.actors.tenure import Desk, Member, ProcessLost, Reports, Tenure, judge
 from engine.actors.wire import WireError
-from engine.errors import EngineDied
 from engine.messages import (
     Abort,
     Admit,
@@ -39,6 +39,9 @@ from engine.messages import (
 )
 
 log = logging.getLogger(__name__)
+
+TokenizerDesk = Desk[TokenizerWord, TokenizerInbox]
+Start = Callable[[str, int, Reports[TokenizerWord]], Member[TokenizerInbox]]
 
 LOST = "the tokenizer process that had this request was lost; send the request again"
 
@@ -67,7 +70,7 @@ class TokenizerPool(Actor[TokenizerInbox]):
         silence_timeout_s: float,
     ) -> None:
         super().__init__("tokenizers", capacity)
-        self.desks = [Desk(number) for number in range(num_processes)]
+        self.desks = [TokenizerDesk(f"tokenizer{number}", number) for number in range(num_processes)]
         self.num_restarts = 0
         self._start = start
         self._intensity = intensity
@@ -153,14 +156,14 @@ class TokenizerPool(Actor[TokenizerInbox]):
 
     # ---- from the processes -----------------------------------------------------------------
 
-    def take(self, desk: Desk, message: TokenizerWord) -> None:
+    def take(self, desk: TokenizerDesk, message: TokenizerWord) -> None:
         """What the process of a desk says.  As with a message in the mailbox, what goes wrong here ends this actor."""
         try:
             self._take_word(desk, message)
         except Exception as error:
             self._finish(error)
 
-    def _take_word(self, desk: Desk, message: TokenizerWord) -> None:
+    def _take_word(self, desk: TokenizerDesk, message: TokenizerWord) -> None:
         match message:
             case Deltas():
                 for delta in message.deltas:
@@ -185,7 +188,7 @@ class TokenizerPool(Actor[TokenizerInbox]):
             case _:
                 assert_never(message)
 
-    def _came(self, desk: Desk) -> None:
+    def _came(self, desk: TokenizerDesk) -> None:
         log.info("%s is ready", desk.name)
         if not self._has_started and self.num_ready < len(self.desks):
             return
@@ -196,14 +199,14 @@ class TokenizerPool(Actor[TokenizerInbox]):
             if request.desk < 0 and request.tokenize is not None:
                 self._place(request.tokenize, request)
 
-    def went(self, desk: Desk, loss: TokenizerLost) -> None:
+    def went(self, desk: TokenizerDesk, loss: ProcessLost) -> None:
         """The process of a desk is gone, and with it the text of its requests."""
         try:
             self._let_go(desk, loss)
         except Exception as error:
             self._finish(error)
 
-    def _let_go(self, desk: Desk, loss: TokenizerLost) -> None:
+    def _let_go(self, desk: TokenizerDesk, loss: ProcessLost) -> None:
         if self._has_started and not self.num_ready:
             self._ingress.put(TokenizersLost(str(loss)))
         theirs = [(one, request) for one, request in self._requests.items() if request.desk == desk.number]
@@ -237,38 +240,18 @@ class TokenizerPool(Actor[TokenizerInbox]):
             finally:
                 self._told_to_stop.set()
 
-    async def _keep(self, desk: Desk) -> None:
+    async def _keep(self, desk: TokenizerDesk) -> None:
         """One process after the other."""
         while (loss := await self._fill(desk)) is not None:
             self._judge(loss)
 
-    async def _fill(self, desk: Desk) -> TokenizerLost | None:
-        """One process, from its start to its end.  Returns why it was lost; None if it was told to stop."""
+    async def _fill(self, desk: TokenizerDesk) -> ProcessLost | None:
+        """One process, from its start to its end."""
         tenure = Tenure(self, desk, self._silence_timeout_s)
-        member: Member | None = None
-        timer = asyncio.create_task(tenure.keep_time(), name=f"{desk.name}.watch")
-        stopping = asyncio.create_task(self._told_to_stop.wait(), name=f"{desk.name}.stop")
-        try:
-            member = self._start(desk.name, desk.number, tenure)
-            tenure.begin(member)
-            await asyncio.wait((tenure.loss, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if not self._told_to_stop.is_set():
-                return tenure.loss.result()
-            if tenure.is_ready:  # who loads has nothing to finish
-                await member.end()
-            return None
-        finally:
-            tenure.close()
-            timer.cancel()
-            stopping.cancel()
-            if member is not None:
-                await member.kill()
+        return await tenure.hold(lambda reports: self._start(desk.name, desk.number, reports), self._told_to_stop)
 
-    def _judge(self, loss: TokenizerLost) -> None:
+    def _judge(self, loss: ProcessLost) -> None:
         """Return if there may be another process."""
-        if not self._has_started:
-            # It never ran: what is wrong is the configuration, the checkpoint, the machine, and not a moment's fault.
-            raise loss.error if loss.error is not None else EngineDied(f"{loss} while it started")
-        self._intensity.spend(str(loss), asyncio.get_running_loop().time())
+        judge(loss, has_started=self._has_started, intensity=self._intensity)
         self.num_restarts += 1
         log.warning("%s; it is restarted (%d so far)", loss, self.num_restarts)

@@ -6,10 +6,9 @@ Owns: the actors' tasks and why the engine ended.  Does not know: what the actor
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from engine.actors.actor import Actor
-from engine.actors.ingress import Ingress
 from engine.errors import CallboardError, EngineDied
 from engine.messages import Stop
 
@@ -18,17 +17,48 @@ log = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 5.0
 
 
+class Entrance(Protocol):
+    """Where requests come in: ingress, or who stands in its place.
+
+    became_ready: requests can be served.  draining: set to take no more of them."""
+
+    became_ready: asyncio.Event
+
+    @property
+    def draining(self) -> bool: ...
+
+    @draining.setter
+    def draining(self, value: bool) -> None: ...
+
+    @property
+    def num_open(self) -> int:
+        """Requests accepted and not yet ended."""
+        ...
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no request is open; False if the time ran out first."""
+        ...
+
+    def abort_all(self) -> None:
+        """Cancel every open request, and tell its client."""
+        ...
+
+    def fail_all(self, error: EngineDied) -> None:
+        """End every open request with the reason, and accept no more."""
+        ...
+
+
 class Supervisor:
     """One for all: the first crash ends every actor and every open request.
 
     actors: in the order in which they are stopped, upstream first, so that no message is lost.
     ``died`` is set when one has crashed, ``stopped`` when none runs any more."""
 
-    def __init__(self, actors: Sequence[Actor[Any]], ingress: Ingress) -> None:
+    def __init__(self, actors: Sequence[Actor[Any]], entrance: Entrance) -> None:
         self.died: EngineDied | None = None
         self.stopped = asyncio.Event()
         self._actors = actors
-        self._ingress = ingress
+        self._entrance = entrance
         self._cause: BaseException | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._supervising: asyncio.Task[None] | None = None
@@ -36,7 +66,7 @@ class Supervisor:
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises what the loading raised."""
         self._supervising = asyncio.create_task(self._supervise(), name="supervisor")
-        ready = asyncio.create_task(self._ingress.became_ready.wait(), name="ready")
+        ready = asyncio.create_task(self._entrance.became_ready.wait(), name="ready")
         await asyncio.wait((ready, self._supervising), return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
             ready.cancel()
@@ -58,7 +88,7 @@ class Supervisor:
                     self._tasks[actor.name] = group.create_task(self._watch(actor), name=actor.name)
         except* Exception:
             assert self.died is not None
-            self._ingress.fail_all(self.died)
+            self._entrance.fail_all(self.died)
         finally:
             self.stopped.set()
 
@@ -79,10 +109,10 @@ class Supervisor:
         """Refuse new requests, let open ones finish for a while, cancel the rest, then end the actors in order."""
         if self._supervising is None:
             return
-        self._ingress.draining = True
-        if not await self._ingress.wait_idle(drain_timeout_s):
-            log.warning("%d requests still open after %g s are cancelled", self._ingress.num_open, drain_timeout_s)
-            self._ingress.abort_all()
+        self._entrance.draining = True
+        if not await self._entrance.wait_idle(drain_timeout_s):
+            log.warning("%d requests still open after %g s are cancelled", self._entrance.num_open, drain_timeout_s)
+            self._entrance.abort_all()
         for actor in self._actors:
             task = self._tasks.get(actor.name)
             if task is not None and not task.done():

@@ -14,8 +14,9 @@ import msgspec
 
 from engine.actors.actor import Actor
 from engine.actors.executor import Runner
+from engine.actors.front_desk import FrontCommand, FrontDesk
 from engine.actors.group import Placement, RankGroup, Terms
-from engine.actors.ingress import Ingress
+from engine.actors.ingress import Ingress, Part
 from engine.actors.inline import InlinePlacement
 from engine.actors.intensity import RestartIntensity
 from engine.actors.monitor import Monitor
@@ -54,14 +55,23 @@ READ_AT_ONCE = 256  # messages; no less than what a link delivers before others 
 class System:
     """One engine.  ``start``, use ``ingress``, ``stop``; ``died`` is set when an actor crashed."""
 
-    def __init__(self, config: Config, *, progress: bool = False, head: "Head | None" = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        progress: bool = False,
+        head: "Head | None" = None,
+        front: FrontCommand | None = None,
+    ) -> None:
         """Check everything that can be checked without loading weights.  Raises CallboardError.
 
-        head: of the machines that the ranks are on; None if they are all on this one."""
+        head: of the machines that the ranks are on; None if they are all on this one.
+        front: what takes requests in a process of its own; None for an ingress here."""
         self.config = config
         self._head = head
+        self._front = front
         self._progress = progress
-        directory = resolve_checkpoint(config.model.path, config.model.revision)
+        directory = self._directory = resolve_checkpoint(config.model.path, config.model.revision)
         self.spec: ModelSpec = read_spec(directory)
         if config.model.load_format == "safetensors":
             read_shards(directory)  # headers only: a damaged file must not cost the time of importing torch
@@ -85,18 +95,11 @@ class System:
         """Create the actors in the order of the flow, then close the circle of links."""
         config = self.config
         # Per open request at most: its Tokenize and Abort, or its Admit and Abort, plus steps and their results.
-        # What tokenizer processes say comes as fast as it is read, some of each before the next actor's turn.
-        capacity = 4 * config.limits.max_requests + 64 + READ_AT_ONCE * config.placement.tokenizers
+        # What other processes say comes as fast as it is read, some of each before the next actor's turn.
+        num_outside = config.placement.tokenizers + (self._front is not None)
+        capacity = 4 * config.limits.max_requests + 64 + READ_AT_ONCE * num_outside
         self.tokenizer = self._tokenizer(capacity)
-        self.ingress = Ingress(
-            capacity=capacity,
-            limits=config.limits,
-            max_model_len=self.max_len,
-            vocab_size=self.spec.vocab_size,
-            rng=random.Random(config.device.seed or None),
-            tokenizer=self.tokenizer.inbox,
-            parts=("executors", "tokenizers") if config.placement.tokenizers else ("executors",),
-        )
+        self.entrance = self._entrance(capacity)
         placement = config.placement
         self.executors = RankGroup(
             num_ranks=config.device.tensor_parallel,
@@ -111,16 +114,16 @@ class System:
             new_planner=self._new_planner,
             executors=self.executors.links,
             tokenizer=self.tokenizer.inbox,
-            ingress=self.ingress.inbox,
+            ingress=self.entrance.inbox,
             observers=self._observers,
         )
         self.executors.connect(self.scheduler.inbox)
-        self.tokenizer.connect(scheduler=self.scheduler.inbox, ingress=self.ingress.inbox)
+        self.tokenizer.connect(scheduler=self.scheduler.inbox, ingress=self.entrance.inbox)
         # Stopped in this order: upstream first, so that no message is lost.
-        self.actors: list[Actor[Any]] = [self.tokenizer, self.scheduler, self.executors, self.ingress]
-        self._supervisor = Supervisor(self.actors, self.ingress)
+        self.actors: list[Actor[Any]] = [self.tokenizer, self.scheduler, self.executors, self.entrance]
+        self._supervisor = Supervisor(self.actors, self.entrance)
         self.monitor = Monitor(
-            ingress=self.ingress,
+            ingress=self.entrance,
             tokenizer=self.tokenizer,
             scheduler=self.scheduler,
             executors=self.executors,
@@ -130,6 +133,14 @@ class System:
             decode=self._codec.decode,
             clock=time.monotonic,
         )
+        if isinstance(self.entrance, FrontDesk):
+            self.entrance.connect(look=self.monitor.snapshot, watch=self.monitor.watch)
+
+    @property
+    def ingress(self) -> Ingress:
+        """Where requests enter; only of an engine whose front is not a process of its own."""
+        assert isinstance(self.entrance, Ingress), "requests enter by the front's process"
+        return self.entrance
 
     @property
     def codec(self) -> TextCodec:
@@ -142,19 +153,56 @@ class System:
         given: dict[str, float | int | None] = msgspec.to_builtins(self.spec.sampling)
         return {name: value for name, value in given.items() if value is not None}
 
+    def _entrance(self, capacity: int) -> Ingress | FrontDesk:
+        config, placement = self.config, self.config.placement
+        parts: tuple[Part, ...] = ("executors", "tokenizers") if placement.tokenizers else ("executors",)
+        if self._front is None:
+            return Ingress(
+                capacity=capacity,
+                limits=config.limits,
+                max_model_len=self.max_len,
+                vocab_size=self.spec.vocab_size,
+                rng=random.Random(config.device.seed or None),
+                tokenizer=self.tokenizer.inbox,
+                parts=parts,
+            )
+        from engine.processes.fronts import ProcessFronts  # ZeroMQ is needed from here on
+
+        fronts = ProcessFronts(
+            config=self._child_config(),
+            command=self._front,
+            max_len=self.max_len,
+            vocab_size=self.spec.vocab_size,
+            capacity=capacity,
+        )
+        return FrontDesk(
+            capacity=capacity,
+            tokenizer=self.tokenizer.inbox,
+            start=fronts.start,
+            intensity=RestartIntensity(placement.max_restarts, placement.restart_window_s),
+            silence_timeout_s=placement.silence_timeout_s,
+            parts=parts,
+        )
+
+    def _child_config(self) -> Config:
+        """As processes of this machine are told it."""
+        config = without_cluster_key(self.config)
+        model = msgspec.structs.replace(config.model, path=str(self._directory))
+        config = msgspec.structs.replace(config, model=model)
+        if self._head is not None:  # placement.link is for ranks on other machines then
+            config = build_config(config, {"placement": {"link": "unix"}})
+        return config
+
     def _tokenizer(self, capacity: int) -> Tokenizer | TokenizerPool:
         placement = self.config.placement
         if not placement.tokenizers:
             return Tokenizer(capacity=capacity, codec=self._codec, grammars=self._grammars)
         from engine.processes.tokenizers import ProcessTokenizers  # ZeroMQ is needed from here on
 
-        config = without_cluster_key(self.config)
-        if self._head is not None:  # placement.link is for ranks on other machines then
-            config = build_config(config, {"placement": {"link": "unix"}})
         return TokenizerPool(
             capacity=capacity,
             num_processes=placement.tokenizers,
-            start=ProcessTokenizers(config=config, capacity=capacity).start,
+            start=ProcessTokenizers(config=self._child_config(), capacity=capacity).start,
             intensity=RestartIntensity(placement.max_restarts, placement.restart_window_s),
             silence_timeout_s=placement.silence_timeout_s,
         )

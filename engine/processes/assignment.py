@@ -6,6 +6,7 @@ The ticket comes over a pipe and says as little as possible; the rest comes over
 
 import msgspec
 
+from engine.actors.snapshot import RequestsFinished, Snapshot
 from engine.config import Config
 from engine.errors import (
     CallboardError,
@@ -18,7 +19,16 @@ from engine.errors import (
 )
 from engine.links.curve import ClientKeys
 from engine.logs import LogSettings
-from engine.messages import ExecutorFailed, Message, Step, Stop, TokenizerInbox
+from engine.messages import (
+    ExecutorFailed,
+    FrontOrder,
+    Handover,
+    IngressInbox,
+    Message,
+    Step,
+    Stop,
+    TokenizerInbox,
+)
 
 # Errors that mean the same on both sides of a process boundary; any other is told as text.
 SPOKEN = {error.__name__: error for error in (ConfigError, WeightsError, PluginError, GraphError)}
@@ -34,7 +44,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """How to reach the engine.  rank: of an executor, or a tokenizer's number.
+    """How to reach the engine.  rank: of an executor, or a tokenizer's number, or 0.
 
     parent: the process to die with; 0 for none.  place: of a rank of several machines."""
 
@@ -79,8 +89,25 @@ class TokenizerAssignment(Message, frozen=True):
     logs: LogSettings
 
 
+class FrontAssignment(Message, frozen=True):
+    """The first message to the front's process.  The rest as in ``Assignment``.
+
+    has_tokenizers: in processes, which must be ready as well.  listener: the inherited descriptor of its socket."""
+
+    config: Config
+    max_len: int
+    vocab_size: int
+    has_tokenizers: bool
+    listener: int
+    capacity: int
+    heartbeat_s: float
+    logs: LogSettings
+    handover: Handover
+
+
 ExecutorProcessInbox = Assignment | Step | Stop
 TokenizerProcessInbox = TokenizerAssignment | TokenizerInbox | Stop
+FrontProcessInbox = FrontAssignment | IngressInbox | FrontOrder | Snapshot | RequestsFinished | Stop
 
 
 def spoken_error(failed: ExecutorFailed) -> CallboardError:

@@ -22,9 +22,11 @@ BLOCKED = (signal.SIGINT, signal.SIGTERM)
 
 
 class Child:
-    """``python -m module`` with a ticket.  ended: called once on the loop, with what became of it."""
+    """``python -m module`` with a ticket.  ended: called once on the loop, with what became of it.
 
-    def __init__(self, module: str, ticket: Ticket, ended: Callable[[str], None]) -> None:
+    keep: descriptors that it inherits, under the same numbers."""
+
+    def __init__(self, module: str, ticket: Ticket, ended: Callable[[str], None], keep: tuple[int, ...] = ()) -> None:
         self._loop = asyncio.get_running_loop()
         self._ended = ended
         self._gone = asyncio.Event()
@@ -34,6 +36,7 @@ class Child:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module],
                 stdin=subprocess.PIPE,
+                pass_fds=keep,
                 env={
                     **{name: value for name, value in os.environ.items() if name != CLUSTER_KEY},
                     "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),

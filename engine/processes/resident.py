@@ -61,6 +61,10 @@ class Resident(ABC, Generic[A]):
     def failed(self, error: Exception) -> Message:
         """Why the process is about to end."""
 
+    def deliver(self, actor: Actor[Any], message: Any) -> None:
+        """To the actor, or where else it belongs."""
+        actor.inbox.put(message)
+
     async def run(self) -> int:
         """Serve until told to stop.  Returns the exit code."""
         ticket = self._ticket
@@ -82,7 +86,7 @@ class Resident(ABC, Generic[A]):
             if not self._assigned.done():
                 self._assigned.set_result(message)
         elif self._actor is not None:
-            self._actor.inbox.put(message)
+            self.deliver(self._actor, message)
         elif isinstance(message, Stop) and not self._assigned.done():
             self._assigned.set_result(None)
 

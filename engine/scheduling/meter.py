@@ -6,9 +6,9 @@ step waited equally long for their token, so a whole step is one entry with a we
 """
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from engine.messages import Finish
 from engine.scheduling.metrics import RequestMetrics
@@ -21,15 +21,15 @@ LONG_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 1
 TOKENS = tuple(float(1 << power) for power in range(18))  # 1 to 131,072
 
 
-class Distribution:
+class Distribution(msgspec.Struct):
     """How often which size was seen.  edges: ascending; entry i of ``counts`` has what is at most edges[i]."""
 
-    __slots__ = ("counts", "edges", "total")
+    edges: tuple[float, ...]
+    counts: list[int] = []
+    total: float = 0.0
 
-    def __init__(self, edges: Sequence[float]) -> None:
-        self.edges = edges
-        self.counts = [0] * (len(edges) + 1)
-        self.total = 0.0
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.edges) + 1)
 
     def note(self, value: float, weight: int = 1) -> None:
         """Seen, ``weight`` times."""
@@ -53,31 +53,36 @@ class StepRecord(NamedTuple):
     num_prefill_tokens: int
 
 
-class Meter:
-    """Everything there is to count.
+def _over(edges: tuple[float, ...]) -> Distribution:
+    """The default of a field."""
+    return msgspec.field(default_factory=lambda: Distribution(edges))
+
+
+class Meter(msgspec.Struct):
+    """Everything there is to count, and encodable as it is.
 
     num_prompt_tokens, num_cached_tokens: of requests that have started; num_output_tokens: sampled and kept.
     last_completed_at: of the last step, seconds of the planner's clock; before the first one, when counting began.
+    recent_steps: the last ``NUM_RECENT_STEPS``, oldest first.
     """
 
-    def __init__(self, now: float) -> None:
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_output_tokens = 0
-        self.num_steps = 0
-        self.num_retractions = 0
-        self.last_completed_at = now
-        self.num_ended = dict.fromkeys(Finish, 0)
-        self.queue_s = Distribution(LONG_S)
-        self.ttft_s = Distribution(LONG_S)
-        self.itl_s = Distribution(SHORT_S)
-        self.tpot_s = Distribution(SHORT_S)
-        self.e2e_s = Distribution(LONG_S)
-        self.step_s = Distribution(SHORT_S)
-        self.prompt_tokens = Distribution(TOKENS)
-        self.output_tokens = Distribution(TOKENS)
-        self.step_tokens = Distribution(TOKENS)
-        self.recent_steps: deque[StepRecord] = deque(maxlen=NUM_RECENT_STEPS)
+    last_completed_at: float
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_steps: int = 0
+    num_retractions: int = 0
+    num_ended: dict[Finish, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Finish, 0))
+    queue_s: Distribution = _over(LONG_S)
+    ttft_s: Distribution = _over(LONG_S)
+    itl_s: Distribution = _over(SHORT_S)
+    tpot_s: Distribution = _over(SHORT_S)
+    e2e_s: Distribution = _over(LONG_S)
+    step_s: Distribution = _over(SHORT_S)
+    prompt_tokens: Distribution = _over(TOKENS)
+    output_tokens: Distribution = _over(TOKENS)
+    step_tokens: Distribution = _over(TOKENS)
+    recent_steps: list[StepRecord] = []
 
     def started(self, num_prompt_tokens: int, num_cached_tokens: int, queue_s: float) -> None:
         """A request computes for the first time."""
@@ -96,6 +101,8 @@ class Meter:
         self.step_s.note(step.completed_at - step.began_at)
         self.step_tokens.note(step.num_decodes + step.num_prefill_tokens)
         self.recent_steps.append(step)
+        if len(self.recent_steps) > NUM_RECENT_STEPS:
+            del self.recent_steps[0]
 
     def ended(self, request: RequestMetrics) -> None:
         """A request is over."""

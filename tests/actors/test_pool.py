@@ -9,7 +9,7 @@ import pytest
 
 from engine.actors.intensity import RestartIntensity
 from engine.actors.pool import TokenizerPool
-from engine.actors.tenure import Reports, TokenizerLost
+from engine.actors.tenure import ProcessLost, Reports
 from engine.actors.wire import WireError
 from engine.errors import CallboardError, EngineDied, WeightsError
 from engine.messages import (
@@ -61,7 +61,7 @@ class Double:
             self.reports.heard(message)
 
     def dies(self, reason: str = "was killed", error: CallboardError | None = None) -> None:
-        self.reports.lost(TokenizerLost(f"{self.name} {reason}", error))
+        self.reports.lost(ProcessLost(f"{self.name} {reason}", error))
 
 
 class Stage:

@@ -15,7 +15,7 @@ import numpy as np
 from engine.actors.ingress import Ingress
 from engine.actors.intensity import RestartIntensity
 from engine.actors.pool import TokenizerPool
-from engine.actors.tenure import Reports, TokenizerLost
+from engine.actors.tenure import ProcessLost, Reports
 from engine.actors.tokenizer import Tokenizer
 from engine.actors.wire import Wire
 from engine.config import LimitsSection
@@ -98,7 +98,7 @@ class Process:
         """quietly: as a hang, which nobody tells."""
         self._to.is_cut = self._back.is_cut = True
         if not quietly:
-            self._reports.lost(TokenizerLost(f"{self.name} was killed"))
+            self._reports.lost(ProcessLost(f"{self.name} was killed"))
 
     def put(self, message: Any) -> None:
         self._to.put(message)

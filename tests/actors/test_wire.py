@@ -22,6 +22,8 @@ def inboxes() -> set[type]:
         messages.SchedulerInbox,
         messages.RankGroupInbox,
         messages.IngressInbox,
+        messages.FrontDeskInbox,
+        messages.FrontOrder,
     )
     return {messages.ExecutorInbox, Stop, *(kind for union in unions for kind in typing.get_args(union))}
 

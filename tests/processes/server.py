@@ -133,10 +133,12 @@ class Client:
         self._url = url
         self._requests = [request(index, max_tokens) for index in range(count)]
 
-    async def run(self) -> None:
+    async def run(self, *, may_break: bool = False) -> list[BaseException | None]:
+        """Returns how each connection broke, if that may happen."""
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session:
-            await asyncio.gather(*(self._one(session, index) for index in range(len(self._requests))))
+            streams = (self._one(session, index) for index in range(len(self._requests)))
+            return await asyncio.gather(*streams, return_exceptions=may_break)
 
     async def _one(self, session: aiohttp.ClientSession, index: int) -> None:
         async with session.post(f"{self._url}/v1/completions", json=self._requests[index]) as response:

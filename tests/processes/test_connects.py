@@ -23,7 +23,7 @@ def test_the_server_connects_to_nobody(tmp_path: Path, link: str, figure: Figure
     watch, seen = tmp_path / "watch.so", tmp_path / "connects"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(watch), str(SOURCE), "-ldl"], check=True)
     environment = {**os.environ, "LD_PRELOAD": str(watch), "CONNECTS": str(seen)}
-    with Server(f"placement.link={link}", env=environment) as server:
+    with Server(f"placement.link={link}", "placement.ingress=process", env=environment) as server:
         assert stream_all(server, 2, max_tokens=20).done == 2
         assert server.end(signal.SIGTERM)[0] == 0
     probe = "import socket; s = socket.socket(); s.settimeout(0.1); s.connect(('192.0.2.1', 9))"
@@ -32,7 +32,7 @@ def test_the_server_connects_to_nobody(tmp_path: Path, link: str, figure: Figure
     assert last == "2 192.0.2.1 9", "the watch works"
     elsewhere = [line for line in lines if line.split()[1] not in ("127.0.0.1", "::1")]
     figure("connects to elsewhere", len(elsewhere), at_most=0)
-    assert bool(lines) == (link != "unix"), "only a link over TCP has its executor connect, to this machine"
+    assert bool(lines) == (link != "unix"), "only links over TCP have executor and front connect, to this machine"
 
 
 @pytest.mark.reliability("P15", "connect() of all tests patched to refuse other machines")

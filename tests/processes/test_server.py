@@ -13,10 +13,13 @@ from tests.figures import Figure
 from tests.processes.executors import alive, children, send, within
 from tests.processes.server import DEMO, Client, Server, run_cli, shared_memory, stream_all
 
+INGRESS = ["inline", "process"]
 
-@pytest.fixture(scope="module")
-def server() -> object:
-    with Server("placement.silence_timeout_s=1.5", "placement.max_restarts=20") as server:
+
+@pytest.fixture(scope="module", params=INGRESS)
+def server(request: pytest.FixtureRequest) -> object:
+    ingress = f"placement.ingress={request.param}"
+    with Server(ingress, "placement.silence_timeout_s=1.5", "placement.max_restarts=20") as server:
         yield server
         code, logged = server.end(signal.SIGTERM)
     assert code == 0
@@ -73,8 +76,9 @@ def test_a_hung_executor_shows_and_is_replaced(server: Server, expected: list[st
 
 
 @pytest.mark.reliability("P6", "SIGTERM under 50 streams")
-def test_sigterm_under_fifty_streams_lets_them_end_and_takes_no_more(figure: Figure) -> None:
-    with Server() as server:
+@pytest.mark.parametrize("ingress", INGRESS)
+def test_sigterm_under_fifty_streams_lets_them_end_and_takes_no_more(figure: Figure, ingress: str) -> None:
+    with Server(f"placement.ingress={ingress}") as server:
 
         def terminate() -> None:
             server.process.send_signal(signal.SIGTERM)

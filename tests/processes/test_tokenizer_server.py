@@ -106,8 +106,9 @@ def test_a_tokenizer_that_cannot_live_ends_the_server_with_one_line() -> None:
         assert "Traceback" not in logged
 
 
-def test_sigterm_lets_streams_end_with_executors_and_tokenizers_in_processes() -> None:
-    with Server("placement.tokenizers=2") as server:
+@pytest.mark.parametrize("ingress", ["inline", "process"])
+def test_sigterm_lets_streams_end_with_executors_and_tokenizers_in_processes(ingress: str) -> None:
+    with Server("placement.tokenizers=2", f"placement.ingress={ingress}") as server:
 
         def terminate() -> None:
             server.process.send_signal(signal.SIGTERM)

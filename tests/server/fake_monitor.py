@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.actors.monitor import Gauges, MailboxGauges
+from engine.actors.snapshot import Gauges, MailboxGauges, Snapshot
 from engine.kv.node import Namespace
-from engine.kv.outline import Outline
 from engine.kv.radix import RadixTree
 from engine.messages import Finish
 from engine.plugins.eviction.lru import LeastRecentlyUsed
@@ -28,7 +27,11 @@ class FakeMonitor:
         self._num_pages = 0
         self._ingress = ingress
 
-    def gauges(self) -> Gauges:
+    async def look(self, *, meter: bool = False, max_nodes: int = 0, patience_s: float = 0.0) -> Snapshot:
+        outline = self.tree.outline(max_nodes)
+        return Snapshot(0, self.now, self._gauges(), self.meter if meter else None, outline)
+
+    def _gauges(self) -> Gauges:
         return Gauges(
             num_open=self._ingress.num_open,
             num_running=3,
@@ -42,9 +45,6 @@ class FakeMonitor:
             stalled_s=self._ingress.stalled_s,
             mailboxes=(MailboxGauges("scheduler", 1, 7, 2112),),
         )
-
-    def outline(self, max_nodes: int) -> Outline:
-        return self.tree.outline(max_nodes)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import uvloop
 from aiohttp import web
 
-from engine.actors.monitor import Gauges
+from engine.actors.snapshot import Gauges
 from engine.actors.system import System
 from engine.config import Config
 from server.app import create_runner

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from benchmarks.null_engine import NullSystem
-from engine.actors.monitor import Gauges
+from engine.actors.snapshot import Gauges
 from engine.config import Config, build_config
 from tests.figures import Figure
 from tests.server.http_client import RawClient, http_bytes

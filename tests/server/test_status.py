@@ -5,7 +5,9 @@ import re
 
 import pytest
 
+from engine.actors.snapshot import Snapshot
 from engine.config import ServerSection
+from engine.errors import RequestError
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer
@@ -90,3 +92,20 @@ def test_each_request_is_one_line_in_the_log(live: LiveServer, caplog: pytest.Lo
         r"request=mine POST /v1/completions status=200 duration_ms=\d+\.\d prompt_tokens=2 completion_tokens=12", first
     )
     assert re.match(r"request=req-\w+ GET - status=404 ", second)
+
+
+def test_an_engine_that_does_not_answer_is_neither_ready_nor_healthy_nor_measured() -> None:
+    waited: list[float] = []
+
+    async def look(*, patience_s: float = 1.0, **_: object) -> Snapshot:
+        waited.append(patience_s)
+        raise RequestError("the engine does not answer", status=503, code="engine_silent", retry_after_s=5)
+
+    with LiveServer() as live:
+        live.monitor.look = look  # type: ignore[method-assign]
+        for path in ("/ready", "/health", "/metrics", "/stats", "/load", "/server_info"):
+            reply = ask(live.port, "GET", path)
+            assert (path, reply.status, reply.error["code"]) == (path, 503, "engine_silent")
+            assert reply.headers["retry-after"] == "5"
+        assert waited == [1.0, 10.0, 1.0, 1.0, 1.0, 1.0]
+        assert ask(live.port, "POST", "/v1/completions", COMPLETION).status == 200

@@ -1,0 +1,68 @@
+"""What an engine shows of itself, as messages: how it is at one moment, and what it has finished.
+
+Owns: the shape of it.  Does not know: where the numbers come from, who looks.
+"""
+
+import msgspec
+
+from engine.kv.outline import Outline
+from engine.messages import Message
+from engine.scheduling.meter import Meter
+from engine.scheduling.metrics import RequestMetrics
+
+
+class MailboxGauges(msgspec.Struct, frozen=True):
+    """One actor's queue.  peak: most messages that were ever handed over at once."""
+
+    name: str
+    waiting: int
+    peak: int
+    capacity: int
+
+
+class Gauges(msgspec.Struct, frozen=True):
+    """How things stand.  Of pages, free + cached + used is the whole pool, in tokens ``page_size`` times as much.
+
+    num_in_flight: steps planned and not yet completed.  stalled_s: how long steps have been due and none completed, 0
+    where nothing runs.  num_late_events: output for clients that had left.  num_tokenizers: that take requests now.
+    process: the engine's.
+    """
+
+    num_open: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    max_running: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    pages_used: int = 0
+    page_size: int = 0
+    host_pages_used: int = 0
+    num_in_flight: int = 0
+    stalled_s: float = 0.0
+    num_restarts: int = 0
+    num_tokenizers: int = 1
+    num_tokenizer_restarts: int = 0
+    num_front_restarts: int = 0
+    num_late_events: int = 0
+    recovering: bool = False
+    process: int = 0
+    mailboxes: tuple[MailboxGauges, ...] = ()
+
+
+class Snapshot(Message, frozen=True):
+    """number: of the ``Ask`` that it answers.  now: seconds of the clock that the meter's times are in.
+
+    meter: what has been counted, None until the model is loaded, or where it was not asked for.
+    outline: the hottest part of the prefix cache, as much of it as was asked for."""
+
+    number: int
+    now: float
+    gauges: Gauges
+    meter: Meter | None = None
+    outline: Outline = Outline()
+
+
+class RequestsFinished(Message, frozen=True):
+    """Requests that have ended, to whoever has said ``Follow``."""
+
+    requests: tuple[RequestMetrics, ...]

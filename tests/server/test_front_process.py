@@ -1,0 +1,147 @@
+"""The inside of the front's process, in this one: it goes on where another front was, and does what its engine says."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from engine.actors.ingress import Ingress
+from engine.actors.snapshot import Gauges, Snapshot
+from engine.config import Config, build_config
+from engine.links.curve import ClientKeys, KeyPair
+from engine.logs import LogSettings
+from engine.messages import (
+    Ask,
+    Delta,
+    Deltas,
+    Drain,
+    EngineFailed,
+    EngineReady,
+    EngineRecovering,
+    Finish,
+    FrontDrains,
+    FrontReady,
+    Handover,
+    Stop,
+    Tokenize,
+    Usage,
+)
+from engine.processes.assignment import FrontAssignment, Ticket
+from engine.processes.outgoing import Outgoing
+from server.front_process import FrontProcess
+from server.listener import bind
+from tests.actors.test_ingress import Sent
+from tests.server.live_server import CARD, MODEL
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+HANDOVER = Handover(9, (EngineReady(8, 16),), msgspec.msgpack.encode(CARD))
+COMPLETION = {"model": MODEL, "prompt": "p"}
+
+
+class Stage:
+    """A front without a link.  sent: what it has said."""
+
+    async def begin(self, handover: Handover) -> None:
+        self.sent = Sent()
+        pair = KeyPair(b"", b"")
+        self.front = FrontProcess(Ticket(0, "front", "inproc://nowhere", ClientKeys(pair, b"")))
+        listener = bind("127.0.0.1", 0)
+        self.url = "http://{}:{}".format(*listener.getsockname())
+        config = build_config(Config(), {"model": {"path": str(DEMO)}})
+        assignment = FrontAssignment(
+            config, 1024, 1000, False, listener.detach(), 100, 1.0, LogSettings(20, "text"), handover
+        )
+        self.ingress: Ingress = await self.front.build(assignment, Outgoing(self.sent))  # type: ignore[arg-type]
+        self.running = asyncio.ensure_future(self.ingress.run())
+        self.session = aiohttp.ClientSession()
+        await asyncio.sleep(0)
+
+    def tell(self, message: Any) -> None:
+        """As the engine would."""
+        self.front.deliver(self.ingress, message)
+
+    async def said(self, kind: type) -> Any:
+        """Wait until it has said so; returns the last of its kind."""
+        async with asyncio.timeout(5):
+            while not (found := [one for one in self.sent.messages if isinstance(one, kind)]):
+                await asyncio.sleep(0.001)
+        return found[-1]
+
+    async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        async with self.session.request(method, self.url + path, json=body) as response:
+            return response.status, await response.json()
+
+
+def on_stage(scenario: Callable[[Stage], Awaitable[None]], handover: Handover = HANDOVER) -> None:
+    """Plays a scenario and ends the front as its engine would."""
+
+    async def main() -> None:
+        stage = Stage()
+        await stage.begin(handover)
+        assert stage.sent.messages == [FrontReady()]
+        await scenario(stage)
+        await stage.session.close()
+        stage.tell(Stop())
+        await asyncio.wait_for(stage.running, 5)
+        address = stage.url.removeprefix("http://").split(":")
+        with socket.socket() as late:
+            assert late.connect_ex((address[0], int(address[1]))) != 0, "nobody listens any more"
+
+    asyncio.run(main())
+
+
+def test_ids_go_on_where_another_fronts_ended_and_clients_who_waited_are_served() -> None:
+    async def scenario(stage: Stage) -> None:
+        asking = asyncio.ensure_future(stage.ask("POST", "/v1/completions", COMPLETION))
+        request = await stage.said(Tokenize)
+        assert (request.request_id, request.text) == (9, "p")
+        stage.tell(Deltas((Delta(8, "of another front's"),)))
+        stage.tell(Deltas((Delta(9, "answer", finish=Finish.STOP, usage=Usage(1, 1, 0)),)))
+        status, answer = await asking
+        assert (status, answer["choices"][0]["text"]) == (200, "answer")
+        assert stage.ingress.num_late_events == 1
+
+    on_stage(scenario)
+
+
+def test_a_front_that_comes_while_the_engine_recovers_or_loads_says_so() -> None:
+    async def recovering(stage: Stage) -> None:
+        answering = asyncio.ensure_future(stage.ask("GET", "/ready"))
+        ask = await stage.said(Ask)
+        stage.tell(Snapshot(ask.number, 1.0, Gauges()))
+        assert (await answering)[1]["error"]["code"] == "recovering"
+
+    async def loading(stage: Stage) -> None:
+        assert (await stage.ask("GET", "/ready"))[1]["error"]["code"] == "not_ready"
+
+    on_stage(recovering, Handover(1, (EngineReady(8, 16), EngineRecovering("why")), msgspec.msgpack.encode(CARD)))
+    on_stage(loading, Handover(1, (), msgspec.msgpack.encode(CARD)))
+
+
+def test_it_drains_when_it_is_told_to_and_says_so() -> None:
+    async def scenario(stage: Stage) -> None:
+        asking = asyncio.ensure_future(stage.ask("POST", "/v1/completions", COMPLETION))
+        await stage.said(Tokenize)
+        stage.tell(Drain())
+        assert await stage.said(FrontDrains)
+        status, refused = await stage.ask("POST", "/v1/completions", COMPLETION)
+        assert (status, refused["error"]["code"]) == (503, "draining")
+        stage.tell(Deltas((Delta(9, "answer", finish=Finish.STOP, usage=Usage(1, 1, 0)),)))
+        assert (await asking)[0] == 200
+
+    on_stage(scenario)
+
+
+def test_a_dead_engine_ends_what_is_open() -> None:
+    async def scenario(stage: Stage) -> None:
+        asking = asyncio.ensure_future(stage.ask("POST", "/v1/completions", COMPLETION))
+        await stage.said(Tokenize)
+        stage.tell(EngineFailed("scheduler crashed in /secret/path.py"))
+        status, answer = await asking
+        assert (status, answer["error"]["code"], "secret" in str(answer)) == (500, "engine_died", False)
+
+    on_stage(scenario)

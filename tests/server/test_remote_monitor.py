@@ -1,0 +1,94 @@
+"""A monitor whose engine is elsewhere: answers that come, that come late, that do not come."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.actors.snapshot import Gauges, RequestsFinished, Snapshot
+from engine.errors import RequestError
+from engine.messages import Ask, Finish, Follow
+from engine.plugins.hookspecs import hookimpl
+from engine.scheduling.metrics import RequestMetrics
+from server.remote_monitor import MAX_ASKED, RemoteMonitor
+from tests.actors.test_ingress import Sent
+
+INGRESS: Any = SimpleNamespace(num_open=5, num_late_events=2, recovering=True)
+
+
+def with_monitor(scenario: Callable[[RemoteMonitor, Sent], Awaitable[None]]) -> None:
+    async def main() -> None:
+        sent = Sent()
+        await scenario(RemoteMonitor(sent, INGRESS, str), sent)
+
+    asyncio.run(main())
+
+
+def test_an_answer_reaches_who_has_asked_and_ingress_speaks_for_itself() -> None:
+    async def scenario(monitor: RemoteMonitor, sent: Sent) -> None:
+        looking = [asyncio.ensure_future(monitor.look()), asyncio.ensure_future(monitor.look(meter=True, max_nodes=7))]
+        await asyncio.sleep(0)
+        assert sent.messages == [Ask(1), Ask(2, True, 7)]
+        for number in (2, 1):
+            monitor.take(Snapshot(number, float(number), Gauges(num_open=9, num_running=3)))
+        first, second = await asyncio.gather(*looking)
+        assert (first.now, second.now) == (1.0, 2.0)
+        assert first.gauges == Gauges(num_open=5, num_running=3, num_late_events=2, recovering=True)
+
+    with_monitor(scenario)
+
+
+def test_who_has_waited_long_enough_is_told_so_and_a_late_answer_hurts_nobody() -> None:
+    async def scenario(monitor: RemoteMonitor, sent: Sent) -> None:
+        with pytest.raises(RequestError, match="does not answer") as silent:
+            await monitor.look(patience_s=0.01)
+        assert (silent.value.status, silent.value.code) == (503, "engine_silent")
+        monitor.take(Snapshot(1, 1.0, Gauges()))
+        monitor.take(Snapshot(99, 1.0, Gauges()))
+
+    with_monitor(scenario)
+
+
+def test_an_engine_that_answers_nobody_is_not_asked_again_and_again() -> None:
+    async def scenario(monitor: RemoteMonitor, sent: Sent) -> None:
+        looking = [asyncio.ensure_future(monitor.look(patience_s=60)) for _ in range(MAX_ASKED)]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="does not answer"):
+            await monitor.look(patience_s=60)
+        assert len(sent.messages) == MAX_ASKED
+        for one in looking:
+            one.cancel()
+        await asyncio.wait(looking)
+        with pytest.raises(RequestError, match="does not answer"):
+            await monitor.look(patience_s=0.01)
+        assert len(sent.messages) == MAX_ASKED + 1, "who left is not counted any more"
+
+    with_monitor(scenario)
+
+
+def test_observers_are_told_and_one_that_raises_is_told_nothing_any_more() -> None:
+    class Noting:
+        def __init__(self, error: Exception | None = None) -> None:
+            self.told: list[Any] = []
+            self._error = error
+
+        @hookimpl
+        def callboard_request_finished(self, requests: Any) -> None:
+            self.told += requests
+            if self._error is not None:
+                raise self._error
+
+    async def scenario(monitor: RemoteMonitor, sent: Sent) -> None:
+        good, bad = Noting(), Noting(ValueError())
+        monitor.take(RequestsFinished(()))  # to the front before this one
+        monitor.watch(good, "tests.good")
+        monitor.watch(bad, "tests.bad")
+        assert sent.messages == [Follow()]
+        one = RequestMetrics(1, Finish.STOP, 2, 3, 0, 0, 1.0, 0.1, 0.2, 0.1, 1.0)
+        for _ in range(2):
+            monitor.take(RequestsFinished((one,)))
+        assert (good.told, bad.told) == ([one, one], [one])
+
+    with_monitor(scenario)
