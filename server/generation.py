@@ -92,7 +92,7 @@ class Translator:
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             chat=chat,
-            tools=tools.use,
+            tools=tools.use_with(params.grammar),
             prompt_only=prompt_only,
             shows_token_ids=bool(body.return_token_ids),
             names_tokens_by_id=bool(body.return_tokens_as_token_ids),

@@ -17,15 +17,17 @@ Choice = str | ToolChoice | None
 
 
 class ToolUse(msgspec.Struct, frozen=True):
-    """How calls are read from an output.  max_calls: later ones are dropped; None for no limit."""
+    """How calls are read from an output.  max_calls: later ones are dropped; None for no limit.
+    exact: a grammar says how they are written."""
 
     form: ToolFormat
     names: frozenset[str]
     max_calls: int | None
+    exact: bool = False
 
     def parser(self) -> ToolCallParser:
         """For one choice."""
-        return ToolCallParser(self.form, self.names, self.max_calls)
+        return ToolCallParser(self.form, self.names, self.max_calls, exact=self.exact)
 
 
 class ToolRequest(msgspec.Struct, frozen=True):
@@ -38,6 +40,10 @@ class ToolRequest(msgspec.Struct, frozen=True):
     callable_tools: tuple[Tool, ...] = ()
     forced: bool = False
     strict: bool = False
+
+    def use_with(self, grammar: Grammar | None) -> ToolUse | None:
+        """``use`` for an output of this grammar."""
+        return None if self.use is None else msgspec.structs.replace(self.use, exact=grammar is not None)
 
     def grammar(self, answer: Grammar | None) -> Grammar | None:
         """What the output must look like.  answer: what it must look like if it is no call; None if it is free."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from engine.text.call_scanner import CallScanner
-from engine.text.tool_format import CALL_CLOSE, CALL_OPEN, PYTHON_TAG, ToolFormat
+from engine.text.tool_format import CALL_CLOSE, CALL_OPEN, PYTHON_TAG, ToolFormat, call_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,17 @@ def text_and_calls(parts: Iterable[Part]) -> tuple[str, list[CallPiece]]:
 
 class ToolCallParser:
     """names: of the functions there are.  max_calls: later ones are dropped.
+    exact: a grammar holds, so what only resembles a call is none; without one much that models write is forgiven.
     num_calls: so far.  cut_off: the output has ended within a call, whose arguments are not whole."""
 
-    def __init__(self, form: ToolFormat, names: Collection[str], max_calls: int | None = None) -> None:
+    def __init__(
+        self, form: ToolFormat, names: Collection[str], max_calls: int | None = None, *, exact: bool = False
+    ) -> None:
         self.num_calls = 0
         self.cut_off = False
         self._hermes = form == "hermes"
         self._names = names
+        self._starts = [call_start(name) for name in names] if exact else ["{"]  # in the llama3 format
         self._max_calls = max_calls
         self._pending = ""
         self._scanner: CallScanner | None = None
@@ -120,9 +124,9 @@ class ToolCallParser:
         if rest.startswith(PYTHON_TAG):
             self._pending = rest[len(PYTHON_TAG) :]
             return True
-        if rest.startswith("{"):
+        if any(rest.startswith(start) for start in self._starts):
             return self._begin("", rest)
-        if PYTHON_TAG.startswith(rest):
+        if any(start.startswith(rest) for start in (PYTHON_TAG, *self._starts)):
             return False
         self._text_only = True
         if self.num_calls:

@@ -20,7 +20,7 @@ CALL_OPEN: Final = "<tool_call>"
 CALL_CLOSE: Final = "</tool_call>"
 PYTHON_TAG: Final = "<|python_tag|>"  # Llama may begin its calls with it
 
-_SPACE: Final = r"[ \t\r\n]*"
+SPACE: Final = r"[\s\x1c-\x1f]*"  # an expression for what ``str.lstrip`` takes away
 
 _EXPLANATION: Final = """\
 You may call one or more functions to assist with the user query.
@@ -55,7 +55,7 @@ class Otherwise(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an output may be that is no call.
 
     kind, source: of a grammar, or 'text' for free text.  opening: where it stands in free text, a call begins; empty
-    if calls are the whole output.  not_begun: an expression that matches how free text may not begin then.
+    if calls are the whole output.  not_begun: an expression that matches how it may not begin then; empty for any way.
     """
 
     kind: str
@@ -102,16 +102,27 @@ def allow_calls(tools: Sequence[Tool], form: ToolFormat, answer: Grammar | None,
     """The grammar of an output that is free to call, and whose calls are as ``tools`` say.
 
     answer: what it must be if it does not call; None for any text, which in the hermes format may stand beside calls.
+    No output is read as a call that is none.
     """
-    hermes = form == "hermes"
-    if answer is not None:
-        otherwise = Otherwise(answer.kind, answer.source)
-    elif hermes:
-        otherwise = Otherwise("text", opening=CALL_OPEN)
-    else:
-        otherwise = Otherwise("text", not_begun=_begun_call(tools))
     calls = [_call_shape(tool, form) for tool in tools]
-    return _grammar(CallsShape(calls, _separator(form), many, "" if hermes else PYTHON_TAG, otherwise))
+    kind, source = ("text", "") if answer is None else (answer.kind, answer.source)
+    if form == "llama3":
+        begun = "|".join(re.escape(one) for one in (PYTHON_TAG, *(call_start(tool.name) for tool in tools)))
+        otherwise = Otherwise(kind, source, not_begun=f"{SPACE}({begun})")
+        return _grammar(CallsShape(calls, _separator(form), many, PYTHON_TAG, otherwise))
+    if answer is None:
+        otherwise = Otherwise(kind, source, opening=CALL_OPEN)
+    else:
+        # What would be read as a call wherever it stands.  In a string of JSON the quotation mark is escaped.
+        otherwise = Otherwise(kind, source, not_begun=rf'(?s:.*){CALL_OPEN}{SPACE}\{{[\s,]*"')
+    return _grammar(CallsShape(calls, _separator(form), many, otherwise=otherwise))
+
+
+def call_start(name: str) -> str:
+    """What a call of a function begins with in the llama3 format where a grammar holds.
+
+    An output that begins so can only go on as a call, and no other one is read as one."""
+    return f'{{"name": {msgspec.json.encode(name).decode()}'
 
 
 def _grammar(shape: CallsShape) -> Grammar:
@@ -122,15 +133,8 @@ def _separator(form: ToolFormat) -> str:
     return "\n" if form == "hermes" else "; "
 
 
-def _begun_call(tools: Sequence[Tool]) -> str:
-    """What is read as the beginning of a call in the llama3 format."""
-    names = "|".join(re.escape(tool.name) for tool in tools)
-    key = rf'"name"{_SPACE}:{_SPACE}"({names})"|"parameters"|"arguments"|"type"{_SPACE}:{_SPACE}"function"'
-    return rf"{_SPACE}({re.escape(PYTHON_TAG)}|\{{{_SPACE}({key}))"
-
-
 def _call_shape(tool: Tool, form: ToolFormat) -> CallShape:
-    name = msgspec.json.encode(tool.name).decode()
     if form == "hermes":
+        name = msgspec.json.encode(tool.name).decode()
         return CallShape(f'{CALL_OPEN}\n{{"name": {name}, "arguments": ', tool.parameters, f"}}\n{CALL_CLOSE}")
-    return CallShape(f'{{"name": {name}, "parameters": ', tool.parameters, "}")
+    return CallShape(f'{call_start(tool.name)}, "parameters": ', tool.parameters, "}")

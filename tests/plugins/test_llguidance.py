@@ -2,7 +2,6 @@
 
 import json
 import time
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -10,40 +9,15 @@ import pytest
 from engine.errors import RequestError
 from engine.plugins.grammar.llguidance import LLGuidance
 from engine.plugins.hookspecs import GrammarContext
-from engine.sampling.grammar import GrammarFailure, Matcher
+from engine.sampling.grammar import GrammarFailure
 from engine.sampling.grammars import Grammars
 from engine.sampling.params import Grammar
-from engine.text.tool_format import Tool, ToolFormat, allow_calls, demand_calls
-
-BYTES = [bytes([byte]) for byte in range(256)]
-EOS, CALL, CLOSE = 256, 257, 258
-PIECES = [*BYTES, b"<eos>", b"<tool_call>", b"</think>", b"", b'{"a"']
-VOCAB = 288  # of the model: the rest is padding
-SPECIAL = [EOS, CALL, CLOSE, 259]
-WORDS = VOCAB // 32
-SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}
+from tests.plugins.grammar_walk import BYTES, CALL, CLOSE, EOS, PIECES, SCHEMA, SPECIAL, VOCAB, accepts, allowed
 
 
 @pytest.fixture(scope="module")
 def engine() -> LLGuidance:
     return LLGuidance(GrammarContext(VOCAB, PIECES, SPECIAL, [EOS]))
-
-
-def allowed(matcher: Matcher) -> set[int]:
-    mask = np.full(WORDS, -1, dtype=np.int32)
-    matcher.fill(mask)
-    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
-
-
-def accepts(engine: LLGuidance, grammar: Grammar, *parts: str | int) -> bool:
-    """Whether text, with special tokens by id, is a whole output; every token must be allowed by the mask before it."""
-    matcher = engine.compile(grammar).matcher()
-    tokens = [token for part in parts for token in ([part] if isinstance(part, int) else part.encode())]
-    for token in tokens:
-        if token not in allowed(matcher):
-            return False
-        matcher.consume(token)
-    return EOS in allowed(matcher)
 
 
 @pytest.mark.parametrize(
@@ -120,86 +94,6 @@ def test_markers_that_are_plain_text_end_thoughts_as_well() -> None:
     mask = np.zeros(9, dtype=np.int32)
     matcher.fill(mask)
     assert mask[EOS // 32] >> EOS % 32 & 1
-
-
-TOOLS = [Tool("f", SCHEMA), Tool("g", {})]
-
-
-def test_calls_are_demanded_with_special_tokens_where_markers_are(engine: LLGuidance) -> None:
-    one = demand_calls(TOOLS, "hermes", many=False)
-    many = demand_calls(TOOLS, "hermes", many=True)
-    f = (CALL, '\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')
-    g = (CALL, '\n{"name": "g", "arguments": {"z": []}}\n</tool_call>')
-    assert accepts(engine, one, *f)
-    assert accepts(engine, many, *f, "\n", *g)
-    assert not accepts(engine, one, *f, "\n", *g)
-    assert not accepts(engine, many, "text")
-    assert not accepts(engine, one, CALL, '\n{"name": "h"')
-    llama = demand_calls(TOOLS, "llama3", many=True)
-    assert accepts(engine, llama, '{"name": "f", "parameters": {"a": 22}}; {"name": "g", "parameters": {}}')
-
-
-F = '\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-
-
-@pytest.mark.parametrize("opening", [CALL, "<tool_call>"])
-def test_free_text_may_hold_calls_and_they_are_as_the_tools_say(engine: LLGuidance, opening: str | int) -> None:
-    # The marker is a special token in the first case, and plain text in the second.
-    if isinstance(opening, str):
-        engine = LLGuidance(GrammarContext(257, [*BYTES, b"<eos>"], [EOS], [EOS]))
-    many, one = (allow_calls(TOOLS, "hermes", None, many=many) for many in (True, False))
-    for grammar in (many, one):
-        assert accepts(engine, grammar, "")
-        assert accepts(engine, grammar, "a < b, <tool_cal")
-        assert accepts(engine, grammar, "Sure.\n", opening, F)
-        assert not accepts(engine, grammar, "Sure.\n", opening, F.replace("1", "2"))
-        assert not accepts(engine, grammar, opening, '\n{"name": "h"')
-        assert not accepts(engine, grammar, "Sure.", opening)
-    assert accepts(engine, many, opening, F, "\n", opening, F, "\nbye")
-    assert not accepts(engine, one, opening, F, "\n")
-
-
-def test_text_that_begins_like_a_call_is_one_in_the_llama_format(engine: LLGuidance) -> None:
-    grammar = allow_calls([*TOOLS, Tool("a-b.c", {})], "llama3", None, many=True)
-    for free in ("", "hello", "[1]", '{"answer": 42, "name": "f"}', ' {"name": "Bob"}', '{"type": "x"}', "{"):
-        assert accepts(engine, grammar, free), free
-    for call in ('{"name": "f", "parameters": {"a": 1}}', '<|python_tag|>{"name": "a-b.c", "parameters": {}}'):
-        assert accepts(engine, grammar, call), call
-    for wrong in ('{"name": "f", "parameters": {"a": 2}}', '{"name": "f"}', '{"type":"function", ', "<|python_tag|>x"):
-        assert not accepts(engine, grammar, wrong), wrong
-
-
-@pytest.mark.parametrize("form", ["hermes", "llama3"])
-@pytest.mark.parametrize("special", [True, False])
-def test_thoughts_may_write_of_calls_as_they_like(form: ToolFormat, special: bool) -> None:
-    context = GrammarContext(VOCAB, PIECES, [EOS, CLOSE], [EOS]) if special else GrammarContext(257, BYTES, [], [256])
-    engine, close = LLGuidance(context), CLOSE if special else "</think>"
-    free = allow_calls(TOOLS, form, None, many=True)
-    call = "<tool_call>" + F if form == "hermes" else '{"name": "f", "parameters": {"a": 1}}'
-    wrong = call.replace("1", "2")
-    thinking: Literal["open", "optional"]
-    for thinking, opening in (("open", ""), ("optional", "<think>")):
-        grammar = Grammar(free.kind, free.source, thinking=thinking)
-        assert accepts(engine, grammar, opening, "<tool_call>, ", wrong, close, "text")
-        assert accepts(engine, grammar, opening, "hm", close, call)
-        assert not accepts(engine, grammar, opening, "hm", close, wrong)
-    assert accepts(engine, Grammar(free.kind, free.source, thinking="optional"), call)
-
-
-@pytest.mark.parametrize("form", ["hermes", "llama3"])
-@pytest.mark.parametrize("answer", [Grammar("json_schema", '{"type": "array"}'), Grammar("ebnf", 'root ::= "[1]"')])
-def test_calls_or_an_answer_that_has_a_grammar_of_its_own(
-    engine: LLGuidance, form: ToolFormat, answer: Grammar
-) -> None:
-    grammar = allow_calls(TOOLS, form, answer, many=True)
-    call: tuple[str | int, ...] = (CALL, F) if form == "hermes" else ('{"name": "f", "parameters": {"a": 22}}',)
-    assert accepts(engine, grammar, "[1]")
-    assert accepts(engine, grammar, *call)
-    assert not accepts(engine, grammar, "text")
-    assert not accepts(engine, grammar, "[1]", *call)
-    thinking = Grammar(grammar.kind, grammar.source, thinking="open")
-    assert accepts(engine, thinking, "hm, <tool_call>?", CLOSE, "\n\n", *call)
-    assert accepts(engine, thinking, "hm", CLOSE, "[1]")
 
 
 def nested(depth: int) -> dict[str, object]:

@@ -2,15 +2,19 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
 from engine.sampling.params import Grammar
+from engine.text.tool_format import ToolFormat
+from tests.server import fake_ingress
 from tests.server.engine_server import EngineServer
 from tests.server.http_client import ask
-from tests.server.live_server import MODEL, LiveServer
+from tests.server.live_server import CARD, MODEL, LiveServer
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -63,6 +67,17 @@ def test_an_answer_may_have_a_format_and_tools_beside_it(live: LiveServer) -> No
     assert plain.kind == "json_schema"
 
 
+def test_a_grammar_makes_the_reading_of_calls_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = '{"type": "function", "name": "look", "parameters": {"n": "no number"}}'
+    monkeypatch.setattr(fake_ingress, "CALL", written)
+    with LiveServer(card=msgspec.structs.replace(CARD, tool_format="llama3")) as live:
+        for strict, called in ((False, True), (True, False)):
+            messages = [{"role": "user", "content": "!call"}]
+            body = {"model": MODEL, "messages": messages, "tools": [tool(strict=strict)]}
+            message = json.loads(ask(live.port, "POST", "/v1/chat/completions", body).body)["choices"][0]["message"]
+            assert ("tool_calls" in message, message["content"]) == (called, None if called else written)
+
+
 @pytest.mark.parametrize(
     "fields, param",
     [
@@ -85,15 +100,24 @@ def test_without_a_grammar_tools_and_ignore_eos_go_together(live: LiveServer) ->
 # ---- with a model ---------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[EngineServer]:
-    with EngineServer(model_={"name": "demo"}) as server:
-        yield server
+@contextmanager
+def serving(form: ToolFormat) -> Iterator[openai.OpenAI]:
+    with (
+        EngineServer(model_={"name": "demo", "tool_format": form}) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
 
 
 @pytest.fixture(scope="module")
-def client(served: EngineServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+def client() -> Iterator[openai.OpenAI]:
+    with serving("hermes") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def llama_client() -> Iterator[openai.OpenAI]:
+    with serving("llama3") as client:
         yield client
 
 
@@ -111,17 +135,34 @@ def test_strict_tools_leave_text_as_it_is(client: openai.OpenAI) -> None:
     assert strict.message.content == free.message.content
 
 
-def test_an_answer_beside_tools_has_its_format(client: openai.OpenAI) -> None:
-    request = {"tools": [tool()], "response_format": FORMAT, "temperature": 1.0}
+@pytest.mark.parametrize("name", ["client", "llama_client"])
+def test_an_answer_beside_tools_has_its_format(name: str, request: pytest.FixtureRequest) -> None:
+    """Either is short enough for the model to finish, and both begin like a call in the llama3 format."""
+    client: openai.OpenAI = request.getfixturevalue(name)
+    values = ["yes", "no"]
+    schema = {"type": "object", "properties": {"name": {"enum": values}}, "required": ["name"]}
+    schema["additionalProperties"] = False
+    asked = {
+        "tools": [tool(strict=True, parameters=schema)],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}},
+        "parallel_tool_calls": False,
+        "temperature": 1.0,
+    }
+    endings = set()
     for seed in range(4):
-        (choice,) = chat(client, seed=seed, **request).choices
-        if choice.finish_reason == "tool_calls":
-            assert isinstance(json.loads(choice.message.tool_calls[0].function.arguments), dict)
-        elif choice.finish_reason == "stop":
-            assert set(json.loads(choice.message.content)) == {"n"}
-        stream = chat(client, seed=seed, stream=True, **request)
-        deltas = [one.delta for chunk in stream for one in chunk.choices]
+        (choice,) = chat(client, seed=seed, **asked).choices
+        endings.add(choice.finish_reason)
+        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+        if calls:
+            assert (choice.finish_reason, choice.message.content, len(calls)) == ("tool_calls", None, 1)
+        written = calls[0][1] if calls else choice.message.content
+        assert json.loads(written) in [{"name": value} for value in values]
+        deltas = [one.delta for chunk in chat(client, seed=seed, stream=True, **asked) for one in chunk.choices]
+        streamed = [call.function for delta in deltas for call in delta.tool_calls or ()]
         assert "".join(delta.content or "" for delta in deltas) == (choice.message.content or "")
+        assert [call.name for call in streamed if call.name] == [called for called, _ in calls]
+        assert "".join(call.arguments or "" for call in streamed) == "".join(arguments for _, arguments in calls)
+    assert endings == {"stop", "tool_calls"}, "the seeds show both"
 
 
 @pytest.mark.parametrize("stream", [False, True])

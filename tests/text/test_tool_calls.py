@@ -43,8 +43,27 @@ LLAMA: list[tuple[str, Read]] = [
 ]  # fmt: skip
 
 
-def read(form: ToolFormat, pieces: list[str], max_calls: int | None = None) -> Read:
-    parser = ToolCallParser(form, {"f", "g"}, max_calls)
+# Where a grammar holds: only what it takes for a call is one.
+EXACT: list[tuple[str, Read]] = [
+    LLAMA[0],
+    ('<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"y": 2}}',
+     ("", [("f", "{}"), ("g", '{"y": 2}')])),
+    *((text, (text, [])) for text in (
+        '{"id": 1, "name": "f", "parameters": {}}',
+        '{"type": "function", "name": "f", "parameters": {}}',
+        '{"name": "\\u0066", "parameters": {}}',
+        '{,"name": "f", "parameters": {}}',
+        '{"name":"f", "parameters": {}}',
+        '{ "name": "f", "parameters": {}}',
+        '{"parameters": {}, "name": "f"}',
+        '{"name": "unknown", "parameters": {}}',
+        '{"name": "f',
+    )),
+]  # fmt: skip
+
+
+def read(form: ToolFormat, pieces: list[str], max_calls: int | None = None, *, exact: bool = False) -> Read:
+    parser = ToolCallParser(form, {"f", "g"}, max_calls, exact=exact)
     content = ""
     calls: dict[int, list[str]] = {}
     for text, found in map(text_and_calls, [*map(parser.push, pieces), parser.finish()]):
@@ -69,6 +88,12 @@ def test_llama(text: str, expected: Read) -> None:
     assert read("llama3", list(text)) == expected
 
 
+@pytest.mark.parametrize("text, expected", EXACT)
+def test_where_a_grammar_holds_nothing_is_forgiven(text: str, expected: Read) -> None:
+    assert read("llama3", [text], exact=True) == expected
+    assert read("llama3", list(text), exact=True) == expected
+
+
 TEXTS = {"hermes": [text for text, _ in HERMES], "llama3": [text for text, _ in LLAMA]}
 CALL_SCRAPS = [
     "<tool_call>",
@@ -81,12 +106,13 @@ CALL_SCRAPS = [
 SCRAPS = st.sampled_from([*CALL_SCRAPS, *'}"{\n;x<\\,:', "[1]", "null"])
 
 
-@given(st.sampled_from(["hermes", "llama3"]), st.lists(SCRAPS, max_size=14), st.data())
-def test_pieces_make_no_difference(form: ToolFormat, scraps: list[str], data: st.DataObject) -> None:
+@given(st.sampled_from(["hermes", "llama3"]), st.booleans(), st.lists(SCRAPS, max_size=14), st.data())
+def test_pieces_make_no_difference(form: ToolFormat, exact: bool, scraps: list[str], data: st.DataObject) -> None:
     text = data.draw(st.sampled_from(["".join(scraps), *TEXTS[form]]))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     cut = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert read(form, cut) == read(form, [text]) == read(form, list(text))
+    whole = read(form, [text], exact=exact)
+    assert read(form, cut, exact=exact) == whole == read(form, list(text), exact=exact)
 
 
 VALUES = st.text(max_size=9) | st.integers() | st.lists(st.booleans())

@@ -21,8 +21,8 @@ from engine.plugins.hookspecs import GrammarContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.sampling.grammar import GrammarFailure, Mask
 from engine.sampling.params import Grammar
-from engine.text.reasoning import CLOSE, OPEN
-from engine.text.tool_format import CallShape, CallsShape
+from engine.text.reasoning import CLOSE, OPEN, Thinking
+from engine.text.tool_format import SPACE, CallShape, CallsShape
 
 CALLBOARD_PLUGIN = {"api": 1, "packages": ["llguidance"]}
 
@@ -47,31 +47,42 @@ class LLGuidanceOptions(Options, frozen=True):
     max_grammar_size: int = 100_000
 
 
-class LLGuidanceMatcher:
-    """A copy of a compiled matcher."""
+Branches = list[list[LLMatcher]]
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+
+class LLGuidanceMatcher:
+    """branches: the output is as one of them says, and all matchers of that one agree with it.
+
+    Alternatives that share a grammar would share its lexer as well, whose longest match hides what is shorter.
+    """
+
+    def __init__(self, branches: Branches) -> None:
+        self._branches = branches
 
     def consume(self, token_id: int) -> None:
-        if not self._matcher.consume_token(token_id):
-            raise GrammarFailure(_shortened(self._matcher.get_error()))
+        left = [branch for branch in self._branches if all(matcher.consume_token(token_id) for matcher in branch)]
+        if not left:
+            raise GrammarFailure(_shortened(_error(self._branches[0])))
+        self._branches = left
 
     def fill(self, mask: Mask) -> None:
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self._matcher.is_error():
-            raise GrammarFailure(_shortened(self._matcher.get_error()))
+        first, *others = self._branches
+        _fill_all(first, mask)
+        for branch in others:
+            mask |= _fill_all(branch, np.empty_like(mask))
+        if not mask.any():
+            raise GrammarFailure("nothing may follow, not even the end")
 
 
 class LLGuidanceGrammar:
     """A grammar whose first mask has been computed: that is where some of them turn out to be too large."""
 
-    def __init__(self, matcher: LLMatcher, num_bytes: int) -> None:
-        self._matcher = matcher
+    def __init__(self, branches: Branches, num_bytes: int) -> None:
+        self._branches = branches
         self.num_bytes = num_bytes
 
     def matcher(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self._matcher.deep_copy())
+        return LLGuidanceMatcher([[matcher.deep_copy() for matcher in branch] for branch in self._branches])
 
 
 class LLGuidance:
@@ -88,9 +99,13 @@ class LLGuidance:
 
     def compile(self, grammar: Grammar) -> LLGuidanceGrammar:
         try:
-            text = self._written(grammar)
+            branches = self._written(grammar)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise _refused(f"not valid JSON: {error}") from None
+        num_bytes = sum(_BASE_BYTES + _BYTES_PER_CHARACTER * len(text) for branch in branches for text in branch)
+        return LLGuidanceGrammar([[self._matcher(text) for text in branch] for branch in branches], num_bytes)
+
+    def _matcher(self, text: str) -> LLMatcher:
         limits = llguidance.LLParserLimits(
             max_lexer_states=self._options.max_lexer_states,
             max_grammar_size=self._options.max_grammar_size,
@@ -106,24 +121,39 @@ class LLGuidance:
                 raise _refused(_shortened(trial.get_error()) or "it allows no output at all")
         if matcher.is_error():
             raise _refused(_shortened(matcher.get_error()))
-        return LLGuidanceGrammar(matcher, _BASE_BYTES + _BYTES_PER_CHARACTER * len(text))
+        return matcher
 
-    def _written(self, grammar: Grammar) -> str:
+    def _written(self, grammar: Grammar) -> list[list[str]]:
+        """The branches of ``LLGuidanceMatcher``."""
+        if grammar.kind != "tool_calls":
+            return [[self._behind_thoughts(self._lark(grammar), grammar.thinking)]]
+        shape = msgspec.json.decode(grammar.source, type=CallsShape)
+        # Text that could begin with a thought would swallow it, as the longer match.
+        thinks = grammar.thinking == "optional" and OPEN not in self._special
+        not_begun = f"{SPACE}{OPEN}" if thinks else ""
+        branches = [[self._calls(shape, not_begun)]]
+        if (otherwise := shape.otherwise) is not None and not otherwise.opening:
+            branches.append([])
+            if otherwise.kind != "text":
+                answer = msgspec.convert({"kind": otherwise.kind, "source": otherwise.source}, Grammar)
+                branches[1].append(self._lark(answer))
+            if otherwise.not_begun:
+                branches[1].append(f"start: TEXT\nTEXT: {_text_but(otherwise.not_begun, not_begun)}")
+        return [[self._behind_thoughts(lark, grammar.thinking) for lark in branch] for branch in branches]
+
+    def _behind_thoughts(self, lark: str, thinking: Thinking) -> str:
         """As a list of Lark grammars, of which the first is where it starts."""
-        parts = [{"name": "answer", "lark_grammar": _NO_FORCING + self._lark(grammar)}]
-        if grammar.kind == "tool_calls" and (otherwise := _shape(grammar).otherwise) and otherwise.kind != "text":
-            other = msgspec.convert({"kind": otherwise.kind, "source": otherwise.source}, Grammar)
-            parts.append({"name": "otherwise", "lark_grammar": _NO_FORCING + self._lark(other)})
-        if grammar.thinking == "none":
-            return msgspec.json.encode({"grammars": parts}).decode()
-        start = "thoughts @answer" if grammar.thinking == "open" else f"({self._literal(OPEN)} thoughts)? @answer"
+        answer = {"name": "answer", "lark_grammar": _NO_FORCING + lark}
+        if thinking == "none":
+            return msgspec.json.encode({"grammars": [answer]}).decode()
+        start = "thoughts @answer" if thinking == "open" else f"({self._literal(OPEN)} thoughts)? @answer"
         lines = [f"start: {start}", "thoughts: inside space", "space: /\\s{0,8}/"]
         if CLOSE in self._special:
             lines.append(f"inside: /(?s:.*)/ {CLOSE}")
         else:
             lines.append(f'inside[suffix="{CLOSE}"]: /(?s:.*)/')
         head = {"name": "start", "lark_grammar": _NO_FORCING + "\n".join(lines)}
-        return msgspec.json.encode({"grammars": [head, *parts]}).decode()
+        return msgspec.json.encode({"grammars": [head, answer]}).decode()
 
     def _lark(self, grammar: Grammar) -> str:
         match grammar.kind:
@@ -145,25 +175,17 @@ class LLGuidance:
                 except Exception as error:  # the converter has a tree of its own errors
                     raise _refused(_shortened(str(error))) from None
             case "tool_calls":
-                # Text that could begin with a thought would swallow it, as the longer match.
-                thinks = grammar.thinking == "optional" and OPEN not in self._special
-                return self._calls(_shape(grammar), f"\\s*{OPEN}" if thinks else "")
+                raise AssertionError("calls are written by _calls, and cannot be an answer beside calls")
 
     def _calls(self, shape: CallsShape, not_begun: str) -> str:
-        """not_begun: matches how free text may not begin."""
+        """Calls alone, or in free text.  not_begun: matches how that may not begin."""
         otherwise = shape.otherwise
         if otherwise is not None and otherwise.opening:
             lines = self._text_with_calls(shape.many, otherwise.opening, not_begun)
             return "\n".join([*lines, *self._each(shape.calls, otherwise.opening)])
         more = f" ({_quoted(shape.separator)} call){{0,{_MAX_CALLS - 1}}}" if shape.many else ""
-        calls = f"({self._literal(shape.tag)})? call{more}" if shape.tag else f"call{more}"
-        if otherwise is None:
-            lines = [f"start: {calls}"]
-        elif otherwise.kind == "text":
-            lines = [f"start: {calls} | TEXT", f"TEXT: {_text_but(otherwise.not_begun, not_begun)}"]
-        else:
-            lines = [f"start: {calls} | @otherwise"]
-        return "\n".join([*lines, *self._each(shape.calls)])
+        tag = f"({self._literal(shape.tag)})? " if shape.tag else ""
+        return "\n".join([f"start: {tag}call{more}", *self._each(shape.calls)])
 
     def _text_with_calls(self, many: bool, opening: str, not_begun: str) -> list[str]:
         """Where the marker of a call is written, a call must follow."""
@@ -185,8 +207,7 @@ class LLGuidance:
         for name, call in zip(names, calls, strict=True):
             begin = self._literal(call.begin.removeprefix(opening))
             lines.append(f"{name}: {begin} {name}_arguments {self._literal(call.end)}")
-            schema = call.schema or {"type": "object"}
-            lines.append(f"{name}_arguments: {_json_rule(_schema(schema))}")
+            lines.append(f"{name}_arguments: {_json_rule(_object_schema(call.schema))}")
         return lines
 
     def _literal(self, text: str) -> str:
@@ -229,8 +250,20 @@ def _text_but(*not_begun: str) -> str:
     return "/(?s:.*)/" + "".join(unlike)
 
 
-def _shape(grammar: Grammar) -> CallsShape:
-    return msgspec.json.decode(grammar.source, type=CallsShape)
+def _fill_all(branch: list[LLMatcher], mask: Mask) -> Mask:
+    """What all of them allow."""
+    for index, matcher in enumerate(branch):
+        part = np.empty_like(mask) if index else mask
+        matcher.unsafe_compute_mask_ptr(part.ctypes.data, part.nbytes)
+        if matcher.is_error():
+            raise GrammarFailure(_shortened(matcher.get_error()))
+        if index:
+            mask &= part
+    return mask
+
+
+def _error(branch: list[LLMatcher]) -> str:
+    return str(next(matcher.get_error() for matcher in branch if matcher.is_error()))
 
 
 def _schema(schema: Any) -> dict[str, Any]:
@@ -239,6 +272,14 @@ def _schema(schema: Any) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise _refused("a JSON Schema is an object or a boolean")
     return schema
+
+
+def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """What the arguments of a call follow: they are an object, whether their schema says so or not."""
+    types = schema.get("type", "object")
+    if "object" not in (types if isinstance(types, list) else [types]):
+        raise _refused("the arguments of a function are an object, and the type in its parameters is another one")
+    return {**schema, "type": "object"}
 
 
 def _json_rule(schema: dict[str, Any]) -> str:

@@ -1,0 +1,227 @@
+"""Calls of tools under the llguidance plugin: alone, in text, beside an answer; and that the parser agrees."""
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.errors import RequestError
+from engine.plugins.grammar.llguidance import LLGuidance
+from engine.plugins.hookspecs import GrammarContext
+from engine.sampling.grammar import GrammarFailure
+from engine.sampling.params import Grammar
+from engine.text.reasoning import Thinking
+from engine.text.tool_calls import ToolCallParser, text_and_calls
+from engine.text.tool_format import Tool, ToolFormat, allow_calls, demand_calls
+from tests.plugins.grammar_walk import BYTES, CALL, CLOSE, EOS, PIECES, SCHEMA, SPECIAL, VOCAB, accepts, allowed
+
+
+@pytest.fixture(scope="module")
+def engine() -> LLGuidance:
+    return LLGuidance(GrammarContext(VOCAB, PIECES, SPECIAL, [EOS]))
+
+
+TOOLS = [Tool("f", SCHEMA), Tool("g", {})]
+
+
+def test_calls_are_demanded_with_special_tokens_where_markers_are(engine: LLGuidance) -> None:
+    one = demand_calls(TOOLS, "hermes", many=False)
+    many = demand_calls(TOOLS, "hermes", many=True)
+    f = (CALL, '\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')
+    g = (CALL, '\n{"name": "g", "arguments": {"z": []}}\n</tool_call>')
+    assert accepts(engine, one, *f)
+    assert accepts(engine, many, *f, "\n", *g)
+    assert not accepts(engine, one, *f, "\n", *g)
+    assert not accepts(engine, many, "text")
+    assert not accepts(engine, one, CALL, '\n{"name": "h"')
+    llama = demand_calls(TOOLS, "llama3", many=True)
+    assert accepts(engine, llama, '{"name": "f", "parameters": {"a": 22}}; {"name": "g", "parameters": {}}')
+
+
+F = '\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("opening", [CALL, "<tool_call>"])
+def test_free_text_may_hold_calls_and_they_are_as_the_tools_say(engine: LLGuidance, opening: str | int) -> None:
+    # The marker is a special token in the first case, and plain text in the second.
+    if isinstance(opening, str):
+        engine = LLGuidance(GrammarContext(257, [*BYTES, b"<eos>"], [EOS], [EOS]))
+    many, one = (allow_calls(TOOLS, "hermes", None, many=many) for many in (True, False))
+    for grammar in (many, one):
+        assert accepts(engine, grammar, "")
+        assert accepts(engine, grammar, "a < b, <tool_cal")
+        assert accepts(engine, grammar, "Sure.\n", opening, F)
+        assert not accepts(engine, grammar, "Sure.\n", opening, F.replace("1", "2"))
+        assert not accepts(engine, grammar, opening, '\n{"name": "h"')
+        assert not accepts(engine, grammar, "Sure.", opening)
+    assert accepts(engine, many, opening, F, "\n", opening, F, "\nbye")
+    assert not accepts(engine, one, opening, F, "\n")
+
+
+F_LLAMA = '{"name": "f", "parameters": {"a": 1}}'
+BAD = '"parameters": {"a": 3}}'
+RESEMBLE = [
+    f'{{"id": 1, "name": "f", {BAD}',
+    f'{{"type": "function", "name": "f", {BAD}',
+    f'{{"name": "\\u0066", {BAD}',
+    f'{{,"name": "f", {BAD}',
+    f'{{ "name": "f", {BAD}',
+    f'{{"name":"f", {BAD}',
+    '{"answer": 42, "name": "f"}',
+    ' {"name": "Bob"}',
+    '{"name": "f',
+]
+
+
+def parsed(form: ToolFormat, text: str) -> tuple[str, list[str | None]]:
+    """The text and the names of the calls that are read from an output that had a grammar."""
+    parser = ToolCallParser(form, {tool.name for tool in TOOLS}, exact=True)
+    content, pieces = text_and_calls([*parser.push(text), *parser.finish()])
+    return content, [piece.name for piece in pieces if piece.name is not None]
+
+
+def test_text_that_begins_like_a_call_is_one_in_the_llama_format(engine: LLGuidance) -> None:
+    grammar = allow_calls([*TOOLS, Tool("a-b.c", {})], "llama3", None, many=True)
+    for call in (F_LLAMA, '<|python_tag|>{"name": "a-b.c", "parameters": {}}'):
+        assert accepts(engine, grammar, call), call
+    for wrong in (F_LLAMA.replace("1", "2"), '{"name": "f"}', "<|python_tag|>x", F_LLAMA + "; hello"):
+        assert not accepts(engine, grammar, wrong), wrong
+
+
+@pytest.mark.parametrize("text", ["", "hello", "[1]", "{", *RESEMBLE])
+def test_what_only_resembles_a_call_is_text_to_the_grammar_and_to_the_parser(engine: LLGuidance, text: str) -> None:
+    assert accepts(engine, allow_calls(TOOLS, "llama3", None, many=True), text)
+    assert parsed("llama3", text) == (text, [])
+
+
+@pytest.mark.parametrize("space", ["\u00a0", "\x1c", " \n\t", "\u3000\v"])
+@pytest.mark.parametrize("thinking", ["none", "open"])
+def test_a_call_that_breaks_its_schema_cannot_hide_behind_space(
+    engine: LLGuidance, space: str, thinking: Thinking
+) -> None:
+    wrong = F_LLAMA.replace("1", "3")
+    assert parsed("llama3", space + wrong)[1] == ["f"], "the parser would read it"
+    source = allow_calls(TOOLS, "llama3", None, many=True).source
+    begin = [CLOSE] if thinking == "open" else []
+    assert not accepts(engine, Grammar("tool_calls", source, thinking), *begin, space, wrong)
+    assert accepts(engine, Grammar("tool_calls", source, thinking), *begin, space, "hello")
+
+
+NO_TYPE = {"properties": {"a": {"type": "integer"}}}
+REFERENCE = {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"type": "string"}, SCHEMA]}}}
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3"])
+@pytest.mark.parametrize("schema", [{}, NO_TYPE, REFERENCE, {"type": ["object", "null"]}, {"description": "x"}])
+def test_arguments_are_an_object_whatever_their_schema_leaves_out(
+    engine: LLGuidance, form: ToolFormat, schema: dict[str, Any]
+) -> None:
+    tools = [Tool("f", schema)]
+    begin: list[str | int] = (
+        [CALL, '\n{"name": "f", "arguments": '] if form == "hermes" else ['{"name": "f", "parameters": ']
+    )
+    end = "}\n</tool_call>" if form == "hermes" else "}"
+    for grammar in (demand_calls(tools, form, many=True), allow_calls(tools, form, None, many=True)):
+        assert accepts(engine, grammar, *begin, '{"a": 1}', end)
+        for value in ("5", '"x"', "[1]", "null"):
+            assert not accepts(engine, grammar, *begin, value, end), value
+
+
+@pytest.mark.parametrize("schema", [{"type": "string"}, {"type": ["null", "array"]}, {"enum": [5]}])
+def test_arguments_that_cannot_be_an_object_are_refused(engine: LLGuidance, schema: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as refused:
+        engine.compile(demand_calls([Tool("f", schema)], "hermes", many=True))
+    assert (refused.value.status, refused.value.code) == (400, "invalid_grammar")
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3"])
+@pytest.mark.parametrize("special", [True, False])
+def test_thoughts_may_write_of_calls_as_they_like(form: ToolFormat, special: bool) -> None:
+    context = GrammarContext(VOCAB, PIECES, [EOS, CLOSE], [EOS]) if special else GrammarContext(257, BYTES, [], [256])
+    engine, close = LLGuidance(context), CLOSE if special else "</think>"
+    free = allow_calls(TOOLS, form, None, many=True)
+    call = "<tool_call>" + F if form == "hermes" else F_LLAMA
+    wrong = call.replace("1", "2")
+    thinking: Thinking
+    for thinking, opening in (("open", ""), ("optional", "<think>")):
+        grammar = Grammar(free.kind, free.source, thinking=thinking)
+        assert accepts(engine, grammar, opening, "<tool_call>, ", wrong, close, "text")
+        assert accepts(engine, grammar, opening, "hm", close, call)
+        assert not accepts(engine, grammar, opening, "hm", close, wrong)
+    assert accepts(engine, Grammar(free.kind, free.source, thinking="optional"), call)
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3"])
+@pytest.mark.parametrize("answer", [Grammar("json_schema", '{"type": "array"}'), Grammar("ebnf", 'root ::= "[1]"')])
+def test_calls_or_an_answer_that_has_a_grammar_of_its_own(
+    engine: LLGuidance, form: ToolFormat, answer: Grammar
+) -> None:
+    grammar = allow_calls(TOOLS, form, answer, many=True)
+    call: tuple[str | int, ...] = (CALL, F) if form == "hermes" else ('{"name": "f", "parameters": {"a": 22}}',)
+    assert accepts(engine, grammar, "[1]")
+    assert accepts(engine, grammar, *call)
+    assert not accepts(engine, grammar, "text")
+    assert not accepts(engine, grammar, "[1]", *call)
+    thinking = Grammar(grammar.kind, grammar.source, thinking="open")
+    assert accepts(engine, thinking, "hm, <tool_call>?", CLOSE, "\n\n", *call)
+    assert accepts(engine, thinking, "hm", CLOSE, "[1]")
+
+
+N = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "additionalProperties": False}
+ANSWERS: list[tuple[Grammar, list[str]]] = [
+    (Grammar("json_schema", json.dumps(N)), ['{"n": 5}', '{"n":5}', '{\n  "n": 5}']),
+    (Grammar("json_schema", json.dumps(NAME)), ['{"name": "Bob"}', '{"name":"Bob"}', '{"name": "fg"}', "{}"]),
+    (
+        Grammar("json_object"),
+        [
+            r'{"x": "<tool_call>{\"name\""}',
+            '{"x": [1]}',
+            '{"name": "Bob"}',
+            '{"name": {}}',
+            '{"parameters": 1, "name": "f"}',
+        ],
+    ),
+    (Grammar("ebnf", 'root ::= "{" "\\"x\\"" "}"'), ['{"x"}']),
+    (Grammar("ebnf", 'start: "<" NAME ">"\nNAME: /[a-z_]+/'), ["<b>", "<tool>", "<tool_cal>"]),
+    (Grammar("regex", r"<[a-z_]+>|\{.*"), ["<tool>", "{x", '{"name": f']),
+    (Grammar("choice", '["<tool_", "{\\"name\\""]'), ["<tool_", '{"name"']),
+]
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3"])
+@pytest.mark.parametrize("thinking", ["none", "open", "optional"])
+@pytest.mark.parametrize("answer, good", ANSWERS, ids=lambda value: value.kind if isinstance(value, Grammar) else "")
+def test_an_answer_may_begin_like_a_call(
+    form: ToolFormat, thinking: Thinking, answer: Grammar, good: list[str]
+) -> None:
+    """Where markers are plain text, so that the answer's own text can spell them."""
+    engine = LLGuidance(GrammarContext(257, [*BYTES, b"<eos>"], [EOS], [EOS]))
+    grammar = Grammar("tool_calls", allow_calls(TOOLS, form, answer, many=True).source, thinking)
+    call = "<tool_call>" + F if form == "hermes" else F_LLAMA
+    begin = {"none": "", "open": f"hm {call}</think>", "optional": f"<think>hm {call}</think>"}[thinking]
+    for text in good:
+        assert accepts(engine, grammar, begin, text), text
+        assert parsed(form, text) == (text, [])
+    separator = "\n" if form == "hermes" else "; "
+    assert accepts(engine, grammar, begin, call)
+    assert accepts(engine, grammar, begin, separator.join([call] * 3))
+    assert not accepts(engine, grammar, begin, call.replace("1", "3")), "not even where it would be a good answer"
+
+
+def test_an_answer_of_any_text_cannot_hold_a_call_that_breaks_its_schema() -> None:
+    engine = LLGuidance(GrammarContext(257, [*BYTES, b"<eos>"], [EOS], [EOS]))
+    grammar = allow_calls(TOOLS, "hermes", Grammar("regex", "(?s:.*)"), many=True)
+    for space in ("", " \n", "\u00a0"):
+        wrong = f'so: <tool_call>{space}{{"name": "f", "arguments": {{"a": 3}}}}</tool_call>'
+        assert not accepts(engine, grammar, wrong)
+    assert accepts(engine, grammar, 'so: <tool_call> and {"name": "f"}')
+
+
+def test_an_answer_that_leads_into_the_marker_alone_is_a_failure(engine: LLGuidance) -> None:
+    answer = Grammar("regex", r" \{\"name\": \"f\"\}")
+    matcher = engine.compile(allow_calls(TOOLS, "llama3", answer, many=True)).matcher()
+    for byte in b' {"name": "f':
+        matcher.consume(byte)
+    with pytest.raises(GrammarFailure, match="nothing may follow"):
+        allowed(matcher)
