@@ -69,8 +69,7 @@ def test_every_family_says_what_the_reference_says(checkpoint: Checkpoint, famil
         assert generated(llm, GREEDY) == expected, "again, with prefixes from the cache"
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "num_ranks"), list(zip(FAMILIES, (2, 4, 2, 4), strict=True)))
 def test_and_in_processes_of_their_own(checkpoint: Checkpoint, family: str, num_ranks: int) -> None:
     directory, expected = checkpoint(family)
     with engine(directory, num_ranks, "process") as llm:

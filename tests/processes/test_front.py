@@ -352,7 +352,9 @@ def test_a_front_that_refuses_its_configuration_ends_the_server_as_it_would_inli
     for placement in (INLINE, FRONT):
         with Server(*placement, wait=False, env={"AIOHTTP_NO_EXTENSIONS": "1"}) as server:
             code, logged = server.end()
-            ended.append((code, logged.strip().splitlines()[-1]))
+            # torch, where it has been imported by then, may have a word of its own at the end
+            ended.append((code, [line for line in logged.splitlines() if line.startswith("callboard: ")]))
     assert ended[0] == ended[1]
     assert ended[0][0] == 2
-    assert ended[0][1].startswith("callboard: aiohttp runs without its C parser")
+    (line,) = ended[0][1]
+    assert line.startswith("callboard: aiohttp runs without its C parser")

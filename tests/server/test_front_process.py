@@ -1,13 +1,15 @@
 """The inside of the front's process, in this one: it goes on where another front was, and does what its engine says."""
 
 import asyncio
+import gc
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+import pytest
 
 from engine.actors.ingress import Ingress
 from engine.actors.snapshot import Gauges, Snapshot
@@ -40,6 +42,13 @@ from tests.server.live_server import CARD, MODEL
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 HANDOVER = Handover(9, (EngineReady(8, 16),), msgspec.msgpack.encode(CARD))
 COMPLETION = {"model": MODEL, "prompt": "p"}
+
+
+@pytest.fixture(autouse=True)
+def thaw() -> Iterator[None]:
+    """A front freezes what has been loaded for as long as its process lives, which is not this one's business."""
+    yield
+    gc.unfreeze()
 
 
 class Stage:
