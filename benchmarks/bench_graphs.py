@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_sections.captures import WAYS, capture_costs
-from gpu_sections.throughput import QWEN3_06B
+from gpu_sections.shapes import QWEN3_06B
+from gpu_sections.stepping import captures
 from machine import describe_machine
 from rich.console import Console
 from rich.table import Table
@@ -42,7 +43,8 @@ Row = dict[str, Any]
 
 def in_own_process(way: str, arguments: argparse.Namespace) -> list[Row]:
     """The rows of one way to capture."""
-    command = [sys.executable, __file__, "--way", way, "--model", arguments.model]
+    command = [sys.executable, __file__, "--way", way, "--model", arguments.model, "--device", arguments.device]
+    command += ["--max-tokens", str(arguments.max_tokens), "--max-rows", str(arguments.max_rows)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -122,19 +124,23 @@ def show(rows: Sequence[Row]) -> None:
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    """argv: of the command line, without the program's name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: a GPU where there is one")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cuda", "cpu"], default=default, help="default: a GPU where there is one")
     parser.add_argument("--model", default="qwen3-0.6b", help="'qwen3-0.6b' (its shape, random weights), or 'demo'")
     parser.add_argument("--turns", type=int, default=7, help="measurements of each case on a CPU")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="sizes of a prompt on a CPU, up to 512")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="the largest captured step with prompts")
+    parser.add_argument("--max-rows", type=int, default=64, help="the largest captured decode batch")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--output", type=Path, help="write machine and rows as JSON to this file")
     parser.add_argument("--way", choices=list(WAYS), help=argparse.SUPPRESS)
     parser.add_argument("--start", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
+    arguments = parser.parse_args(argv)
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
         parser.exit(2, "bench_graphs: torch sees no GPU; --device cpu measures what compiled pieces bring there\n")
     with tempfile.TemporaryDirectory() as directory:
         model = "demo"
@@ -142,15 +148,17 @@ def main() -> None:
             (Path(directory) / "config.json").write_text(json.dumps(QWEN3_06B))
             model = directory
         if arguments.way:
-            for row in capture_costs(model, arguments.way):
+            for row in capture_costs(model, arguments.way, arguments.max_tokens, arguments.max_rows, device):
                 print(json.dumps(row), flush=True)
             return
         if arguments.start:
             print(_timed(lambda: _engine(model, "compiled", arguments).close()))
             return
-        if kind == "cpu":
+        if captures(device):
+            rows = on_gpu(arguments)
+        else:
             print("a CPU captures nothing: capture time, memory, order, pools are measured on a GPU", file=sys.stderr)
-        rows = on_gpu(arguments) if kind == "cuda" else on_cpu(arguments, model, arguments.turns)
+            rows = on_cpu(arguments, model, arguments.turns)
     show(rows)
     if arguments.output:
         arguments.output.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")

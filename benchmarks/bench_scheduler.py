@@ -195,6 +195,7 @@ async def through_actor(planner: Planner, admits: list[Admit], executor: NullExe
         page_size=PAGE_SIZE,
         new_planner=lambda num_pages: planner,
         executors=[Link(lambda step: scheduler.inbox.put(executor.answer(step)))],
+        losses=Link(lambda message: None),
         tokenizer=Link(take),
         ingress=Link(lambda message: None),
         observers=Observers(Plugins({}), {}, page_size=PAGE_SIZE),

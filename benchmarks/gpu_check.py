@@ -3,8 +3,13 @@
     python benchmarks/gpu_check.py --output benchmarks/results/gpu_check.json
     python benchmarks/gpu_check.py --device cpu --sections sampler greedy     # the same code without a GPU
 
-Each section is a file of gpu_sections/ and runs in a process of its own, bounded in time.  One that fails, hangs or
+Each section is a function of gpu_sections/ and runs in a process of its own, bounded in time.  One that fails, hangs or
 leaves the GPU in an unusable state is a row that says so, the rows it had by then are kept, and the others still run.
+The first one, warm_up, has an hour: compilers fill their caches there.  To spare that, carry ~/.triton, FlashInfer's
+prebuilt modules and ~/.cache/callboard from a machine of the same kind.
+
+On a CPU every section runs in a small size, and says what it had to skip.  Beside torch it takes what needs.py lists;
+what of it is missing is said before anything runs, together with how to carry it to a machine without a network.
 """
 
 import argparse
@@ -14,16 +19,16 @@ import sys
 import tempfile
 import time
 import traceback
-from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from gpu_sections.rows import Row
-from machine import describe_machine
-from rich.console import Console
-from rich.table import Table
+from gpu_sections.needs import complaint, remark
+from gpu_sections.table import SECTIONS
 
-TIMEOUT_S = 120.0
+if TYPE_CHECKING:
+    import torch
+
+Row = dict[str, Any]
 COLUMNS = {
     "error": "error",
     "us": "us",
@@ -37,41 +42,16 @@ COLUMNS = {
     "gap us": "gap_us",
     "MB": "mb",
 }
-# Section -> the function (device) -> rows.  Looked up only in the section's own process.
-SECTIONS = {
-    "attention_torch": "gpu_sections.attention_torch:attention",
-    "attention_triton": "gpu_sections.attention_triton:section",
-    "attention_triton_speed": "gpu_sections.attention_triton_speed:decodes",
-    "attention_triton_prompts": "gpu_sections.attention_triton_speed:prompts",
-    "attention_triton_tuning": "gpu_sections.attention_triton_speed:tuning",
-    "flashinfer": "gpu_sections.attention_libraries:flashinfer",
-    "flash_attn": "gpu_sections.attention_libraries:flash_attn",
-    "kernels": "gpu_sections.kernels:section",
-    "sampler": "gpu_sections.sampler:sampler",
-    "kernel_sampler": "gpu_sections.kernel_sampler:section",
-    "host_pool": "gpu_sections.host_pool:host_pool",
-    "nccl": "gpu_sections.nccl:section",
-    "greedy": "gpu_sections.greedy:greedy",
-    "graph_tokens": "gpu_sections.graphs:tokens",
-    "graph_decodes": "gpu_sections.graphs:decode_steps",
-    "graph_decodes_14b": "gpu_sections.graphs:decode_steps_14b",
-    "graph_prefills": "gpu_sections.graphs:prefill_steps",
-    "graph_logprobs": "gpu_sections.graph_checks:logprobs",
-    "graph_start_up": "gpu_sections.graph_checks:start_up",
-    "graph_captures": "gpu_sections.captures:section",
-    "throughput": "gpu_sections.throughput:throughput",
-}
-# What cannot be tried without a GPU at all.
-NEEDS_GPU = ("graph_captures", "graph_decodes_14b", "nccl", "flashinfer", "flash_attn")
 
 
-def run_section(name: str, device: torch.device, rows_file: Path) -> None:
+def run_section(name: str, device: "torch.device", rows_file: Path) -> None:
     """Write the section's rows as they come, a line of JSON each; the last one says how it failed, if it did."""
-    module, _, function = SECTIONS[name].partition(":")
+    import torch
+
     with rows_file.open("w") as out:
         try:
             with torch.inference_mode():
-                for row in getattr(import_module(module), function)(device):
+                for row in SECTIONS[name].rows(device, small=device.type == "cpu"):
                     print(json.dumps(row), file=out, flush=True)
         except Exception as error:  # whatever it is, the row is what people look at
             problem = f"{type(error).__name__}: {str(error)[:300]}"
@@ -79,7 +59,7 @@ def run_section(name: str, device: torch.device, rows_file: Path) -> None:
             print(json.dumps(row), file=out, flush=True)
 
 
-def guarded(name: str, device: torch.device, timeout_s: float) -> list[Row]:
+def guarded(name: str, device: "torch.device", timeout_s: float) -> list[Row]:
     """The section's rows, from a process of its own, and one more if that died or was not done in time."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "rows"
@@ -99,6 +79,9 @@ def guarded(name: str, device: torch.device, timeout_s: float) -> list[Row]:
 
 def show(results: dict[str, list[Row]]) -> None:
     """The table."""
+    from rich.console import Console
+    from rich.table import Table
+
     present = {key for rows in results.values() for row in rows for key in row}
     columns = {title: key for title, key in COLUMNS.items() if key in present}
     table = Table("section", "case", "", *columns, "problem")
@@ -113,22 +96,32 @@ def show(results: dict[str, list[Row]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu tries the script itself")
-    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), help="default: all that the device can run")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds that one section may take")
+    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), help="default: all")
+    parser.add_argument(
+        "--timeout", type=float, help="seconds that one section may take (default: its own, mostly 120)"
+    )
     parser.add_argument("--output", type=Path, help="write machine and rows as JSON to this file")
     parser.add_argument("--rows-file", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if problem := complaint():
+        parser.exit(2, f"gpu_check: {problem}\n")
+    # Only now: it might have been missing.
+    import torch
+    from machine import describe_machine
+
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.exit(2, "gpu_check: torch sees no GPU; --device cpu tries the script without one\n")
-    names = arguments.sections or [one for one in SECTIONS if device.type == "cuda" or one not in NEEDS_GPU]
+    names = arguments.sections or list(SECTIONS)
     if arguments.rows_file:
         run_section(names[0], device, arguments.rows_file)
         return
+    if said := remark():
+        print(f"gpu_check: {said}", file=sys.stderr)
     results: dict[str, list[Row]] = {}
     for name in names:
         start = time.perf_counter()
-        results[name] = guarded(name, device, arguments.timeout)
+        results[name] = guarded(name, device, arguments.timeout or SECTIONS[name].limit_s)
         failed = sum(not row["ok"] for row in results[name])
         said = f"{failed} of {len(results[name])} rows failed" if failed else f"{len(results[name])} rows ok"
         print(f"gpu_check: {name}: {said}, {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)

@@ -5,8 +5,9 @@ compiling any for minutes.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,161 +19,176 @@ from engine.plugins.attention import flashinfer as flashinfer_plugin
 from engine.plugins.attention.flashinfer.append import PagedAppend
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.declaration import convert_declaration
+from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.testing.attention import check_case, through_hook
 from engine.plugins.testing.attention_cases import attention_cases
-from gpu_sections.rows import Row, seconds_of
+from gpu_sections.rows import Row, captured, seconds_of, skipped
 
 DTYPE, HEAD_SIZE, HEADS, KV_HEADS = torch.bfloat16, 128, 16, 8
 BOUND = 2e-2
-ROWS, CONTEXT = 64, 1024
 
 
-def flashinfer(device: torch.device) -> Iterator[Row]:
-    """Its kernels of every kind, and its store."""
+@dataclass(frozen=True)
+class Library:
+    """One library in one setting.  rows, context: of its timed step.  kit: how many of its cases; None for all."""
+
+    plugin: ModuleType
+    name: str
+    factory: AttentionFactory
+    page_size: int
+    device: torch.device
+    rows: int = 64
+    context: int = 1024
+    kit: int | None = None
+
+
+def flashinfer(device: torch.device, **sizes: Any) -> Iterator[Row]:
+    """Its kernels of every kind, and its store.  sizes: see ``Library``."""
+    if rows := cannot_run(flashinfer_plugin, device):
+        yield from rows
+        return
     for options in ({}, {"tensor_cores": "always"}, {"prefill_backend": "fa2"}):
         name = " ".join(f"{key}={value}" for key, value in options.items()) or "defaults"
         factory = through_hook(flashinfer_plugin.callboard_attention_backend, options)
-        yield from _library(flashinfer_plugin, name, factory, 16, device, (_kit, _captured, _decode))
-    yield _store(device)
-    # Last, as kernels with a window may have to be compiled first, for longer than a section may take.
-    factory = through_hook(flashinfer_plugin.callboard_attention_backend)
-    yield from _library(flashinfer_plugin, "defaults", factory, 16, device, (_windows,))
+        library = Library(flashinfer_plugin, name, factory, 16, device, **sizes)
+        yield from _checked(library, (_kit, _captured, _decode))
+    library = Library(
+        flashinfer_plugin, "defaults", through_hook(flashinfer_plugin.callboard_attention_backend), 16, device, **sizes
+    )
+    # Windows last, as kernels with one may have to be compiled first, for longer than a section may take.
+    yield from _checked(library, (_store, _windows))
 
 
-def flash_attn(device: torch.device) -> Iterator[Row]:
-    """FA3 and FA2, with the pages that each takes."""
+def flash_attn(device: torch.device, **sizes: Any) -> Iterator[Row]:
+    """FA3 and FA2, with the pages that each takes.  sizes: see ``Library``."""
+    if rows := cannot_run(flash_attn_plugin, device):
+        yield from rows
+        return
     for implementation, page_size in (("fa3", 16), ("fa2", 256)):
         options = {"implementation": implementation}
         factory = through_hook(flash_attn_plugin.callboard_attention_backend, options)
-        checks = (_kit, _captured, _decode, _windows)
-        yield from _library(flash_attn_plugin, implementation, factory, page_size, device, checks)
+        library = Library(flash_attn_plugin, implementation, factory, page_size, device, **sizes)
+        yield from _checked(library, (_kit, _captured, _decode, _windows))
 
 
-def _library(
-    plugin: ModuleType,
-    name: str,
-    factory: AttentionFactory,
-    page_size: int,
-    device: torch.device,
-    checks: tuple[Callable[..., Iterator[Row]], ...],
-) -> Iterator[Row]:
-    """One library in one setting.  A failure is a row, and the next check is made."""
+def cannot_run(plugin: ModuleType, device: torch.device) -> list[Row]:
+    """The row that says why, by what the plugin declares to need; or none."""
+    nothing_known = AttentionContext(
+        device=device.type, dtype="", page_size=0, num_heads=0, num_kv_heads=0, head_size=0, window=0
+    )
+    misfits = convert_declaration(plugin.__name__, plugin.CALLBOARD_PLUGIN).misfits(nothing_known)
+    return [skipped("; ".join(misfits))] if misfits else []
+
+
+def _checked(library: Library, checks: tuple[Callable[[Library], Row], ...]) -> Iterator[Row]:
+    """A failure is a row, and the next check is made."""
     for check in checks:
         try:
-            yield from check(plugin, name, factory, page_size, device)
+            row = check(library)
         except Exception as error:  # whatever a library raises
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            yield {"case": f"{name}, {check.__name__.strip('_')}", "ok": False, "problem": problem}
+            row = {"case": check.__name__.strip("_"), "ok": False, "problem": problem}
+        yield {**row, "case": f"{library.name}, {row['case']}"}
 
 
-def _kit(
-    plugin: ModuleType, name: str, factory: AttentionFactory, page_size: int, device: torch.device
-) -> Iterator[Row]:
-    yield _kit_row(f"{name}, kit", plugin, factory, page_size, device, windows=False)
+def _kit(library: Library) -> Row:
+    return _kit_row("kit", library, windows=False)
 
 
-def _windows(
-    plugin: ModuleType, name: str, factory: AttentionFactory, page_size: int, device: torch.device
-) -> Iterator[Row]:
-    yield _kit_row(f"{name}, kit with windows", plugin, factory, page_size, device, windows=True)
+def _windows(library: Library) -> Row:
+    return _kit_row("kit with windows", library, windows=True)
 
 
-def _kit_row(
-    name: str, plugin: ModuleType, factory: AttentionFactory, page_size: int, device: torch.device, windows: bool
-) -> Row:
-    declared = convert_declaration(plugin.__name__, plugin.CALLBOARD_PLUGIN)
+def _kit_row(name: str, library: Library, windows: bool) -> Row:
+    declared = convert_declaration(library.plugin.__name__, library.plugin.CALLBOARD_PLUGIN)
     cases = {
-        replace(case, dtype="bfloat16", head_size=HEAD_SIZE, page_size=page_size)
+        replace(case, dtype="bfloat16", head_size=HEAD_SIZE, page_size=library.page_size)
         for case in attention_cases(declared)
         if bool(case.window) == windows
     }
     failed = []
-    for case in sorted(cases, key=str):
+    chosen = sorted(cases, key=str)[: library.kit]
+    for case in chosen:
         try:
-            check_case(case, factory, device.type)
+            check_case(case, library.factory, library.device.type)
         except Exception as error:  # the rest of the cases say what is special about this one
             failed.append(f"{case}: {' '.join(str(error).split())[:200]}")
-    row = {"case": f"{name}, {len(cases)} cases", "ok": not failed, "error": len(failed)}
+    row = {"case": f"{name}, {len(chosen)} cases", "ok": not failed, "error": len(failed)}
     return {**row, "problem": failed[0]} if failed else row
 
 
-def _captured(
-    plugin: ModuleType, name: str, factory: AttentionFactory, page_size: int, device: torch.device
-) -> Iterator[Row]:
+def _captured(library: Library) -> Row:
     """A graph of decode rows, replayed with lengths that grow over pages and with fewer rows than it has."""
-    spec, pool = _spec_and_pool(page_size, device)
-    graph_backend = factory(spec, pool).for_graph(ROWS, CONTEXT // page_size)
+    rows, context, page_size, device = library.rows, library.context, library.page_size, library.device
+    spec, pool = _spec_and_pool(library)
+    graph_backend = library.factory(spec, pool).for_graph(rows, -(-context // page_size))  # type: ignore[attr-defined]
     eager = TorchAttention(spec, pool)
-    q_RNH = torch.randn((ROWS, HEADS, HEAD_SIZE), device=device).to(DTYPE)
-    graph_backend.begin(_rows(pool, np.full(ROWS, 1), device))
+    q_RNH = torch.randn((rows, HEADS, HEAD_SIZE), device=device).to(DTYPE)
+    graph_backend.begin(_batch(pool, np.full(rows, 1), rows))
     graph_backend.attend(0, q_RNH)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out_RNH = graph_backend.attend(0, q_RNH)
+    replay, (out_RNH,) = captured(lambda: [graph_backend.attend(0, q_RNH)], device)
     worst = 0.0
-    for count, longest in ((ROWS, 5), (ROWS, 6), (ROWS, CONTEXT), (3, CONTEXT), (ROWS, page_size), (1, 1)):
+    for count, longest in ((rows, 5), (rows, 6), (rows, context), (min(3, rows), context), (rows, page_size), (1, 1)):
         lengths = np.random.default_rng(longest).integers(1, longest, count, endpoint=True)
-        batch = _rows(pool, lengths, device)
+        batch = _batch(pool, lengths, rows)
         graph_backend.begin(batch)
-        graph.replay()
+        replay()
         eager.begin(batch)
         expected = eager.attend(0, q_RNH[:count])
         worst = max(worst, (out_RNH[:count].float() - expected.float()).abs().max().item())
-    yield {"case": f"{name}, captured", "ok": worst <= BOUND, "error": worst}
+    return {"case": "captured", "ok": worst <= BOUND, "error": worst}
 
 
-def _decode(
-    plugin: ModuleType, name: str, factory: AttentionFactory, page_size: int, device: torch.device
-) -> Iterator[Row]:
+def _decode(library: Library) -> Row:
     """A layer of decode rows: microseconds, bandwidth, and beside torch in the same run."""
-    spec, pool = _spec_and_pool(page_size, device)
-    q_RNH = torch.randn((ROWS, HEADS, HEAD_SIZE), device=device).to(DTYPE)
-    batch = _rows(pool, np.full(ROWS, CONTEXT), device)
+    rows, context, device = library.rows, library.context, library.device
+    spec, pool = _spec_and_pool(library)
+    q_RNH = torch.randn((rows, HEADS, HEAD_SIZE), device=device).to(DTYPE)
+    batch = _batch(pool, np.full(rows, context), rows)
     outs, seconds = [], []
-    for backend in (factory(spec, pool), TorchAttention(spec, pool)):
+    for backend in (library.factory(spec, pool), TorchAttention(spec, pool)):
         backend.begin(batch)
         outs.append(backend.attend(0, q_RNH).float())
         seconds.append(seconds_of(lambda backend=backend: backend.attend(0, q_RNH), device))
     error = (outs[0] - outs[1]).abs().max().item()
-    num_bytes = 2 * ROWS * CONTEXT * KV_HEADS * HEAD_SIZE * DTYPE.itemsize
-    row = {"case": f"{name}, {ROWS} rows of {CONTEXT}", "ok": error <= BOUND, "error": error, "us": seconds[0] * 1e6}
-    yield {**row, "gb_per_s": num_bytes / seconds[0] / 1e9, "of_plain": seconds[1] / seconds[0]}
+    num_bytes = 2 * rows * context * KV_HEADS * HEAD_SIZE * DTYPE.itemsize
+    row = {"case": f"{rows} rows of {context}", "ok": error <= BOUND, "error": error, "us": seconds[0] * 1e6}
+    return {**row, "gb_per_s": num_bytes / seconds[0] / 1e9, "of_plain": seconds[1] / seconds[0]}
 
 
-def _store(device: torch.device) -> Row:
+def _store(library: Library) -> Row:
     """``append_paged_kv_cache`` against torch's own way to write the pool."""
-    import flashinfer as library
+    import flashinfer as package
 
-    _, pool = _spec_and_pool(16, device)
-    slots_T = torch.randperm(pool.num_pages * 16, device=device)[:512]
-    heads = torch.randn((512, HEADS + 2 * KV_HEADS, HEAD_SIZE), device=device).to(DTYPE)
+    _, pool = _spec_and_pool(library)
+    slots_T = torch.randperm(pool.num_pages * library.page_size, device=library.device)[:512]
+    heads = torch.randn((len(slots_T), HEADS + 2 * KV_HEADS, HEAD_SIZE), device=library.device).to(DTYPE)
     k_TGH, v_TGH = heads[:, HEADS : HEADS + KV_HEADS], heads[:, HEADS + KV_HEADS :]
     before = pool.data.clone()
     pool.store(0, k_TGH, v_TGH, slots_T)
-    plain = seconds_of(lambda: pool.store(0, k_TGH, v_TGH, slots_T), device)
+    plain = seconds_of(lambda: pool.store(0, k_TGH, v_TGH, slots_T), library.device)
     expected = pool.data.clone()
     pool.data.copy_(before)
-    append = PagedAppend(library, pool)
+    append = PagedAppend(package, pool)
     append(0, k_TGH, v_TGH, slots_T)
     differing = int((pool.data != expected).sum())
-    seconds = seconds_of(lambda: append(0, k_TGH, v_TGH, slots_T), device)
-    row = {"case": "store of 512 tokens", "ok": differing == 0, "error": differing, "us": seconds * 1e6}
+    seconds = seconds_of(lambda: append(0, k_TGH, v_TGH, slots_T), library.device)
+    row = {"case": f"store of {len(slots_T)} tokens", "ok": differing == 0, "error": differing, "us": seconds * 1e6}
     return {**row, "of_plain": plain / seconds}
 
 
-def _spec_and_pool(page_size: int, device: torch.device) -> tuple[AttentionSpec, KVPool]:
+def _spec_and_pool(library: Library) -> tuple[AttentionSpec, KVPool]:
+    page_size, num_pages = library.page_size, library.rows * -(-library.context // library.page_size)
     spec = AttentionSpec(1, HEADS, KV_HEADS, HEAD_SIZE, HEAD_SIZE**-0.5)
-    pool = KVPool(1, ROWS * CONTEXT // page_size, page_size, KV_HEADS, HEAD_SIZE, DTYPE, device)
+    pool = KVPool(1, num_pages, page_size, KV_HEADS, HEAD_SIZE, DTYPE, library.device)
     pool.data[:, :, : pool.num_pages].normal_()
     return spec, pool
 
 
-def _rows(pool: KVPool, lengths: np.ndarray, device: torch.device) -> AttentionBatch:
-    """Decode rows over shuffled pages."""
-    host = lengths.astype(np.int32)
-    per_row = pool.num_pages // ROWS
-    table = torch.randperm(pool.num_pages).view(ROWS, per_row)[: len(host)].to(torch.int32)
+def _batch(pool: KVPool, lengths: np.ndarray, num_rows: int) -> AttentionBatch:
+    """Decode rows over shuffled pages.  num_rows: that share the pool."""
+    host, device = lengths.astype(np.int32), pool.data.device
+    table = torch.randperm(pool.num_pages).view(num_rows, -1)[: len(host)].to(torch.int32)
     return AttentionBatch(
         num_decodes=len(host),
         page_table_BP=table.to(device),

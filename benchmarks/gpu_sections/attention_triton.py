@@ -5,7 +5,7 @@ On a CPU it needs TRITON_INTERPRET=1, and takes a few small cases.
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,16 +13,15 @@ import torch
 
 from engine.errors import PluginError
 from engine.kv.pool import KVPool
-from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
+from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.plugins.attention.triton import callboard_attention_backend
 from engine.plugins.declaration import read_declaration
 from engine.plugins.testing.attention import check_case, through_hook
 from engine.plugins.testing.attention_cases import attention_cases
 from engine.plugins.testing.reference import attend
-from gpu_sections.rows import Row
+from gpu_sections.rows import Row, captured, skipped
 
 SECONDS = 90.0  # for the kit: every case compiles kernels of its own
-SMALL = ("decode", "one row", "padded decode")  # for the interpreter
 SPEC = AttentionSpec(2, 16, 8, 128, 128**-0.5, window=100, first_window_layer=1)
 PAGE_SIZE, MAX_PAGES = 16, 64
 BOUND = 2e-2
@@ -32,22 +31,28 @@ def cannot_run(device: torch.device) -> list[Row]:
     """The row that says why, or none."""
     if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
         return []
-    return [{"case": "(section)", "ok": True, "problem": "skipped: needs a GPU, or TRITON_INTERPRET=1"}]
+    return [skipped("needs a GPU, or TRITON_INTERPRET=1")]
 
 
-def section(device: torch.device) -> Iterator[Row]:
-    """A row per case of the kit, in bfloat16 and float16 too; then replays of one captured decode step."""
+def section(
+    device: torch.device,
+    kit: Sequence[str] = (),
+    replays: Sequence[tuple[int, int]] = ((8, 1000), (3, 40), (1, 1)),
+) -> Iterator[Row]:
+    """A row per case of the kit, in bfloat16 and float16 too; then replays of one captured decode step.
+
+    kit: names of cases; empty for all.  replays: (rows, longest context)."""
     if rows := cannot_run(device):
         yield from rows
         return
     declares = read_declaration("engine.plugins.attention.triton")
     assert declares is not None
-    cases = [case for case in attention_cases(declares) if device.type == "cuda" or case.name in SMALL]
+    cases = [case for case in attention_cases(declares) if not kit or case.name in kit]
     # Tensor cores multiply 16-bit numbers only: the kit's usual float32 takes other instructions.
     halves = [replace(case, dtype="bfloat16") for case in cases if case.dtype == "float32" and not case.contiguous]
     factory = through_hook(callboard_attention_backend)
     deadline, left_out = time.perf_counter() + SECONDS, 0
-    for case in (*halves, *cases) if device.type == "cuda" else cases:
+    for case in (*halves, *cases):
         if time.perf_counter() > deadline:
             left_out += 1
             continue
@@ -59,10 +64,10 @@ def section(device: torch.device) -> Iterator[Row]:
             yield {"case": str(case), "ok": True}
     if left_out:
         yield {"case": f"{left_out} more cases", "ok": True, "problem": f"left out: {SECONDS:g} s were over"}
-    yield from _replayed(device)
+    yield from _replayed(device, replays)
 
 
-def _replayed(device: torch.device) -> Iterator[Row]:
+def _replayed(device: torch.device, replays: Sequence[tuple[int, int]]) -> Iterator[Row]:
     """One capture of 8 rows for steps of other lengths, pages and numbers of rows, each against the definition."""
     num_rows = 8
     pool = KVPool(SPEC.num_layers, num_rows * MAX_PAGES, PAGE_SIZE, 8, 128, torch.bfloat16, device)
@@ -78,20 +83,19 @@ def _replayed(device: torch.device) -> Iterator[Row]:
         host_query_lengths=np.ones(num_rows, dtype=np.int32),
     )
     q_TNH = torch.zeros((num_rows, 16, 128), dtype=torch.bfloat16, device=device)
-    outs: list[torch.Tensor] = []
-    graph = _capture(backend, batch, q_TNH, outs) if device.type == "cuda" else None
-    for rows, longest in ((8, 1000), (3, 40), (1, 1)) if device.type == "cuda" else ((3, 40),):
+    backend.begin(batch)
+    layers = range(SPEC.num_layers)
+    for layer in layers:
+        backend.attend(layer, q_TNH)  # compiles its kernels
+    replay, outs = captured(lambda: [backend.attend(layer, q_TNH) for layer in layers], device)
+    for rows, longest in replays:
         lengths_B = torch.randint(1, longest + 1, (rows,), generator=generator)
         table_BP = torch.randperm(pool.num_pages, generator=generator).view(num_rows, MAX_PAGES)
         batch.lengths_B.zero_()
         batch.lengths_B[:rows] = lengths_B.to(device, torch.int32)
         batch.page_table_BP.copy_(table_BP)
         q_TNH.copy_(torch.randn(q_TNH.shape, generator=generator))
-        if graph is not None:
-            graph.replay()
-        else:
-            backend.begin(batch)
-            outs[:] = [backend.attend(layer, q_TNH) for layer in range(SPEC.num_layers)]
+        replay()
         error = 0.0
         for row, length in enumerate(lengths_B.tolist()):
             position_L = torch.arange(length)
@@ -103,16 +107,3 @@ def _replayed(device: torch.device) -> Iterator[Row]:
         padding = max(float(out_TNH[rows:].abs().max()) for out_TNH in outs) if rows < num_rows else 0.0
         ok = error <= BOUND and padding == 0
         yield {"case": f"replay for {rows} of {num_rows} rows up to {longest}", "ok": ok, "error": error}
-
-
-def _capture(
-    backend: AttentionBackend, batch: AttentionBatch, q_TNH: torch.Tensor, outs: list[torch.Tensor]
-) -> torch.cuda.CUDAGraph:
-    backend.begin(batch)
-    for layer in range(SPEC.num_layers):
-        backend.attend(layer, q_TNH)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs[:] = [backend.attend(layer, q_TNH) for layer in range(SPEC.num_layers)]
-    return graph

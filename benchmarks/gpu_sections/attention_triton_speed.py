@@ -6,7 +6,7 @@ that lie side by side, one length for all, which no server has.  'of copy' is th
 over the rate of a large copy in the same run; queries and results, a few rows, are not counted.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -21,16 +21,15 @@ from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from engine.plugins.testing.attention import through_hook
 from gpu_sections.attention_triton import cannot_run
-from gpu_sections.rows import CALLS, UNCACHED_BYTES, Row, device_seconds
+from gpu_sections.rows import CALLS, UNCACHED_BYTES, Row, device_seconds, skipped
 
 NUM_KV_HEADS, HEAD_SIZE = 8, 128
 HEADS = (16, 40)
 PAGE_SIZES = (16, 64)
 OTHERS = ("flashinfer", "flash_attn")
 # The largest first: what the others need is cut from its memory, 8.6 GB.
-BATCHES, CONTEXTS = (256, 32, 1), (8192, 2048, 512)
+DECODES = tuple((rows, context) for rows in (256, 32, 1) for context in (8192, 2048, 512))
 PROMPTS = ((1, 8192), (1, 2048), (8, 512))
-TUNED_BATCHES, TUNED_CONTEXTS = (1, 16, 64, 256), (1024, 4096)
 
 
 @dataclass(frozen=True)
@@ -59,15 +58,13 @@ class Size:
         return f"{self.num_heads}/{NUM_KV_HEADS} heads, {self.num_rows} {what} of {self.context}, {where}"
 
 
-def decodes(device: torch.device) -> Iterator[Row]:
-    """Steps of one new token per row."""
-    shapes = [(rows, context) for rows in BATCHES for context in CONTEXTS] if device.type == "cuda" else [(2, 40)]
+def decodes(device: torch.device, shapes: Sequence[tuple[int, int]] = DECODES) -> Iterator[Row]:
+    """Steps of one new token per row.  shapes: (rows, context)."""
     return _compared([Size(num_heads, *one, prompt=False) for num_heads in HEADS for one in shapes], device)
 
 
-def prompts(device: torch.device) -> Iterator[Row]:
-    """Steps of whole prompts."""
-    shapes = PROMPTS if device.type == "cuda" else [(1, 20)]
+def prompts(device: torch.device, shapes: Sequence[tuple[int, int]] = PROMPTS) -> Iterator[Row]:
+    """Steps of whole prompts.  shapes: (prompts, tokens)."""
     return _compared([Size(num_heads, *one, prompt=True) for num_heads in HEADS for one in shapes], device)
 
 
@@ -93,19 +90,21 @@ def _compared(sizes: list[Size], device: torch.device) -> Iterator[Row]:
                 yield {"case": f"{name}, pages of {page_size}", "ok": name != "triton", "problem": skipped}
 
 
-def tuning(device: torch.device) -> Iterator[Row]:
+def tuning(
+    device: torch.device, batches: Sequence[int] = (1, 16, 64, 256), contexts: Sequence[int] = (1024, 4096)
+) -> Iterator[Row]:
     """Choose tiles for Qwen3-0.6B and keep them on disk; 'of plain' is the time of the default tiles over theirs."""
     if rows := cannot_run(device):
         yield from rows
         return
     if device.type == "cpu":
-        yield {"case": "(section)", "ok": True, "problem": "skipped: the interpreter is not tuned"}
+        yield skipped("the interpreter is not tuned")
         return
     # Here, because the sections above must be able to say that triton is not installed.
     from engine.plugins.attention.triton_kernels.backend import TritonAttention
     from engine.plugins.attention.triton_kernels.trials import tune
 
-    for size in [Size(16, rows, context, False, 16) for rows in TUNED_BATCHES for context in TUNED_CONTEXTS]:
+    for size in [Size(16, rows, context, False, 16) for rows in batches for context in contexts]:
         spec, pool = _spec_and_pool(size, device)
         attention = TritonAttention(spec, pool)
         default = _seconds(attention, size, spec, pool)

@@ -11,6 +11,8 @@ from engine.execution import loading
 from engine.graphs import rank
 from engine.graphs.capturing import Capturing
 from engine.graphs.piecewise import PREFILL
+from gpu_sections.rows import Row, skipped
+from gpu_sections.stepping import captures
 
 # (descending, with the warm-up capture, one pool for all sizes)
 WAYS = {
@@ -22,9 +24,7 @@ WAYS = {
 }
 
 
-def capture_costs(
-    model: str, way: str, max_tokens: int = 1024, max_rows: int = 64, device: str = "cuda"
-) -> list[dict[str, Any]]:
+def capture_costs(model: str, way: str, max_tokens: int, max_rows: int, device: torch.device) -> list[dict[str, Any]]:
     """Seconds and MB of piecewise captures up to ``max_tokens`` and decode captures up to ``max_rows``."""
     descending, rehearsal, shared = WAYS[way]
     rows: list[dict[str, Any]] = []
@@ -35,7 +35,7 @@ def capture_costs(
         def __init__(self, *args: Any) -> None:
             super().__init__(*args, descending=descending, rehearsal=rehearsal)
 
-        def capture(self, what: str, sizes: Any, warm_up: Any, record: Any, *, advice: str, progress: bool) -> None:
+        def capture(self, what: str, sizes: Any, warm_up: Any, record: Any, *rest: Any, **named: Any) -> None:
             breaker = record.__self__._breaker
 
             def record_apart(size: int) -> None:
@@ -49,29 +49,34 @@ def capture_costs(
             self._device.trim()
             before, start = self._device.memory().free_bytes, time.perf_counter()
             recorder = record if shared else record_apart
-            super().capture(what, sizes, warm_up, recorder, advice=advice, progress=progress)
+            super().capture(what, sizes, warm_up, recorder, *rest, **named)
             seconds = time.perf_counter() - start  # captures end with replays, whose time on the GPU is not theirs
             self._device.trim()
             taken = max(1, before - self._device.memory().free_bytes)
             kind = "piecewise" if what == PREFILL else "decode"
             rows.append({"case": way, "what": kind, "sizes": len(sizes), "seconds": seconds, "mb": taken / 1e6})
 
-    rank.Capturing = Measured  # type: ignore[misc]
     sections = {
         "model": {"path": model, "load_format": "safetensors" if model == "demo" else "dummy", "tokenizer": "none"},
-        "device": {"kind": device},
-        "kv": {"num_pages": 2048},
+        "device": {"kind": device.type},
+        "kv": {"num_pages": 256},
         "scheduler": {"max_running": max_rows, "max_step_tokens": max_tokens},
         "graphs": {"mode": "breakable", "max_tokens": max_tokens, "max_rows": max_rows},
     }
     system = System(build_config(Config(), sections))
-    loading.load_runner(system.config, system.spec, system.max_len, system._plugins, rank=0, progress=False)
+    rank.Capturing = Measured  # type: ignore[misc]
+    try:
+        loading.load_runner(system.config, system.spec, system.max_len, system._plugins, rank=0, progress=False)
+    finally:
+        rank.Capturing = Capturing  # type: ignore[misc]
     return rows
 
 
-def section(device: torch.device) -> list[dict[str, Any]]:
+def section(device: torch.device, max_tokens: int = 1024, max_rows: int = 64) -> list[Row]:
     """The demo model, as the engine does it; ``benchmarks/bench_graphs.py`` compares the other ways."""
-    rows = capture_costs("demo", "engine")
+    if not captures(device):
+        return [skipped("this device captures nothing")]
+    rows = capture_costs("demo", "engine", max_tokens, max_rows, device)
     return [
         {"case": f"{row['sizes']} sizes, {row['what']}", "ok": True, "us": row["seconds"] * 1e6, "mb": row["mb"]}
         for row in rows

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,39 +11,50 @@ import torch
 from engine import LLM, SamplingParams
 from engine.llm import Completion
 from gpu_sections.rows import Row
-from gpu_sections.stepping import checkpoint, load
-from gpu_sections.throughput import QWEN3_06B
+from gpu_sections.shapes import QWEN3_06B
+from gpu_sections.stepping import captures, checkpoint, load
 
-MODES = {"cuda": ("off", "decode", "breakable"), "cpu": ("off", "compiled")}
-PROMPT_LENS = (1, 7, 64, 200, 700)
 # Between two ways of computing a step in bfloat16; tokens may part where the two likeliest are closer than that.
 TOLERANCE = 0.1
 
 
-def logprobs(device: torch.device) -> Iterator[Row]:
-    """Qwen3-0.6B's shape, greedy: log probabilities of the sampled tokens, as long as the tokens are the same ones."""
+def modes(device: torch.device) -> tuple[str, ...]:
+    """graphs.mode: none, and what this device has of those that need no compiler."""
+    return ("off", "decode", "breakable") if captures(device) else ("off",)
+
+
+def logprobs(
+    device: torch.device,
+    config: dict[str, Any] = QWEN3_06B,
+    prompt_lens: Sequence[int] = (1, 7, 64, 200, 700),
+    num_out: int = 32,
+    num_pages: int = 512,
+) -> Iterator[Row]:
+    """Greedy: log probabilities of the sampled tokens, as long as the tokens are the same ones."""
     drawn = np.random.default_rng(0)
-    prompts = [drawn.integers(0, QWEN3_06B["vocab_size"], length).tolist() for length in PROMPT_LENS]
-    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=2)
+    prompts = [drawn.integers(0, config["vocab_size"], length).tolist() for length in prompt_lens]
+    params = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True, logprobs=2)
     plain: list[Completion] = []
-    with checkpoint(QWEN3_06B) as path:
-        for mode in MODES[device.type]:
+    chunk = max(prompt_lens) // 3  # so that the longest prompt takes several steps
+    with checkpoint(config) as path:
+        for mode in modes(device):
             with LLM(
                 path,
                 progress=False,
                 device={"kind": device.type},
                 model_={"load_format": "dummy", "tokenizer": "none"},
-                kv={"num_pages": 512},
-                scheduler={"max_running": 8, "prefill_chunk": 256},
-                graphs={"mode": mode, "max_tokens": 256},
+                kv={"num_pages": num_pages},
+                scheduler={"max_running": len(prompts), "prefill_chunk": chunk},
+                graphs={"mode": mode, "max_tokens": chunk},
             ) as llm:
                 said = llm.generate(prompts, params)
             if mode == "off":
                 plain = said
+                yield {"case": f"off: {num_out * len(prompts)} tokens", "ok": True}
                 continue
             compared = [_compare(one, other) for one, other in zip(said, plain, strict=True)]
             error, num_same = max(one[0] for one in compared), sum(one[1] for one in compared)
-            case = f"{mode}: {num_same} of {32 * len(prompts)} tokens before the first other one"
+            case = f"{mode}: {num_same} of {num_out * len(prompts)} tokens before the first other one"
             yield {"case": case, "ok": error <= TOLERANCE, "error": error}
 
 
@@ -68,21 +80,27 @@ class _Heard(logging.Handler):
         self.lines.append((time.perf_counter() - self._started, record.getMessage()))
 
 
-def start_up(device: torch.device) -> Iterator[Row]:
+def start_up(
+    device: torch.device,
+    config: dict[str, Any] = QWEN3_06B,
+    max_rows: int = 64,
+    max_step_tokens: int = 2048,
+    num_pages: int = 0,
+) -> Iterator[Row]:
     """What a start says, with the time since it began: choices, phases, memory."""
     engine = logging.getLogger("engine")
     level = engine.level
-    with checkpoint(QWEN3_06B) as path:
-        for mode in MODES[device.type]:
+    with checkpoint(config) as path:
+        for mode in modes(device):
             heard = _Heard()
             engine.addHandler(heard)
             engine.setLevel(logging.INFO)
             start = time.perf_counter()
-            runner = load(path, device, 64, 0 if device.type == "cuda" else 512, 2048, mode)
+            runner = load(path, device, max_rows, num_pages, max_step_tokens, mode)
             took = time.perf_counter() - start
             engine.removeHandler(heard)
             engine.setLevel(level)
             for since, line in heard.lines:
                 yield {"case": f"{mode}: {line[:200]}", "ok": True, "us": since * 1e6}
             yield {"case": f"{mode}: ready", "ok": True, "us": took * 1e6}
-            del runner
+            del runner  # before the next one is loaded

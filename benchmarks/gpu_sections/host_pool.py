@@ -9,9 +9,8 @@ from engine.messages import Step
 from gpu_sections.rows import Row, seconds_of
 
 
-def host_pool(device: torch.device) -> list[Row]:
+def host_pool(device: torch.device, num_layers: int = 28, num_bytes: int = 1 << 29) -> list[Row]:
     """Pages to the host and back: equal afterwards, no wait on the way, and how fast beside one plain pinned copy."""
-    num_layers, num_bytes = (28, 1 << 29) if device.type == "cuda" else (2, 1 << 23)
     rows = []
     for page_size in (1, 16, 64):
         num_pages = num_bytes // KVPool.page_bytes(num_layers, page_size, 8, 128, torch.bfloat16)

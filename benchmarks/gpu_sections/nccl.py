@@ -12,13 +12,16 @@ from engine.plugins.comm.nccl.library import NcclLibrary, find_library
 from engine.plugins.comm.torch import TorchComm
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.testing.comm import check_rank
-from gpu_sections.rows import Row, seconds_of
+from gpu_sections.rows import Row, seconds_of, skipped
 
 NUM_ELEMENTS = 8 * 4096  # the hidden states of a small decode batch
 
 
 def section(device: torch.device) -> Iterator[Row]:
     """A row per communicator and question."""
+    if device.type != "cuda":
+        yield skipped("NCCL is for NVIDIA GPUs")
+        return
     yield {"case": f"NCCL {NcclLibrary(find_library()).version()}, torch's {_torch_version()}", "ok": True}
     with tempfile.TemporaryDirectory() as directory:
         for name, plugin in (("torch", torch_comm), ("pynccl", nccl)):

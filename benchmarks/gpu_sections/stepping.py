@@ -1,6 +1,6 @@
 """A runner without an engine around it, for sections that time single steps.
 
-Owns: the pages of rows, the steps' bytes.  Does not know: what is measured.
+Owns: the pages of rows, that the pool has them, the steps' bytes.  Does not know: what is measured.
 """
 
 import json
@@ -17,6 +17,7 @@ from engine.actors.system import System
 from engine.config import Config, build_config
 from engine.execution.loading import load_runner
 from engine.execution.runner import LaunchedStep, ModelRunner
+from engine.graphs import rank
 from engine.messages import Admission, Step
 from engine.sampling.params import SamplingParams
 
@@ -31,8 +32,19 @@ def checkpoint(config: dict[str, Any]) -> Iterator[str]:
         yield directory
 
 
+def captures(device: torch.device) -> bool:
+    """Whether an engine on this device has graphs."""
+    return rank.device_for_graphs(device).captures
+
+
 def load(
-    path: str, device: torch.device, max_rows: int, num_pages: int, max_step_tokens: int, mode: str
+    path: str,
+    device: torch.device,
+    max_rows: int,
+    num_pages: int,
+    max_step_tokens: int,
+    mode: str,
+    attention: str = "auto",
 ) -> ModelRunner:
     """A runner with weights drawn at random, but for the demo model."""
     sections = {
@@ -41,24 +53,31 @@ def load(
         "kv": {"num_pages": num_pages, "page_size": PAGE_SIZE},
         "scheduler": {"max_running": max_rows, "max_step_tokens": max_step_tokens},
         "graphs": {"mode": mode},
+        "plugins": {"attention": attention},
     }
     system = System(build_config(Config(), sections))
     return load_runner(system.config, system.spec, system.max_len, system._plugins, rank=0, progress=False)
 
 
+def pages_each(context: int, room: int) -> int:
+    """Pages of a row with so much context, the token that is decoded first, and ``room`` more."""
+    return -(-(context + room + 1) // PAGE_SIZE)
+
+
 class Stepping:
-    """Rows that all have a context of so many tokens, and pages for ``room`` more."""
+    """Rows that all have a context of so many tokens, and pages for ``room`` more.
+
+    Raises ValueError if the pool has fewer pages: kernels would write past it, and nobody would notice."""
 
     def __init__(self, runner: ModelRunner, num_rows: int, context: int, room: int, params: SamplingParams) -> None:
         self._runner = runner
         self._number = 0
         self._rows = _int32(np.arange(num_rows))
-        pages_each = -(-(context + room + 1) // PAGE_SIZE)
+        pages_RP = np.arange(num_rows * pages_each(context, room)).reshape(num_rows, -1)
         prompt = np.zeros(context + 1, dtype=np.int32)
         for row in range(num_rows):
-            pages = np.arange(row * pages_each, (row + 1) * pages_each)
             # All but the last token counts as computed: what it attends to does not matter to the clock.
-            admission = Admission(row, _int32(prompt), context + 1, context, _int32(pages), params)
+            admission = _admission(runner, row, prompt, context, pages_RP[row], params)
             self.launch(
                 admissions=(admission,),
                 prefill_rows=_int32([row]),
@@ -85,13 +104,21 @@ def prefill(runner: ModelRunner, number: int, num_tokens: int) -> LaunchedStep:
     return runner.launch(
         Step(
             number,
-            admissions=(Admission(0, _int32(prompt), num_tokens, 0, _int32(pages), params),),
+            admissions=(_admission(runner, 0, prompt, 0, pages, params),),
             prefill_rows=_int32([0]),
             prefill_starts=_int32([0]),
             prefill_lengths=_int32([num_tokens]),
             prefill_samples=_int32([1]),
         )
     )
+
+
+def _admission(
+    runner: ModelRunner, row: int, prompt: np.ndarray, num_computed: int, pages: np.ndarray, params: SamplingParams
+) -> Admission:
+    if pages.max() >= runner.num_pages:
+        raise ValueError(f"row {row} would have page {pages.max()} of a pool of {runner.num_pages}: load a larger pool")
+    return Admission(row, _int32(prompt), len(prompt), num_computed, _int32(pages), params)
 
 
 def _int32(numbers: Any) -> bytes:

@@ -1,0 +1,79 @@
+"""Which sections there are, in which sizes a CPU computes them, and how long each may take.
+
+Owns: the table, how a section is called.  Imports none of them, nor torch.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from gpu_sections.shapes import SMALL_QWEN3
+
+if TYPE_CHECKING:
+    import torch
+
+LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Section:
+    """function: 'module:function', (device, sizes) -> rows; imported only in the section's own process.
+    small: sizes for a CPU and to warm up with; what it leaves out is as on a GPU.
+    limit_s: seconds that it may take."""
+
+    function: str
+    small: Mapping[str, Any] = field(default_factory=dict)
+    limit_s: float = LIMIT_S
+
+    def rows(self, device: "torch.device", small: bool) -> Iterator[dict[str, Any]]:
+        """As they come."""
+        module, _, name = self.function.partition(":")
+        yield from getattr(import_module(module), name)(device, **(self.small if small else {}))
+
+
+MODEL = {"config": SMALL_QWEN3}
+DECODES = {**MODEL, "batches": (1, 2), "context": 40, "num_steps": 4}
+LIBRARY = {"rows": 3, "context": 40, "kit": 1}
+SECTIONS: Mapping[str, Section] = {
+    # An hour: it is there for compilers that find nothing of theirs on disk, and the others need not wait for them.
+    "warm_up": Section("gpu_sections.warm_up:warm_up", {"names": ("sampler",)}, limit_s=3600.0),
+    "attention_torch": Section("gpu_sections.attention_torch:attention"),
+    "attention_triton": Section(
+        "gpu_sections.attention_triton:section", {"kit": ("one row", "padded decode"), "replays": ((3, 40),)}
+    ),
+    "attention_triton_speed": Section("gpu_sections.attention_triton_speed:decodes", {"shapes": ((2, 40),)}),
+    "attention_triton_prompts": Section("gpu_sections.attention_triton_speed:prompts", {"shapes": ((1, 20),)}),
+    "attention_triton_tuning": Section(
+        "gpu_sections.attention_triton_speed:tuning", {"batches": (1,), "contexts": (1024,)}
+    ),
+    "flashinfer": Section("gpu_sections.attention_libraries:flashinfer", LIBRARY),
+    "flash_attn": Section("gpu_sections.attention_libraries:flash_attn", LIBRARY),
+    "kernels": Section("gpu_sections.kernels:section"),
+    "sampler": Section("gpu_sections.sampler:sampler"),
+    "kernel_sampler": Section("gpu_sections.kernel_sampler:section", {"vocab_size": 200, "batches": (2,)}),
+    "host_pool": Section("gpu_sections.host_pool:host_pool", {"num_layers": 2, "num_bytes": 1 << 21}),
+    "nccl": Section("gpu_sections.nccl:section"),
+    "greedy": Section("gpu_sections.greedy:greedy", {"num_prompts": 2, "num_out": 12, "graphs": {"mode": "off"}}),
+    "graph_tokens": Section("gpu_sections.graphs:tokens", {"max_tokens": 4, "num_prompts": 2, "num_out": 8}),
+    # Two sizes, as each is compiled by itself, and longer, as the compiler is Inductor.
+    "graph_tokens_compiled": Section(
+        "gpu_sections.graphs:tokens_compiled", {"num_prompts": 1, "num_out": 8}, limit_s=300.0
+    ),
+    "graph_decodes": Section("gpu_sections.graphs:decode_steps", DECODES),
+    "graph_decodes_14b": Section(
+        "gpu_sections.graphs:decode_steps_14b", {**DECODES, "backends": ("triton",), "batches": (1,)}
+    ),
+    "graph_prefills": Section("gpu_sections.graphs:prefill_steps", {**MODEL, "sizes": (3, 8)}),
+    "graph_logprobs": Section(
+        "gpu_sections.graph_checks:logprobs", {**MODEL, "prompt_lens": (1, 12), "num_out": 8, "num_pages": 16}
+    ),
+    "graph_start_up": Section(
+        "gpu_sections.graph_checks:start_up", {**MODEL, "max_rows": 1, "max_step_tokens": 4, "num_pages": 16}
+    ),
+    "graph_captures": Section("gpu_sections.captures:section", {"max_tokens": 4, "max_rows": 1}),
+    "throughput": Section(
+        "gpu_sections.throughput:throughput",
+        {**MODEL, "batches": (1, 2), "prompt_len": 12, "num_out": 4, "num_pages": 16, "graphs": {"max_tokens": 4}},
+    ),
+}
