@@ -160,7 +160,11 @@ class PlacementSection(Section, frozen=True):
         float, Meta(gt=0, description="So does a process that has not answered at all for this long")
     ] = 10.0
     max_restarts: Annotated[
-        int, Meta(ge=0, description="Restarts within restart_window_s; one more ends the engine with an error")
+        int,
+        Meta(
+            ge=0,
+            description="Restarts within restart_window_s; one more ends the engine with an error. From 2 on, a request that ends executors is found and ends instead",
+        ),
     ] = 3
     restart_window_s: Annotated[float, Meta(gt=0, description="Seconds over which restarts are counted")] = 300.0
 
@@ -235,7 +239,9 @@ class ServerSection(Section, frozen=True):
     header_timeout_s: Annotated[
         float, Meta(gt=0, description="From a request's first byte to the end of its headers")
     ] = 10.0
-    body_timeout_s: Annotated[float, Meta(gt=0, description="For reading a request's body")] = 30.0
+    body_timeout_s: Annotated[
+        float, Meta(gt=0, description="For reading a request's body, and a second more for each 64 KiB of it")
+    ] = 15.0
     keepalive_timeout_s: Annotated[float, Meta(gt=0, description="Idle time of a kept-alive connection")] = 75.0
     write_timeout_s: Annotated[
         float, Meta(gt=0, description="A client that reads nothing for this long is cut off")
@@ -350,11 +356,6 @@ def build_config(base: Config, tables: Mapping[str, Mapping[str, Any]]) -> Confi
     config = _decode(merged, "configuration")
     _check(config)
     return config
-
-
-def with_pages(config: Config, num_pages: int) -> Config:
-    """``config`` with a KV pool of exactly so many pages."""
-    return msgspec.structs.replace(config, kv=msgspec.structs.replace(config.kv, num_pages=num_pages))
 
 
 def without_cluster_key(config: Config) -> Config:

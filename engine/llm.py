@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -148,6 +149,9 @@ class LLM:
         progress: bool | None,
     ) -> list[Completion]:
         every = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        for one in every:
+            if not isinstance(one, SamplingParams):
+                raise RequestError(f"params: must be SamplingParams, one or one per prompt, not {one!r:.100}")
         if len(every) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(every)} sampling parameters; give one, or one each")
         show = self._progress if progress is None else progress
@@ -217,9 +221,10 @@ async def _call(function: Callable[[], T]) -> T:
 
 
 def _as_prompts(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    given: Any = prompts.tolist() if isinstance(prompts, np.ndarray) else prompts
+    if isinstance(given, str) or not isinstance(given, Sequence):  # what is no prompt at all is refused as one
+        return [given]
+    return [given] if len(given) > 0 and isinstance(given[0], Real) else list(given)
 
 
 def _is_conversation(prompt: object) -> bool:
@@ -230,7 +235,16 @@ def _as_conversations(
     conversations: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
 ) -> list[Prompt]:
     several: Sequence[Any] = [conversations] if _is_conversation(conversations) else conversations
-    return [tuple(ChatTurn(turn["role"], turn["content"]) for turn in turns) for turns in several]
+    if not isinstance(several, Sequence) or not all(isinstance(turns, Sequence) for turns in several):
+        raise RequestError(f"messages: expected a conversation or several, not {conversations!r:.100}")
+    return [tuple(map(_as_turn, turns)) for turns in several]
+
+
+def _as_turn(turn: Mapping[str, str]) -> ChatTurn:
+    role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, Mapping) else (None, None)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise RequestError(f"messages: each must be {{'role': text, 'content': text}}, not {turn!r:.100}")
+    return ChatTurn(str.__str__(role), str.__str__(content))
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

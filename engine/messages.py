@@ -186,9 +186,23 @@ class ExecutorFailed(Message, frozen=True):
 
 
 class ExecutorsLost(Message, frozen=True):
-    """Every executor is gone, with all that was on the devices; new ones are on their way (rank group -> scheduler)."""
+    """Every executor is gone, with all that was on the devices; new ones are on their way (rank group -> scheduler).
+
+    is_fault: of the executors or of what they ran; not where a step was only too large, which may be known late and
+    is then said once more."""
 
     reason: str
+    is_fault: bool = True
+
+
+class LossExplained(Message, frozen=True):
+    """The request that brought the last losses is found, and has ended (scheduler -> rank group).
+
+    num_losses: in a row.  executors_work: they have completed steps since a request was blamed before; if they have
+    not, it may be they and no request."""
+
+    num_losses: int
+    executors_work: bool
 
 
 class Logprobs(Message, frozen=True):

@@ -15,6 +15,7 @@ from engine.errors import RequestError
 from server.backend import Ingress
 from server.body import BodyReader
 from server.clients import Clients
+from server.cors import refuse_foreign_page
 from server.exchange import EXCHANGE
 from server.openai_requests import Short
 from server.reply import json_reply
@@ -40,10 +41,6 @@ class AbortAnswer(msgspec.Struct, frozen=True, kw_only=True):
     unknown: list[str]
 
 
-class ResetBody(msgspec.Struct, frozen=True):
-    """Nothing; but a body there must be, so that no web page can send it unasked."""
-
-
 class ResetAnswer(msgspec.Struct, frozen=True):
     """It has been done."""
 
@@ -57,7 +54,6 @@ class AdministrationRoutes:
         self._ingress = ingress
         self._clients = clients
         self._abort_reader = BodyReader(AbortBody, _names, server)
-        self._reset_reader = BodyReader(ResetBody, lambda body: body, server)
 
     async def abort(self, request: web.Request) -> web.Response:
         """aiohttp's handler.  Raises RequestError: 404 if there is nothing that is called so."""
@@ -76,8 +72,8 @@ class AdministrationRoutes:
         return json_reply(AbortAnswer(num_aborted=num_aborted, unknown=unknown))
 
     async def reset(self, request: web.Request) -> web.Response:
-        """aiohttp's handler."""
-        await self._reset_reader.read(request)
+        """aiohttp's handler.  There is nothing to say, so a body is not read.  Raises RequestError: 403."""
+        refuse_foreign_page(request)
         self._clients.forget_cache(request[EXCHANGE].key_number)
         return json_reply(ResetAnswer())
 

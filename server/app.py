@@ -126,6 +126,7 @@ def create_runner(
             *(web.post(prefix + "/detokenize", tokenization.detokenize) for prefix in ("", "/v1")),
             *(web.post(path, administration.abort) for path in ABORT_PATHS),
             *(web.post(path, administration.reset) for path in RESET_PATHS),
+            *(web.get(path, administration.reset, allow_head=False) for path in RESET_PATHS),
             web.get("/openapi.json", openapi.get),
         ]
     )

@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 MAX_NESTING = 128
 STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[][{}]')
+LEAST_BYTES_PER_S = 64 << 10  # of a body that takes longer than ``body_timeout_s``
 LARGE_BODY_BYTES = 64 << 10  # up to here decoding and translating take the event loop under a millisecond
 
 
@@ -79,19 +80,27 @@ class BodyReader(Generic[B, T]):
 
 
 async def collect(request: web.Request, server: ServerSection) -> bytes:
-    """The whole body.  Raises RequestError: 400, 408 or 413."""
+    """The whole body.  Raises RequestError: 400, 408 or 413.
+
+    Its time grows with what has come: an upload over a slow line is served, and a drip gains nothing by each byte."""
     most, timeout_s = server.max_body_bytes, server.body_timeout_s
     body = bytearray()
     try:
         if request.content_length is not None and request.content_length > most:
             raise _too_large(most)
-        async with asyncio.timeout(timeout_s):
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        async with asyncio.timeout_at(deadline) as timeout:
             while chunk := await request.content.readany():
                 body += chunk
                 if len(body) > most:
                     raise _too_large(most)
+                timeout.reschedule(deadline + len(body) / LEAST_BYTES_PER_S)
     except TimeoutError:
-        raise RequestError(f"the body did not arrive within {timeout_s:g} s", status=408, code="body_timeout") from None
+        raise RequestError(
+            f"the body did not arrive within {timeout_s:g} s and one more for each {LEAST_BYTES_PER_S >> 10} KiB of it",
+            status=408,
+            code="body_timeout",
+        ) from None
     except web.RequestPayloadError:
         raise RequestError("the body is not framed as HTTP demands", code="malformed_body") from None
     return bytes(body)

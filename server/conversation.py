@@ -3,7 +3,9 @@
 Owns: roles, content parts, calls of earlier turns.  Does not know: chat templates, answers.
 """
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -46,12 +48,17 @@ def _turn(message: ChatMessage, path: str) -> ChatTurn:
     calls = message.tool_calls or ()
     if calls and role != "assistant":
         raise RequestError(f"{path}.tool_calls: only the assistant calls functions", param=f"{path}.tool_calls")
+    if role == "tool" and not message.tool_call_id:
+        where = f"{path}.tool_call_id"
+        raise RequestError(f"{where}: required, but not given; the id of the call that this answers", param=where)
     reasoning = message.reasoning_content or message.reasoning or ""
     return ChatTurn(
         role,
         _content(message, path, required=not calls and not reasoning),
         reasoning=reasoning,
-        tool_calls=tuple(read_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)),
+        tool_calls=tuple(
+            read_call(call, f"{path}.tool_calls[{index}].function.arguments") for index, call in enumerate(calls)
+        ),
         tool_call_id=message.tool_call_id or "",
         name=message.name or "",
     )
@@ -79,13 +86,30 @@ def part_text(part: ContentPart, path: str) -> str:
 
 
 def read_call(call: CallBody, path: str) -> ToolCall:
-    """A call of an earlier turn; templates want its arguments as an object."""
+    """A call of an earlier turn; templates want its arguments as an object.  path: of the arguments.
+
+    A call that was cut off has arguments that are none.  Its conversation goes on with an error as the call's result,
+    so the template sees a call without arguments.  Raises RequestError for what no model could have written."""
     arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            msgspec.json.decode(arguments or "{}", type=dict[str, msgspec.Raw])
-        except (msgspec.MsgspecError, RecursionError):
-            where = f"{path}.function.arguments"
-            raise RequestError(f"{where}: must be a JSON object, or a string that holds one", param=where) from None
-        return ToolCall(call.id, call.function.name, arguments or "{}")
-    return ToolCall(call.id, call.function.name, msgspec.json.encode(arguments).decode())
+    if isinstance(arguments, dict):
+        return ToolCall(call.id, call.function.name, msgspec.json.encode(arguments).decode())
+    try:
+        msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except RecursionError:
+        raise RequestError(f"{path}: nested too deep", param=path) from None
+    except msgspec.MsgspecError:
+        if _has_lone_surrogate(arguments or ""):
+            raise RequestError(f"{path}: holds half of a surrogate pair, which is no text", param=path) from None
+        arguments = None
+    return ToolCall(call.id, call.function.name, arguments or "{}")
+
+
+def _has_lone_surrogate(text: str) -> bool:
+    """Whether it would be JSON but for one."""
+    try:
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    except (ValueError, RecursionError):
+        return False
+    return False

@@ -1,18 +1,22 @@
 """Cross-origin requests: which web pages may call this server from a browser.
 
 Owns: the headers that tell browsers so.  Does not know: keys, routes' meaning.
-Off unless configured: then a browser refuses pages of other sites by itself, since every request that does anything
-carries JSON, about which it must ask first.
+Off unless configured: then a browser refuses pages of other sites by itself, since a request that does anything carries
+JSON, about which it must ask first.  A route that acts without a body refuses them with ``refuse_foreign_page``.
 """
 
 from collections.abc import Sequence
 
 from aiohttp import hdrs, web
 
+from engine.errors import RequestError
+from server.exchange import EXCHANGE
+
 ANY = "*"
 METHODS = "GET, POST, OPTIONS"
 HEADERS = "Authorization, Content-Type, X-Request-Id"
 MAX_AGE_S = 600
+OWN_PAGES = frozenset({"none", "same-origin"})  # of Sec-Fetch-Site; 'none' is what a user typed
 
 
 class Cors:
@@ -46,4 +50,16 @@ class Cors:
                 hdrs.ACCESS_CONTROL_ALLOW_HEADERS: HEADERS,
                 hdrs.ACCESS_CONTROL_MAX_AGE: str(MAX_AGE_S),
             },
+        )
+
+
+def refuse_foreign_page(request: web.Request) -> None:
+    """Raise RequestError (403) for a browser on a page of another site, unless ``server.cors_origins`` names it.
+
+    A browser sends a request without a body of JSON before it asks whether it may, and says where it comes from."""
+    if request.headers.get("Sec-Fetch-Site", "none") not in OWN_PAGES and not request[EXCHANGE].cors:
+        raise RequestError(
+            "a web page of another site cannot ask for this; name its origin in server.cors_origins",
+            status=403,
+            code="foreign_page",
         )

@@ -4,21 +4,21 @@ Owns: the checks and what to do about each that fails.  Does not know: how the f
 Nothing is changed and no model is loaded; torch is imported only here, when asked.
 """
 
-import errno
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from engine.config import Config
 from engine.errors import CallboardError, ConfigError
-from engine.models.checkpoint import DEMO, read_spec, resolve_checkpoint
+from engine.execution.host_memory import available_bytes
+from engine.models.checkpoint import DEMO, ModelSpec, read_spec, resolve_checkpoint
 from server.connection import require_c_parser
 from server.listener import bind
 
@@ -29,7 +29,6 @@ REQUIRED = ("aiohttp", "msgspec", "numpy", "pluggy", "prometheus-client", "safet
 ATTENTION_PACKAGES = {"flashinfer": "flashinfer-python", "flash_attn": "flash-attn", "triton": "triton"}
 TRACING = "opentelemetry.exporter.otlp.proto.http"
 GIB = 1 << 30
-SPARE_MEMORY = 1.2  # times the weights: what loading and a first step need beside them
 FEW_FILES = 4096
 
 
@@ -122,21 +121,27 @@ def _plugins(config: Config) -> Iterator[Finding]:
     for row in rows:
         if row.chosen and row.hindrances:
             reasons = "; ".join(row.hindrances)
-            yield Finding(f"plugin {row.info.name}", "bad", reasons, "choose another one: `callboard plugins`")
+            what, advice = f"plugin {row.info.name}", "choose another one: `callboard plugins`"
+            if row.info.kind == "grammar" and config.plugins.grammar == "auto":
+                advice = f"requests with a grammar will be refused: pip install {row.info.short}"
+                yield Finding(what, "note", reasons, advice)
+            else:
+                yield Finding(what, "bad", reasons, advice)
     usable = [row.info.name for row in rows if row.info.kind == "attention" and not row.hindrances]
     yield Finding("attention", "good" if usable else "bad", ", ".join(usable) or "no backend can run here")
     absent = [package for module, package in ATTENTION_PACKAGES.items() if find_spec(module) is None]
     if absent and shutil.which("nvidia-smi"):
-        advice = "on a GPU they are faster: pip install 'callboard[cuda]'"
+        advice = (
+            "on a GPU they are faster: pip install 'callboard[cuda]'; flash-attn is built against the torch that is "
+            "there: pip install --no-build-isolation 'callboard[flash-attn]'"
+        )
         yield Finding("attention packages", "note", f"not installed: {', '.join(absent)}", advice)
 
 
 def _machine(config: Config) -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0))
     yield Finding("cores", "good" if cores > 1 else "note", str(cores), "" if cores > 1 else _ONE_CORE)
-    available = _available_memory()
-    if available is not None:
-        yield Finding("memory", "good", f"{available / GIB:.1f} GiB available")
+    yield Finding("memory", "good", f"{available_bytes() / 1e9:.2f} GB available to this process and its container")
 
 
 _ONE_CORE = "the model and the HTTP front will take turns on it"
@@ -180,16 +185,13 @@ def _model(config: Config) -> Iterator[Finding]:
         yield Finding("model", "bad", path, str(error))
         return
     weights = list(directory.glob("*.safetensors"))
-    size = sum(file.stat().st_size for file in weights)
     yield Finding("model", "good", f"{directory}: {spec.architecture}, up to {spec.max_len} tokens")
-    if config.model.load_format == "dummy":
-        yield Finding("weights", "note", "drawn at random", "for benchmarks only: model.load_format = 'dummy'")
-    elif not weights:
+    if config.model.load_format == "safetensors" and not weights:
         yield Finding(
             "weights", "bad", f"no .safetensors in {directory}", "download or convert them; no other format is read"
         )
     else:
-        yield from _room_for(size, config)
+        yield _room_for(spec, config)
     if not (directory / "tokenizer.json").exists() and not config.model.tokenizer:
         yield Finding(
             "tokenizer", "bad", f"no tokenizer.json in {directory}", "set model.tokenizer, or 'none' for ids only"
@@ -198,14 +200,21 @@ def _model(config: Config) -> Iterator[Finding]:
         yield Finding("chat template", "note", "none", "/v1/chat/completions will refuse; completions work")
 
 
-def _room_for(size: int, config: Config) -> Iterator[Finding]:
-    about = f"{size / GIB:.2f} GiB"
-    available = _available_memory()
-    if available is not None and size * SPARE_MEMORY > available and config.device.kind != "cuda":
-        advice = f"{available / GIB:.1f} GiB are available: free some, or choose a smaller model"
-        yield Finding("weights", "bad", about, advice)
-    else:
-        yield Finding("weights", "good", about)
+def _room_for(spec: ModelSpec, config: Config) -> Finding:
+    try:
+        from engine.execution.preview import preview_weights
+
+        needed, available = preview_weights(config, spec)
+    except CallboardError as error:
+        return Finding("weights", "bad", "they cannot be loaded here", str(error))
+    except ImportError as error:
+        return Finding("weights", "note", "not estimated", str(error))
+    found = f"{needed / 1e9:.2f} GB to load, of {available / 1e9:.2f} GB"
+    if config.model.load_format == "dummy":
+        return Finding(
+            "weights", "note", f"{found}, drawn at random", "for benchmarks only: model.load_format = 'dummy'"
+        )
+    return Finding("weights", "good", found)
 
 
 def _has_template(directory: Path) -> bool:
@@ -226,15 +235,3 @@ def _installed(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:
         return False
-
-
-def _available_memory(meminfo: Callable[[], str] = Path("/proc/meminfo").read_text) -> int | None:
-    """Bytes that could be had without swapping; None where the system does not say."""
-    try:
-        lines = meminfo().splitlines()
-    except OSError as error:
-        if error.errno == errno.ENOENT:
-            return None
-        raise
-    fields: dict[str, Any] = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) << 10

@@ -50,7 +50,8 @@ def _of_format(given: ResponseFormat) -> Grammar | None:
         case "text":
             return None
         case "json_object":
-            return JSON_OBJECT
+            asks_nothing = b"".join(bytes(given.schema).split()) in (b"null", b"{}")
+            return JSON_OBJECT if asks_nothing else _of_schema(given.schema)
         case "json_schema":
             if given.json_schema is None:
                 raise RequestError(

@@ -48,7 +48,7 @@ from server.salts import Salts
 
 log = logging.getLogger("server.front_process")  # whatever it is started as
 
-CAPACITY = 8192  # of the link, in messages; what a step says is one, and what is sent waits at the engine's end as well
+CAPACITY = 1 << 18  # of the link, in messages: of as many requests as may be open at most, four each
 
 
 def main() -> None:

@@ -54,10 +54,11 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """type: 'text', 'json_object' or 'json_schema'."""
+    """type: 'text', 'json_object' or 'json_schema'.  schema: of a json_object, as llama.cpp and Together have it."""
 
     type: Short
     json_schema: JsonSchemaFormat | None = None
+    schema: msgspec.Raw = msgspec.field(default_factory=not_given)
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -162,10 +163,10 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
-    """arguments: a JSON object, as text or as it is."""
+    """arguments: a JSON object, as text or as it is; text that is none, of a call that was cut off, counts as {}."""
 
     name: Short
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, Any] | None = None
 
 
 class CallBody(msgspec.Struct, frozen=True):

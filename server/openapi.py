@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
-from server.administration import AbortAnswer, AbortBody, ResetAnswer, ResetBody
+from server.administration import AbortAnswer, AbortBody, ResetAnswer
 from server.embeddings import EmbeddingBody, EmbeddingList
 from server.errors import ErrorBody
 from server.native.bodies import NativeBody, NativeOutput
@@ -61,7 +61,7 @@ OPERATIONS = (
     Operation("get", "/v1/models", "The served model.", ModelList),
     Operation("get", "/v1/models/{id}", "The served model.", ModelBody),
     Operation("post", "/abort_request", "End requests.", AbortAnswer, AbortBody),
-    Operation("post", "/reset_prefix_cache", "Forget what is cached.", ResetAnswer, ResetBody),
+    Operation("post", "/reset_prefix_cache", "Forget what is cached.", ResetAnswer),
     Operation("get", "/server_info", "What is served, and its limits.", ServerInfo),
     Operation("get", "/load", "How many requests there are.", Load),
     Operation("get", "/health", "Whether the process can do its work.", HealthBody),

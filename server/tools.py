@@ -18,16 +18,17 @@ Choice = str | ToolChoice | None
 
 class ToolUse(msgspec.Struct, frozen=True):
     """How calls are read from an output.  max_calls: later ones are dropped; None for no limit.
-    exact: a grammar says how they are written."""
+    exact: a grammar says how they are written.  forced: it allows nothing else."""
 
     form: ToolFormat
     names: frozenset[str]
     max_calls: int | None
     exact: bool = False
+    forced: bool = False
 
     def parser(self) -> ToolCallParser:
         """For one choice."""
-        return ToolCallParser(self.form, self.names, self.max_calls, exact=self.exact)
+        return ToolCallParser(self.form, self.names, self.max_calls, exact=self.exact, forced=self.forced)
 
 
 class ToolRequest(msgspec.Struct, frozen=True):
@@ -86,7 +87,7 @@ def read_tools(
     many = parallel is not False and not isinstance(choice, ToolChoice)
     return ToolRequest(
         described=msgspec.json.encode([_described(tool) for tool in tools]).decode(),
-        use=ToolUse(form, frozenset(names), None if many else 1),
+        use=ToolUse(form, frozenset(names), None if many else 1, forced=forced),
         callable_tools=tuple(callable_tools),
         forced=forced,
         strict=any(tool.function.strict for tool in tools),

@@ -11,6 +11,9 @@ from tests.figures import ROOT
 
 SUITE = """
 import pytest
+import tests.figures
+
+tests.figures.crowding = lambda: {crowding}
 
 @pytest.mark.parametrize("took", [1, 3, 2])
 @pytest.mark.reliability("P10", "killed")
@@ -29,19 +32,20 @@ def test_of_no_interest():
 
 
 @pytest.mark.parametrize(
-    ("processes", "bound", "skip", "looks", "code", "verdicts"),
+    ("processes", "crowding", "bound", "skip", "looks", "code", "verdicts"),
     [
-        ("0", 3, False, True, 0, ["holds", "holds", "holds"]),
-        ("2", 2, True, True, 1, ["skipped: cannot look", "MISSED", "holds"]),
-        ("0", 1, False, False, 1, ["FAILED", "FAILED", "FAILED"]),
+        ("0", 1.0, 3, False, True, 0, ["holds", "holds", "holds"]),
+        ("2", 1.0, 2, True, True, 1, ["skipped: cannot look", "MISSED", "holds"]),
+        ("0", 2.0, 1, True, True, 1, ["skipped: cannot look", "MISSED", "holds"]),
+        ("0", 1.0, 1, False, False, 1, ["FAILED", "FAILED", "FAILED"]),
     ],
-    ids=["all well", "missed and skipped, from two processes", "failed"],
+    ids=["all well", "missed and skipped, from two processes", "missed on a busy machine", "failed"],
 )
 def test_the_table(
-    tmp_path: Path, processes: str, bound: int, skip: bool, looks: bool, code: int, verdicts: list[str]
+    tmp_path: Path, processes: str, crowding: float, bound: int, skip: bool, looks: bool, code: int, verdicts: list[str]
 ) -> None:
     suite, written = tmp_path / "test_suite.py", tmp_path / "figures.json"
-    suite.write_text(SUITE.format(bound=bound, skip=skip, looks=looks))
+    suite.write_text(SUITE.format(crowding=crowding, bound=bound, skip=skip, looks=looks))
     command = [sys.executable, "-m", "pytest", "-p", "tests.figures", "-p", "no:cacheprovider", "-m", "reliability"]
     command += ["--rootdir", str(tmp_path), "--reliability", str(written), "-n", processes, str(suite)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

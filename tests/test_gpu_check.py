@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SECTIONS = ["kernels", "attention_triton_speed", "attention_triton_prompts"]
+SECTIONS = ["kernels", "kernel_sampler", "attention_triton", "attention_triton_speed", "attention_triton_prompts"]
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,13 +23,14 @@ pytestmark = [
 def sections(tmp_path_factory):
     """Section -> case -> row."""
     output = tmp_path_factory.mktemp("gpu_check") / "rows.json"
+    options = ["--device", "cpu", "--timeout", "600", "--output", str(output)]
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu_check.py", "--device", "cpu", "--output", output, "--sections", *SECTIONS],
+        [sys.executable, "benchmarks/gpu_check.py", *options, "--sections", *SECTIONS],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "CALLBOARD_KERNELS": "triton", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(output.read_text())["sections"]
@@ -67,3 +68,9 @@ def test_attention_in_shares_of_the_copy_bandwidth_and_operations(sections, head
     row = sections["attention_triton_prompts"][f"{heads}/8 heads, 1 prompts of 20, {where}"]
     pairs = sum(range(1, 21))
     assert row["tflops"] * 1e12 * row["us"] / 1e6 == pytest.approx(pairs * heads * 128 * 2 * 2)
+
+
+def test_top_p_alone_is_a_case_of_its_own_and_what_one_such_row_costs_all_others_too(sections):
+    cases = sections["kernel_sampler"]
+    for case in ("top_p 0.95 alone", "top_p 0.95 alone, flat logits", "captured, one row of top_p 0.95 alone"):
+        assert cases[f"{case}, 2 rows"]["ok"]

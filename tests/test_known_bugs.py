@@ -120,7 +120,8 @@ def with_tokenizer(root: Path, scenario: Callable[[Tokenizer, Sent], Awaitable[N
     ingress, scheduler = Sent(), Sent()
 
     async def run() -> None:
-        tokenizer = Tokenizer(capacity=100, codec=codec(byte_level(), root))
+        text_codec = codec(byte_level(), root)
+        tokenizer = Tokenizer(capacity=100, codec=text_codec, vocab_size=text_codec.vocab_size)
         tokenizer.connect(scheduler=scheduler, ingress=ingress)
         running = asyncio.create_task(tokenizer.run())
         await scenario(tokenizer, scheduler)

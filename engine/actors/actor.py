@@ -39,13 +39,15 @@ class Actor(Generic[M]):
     def close(self) -> None:
         """Release what the actor holds; called exactly once, also after a crash."""
 
-    def spawn(self, work: Coroutine[Any, Any, M | None]) -> None:
-        """Run slow work beside the mailbox; what it returns is put into the mailbox."""
+    def spawn(self, work: Coroutine[Any, Any, M | None]) -> asyncio.Task[M | None]:
+        """Run slow work beside the mailbox; what it returns is put into the mailbox, unless the task is cancelled."""
         assert self._slow is not None, f"{self.name} spawned work before it ran"
-        self._slow.create_task(self._post(work), name=f"{self.name}.slow")
+        task = self._slow.create_task(work, name=f"{self.name}.slow")
+        task.add_done_callback(self._post)
+        return task
 
-    async def _post(self, work: Coroutine[Any, Any, M | None]) -> None:
-        if (message := await work) is not None:
+    def _post(self, done: asyncio.Task[M | None]) -> None:
+        if not done.cancelled() and done.exception() is None and (message := done.result()) is not None:
             self.inbox.put(message)
 
     async def run(self) -> None:

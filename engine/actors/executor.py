@@ -2,17 +2,17 @@
 
 consumes: Step (scheduler) · Stop (system)
 produces: ExecutorReady, StepDone (scheduler)
-waits for: a message; the device thread waits for the device.   owns: the device thread.
+waits for: a message; the collector waits for the device.   owns: the device thread and the collector's.
 
-Only plain steps and their results cross between the loop and the thread.  The thread launches a step as soon as it
-arrives and then collects the oldest one, so that with two steps in flight the device always has its next one queued.
+Only plain steps and their results cross between the loop and the threads.  The device thread launches a step as soon
+as it arrives: with two steps in flight, step N+2 comes when N is done, and must be queued while N+1 runs.  So it never
+waits for the device itself; what is done once it is launched, as every step on a CPU, it collects at once.
 """
 
 import asyncio
 import logging
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol, assert_never
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class PendingStep(Protocol):
-    """A launched step."""
+    """A launched step.  Calls come from any thread, one at a time."""
 
     def ready(self) -> bool:
         """Whether ``collect`` would return at once."""
@@ -42,7 +42,7 @@ class Runner(Protocol):
     num_pages: int
 
     def launch(self, step: Step) -> PendingStep:
-        """Start a step without waiting for it."""
+        """Start a step without waiting for it; those before it may still run, and be collected meanwhile."""
         ...
 
     def leave(self) -> None:
@@ -77,6 +77,7 @@ class Executor(Actor[ExecutorInbox]):
         """Start the device thread, then handle messages; the thread's failure is the actor's."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
+        failed.add_done_callback(asyncio.Future.exception)  # it may come when this has ended, and is looked at here
 
         def report(error: BaseException) -> None:
             if not failed.done():
@@ -88,6 +89,8 @@ class Executor(Actor[ExecutorInbox]):
                 runner = self._load()
                 self._serve(runner, loop)
             except BaseException as error:  # every failure of the thread must reach the actor
+                if not isinstance(error, Exception):  # a task that raises SystemExit ends the loop without a word
+                    error = RuntimeError(f"{error!r} on the device thread")
                 _call_soon(loop, partial(report, error))
                 if runner is not None:
                     runner.leave()
@@ -102,8 +105,6 @@ class Executor(Actor[ExecutorInbox]):
             await handling
         finally:
             handling.cancel()
-            if failed.done():
-                failed.exception()
 
     def handle(self, message: ExecutorInbox) -> None:
         match message:
@@ -113,7 +114,7 @@ class Executor(Actor[ExecutorInbox]):
                 assert_never(message)
 
     def close(self) -> None:
-        """End the device thread after the step it is in; a load that still runs is left to die with the process."""
+        """End the device thread after the steps it has; a load that still runs is left to die with the process."""
         self._steps.put(None)
         if self._thread is not None and self.loaded and not self._abandoned:
             self._thread.join(timeout=30)
@@ -128,19 +129,64 @@ class Executor(Actor[ExecutorInbox]):
         ready = ExecutorReady(rank=self._rank, num_pages=runner.num_pages)
         _call_soon(loop, partial(scheduler.put, ready))
         self.loaded = True
-        pending: deque[PendingStep] = deque()
-        while True:
-            if not pending or not self._steps.empty():
-                step = self._steps.get()
-                if step is None:
-                    return
-                pending.append(runner.launch(step))
-            while pending and (pending[0].ready() or len(pending) > 1 or self._steps.empty()):
-                _call_soon(loop, partial(scheduler.put, pending.popleft().collect()))
+        collector = Collector(
+            f"{self.name}.collector",
+            deliver=lambda done: _call_soon(loop, partial(scheduler.put, done)),
+            stop=lambda: self._steps.put(None),
+        )
+        try:
+            while (step := self._steps.get()) is not None:
+                collector.take(runner.launch(step))
+        finally:
+            collector.end()
+        collector.join()
+
+
+class Collector:
+    """Collects launched steps in their order.  deliver: takes each result.  stop: called if one cannot be collected.
+
+    ``take``, ``end`` and ``join`` are called by the device thread."""
+
+    def __init__(self, name: str, deliver: Callable[[StepDone], None], stop: Callable[[], None]) -> None:
+        self._deliver = deliver
+        self._stop = stop
+        self._waiting: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
+        self._num_taken = 0
+        self._num_delivered = 0  # of those that were taken; written by the collector's thread alone
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def take(self, pending: PendingStep) -> None:
+        """Deliver its result: at once where that needs no waiting, else as soon as the device is done with it."""
+        if self._num_delivered == self._num_taken and pending.ready():
+            self._deliver(pending.collect())
+        else:
+            self._num_taken += 1
+            self._waiting.put(pending)
+
+    def end(self) -> None:
+        """Nothing comes any more."""
+        self._waiting.put(None)
+
+    def join(self) -> None:
+        """Wait until all that was taken is delivered.  Raises what the collecting raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while (pending := self._waiting.get()) is not None:
+                self._deliver(pending.collect())
+                self._num_delivered += 1
+        except BaseException as error:  # every failure must reach the device thread, and with it the actor
+            self._error = error
+            self._stop()
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    """From the device thread to the loop; a loop that has closed meanwhile no longer wants to know."""
+    """From a thread to the loop; a loop that has closed meanwhile no longer wants to know."""
     try:
         loop.call_soon_threadsafe(callback)
     except RuntimeError:

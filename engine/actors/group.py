@@ -21,7 +21,7 @@ from engine.actors.intensity import RestartIntensity
 from engine.actors.mailbox import Link
 from engine.actors.watch import TICKS, Watch
 from engine.errors import CallboardError, EngineDied, StepTooLarge
-from engine.messages import ExecutorAlive, ExecutorReady, ExecutorsLost, Step, StepDone, Stop
+from engine.messages import ExecutorAlive, ExecutorReady, ExecutorsLost, LossExplained, Step, StepDone, Stop
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +108,17 @@ class RankLink:
         self.group.send(self.rank, message)
 
 
+@dataclass(frozen=True, slots=True)
+class LossLink:
+    """The scheduler's link to the group itself."""
+
+    group: "RankGroup"
+
+    def put(self, message: LossExplained) -> None:
+        """Takes effect at once: the scheduler hears of a loss, and answers, before the group gets to judge it."""
+        self.group.explained = message
+
+
 class RankGroup(Actor[Stop]):
     """num_ranks: tensor-parallel size.  step_timeout_s: a step that takes longer means that its rank hangs."""
 
@@ -116,6 +127,8 @@ class RankGroup(Actor[Stop]):
     ) -> None:
         super().__init__("executors", capacity=4)
         self.links = [RankLink(self, rank) for rank in range(num_ranks)]
+        self.losses = LossLink(self)
+        self.explained: LossExplained | None = None  # the loss that is to be judged next
         self.num_restarts = 0
         self.last_recovery_s = 0.0
         self._placement = placement
@@ -201,8 +214,10 @@ class RankGroup(Actor[Stop]):
             # It never ran: what is wrong is the configuration, the checkpoint, the machine, and not a moment's fault.
             raise loss.error if loss.error is not None else EngineDied(f"{loss} while it started")
         reason = str(loss)
-        if loss.error is not None and not isinstance(loss.error, CallboardError):
-            log.error("%s", reason, exc_info=loss.error)
+        explained, self.explained = self.explained, None
+        if loss.error is not None:
+            if not isinstance(loss.error, CallboardError):
+                log.error("%s", reason, exc_info=loss.error)
             _drop_traceback(loss.error)
         if not loss.curable:
             if isinstance(loss.error, EngineDied):
@@ -212,12 +227,16 @@ class RankGroup(Actor[Stop]):
             )
         if isinstance(loss.error, StepTooLarge):
             # No fault yet, and no loop either: what is allowed from now on is half of what has failed.
-            _drop_traceback(loss.error)
+            if self._scheduler is not None:
+                self._scheduler.put(ExecutorsLost(reason, is_fault=False))
             self.num_restarts += 1
             self._terms = replace(self._terms, most_tokens=loss.error.num_tokens // 2)
             log.warning("%s; executors start again with steps cut to %d tokens", reason, self._terms.most_tokens)
             return
-        self._intensity.spend(reason, asyncio.get_running_loop().time())
+        if explained is not None:
+            self._intensity.forgive(explained.num_losses - 1)
+        if explained is None or not explained.executors_work:
+            self._intensity.spend(reason, asyncio.get_running_loop().time())
         self.num_restarts += 1
         log.warning("%s; every executor is restarted (%d so far), requests wait", reason, self.num_restarts)
 

@@ -87,6 +87,8 @@ class Ingress(Actor[IngressInbox]):
         self._tokenizer = tokenizer
         self._ids = itertools.count(first_id)
         self._open: dict[int, _Open] = {}
+        # Cancelled, and not yet let go of by the engine: they have no client and still take room.
+        self._leaving: dict[int, _Open] = {}
         self._queued_tokens = 0
         self.ready = False
         self.draining = False
@@ -128,10 +130,6 @@ class Ingress(Actor[IngressInbox]):
         if params.seed is None:
             params = params.replace(seed=self._rng.randint(0, MAX_SEED))
         request_id = next(self._ids)
-        stream = Stream(request_id, self._cancel)
-        self._open[request_id] = _Open(stream, estimated, self._first_timer(request_id))
-        self._queued_tokens += estimated
-        self._idle.clear()
         text, token_ids, turns = message
         self._tokenizer.put(
             Tokenize(
@@ -148,6 +146,10 @@ class Ingress(Actor[IngressInbox]):
                 return_prompt_ids=return_prompt_ids,
             )
         )
+        stream = Stream(request_id, self._cancel)
+        self._open[request_id] = _Open(stream, estimated, self._first_timer(request_id))
+        self._queued_tokens += estimated
+        self._idle.clear()
         return stream
 
     async def wait_idle(self, timeout_s: float) -> bool:
@@ -165,13 +167,14 @@ class Ingress(Actor[IngressInbox]):
         self.ready = False
         for request_id in list(self._open):
             self._end(request_id).stream.fail(error)
+        for request_id in list(self._leaving):
+            self._has_left(request_id)
 
     def abort_all(self) -> None:
         """Cancel every open request; each stream ends with an error that says so (drain ran out of time)."""
         for request_id in list(self._open):
-            self._tokenizer.put(Abort(request_id))
             error = RequestError("the server is shutting down", status=503, code="shutting_down")
-            self._end(request_id).stream.fail(error)
+            self._abandon(request_id).stream.fail(error)
 
     def abort(self, request_id: int) -> bool:
         """End a request where it is; its reader gets what was produced and a finish that says so.
@@ -179,8 +182,7 @@ class Ingress(Actor[IngressInbox]):
         Returns whether it was open."""
         if request_id not in self._open:
             return False
-        self._tokenizer.put(Abort(request_id))
-        self._end(request_id).stream.push(Delta(request_id, "", finish=Finish.ABORT))
+        self._abandon(request_id).stream.push(Delta(request_id, "", finish=Finish.ABORT))
         return True
 
     def _refuse_unless_serving(self) -> None:
@@ -190,9 +192,11 @@ class Ingress(Actor[IngressInbox]):
             raise RequestError("the server is shutting down", status=503, code="draining", retry_after_s=RETRY_AFTER_S)
         if not self.ready:
             raise RequestError("the model is loading", status=503, code="not_ready", retry_after_s=RETRY_AFTER_S)
-        if len(self._open) >= self._limits.max_requests:
+        if len(self._open) + len(self._leaving) >= self._limits.max_requests:
+            leaving = f", {len(self._leaving)} cancelled ones are leaving," if self._leaving else ""
             raise RequestError(
-                f"{len(self._open)} requests are open and no more than that are accepted; try again later",
+                f"{len(self._open)} requests are open{leaving} and no more than {self._limits.max_requests} are "
+                "accepted; try again later",
                 status=429,
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
@@ -204,7 +208,7 @@ class Ingress(Actor[IngressInbox]):
         """(text, token ids, turns), exactly one of them set."""
         if isinstance(prompt, str):
             self._check_chars(len(prompt))
-            return prompt, None, None
+            return str.__str__(prompt), None, None  # without what a subclass, such as NumPy's, adds to it
         if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], ChatTurn):
             turns: tuple[ChatTurn, ...] = prompt
             self._check_chars(sum(map(_num_chars, turns)) + len(chat.tools))
@@ -222,6 +226,8 @@ class Ingress(Actor[IngressInbox]):
             )
 
     def _check_ids(self, prompt: Sequence[int]) -> np.ndarray:
+        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
+            raise RequestError(f"prompt: expected a text or a list of token ids, not {prompt!r:.100}", param="prompt")
         if len(prompt) > self._max_model_len:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, the context is {self._max_model_len}",
@@ -229,11 +235,14 @@ class Ingress(Actor[IngressInbox]):
                 param="prompt",
             )
         try:
-            ids = np.asarray(prompt, dtype=np.int64)
+            ids = np.asarray(prompt)
         except (OverflowError, TypeError, ValueError):
             raise RequestError("prompt: expected a list of token ids", param="prompt") from None
-        if ids.ndim != 1 or not len(ids):
+        if not ids.size:
             raise RequestError("prompt: expected at least one token id", param="prompt")
+        # NumPy would make integers of floats and texts; it makes objects of integers beyond 64 bits.
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise RequestError("prompt: expected a list of token ids, which are integers", param="prompt")
         if ids.min() < 0 or ids.max() >= self._vocab_size:
             bad = int(ids.min() if ids.min() < 0 else ids.max())
             raise RequestError(f"prompt: token id {bad} is outside 0 to {self._vocab_size - 1}", param="prompt")
@@ -246,7 +255,7 @@ class Ingress(Actor[IngressInbox]):
         else:
             num_chars = len(text) if text is not None else sum(map(_num_chars, turns or ()))
             cost = num_chars // CHARS_PER_TOKEN + 1
-        if self._open and self._queued_tokens + cost > self._limits.max_queued_tokens:
+        if (self._open or self._leaving) and self._queued_tokens + cost > self._limits.max_queued_tokens:
             raise RequestError(
                 f"about {self._queued_tokens} prompt tokens are queued, at most "
                 f"{self._limits.max_queued_tokens} are accepted; try again later",
@@ -258,8 +267,7 @@ class Ingress(Actor[IngressInbox]):
 
     def _cancel(self, request_id: int) -> None:
         if request_id in self._open:
-            self._end(request_id)
-            self._tokenizer.put(Abort(request_id))
+            self._abandon(request_id)
 
     def _first_timer(self, request_id: int) -> asyncio.TimerHandle:
         loop, limits = asyncio.get_running_loop(), self._limits
@@ -274,30 +282,47 @@ class Ingress(Actor[IngressInbox]):
             left_s = limits.request_timeout_s - limits.first_token_timeout_s
             request.timer = asyncio.get_running_loop().call_later(left_s, self._expire, request_id)
             return
-        self._tokenizer.put(Abort(request_id))
         error = RequestError(
             f"the request has had no token for {limits.first_token_timeout_s:g} s; try again later",
             status=503,
             code="queue_timeout",
             retry_after_s=RETRY_AFTER_S,
         )
-        self._end(request_id).stream.fail(error)
+        self._abandon(request_id).stream.fail(error)
 
     def _expire(self, request_id: int) -> None:
-        self._tokenizer.put(Abort(request_id))
         error = RequestError(
             f"the request took longer than {self._limits.request_timeout_s:g} s", status=504, code="request_timeout"
         )
-        self._end(request_id).stream.fail(error)
+        self._abandon(request_id).stream.fail(error)
+
+    def _abandon(self, request_id: int) -> _Open:
+        """Nobody reads the request any more.  It takes room until the engine says that it has ended there."""
+        self._tokenizer.put(Abort(request_id))
+        request = self._leaving[request_id] = self._close(request_id)
+        return request
 
     def _end(self, request_id: int) -> _Open:
+        """The engine has let go of an open request."""
+        request = self._close(request_id)
+        self._queued_tokens -= request.estimated_tokens
+        return request
+
+    def _close(self, request_id: int) -> _Open:
         """The one place where a request stops being open."""
         request = self._open.pop(request_id)
         request.timer.cancel()
-        self._queued_tokens -= request.estimated_tokens
         if not self._open:
             self._idle.set()
         return request
+
+    def _has_left(self, request_id: int) -> bool:
+        """The engine has let go of a cancelled request; False if it is not one of those."""
+        request = self._leaving.pop(request_id, None)
+        if request is None:
+            return False
+        self._queued_tokens -= request.estimated_tokens
+        return True
 
     # ---- the engine side: messages ----------------------------------------------------------
 
@@ -335,7 +360,8 @@ class Ingress(Actor[IngressInbox]):
         for delta in message.deltas:
             request = self._open.get(delta.request_id)
             if request is None:
-                self.num_late_events += 1  # the client went away while this was under way
+                if delta.finish == Finish.RUNNING or not self._has_left(delta.request_id):
+                    self.num_late_events += 1  # the client went away while this was under way
                 continue
             request.stream.push(delta)
             if delta.finish != Finish.RUNNING:
@@ -343,7 +369,8 @@ class Ingress(Actor[IngressInbox]):
 
     def _fail(self, message: Failed) -> None:
         if message.request_id not in self._open:
-            self.num_late_events += 1
+            if not self._has_left(message.request_id):
+                self.num_late_events += 1
             return
         error = RequestError(message.message, status=message.status, code=message.code, param=message.param)
         self._end(message.request_id).stream.fail(error)

@@ -26,31 +26,22 @@ class Report:
 
     reports: Reports
     rank: int
-    meeting: "Meeting"
 
     def put(self, message: ExecutorReady | StepDone) -> None:
         """Pass it on under the rank's name."""
-        if isinstance(message, ExecutorReady):
-            self.meeting.leave()
         self.reports.heard(self.rank, message)
 
 
 class Meeting:
-    """Where the ranks of one generation find each other; nothing is left of it once all have.  One rank needs none."""
+    """Where the ranks of one generation find each other, and what their library keeps there for as long as they are a
+    group.  One rank needs none."""
 
     def __init__(self, num_ranks: int) -> None:
         self._directory = SocketDirectory() if num_ranks > 1 else None
-        self._num_there = num_ranks
         self.url = self._directory.rendezvous() if self._directory is not None else ""
 
-    def leave(self) -> None:
-        """A rank has loaded, and so has met the others."""
-        self._num_there -= 1
-        if not self._num_there:
-            self.end()
-
     def end(self) -> None:
-        """Nobody meets here any more."""
+        """The group is no more."""
         if self._directory is not None:
             self._directory.remove()
 
@@ -74,7 +65,7 @@ class InlinePlacement:
         for rank in range(self._num_ranks):
             load = partial(self._load, rank, terms, meeting.url)
             executor = Executor(rank=rank, capacity=self._capacity, load=load)
-            executor.connect(Report(reports, rank, meeting))
+            executor.connect(Report(reports, rank))
             executors.append(executor)
         return InlineRanks(executors, reports, meeting, reloaded=terms.num_pages > 0)
 

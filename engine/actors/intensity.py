@@ -22,6 +22,11 @@ class RestartIntensity:
             times = f"{self.max_restarts} restarts in {self.window_s:g} s did not help"
             raise EngineDied(f"{reason}; {times if self.max_restarts else 'placement.max_restarts is 0'}")
 
+    def forgive(self, count: int) -> None:
+        """What brought the last ``count`` is gone."""
+        for _ in range(min(count, len(self._times))):
+            self._times.pop()
+
     def allows(self, now: float) -> bool:
         """Whether there may be one more, which is then counted.  now: seconds; never less than before."""
         while self._times and self._times[0] <= now - self.window_s:

@@ -1,20 +1,20 @@
 """A bounded queue that only its actor reads, and the one-method link that everyone else holds.
 
 Owns: messages that have arrived and have not been handled.  Does not know: what they mean.
-``put`` never waits: every queue's capacity follows from ``limits.max_requests``, so an overflow further in is a bug.
+``put`` never waits and never refuses.  What holds clients back stands at the entrance: ingress counts a request
+against ``limits.max_requests`` until the engine has let go of it, and every capacity follows from that number.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+log = logging.getLogger(__name__)
+
 M = TypeVar("M")
 M_contra = TypeVar("M_contra", contravariant=True)
-
-
-class MailboxFull(RuntimeError):
-    """More messages than a mailbox was sized for: a bug, since ingress admits no more than that."""
 
 
 class Link(Protocol[M_contra]):
@@ -41,12 +41,10 @@ class Mailbox(Generic[M]):
         return len(self._messages)
 
     def put(self, message: M) -> None:
-        """Append; raises MailboxFull, which crashes the sender."""
-        if len(self._messages) >= self.capacity:
-            raise MailboxFull(
-                f"{self.name}: {len(self._messages)} messages queued, cannot accept {type(message).__name__}"
-            )
+        """Append.  More than ``capacity`` is a bug, which is logged: it must not cost anybody a request."""
         self._messages.append(message)
+        if len(self._messages) == self.capacity + 1:
+            log.error("%s: more than %d messages queued, with %s", self.name, self.capacity, type(message).__name__)
         if not self._due and self._deliver is not None:
             self._due = True
             asyncio.get_running_loop().call_soon(self._drain)

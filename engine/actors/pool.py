@@ -25,6 +25,7 @@ from engine.actors.wire import WireError
 from engine.messages import (
     Abort,
     Admit,
+    Delta,
     Deltas,
     Failed,
     Finish,
@@ -48,13 +49,15 @@ LOST = "the tokenizer process that had this request was lost; send the request a
 
 @dataclass(slots=True)
 class _Request:
-    """One open request.  desk: whose it is, -1 while there is no process for it.
+    """One request that a process has, or will have.  desk: whose it is, -1 while there is no process for it.
 
-    tokenize: the request itself, until the scheduler has it.  again: it has been with a process that was lost."""
+    tokenize: the request itself, until the scheduler has it.  again: it has been with a process that was lost.
+    cancelled: ingress wants to hear of its end only."""
 
     tokenize: Tokenize | None
     desk: int = -1
     again: bool = False
+    cancelled: bool = False
 
 
 class TokenizerPool(Actor[TokenizerInbox]):
@@ -127,14 +130,22 @@ class TokenizerPool(Actor[TokenizerInbox]):
         self._send(number, message)
 
     def _abort(self, message: Abort) -> None:
-        """Nobody wants it any more: whatever the process still says of it, and were it ``Admit``, is dropped."""
-        request = self._close(message.request_id)
+        """Nobody wants it any more.  It is open until its process has let go of it, and says so."""
+        request = self._requests.get(message.request_id)
         if request is None:
             return
-        self._send(request.desk, message)
+        request.cancelled = True
         if request.tokenize is None:
             # Not by way of the process, which may die with it.
             self._scheduler.put(message)
+        if request.desk < 0:
+            self._end_cancelled(message.request_id)
+        else:
+            self._send(request.desk, message)
+
+    def _end_cancelled(self, request_id: int) -> None:
+        self._close(request_id)
+        self._ingress.put(Deltas((Delta(request_id, "", finish=Finish.ABORT),)))
 
     def _send(self, number: int, message: TokenizerInbox) -> None:
         """To a process, if it is there: else what it had has ended already, and the message is late."""
@@ -172,11 +183,11 @@ class TokenizerPool(Actor[TokenizerInbox]):
                 self._ingress.put(message)
             case Admit():
                 request = self._requests.get(message.request_id)
-                if request is not None and request.desk == desk.number:
+                if request is not None and request.desk == desk.number and not request.cancelled:
                     request.tokenize = None
                     self._scheduler.put(message)
             case Abort():
-                if message.request_id in self._requests:
+                if (known := self._requests.get(message.request_id)) is not None and not known.cancelled:
                     self._scheduler.put(message)
             case Failed():
                 if self._close(message.request_id) is not None:
@@ -212,6 +223,9 @@ class TokenizerPool(Actor[TokenizerInbox]):
         theirs = [(one, request) for one, request in self._requests.items() if request.desk == desk.number]
         num_failed = 0
         for request_id, request in theirs:
+            if request.cancelled:
+                self._end_cancelled(request_id)
+                continue
             if request.tokenize is not None and not request.again:
                 # Nothing was said of it yet, so nothing is lost.  Once only: it may be what has killed the process.
                 self._shards.forget(request_id)

@@ -1,7 +1,7 @@
 """The scheduler actor: a shell around the planner.
 
 consumes: Admit, Abort (tokenizer) · StepDone, ExecutorReady (executors) · ExecutorsLost (rank group) · Stop (system)
-produces: Step (every executor, same order) · Tokens, Failed (tokenizer)
+produces: Step (every executor, same order) · LossExplained (rank group) · Tokens, Failed (tokenizer)
   EngineReady, EngineRecovering, Stats (ingress)
 tells: observers, in batches, what has ended and what the prefix cache has done.
 waits for: a message; never for a peer.   owns: the life of every sequence and every page.
@@ -23,6 +23,7 @@ from engine.messages import (
     ExecutorReady,
     ExecutorsLost,
     Failed,
+    LossExplained,
     SchedulerInbox,
     Stats,
     Step,
@@ -39,7 +40,8 @@ class Scheduler(Actor[SchedulerInbox]):
     """Plans steps while fewer than ``overlap_depth`` are in flight.
 
     new_planner: builds the planner once the executors have said how many pages they have.
-    executors: one link per rank.  When they are lost, requests keep what they have and wait until all are ready again.
+    executors: one link per rank; losses: one to their group.  When they are lost, requests keep what they have and
+    wait until all are ready again.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Scheduler(Actor[SchedulerInbox]):
         page_size: int,
         new_planner: Callable[[int], Planner],
         executors: Sequence[Link[Step]],
+        losses: Link[LossExplained],
         tokenizer: Link[Tokens | Failed],
         ingress: Link[EngineReady | EngineRecovering | Stats],
         observers: Observers,
@@ -59,6 +62,7 @@ class Scheduler(Actor[SchedulerInbox]):
         self._page_size = page_size
         self._new_planner = new_planner
         self._executors = executors
+        self._losses = losses
         self._tokenizer = tokenizer
         self._ingress = ingress
         self._observers = observers
@@ -79,8 +83,8 @@ class Scheduler(Actor[SchedulerInbox]):
                 self._planned.abort(request_id, finish)
             case ExecutorReady(rank, num_pages):
                 self._executor_ready(rank, num_pages)
-            case ExecutorsLost(reason):
-                self._executors_lost(reason)
+            case ExecutorsLost(reason, is_fault):
+                self._executors_lost(reason, is_fault=is_fault)
             case _:
                 assert_never(message)
 
@@ -137,10 +141,15 @@ class Scheduler(Actor[SchedulerInbox]):
     def _admit(self, message: Admit) -> None:
         try:
             self._planned.admit(message)
-        except RequestError as error:
-            self._tokenizer.put(
-                Failed(message.request_id, error.message, status=error.status, code=error.code, param=error.param)
-            )
+            return
+        except RequestError as refusal:
+            error = refusal
+        except Exception:  # of one request, or of a policy that ranks it; the planner has not taken it in
+            log.exception("request=%d failed in the scheduler", message.request_id)
+            error = RequestError("internal error; the server log has the details", status=500, code="internal_error")
+        self._tokenizer.put(
+            Failed(message.request_id, error.message, status=error.status, code=error.code, param=error.param)
+        )
 
     def _executor_ready(self, rank: int, num_pages: int) -> None:
         self._ready_pages[rank] = num_pages
@@ -157,9 +166,9 @@ class Scheduler(Actor[SchedulerInbox]):
         log.info("scheduler ready: pages=%d page_size=%d tokens=%d", pages, self._page_size, pages * self._page_size)
         self._ingress.put(EngineReady(num_pages=pages, page_size=self._page_size))
 
-    def _executors_lost(self, reason: str) -> None:
+    def _executors_lost(self, reason: str, *, is_fault: bool) -> None:
         self._ready_pages.clear()
         self._results.clear()
-        if self._planner is not None:
-            self._planner.restart()
+        if self._planner is not None and (explained := self._planner.restart(is_fault=is_fault)) is not None:
+            self._losses.put(explained)
         self._ingress.put(EngineRecovering(reason))

@@ -24,7 +24,7 @@ from engine.actors.pool import TokenizerPool
 from engine.actors.scheduler import Scheduler
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
-from engine.config import Config, build_config, with_pages, without_cluster_key
+from engine.config import Config, build_config, without_cluster_key
 from engine.errors import ConfigError, EngineDied
 from engine.execution.shrinking import Shrinking
 from engine.kv.eviction import EvictionStrategy
@@ -40,7 +40,7 @@ from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.text.codec import TextCodec
-from engine.text.loading import load_codec
+from engine.text.loading import load_codec, warn_of_unknown_tokens
 
 if TYPE_CHECKING:
     from engine.processes.head import Head
@@ -78,8 +78,11 @@ class System:
         self.model_name = config.model.name or Path(config.model.path).name
         self.max_len = _max_len(config, self.spec)
         self._codec = load_codec(config.model, directory)
+        warn_of_unknown_tokens(self._codec, self.spec.vocab_size)
         self._plugins = Plugins(config.chosen_plugins(), config.plugins.observers, config.plugins.options)
         check_named(self._plugins, expected_context(config, self.spec.shape))
+        if self._plugins.absent:
+            log.warning("requests with a grammar are refused: %s", self._plugins.absent)
         self._policy = self._scheduling_policy()
         self._observers = Observers(self._plugins, config.plugins.options, page_size=config.kv.page_size)
         self._grammars = plugin_grammars(
@@ -113,6 +116,7 @@ class System:
             page_size=config.kv.page_size,
             new_planner=self._new_planner,
             executors=self.executors.links,
+            losses=self.executors.losses,
             tokenizer=self.tokenizer.inbox,
             ingress=self.entrance.inbox,
             observers=self._observers,
@@ -196,7 +200,9 @@ class System:
     def _tokenizer(self, capacity: int) -> Tokenizer | TokenizerPool:
         placement = self.config.placement
         if not placement.tokenizers:
-            return Tokenizer(capacity=capacity, codec=self._codec, grammars=self._grammars)
+            return Tokenizer(
+                capacity=capacity, codec=self._codec, vocab_size=self.spec.vocab_size, grammars=self._grammars
+            )
         from engine.processes.tokenizers import ProcessTokenizers  # ZeroMQ is needed from here on
 
         return TokenizerPool(
@@ -225,18 +231,18 @@ class System:
     def _load_runner(self, rank: int, terms: Terms, rendezvous: str = "") -> Runner:
         from engine.execution.loading import load_runner  # torch is needed from here on
 
-        config = self.config if not terms.num_pages else with_pages(self.config, terms.num_pages)
         runner = load_runner(
-            config,
+            self.config,
             self.spec,
             self.max_len,
             self._plugins,
             rank=rank,
             rendezvous=rendezvous,
             progress=self._progress and not rank,
+            num_pages=terms.num_pages,
             grammars=self._grammars,
         )
-        return Shrinking(runner, alone=config.device.tensor_parallel == 1, most_tokens=terms.most_tokens)
+        return Shrinking(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=terms.most_tokens)
 
     def _new_planner(self, num_pages: int) -> Planner:
         scheduler, kv = self.config.scheduler, self.config.kv

@@ -8,7 +8,7 @@ waits for: a message; encoding runs in a worker thread and comes back as one.   
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
 
 import msgspec
 import numpy as np
@@ -58,9 +58,11 @@ class _Encoded:
 
 @dataclass(slots=True)
 class _Text:
-    """One request's text state, from its arrival to its end.  stream: None until the prompt is encoded."""
+    """One request's text state, from its arrival to its end.  encoding: what makes tokens of the prompt.
+    stream: None until that is done."""
 
     request: Tokenize
+    encoding: asyncio.Task[Any] | None = None
     num_prompt: int = 0
     num_completion: int = 0
     cached_tokens: int = 0
@@ -69,11 +71,13 @@ class _Text:
 
 
 class Tokenizer(Actor[TokenizerInbox | _Encoded]):
-    """codec: the model's tokenizer and chat template.  grammars: what checks those of requests, None for nothing."""
+    """codec: the model's tokenizer and chat template.  vocab_size: of the model, which may have fewer tokens than its
+    tokenizer.  grammars: what checks those of requests, None for nothing."""
 
-    def __init__(self, *, capacity: int, codec: TextCodec, grammars: Grammars | None = None) -> None:
+    def __init__(self, *, capacity: int, codec: TextCodec, vocab_size: int, grammars: Grammars | None = None) -> None:
         super().__init__("tokenizer", capacity)
         self._codec = codec
+        self._vocab_size = vocab_size
         self._grammars = grammars
         self._texts: dict[int, _Text] = {}
         self._out: list[Delta] = []
@@ -88,8 +92,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             case Tokens():
                 self._take_tokens(message)
             case Tokenize():
-                self._texts[message.request_id] = _Text(message)
-                self.spawn(self._encode(message))
+                self._texts[message.request_id] = _Text(message, self.spawn(self._encode(message)))
             case _Encoded():
                 self._admit(message)
             case Abort():
@@ -113,7 +116,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             return await asyncio.to_thread(self._understand, request)
         except RequestError as error:
             return _Encoded(request, None, request.params, error=error)
-        except Exception as error:  # of a tokenizer, a template, a plugin: this request's trouble and nobody else's
+        except (Exception, SystemExit) as error:  # of a tokenizer, a template, a plugin: this request's trouble alone
             return _Encoded(request, None, request.params, error=_fault(request.request_id, error))
 
     def _understand(self, request: Tokenize) -> _Encoded:
@@ -127,6 +130,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         else:
             assert request.text is not None, f"request {request.request_id} has no prompt of any kind"
             token_ids = self._codec.encode(request.text)
+        self._check_known(token_ids, "messages" if request.turns is not None else "prompt")
         params = request.params
         if params.grammar is not None:
             if self._grammars is None:
@@ -135,6 +139,17 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             self._grammars.check(grammar)
             params = params.replace(grammar=grammar)
         return _Encoded(request, token_ids, params, thinking if request.chat.split_reasoning else "none")
+
+    def _check_known(self, token_ids: TokenIds, param: str) -> None:
+        """Raise RequestError for a token that the tokenizer has and the model does not."""
+        if token_ids.max() >= self._vocab_size:
+            unknown = int(token_ids[token_ids >= self._vocab_size][0])
+            raise RequestError(
+                f"{param}: the text has the token {self._codec.token_text(unknown, 0.0).text!r} (id {unknown}), which "
+                f"the tokenizer knows and the model does not: its token ids end at {self._vocab_size - 1}",
+                code="unknown_token",
+                param=param,
+            )
 
     def _admit(self, encoded: _Encoded) -> None:
         request = encoded.request
@@ -150,15 +165,15 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         chat = request.turns is not None
         try:
             text.stream = self._codec.open_stream(encoded.token_ids, params, chat=chat, thinking=encoded.thinking)
+            if params.prompt_logprobs is not None:
+                text.prompt_logprobs = PromptColumns(encoded.token_ids)
+            if request.echo or request.return_prompt_ids:
+                prompt = request.text if request.text is not None else self._codec.decode(encoded.token_ids)
+                ids = encoded.token_ids.tobytes() if request.return_prompt_ids else b""
+                self._out.append(Delta(request.request_id, prompt if request.echo else "", prompt_token_ids=ids))
         except Exception as error:
             self._refuse(request.request_id, _fault(request.request_id, error))
             return
-        if params.prompt_logprobs is not None:
-            text.prompt_logprobs = PromptColumns(encoded.token_ids)
-        if request.echo or request.return_prompt_ids:
-            prompt = request.text if request.text is not None else self._codec.decode(encoded.token_ids)
-            ids = encoded.token_ids.tobytes() if request.return_prompt_ids else b""
-            self._out.append(Delta(request.request_id, prompt if request.echo else "", prompt_token_ids=ids))
         self._scheduler.put(
             Admit(
                 request.request_id,
@@ -171,8 +186,13 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
 
     def _abort(self, message: Abort) -> None:
         text = self._texts.pop(message.request_id, None)
-        if text is not None and text.stream is not None:
+        if text is None:
+            return  # it has ended, and ingress knows
+        if text.stream is not None:
             self._scheduler.put(message)
+        elif text.encoding is not None:
+            text.encoding.cancel()  # a prompt that waits for a thread must not keep others waiting for one
+        self._out.append(Delta(message.request_id, "", finish=Finish.ABORT))
 
     def _refuse(self, request_id: int, error: RequestError) -> None:
         self._fail(Failed(request_id, error.message, error.status, error.code, error.param))
@@ -289,7 +309,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         )
 
 
-def _fault(request_id: int, error: Exception) -> RequestError:
+def _fault(request_id: int, error: BaseException) -> RequestError:
     """What a client is told when its text breaks the code that handles it; the log says what it was."""
     log.error("request=%d failed in the tokenizer", request_id, exc_info=error)
     return RequestError("internal error; the server log has the details", status=500, code="internal_error")

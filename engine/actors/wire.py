@@ -26,11 +26,13 @@ class Wire:
         self._decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(accepts, strict=True)
 
     def encode(self, message: Message) -> bytes:
-        """The frame of a message.  Raises WireError if it is over the limit, or has half of a surrogate pair in it."""
+        """The frame of a message.  Raises WireError if it is over the limit, or holds what has no form there."""
         try:
             frame = self._encoder.encode(message)
         except UnicodeEncodeError as error:
             raise WireError(f"link {self._name}: {type(message).__name__}: not valid Unicode: {error.reason}") from None
+        except (TypeError, OverflowError) as error:  # of what the message holds: an integer of over 64 bits
+            raise WireError(f"link {self._name}: {type(message).__name__}: {error}") from None
         if len(frame) > self._max_frame_bytes:
             kind = type(message).__name__
             raise WireError(f"link {self._name}: {kind} of {len(frame)} bytes exceeds {self._max_frame_bytes}")

@@ -12,6 +12,7 @@ from engine.errors import PluginError
 from engine.execution.foreign import build_foreign, try_foreign
 from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionSpec
+from engine.patience import named_while_slow
 from engine.plugins.attention.split import SplitAttention
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import Plugins
@@ -48,7 +49,8 @@ class RankAttention:
             for choice in choices:
                 build = choice.factory if choice.info.built_in else partial(build_foreign, choice)
                 try:
-                    backends.append(build(self._spec, pool))
+                    with named_while_slow(f"plugin {choice.info.label}: building its backend"):
+                        backends.append(build(self._spec, pool))
                 except PluginError as error:
                     if not choice.auto:
                         raise

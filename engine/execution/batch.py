@@ -37,34 +37,39 @@ class Batch:
     sample_positions_N: Int64
 
 
+def decode_rows(step: Step) -> Int64:
+    """The rows that get one token each."""
+    return np.frombuffer(step.decode_rows, dtype=np.int32).astype(np.int64)
+
+
 def lay_out(step: Step, computed: Int32) -> Batch:
     """The batch of ``step``; ``computed`` [rows] holds how many positions of each row have K/V, and is advanced."""
-    decode_rows = np.frombuffer(step.decode_rows, dtype=np.int32).astype(np.int64)
-    num_decodes = len(decode_rows)
+    decodes = decode_rows(step)
+    num_decodes = len(decodes)
     if not step.prefill_rows:
         # A new array each time: the scheduler's view of a step must not change with the next one.
-        positions = computed[decode_rows].astype(np.int64)
+        positions = computed[decodes].astype(np.int64)
         starts_B1 = np.arange(num_decodes + 1)
         lengths = positions.astype(np.int32) + 1
-        computed[decode_rows] = lengths
+        computed[decodes] = lengths
         return Batch(
             num_decodes=num_decodes,
-            rows_B=decode_rows,
+            rows_B=decodes,
             query_lengths_B=np.ones(num_decodes, dtype=np.int32),
             lengths_B=lengths,
             query_starts_B1=starts_B1,
-            rows_T=decode_rows,
+            rows_T=decodes,
             positions_T=positions,
             sample_at_N=starts_B1[:-1],
-            sample_rows_N=decode_rows,
+            sample_rows_N=decodes,
             sample_positions_N=positions + 1,
         )
     prefill_rows = np.frombuffer(step.prefill_rows, dtype=np.int32).astype(np.int64)
-    starts_B = np.concatenate((computed[decode_rows], np.frombuffer(step.prefill_starts, dtype=np.int32)))
+    starts_B = np.concatenate((computed[decodes], np.frombuffer(step.prefill_starts, dtype=np.int32)))
     query_lengths_B = np.concatenate(
         (np.ones(num_decodes, dtype=np.int32), np.frombuffer(step.prefill_lengths, dtype=np.int32))
     )
-    rows_B = np.concatenate((decode_rows, prefill_rows))
+    rows_B = np.concatenate((decodes, prefill_rows))
     lengths_B = starts_B + query_lengths_B
     computed[rows_B] = lengths_B
     query_starts_B1 = np.zeros(len(rows_B) + 1, dtype=np.int64)

@@ -5,16 +5,20 @@ Owns: the choice and its reasons.  Does not know: models, pools.
 
 import logging
 import os
+import socket
+import zlib
+from pathlib import Path
 
 import torch
 
 from engine.config import DeviceSection
 from engine.errors import ConfigError
+from engine.execution.host_memory import available_bytes
+from engine.layers.comm import Comm
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MAX_CPU_POOL_BYTES = 4 << 30
 SMALL_MODEL_BYTES = 64 << 20
 
 
@@ -59,7 +63,31 @@ def choose_dtype(setting: str, device: torch.device, checkpoint_dtype: str) -> t
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated; on CPU capped, since other programs live there too."""
+    """Memory of the device that can still be allocated, by whoever is first: on a CPU all ranks there share it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return min(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), MAX_CPU_POOL_BYTES)
+    return available_bytes()
+
+
+def fair_share(free: int, place: int, comm: Comm, device: torch.device) -> int:
+    """What every rank may take if those at one place share its ``free`` bytes: the least of all ranks' shares.
+
+    All ranks ask before any of them takes something.  place: equal where memory is.  device: the communicator's."""
+    asked = comm.all_gather(torch.tensor([[place, free]], device=device), 0).tolist()
+    places = [there for there, _ in asked]
+    return min(left // places.count(there) for there, left in asked)
+
+
+def host_place(root: Path = Path("/")) -> int:
+    """A number for this machine, or container where it has control groups of its own.  root: where /proc is.
+
+    Names do not tell: virtual machines from one image have the same, containers of one pod as well."""
+    try:
+        machine = (root / "proc/sys/kernel/random/boot_id").read_text()
+    except OSError:  # not Linux
+        machine = socket.gethostname()
+    try:
+        groups = (root / "proc/self/ns/cgroup").stat().st_ino
+    except OSError:
+        groups = 0
+    return zlib.crc32(f"{machine} {groups}".encode())

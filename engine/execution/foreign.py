@@ -8,7 +8,6 @@ Owns: the trial and its time limit, the wording.  Does not know: which plugins t
 """
 
 import logging
-import threading
 import time
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from engine.errors import PluginError
 from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
+from engine.patience import named_while_slow, returns_within
 from engine.plugins.selection import AttentionChoice
 from engine.plugins.testing.attention import NUM_LAYERS, check_steps
 from engine.plugins.testing.attention_cases import trial_cases
@@ -39,20 +39,20 @@ class NamedAttention:
         """See ``AttentionBackend.begin``."""
         try:
             self._backend.begin(batch)
-        except Exception as error:
+        except BaseException as error:  # sys.exit as well, which would end the server without a word
             raise self._named(error, "begin") from error
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``."""
         try:
             return self._attend(layer, q_TNH)
-        except Exception as error:
+        except BaseException as error:
             raise self._named(error, f"attend, layer {layer}") from error
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._backend, name)
 
-    def _named(self, error: Exception, where: str) -> PluginError:
+    def _named(self, error: BaseException, where: str) -> PluginError:
         # The engine prints deliberate errors without a traceback; the plugin's author needs this one.
         log.error("plugin %s raised in %s", self._label, where, exc_info=error)
         return PluginError(f"plugin {self._label} raised in {where}: {type(error).__name__}: {error}")
@@ -65,7 +65,7 @@ def build_foreign(choice: AttentionChoice, spec: AttentionSpec, pool: KVPool) ->
         backend = choice.factory(spec, pool)
     except PluginError as error:
         raise PluginError(f"plugin {label}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"plugin {label} raised {error!r} when its backend was built") from error
     return NamedAttention(label, backend)
 
@@ -88,22 +88,20 @@ def try_foreign(
     findings = Findings(f"plugin {label}")
 
     def compute() -> None:
-        # BaseException: sys.exit in a plugin ends its thread in silence, and would look like success.
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             for case in trial_cases(name, page_size, spec.head_size, spec.window, choice.phases):
                 with findings.case(case.name):
                     check_steps(case, choice.factory, small, device)
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, the plugin's name belongs to it
             findings.failures["the trial as a whole"] = f"raised {error!r}"
 
+    log.info("plugin %s: a trial of a few tokens begins, and may take %g s", label, TRIAL_TIMEOUT_S)
     began = time.perf_counter()
-    # A thread of its own, which ends with the process if the plugin hangs.
-    thread = threading.Thread(target=compute, name=f"trial of {choice.info.name}", daemon=True)
-    thread.start()
-    thread.join(TRIAL_TIMEOUT_S)
-    if thread.is_alive():
+    with named_while_slow(f"plugin {label}: its trial"):
+        has_ended = returns_within(TRIAL_TIMEOUT_S, compute, f"trial of {choice.info.name}")
+    if not has_ended:
         raise PluginError(
             f"plugin {label} was not done after {TRIAL_TIMEOUT_S:g} s with a trial of a few tokens; choose another "
             "attention backend"

@@ -1,31 +1,105 @@
 """How much host memory can still be taken, as the kernel and the container see it.
 
-Owns: reading /proc and the control group.  Does not know: what the memory is for.
+Owns: reading /proc and the control groups.  Does not know: what the memory is for.
 """
 
 import os
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
-# Limit, usage, and the line of memory.stat for file cache that the kernel drops when asked; versions 2 and 1.
-CGROUPS = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """One version of control groups: where its groups lie, and its files' names.
+
+    limits: the most a group may use.  cached: lines of memory.stat for file pages in memory; mapped: for those of them
+    that processes have mapped, such as their own code, which the kernel cannot drop without slowing them down."""
+
+    mount: str
+    controllers: tuple[str, ...]
+    limits: tuple[str, ...]
+    usage: str
+    cached: tuple[str, ...]
+    mapped: str
+
+
+VERSIONS = (
+    _Version(
+        mount="sys/fs/cgroup",
+        controllers=("",),
+        limits=("memory.max", "memory.high"),
+        usage="memory.current",
+        cached=("inactive_file", "active_file"),
+        mapped="file_mapped",
+    ),
+    _Version(
+        mount="sys/fs/cgroup/memory",
+        controllers=("memory",),
+        limits=("memory.limit_in_bytes",),
+        usage="memory.usage_in_bytes",
+        cached=("total_inactive_file", "total_active_file"),
+        mapped="total_mapped_file",
+    ),
 )
 
 
-def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """What the machine has left, or what the container may still use if that is less."""
+def available_bytes(root: Path = Path("/")) -> int:
+    """What the machine has left, or what the container may still use if that is less.  root: where /proc and /sys are.
+
+    A group's limit holds for all groups below it, so each one from the process's own up to the root is asked.  Version
+    1 writes "no limit" as a number of bytes that no machine has, which is then more than the machine has left."""
     try:
-        available = _lines(meminfo)["MemAvailable:"] * 1024
+        available = _lines(root / "proc/meminfo")["MemAvailable:"] * 1024
     except (OSError, KeyError):  # not Linux
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for limit, usage, stat, cache in CGROUPS:
+    for version in VERSIONS:
+        for group in own_groups(root, version):
+            available = min([available, *_left(group, version)])
+    return max(0, available)
+
+
+def own_groups(root: Path, version: _Version) -> Iterator[Path]:
+    """The process's own group and those above it, as far as they can be seen from here.
+
+    In a container with a namespace of its own the path is "/".  Without one it is the path on the host, of which only
+    the end exists here, or nothing: then the mount's root is the container's own group."""
+    mount = root / version.mount
+    path = PurePosixPath(*_own_path(root, version).parts[1:])
+    for _ in path.parts:
+        if (mount / path / version.usage).exists():
+            break
+        path = PurePosixPath(*path.parts[1:])
+    yield from (mount / one for one in (path, *path.parents))
+
+
+def _own_path(root: Path, version: _Version) -> PurePosixPath:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return PurePosixPath("/")
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if set(version.controllers) <= set(controllers.split(",")) and ".." not in path:
+            return PurePosixPath(path)
+    return PurePosixPath("/")
+
+
+def _left(group: Path, version: _Version) -> list[int]:
+    """For each of a group's limits, what it leaves; a group without one has none."""
+    left = []
+    for limit in version.limits:
         try:
-            allowed = int((cgroup / limit).read_text()) - int((cgroup / usage).read_text())
-            available = min(available, max(0, allowed + _lines(cgroup / stat).get(cache, 0)))
+            allowed = int((group / limit).read_text()) - int((group / version.usage).read_text())
         except (OSError, ValueError):  # no such group, or "max": no limit
             continue
-    return available
+        try:
+            stat = _lines(group / "memory.stat")
+        except OSError:  # some sandboxes have none: nothing is known to be cache
+            stat = {}
+        cached = sum(stat.get(name, 0) for name in version.cached)
+        left.append(allowed + max(0, cached - stat.get(version.mapped, 0)))
+    return left
 
 
 def _lines(path: Path) -> dict[str, int]:

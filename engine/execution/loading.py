@@ -10,9 +10,19 @@ import torch
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.execution.attention import RankAttention
-from engine.execution.device import choose_device, choose_dtype, free_bytes, set_threads
+from engine.execution.device import choose_device, choose_dtype, fair_share, free_bytes, host_place, set_threads
 from engine.execution.host_memory import available_bytes
-from engine.execution.memory import Needs, pool_pages, report, run_largest_step
+from engine.execution.memory import (
+    MAX_CPU_POOL_BYTES,
+    MAX_HOST_SHARE,
+    Needs,
+    check_weights,
+    host_needs,
+    pool_pages,
+    report,
+    require_room,
+    run_largest_step,
+)
 from engine.execution.rows import DeviceRows
 from engine.execution.runner import ModelRunner
 from engine.graphs.rank import RankGraphs, StepParts
@@ -32,8 +42,6 @@ from engine.text.loading import load_codec
 
 log = logging.getLogger(__name__)
 
-MAX_HOST_SHARE = 0.9  # of the available host memory: page-locked memory cannot be swapped, and others need some
-
 
 def load_runner(
     config: Config,
@@ -45,20 +53,36 @@ def load_runner(
     local_rank: int | None = None,
     rendezvous: str = "",
     progress: bool,
+    num_pages: int = 0,
     grammars: Grammars | None = None,
 ) -> ModelRunner:
     """Everything a rank needs, ready for its first step.  Runs on the device thread, of all ranks at the same time.
     local_rank: which GPU of this machine it takes; None for the one of its rank's number.
     rendezvous: where this group's ranks meet, see ``CommContext``; empty for one rank.
+    num_pages: of the runner before this one, whose pages it must have; 0 for kv.num_pages, or what fits.
     grammars: those of this process, where the text side lives in it as well.
 
     Raises ConfigError, WeightsError, PluginError, GraphError with a message for the user."""
     device = choose_device(config.device, rank if local_rank is None else local_rank)
+    _check_placement(config, device)
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
     comm = _connect(config, plugins, rank, device, rendezvous)
     graphs = RankGraphs(config.graphs, device, comm)
     seed, load_format = config.device.seed, config.model.load_format
-    model = load_model(spec, graphs.comm, device, dtype, load_format=load_format, seed=seed, progress=progress)
+    on_cpu = device.type == "cpu"
+    place = host_place() if on_cpu else comm.rank
+    graphs.device.trim()  # of what a runner before this one has left
+    room = fair_share(free_bytes(device), place, comm, device)
+    model = load_model(
+        spec,
+        graphs.comm,
+        device,
+        dtype,
+        load_format=load_format,
+        seed=seed,
+        progress=progress,
+        check_room=lambda needed: check_weights(spec, needed, dtype, room, comm.size),
+    )
     set_threads(config.device.threads, device, model.parameter_bytes)
     attention_spec = model.attention_spec
     # Before the pool takes what memory is left: a plugin may refuse, and may need some to be tried.
@@ -82,16 +106,27 @@ def load_runner(
         graphs.break_at([name for one in plugins.declarations.values() for name in one.graph_breaks])
         return StepParts(model, pool, backend, rows, sampler)
 
-    num_pages, needs = config.kv.num_pages, Needs()
+    known = bool(num_pages)  # it has fitted, and the number may be none that the user has set
+    num_pages = num_pages or config.kv.num_pages
+    needs = host_needs(config, spec.shape, max_len, dtype) if on_cpu else Needs()
+    if not num_pages and graphs.device.captures:
+        needs = _measure(config, max_len, graphs, parts_with(1))
+    graphs.device.trim()
+    page_bytes = KVPool.page_bytes(
+        attention_spec.num_layers, page_size, attention_spec.num_kv_heads, attention_spec.head_size, dtype
+    )
+    room = fair_share(free_bytes(device), place, comm, device)
     if not num_pages:
-        if graphs.device.captures:
-            needs = _measure(config, max_len, graphs, parts_with(1))
-            graphs.device.trim()
-        page_bytes = KVPool.page_bytes(
-            attention_spec.num_layers, page_size, attention_spec.num_kv_heads, attention_spec.head_size, dtype
-        )
-        num_pages = _smallest(pool_pages(config, max_len, page_bytes, free_bytes(device), needs), comm, device)
-    parts = parts_with(num_pages)
+        room = min(room, MAX_CPU_POOL_BYTES + needs.total) if on_cpu else room
+        num_pages = _smallest(pool_pages(config, max_len, page_bytes, room, needs), comm, device)
+    elif not known:
+        asked = f"kv.num_pages={num_pages}: {num_pages * page_bytes / 1e9:.1f} GB of memory"
+        require_room(asked, num_pages, page_bytes, room, MAX_HOST_SHARE if on_cpu else 1.0, needs)
+    try:
+        parts = parts_with(num_pages)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        asked = f"{num_pages * page_bytes / 1e9:.1f} GB for a KV pool of {num_pages} pages"
+        raise ConfigError(f"{asked} cannot be had ({error}); lower kv.num_pages or kv.memory_fraction") from None
     pool, before = parts.pool, graphs.device.memory().free_bytes
     piecewise = graphs.piecewise(parts, config.scheduler, progress)
     decode_graphs = graphs.decode(parts, config.scheduler, progress)
@@ -105,14 +140,14 @@ def load_runner(
         num_pages,
         page_size,
     )
-    if graphs.device.captures:
-        left = graphs.device.memory().free_bytes
-        report(rank, model, pool, needs, before - left, left)
+    left = graphs.device.memory().free_bytes
+    report(rank, model, pool, needs, before - left, left)
     return ModelRunner(
         comm=comm,
+        graphs=graphs.device,
         model=model,
         pool=pool,
-        host_pool=_host_pool(config.kv.num_host_pages, pool, rank),
+        host_pool=_host_pool(config.kv.num_host_pages, pool, comm, needs),
         attention=parts.attention,
         piecewise=piecewise,
         decode_graphs=decode_graphs,
@@ -121,6 +156,16 @@ def load_runner(
         sampler=sampler,
         eos_token_ids=spec.eos_token_ids,
     )
+
+
+def _check_placement(config: Config, device: torch.device) -> None:
+    """A thread that waits on a GPU for a rank that is gone cannot be ended, nor can what it holds be freed."""
+    num_ranks, placement = config.device.tensor_parallel, config.placement.executor
+    if device.type == "cuda" and num_ranks > 1 and placement == "inline":
+        raise ConfigError(
+            f"device.tensor_parallel={num_ranks} with placement.executor=inline: ranks on GPUs need processes of their "
+            "own; set placement.executor=process"
+        )
 
 
 def _connect(config: Config, plugins: Plugins, rank: int, device: torch.device, rendezvous: str) -> Comm:
@@ -172,28 +217,24 @@ def _measure(config: Config, max_len: int, graphs: RankGraphs, parts: StepParts)
     return Needs(activation_bytes, graphs.measure(parts, scheduler))
 
 
-def _host_pool(num_pages: int, pool: KVPool, rank: int) -> HostPool | None:
-    """kv.num_host_pages of host memory, or None for 0."""
+def _host_pool(num_pages: int, pool: KVPool, comm: Comm, needs: Needs) -> HostPool | None:
+    """kv.num_host_pages of host memory, or None for 0.  needs: of the pool's device."""
     if not num_pages:
         return None
     page_bytes = pool.data.nbytes // (pool.num_pages + 1)  # the pool has its dump page beside them
     on_cpu = pool.data.device.type == "cpu"
     # A pool on CPU takes its memory only as pages are written, so it is still among what is available.
-    available = max(0, available_bytes() - (pool.data.nbytes if on_cpu else 0))
-    fitting = int(available * MAX_HOST_SHARE) // page_bytes
+    available = fair_share(available_bytes(), host_place(), comm, pool.data.device)
+    available = max(0, available - (pool.data.nbytes if on_cpu else 0))
     asked = f"kv.num_host_pages={num_pages}: {num_pages * page_bytes / 1e9:.1f} GB of host memory"
-    if num_pages > fitting:
-        raise ConfigError(
-            f"{asked} asked for, {available / 1e9:.1f} GB are available, of which {MAX_HOST_SHARE:.0%} may be used; "
-            f"lower it to {fitting} or less"
-        )
+    require_room(asked, num_pages, page_bytes, available, MAX_HOST_SHARE, needs if on_cpu else Needs())
     try:
         host_pool = HostPool(num_pages, pool)
     except MemoryError as error:
         raise ConfigError(f"{asked} cannot be had ({error}); lower it") from None
     log.info(
         "rank %d host_pool=%.1f MB (%d pages)%s",
-        rank,
+        comm.rank,
         host_pool.data.nbytes / 1e6,
         num_pages,
         "" if on_cpu else ", page-locked",

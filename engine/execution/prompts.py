@@ -5,6 +5,7 @@ Legend: T new tokens in the step · N sampled rows · E prompt positions whose l
 Owns: which positions of a step these are, and sums over the steps of one prompt.  Does not know: sampling, the model.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from engine.execution.batch import Batch
 from engine.messages import Admission, PromptLogprobs, Step
-from engine.sampling.logprobs import BatchLogprobs, batch_logprobs
+from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, joined_logprobs
 
 Int64 = npt.NDArray[np.int64]
+
+SCORED_ROWS = 128  # so many rows of logits at a time: those of a whole step may take gigabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +150,23 @@ class Prompts:
         rows = np.frombuffer(step.prefill_rows, dtype=np.int32).tolist() if self._wishing else ()
         return any(row in self._wishing and self._wishing[row].params.pooling == "mean" for row in rows)
 
-    def results(self, wishes: PromptWishes, logits_EV: Tensor, states_PD: Tensor) -> PromptResults:
-        """logits_EV: of the scored positions.  states_PD: the last layer's normed output at the pooled ones."""
+    def results(
+        self, wishes: PromptWishes, scored_ED: Tensor, logits: Callable[[Tensor], Tensor], states_PD: Tensor
+    ) -> PromptResults:
+        """scored_ED: what the model has at the scored positions, for ``logits``.
+        states_PD: the last layer's normed output at the pooled ones."""
         logprobs = None
         if wishes.scored:
-            next_ids_E = torch.from_numpy(wishes.next_ids_E).to(logits_EV.device, non_blocking=True)
-            every = np.arange(len(wishes.next_ids_E))
-            logprobs = batch_logprobs(logits_EV, next_ids_E, every, wishes.num_top_E)
+            next_ids_E = torch.from_numpy(wishes.next_ids_E).to(scored_ED.device, non_blocking=True)
+            parts = []
+            for first in range(0, len(scored_ED), SCORED_ROWS):
+                part = slice(first, first + SCORED_ROWS)
+                logits_eV, num_top = logits(scored_ED[part]), wishes.num_top_E[part]
+                parts.append(batch_logprobs(logits_eV, next_ids_E[part], np.arange(len(num_top)), num_top))
+            logprobs = joined_logprobs(parts)
         embeddings: dict[int, Tensor] = {}
-        parts = states_PD.to(torch.float32).split([one.count for one in wishes.pooled])
-        for one, part in zip(wishes.pooled, parts, strict=True):
+        pooled = states_PD.to(torch.float32).split([one.count for one in wishes.pooled])
+        for one, part in zip(wishes.pooled, pooled, strict=True):
             total = part.sum(dim=0)
             if one.row in self._sums:
                 total = total + self._sums.pop(one.row)

@@ -35,7 +35,7 @@ class StepInputs:
 class DeviceRows:
     """tokens_RM: int32; a sampled token is written here, so the next step finds it without the host.
     pages_RP: int32.  computed: host, int32 [R].  lengths_R: int32, the same on the device,
-    once ``keep_lengths`` was called.
+    once ``keep_lengths`` was called: equal for every row in use, whenever no step is half launched.
     """
 
     def __init__(self, max_rows: int, max_len: int, page_size: int, device: torch.device) -> None:
@@ -47,6 +47,7 @@ class DeviceRows:
         self.pages_RP = _zeros((max_rows, width), device)
         self.computed = np.zeros(max_rows, dtype=np.int32)
         self.lengths_R: Tensor | None = None
+        self._sampled_R = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._tokens_flat = self.tokens_RM.view(-1)
         self._pages_flat = self.pages_RP.view(-1)
 
@@ -55,6 +56,12 @@ class DeviceRows:
         if self.lengths_R is None:
             self.lengths_R = torch.from_numpy(self.computed.copy()).to(self._device)
         return self.lengths_R
+
+    def restore(self, computed: Int32) -> None:
+        """Go back to what was computed before a step that has failed.  Takes no memory of the device."""
+        self.computed[:] = computed
+        if self.lengths_R is not None:
+            self.lengths_R.copy_(torch.from_numpy(computed))
 
     def append_pages(self, step: Step) -> None:
         """Take in a step's page appends by one packed copy, if there are any."""
@@ -121,8 +128,11 @@ class DeviceRows:
         )
 
     def write_sampled(self, write_at_N: Tensor, token_ids_N: Tensor) -> None:
-        """Put sampled tokens where the next step reads them.  -1 (a failed row) is written as 0: nobody reads it."""
-        self._tokens_flat.index_copy_(0, write_at_N, token_ids_N.clamp(min=0).to(torch.int32))
+        """Put sampled tokens where the next step reads them.  -1 (a failed row) is written as 0: nobody reads it.
+
+        Takes no memory of the device: penalties have counted the tokens by now, and would count them again."""
+        clamped_N = self._sampled_R[: len(token_ids_N)].copy_(token_ids_N).clamp_(min=0)
+        self._tokens_flat.index_copy_(0, write_at_N, clamped_N)
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:

@@ -3,17 +3,18 @@
 Owns: everything on the device.  Does not know: requests, text, actors; it knows rows.
 """
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.execution.batch import lay_out
+from engine.execution.batch import decode_rows, lay_out
 from engine.execution.prompts import PromptResults, Prompts, PromptWishes
 from engine.execution.rows import DeviceRows
 from engine.graphs.decode import DecodeGraphs
-from engine.graphs.device import Event
+from engine.graphs.device import Event, GraphDevice
 from engine.graphs.piecewise import Piecewise
 from engine.kv.host_pool import HostPool
 from engine.kv.pool import KVPool
@@ -22,9 +23,15 @@ from engine.layers.comm import Comm
 from engine.layers.step import StepTensors
 from engine.messages import Admission, Step, StepDone
 from engine.models.decoder import Decoder
+from engine.patience import returns_within
 from engine.sampling.constraints import Constraints
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.uniform import Variant
+
+log = logging.getLogger(__name__)
+
+# Less than placement.silence_timeout_s is by default: the event loop of an executor that has failed waits for this.
+LEAVE_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
@@ -65,14 +72,15 @@ class LaunchedStep:
 class ModelRunner:
     """Runs steps in the order they come; all calls from one thread.
 
-    host_pool: None if there is no host tier.  piecewise: None if steps with prefill run as any other.
-    decode_graphs: None if decode steps do.
+    graphs: what captures on the device.  host_pool: None if there is no host tier.  piecewise: None if steps with
+    prefill run as any other.  decode_graphs: None if decode steps do.
     """
 
     def __init__(
         self,
         *,
         comm: Comm,
+        graphs: GraphDevice,
         model: Decoder,
         pool: KVPool,
         host_pool: HostPool | None,
@@ -87,6 +95,7 @@ class ModelRunner:
         self.num_pages = pool.num_pages
         self._rank = comm.rank
         self._comm = comm
+        self._graphs = graphs
         self._pool = pool
         self._host_pool = host_pool
         self._attention = attention
@@ -105,8 +114,17 @@ class ModelRunner:
         self._on_cuda = pool.data.device.type == "cuda"
 
     def leave(self) -> None:
-        """See ``Runner``."""
-        self._comm.close()
+        """See ``Runner``.  On a thread that is left behind if a library does not return."""
+        if not returns_within(LEAVE_TIMEOUT_S, self._leave, f"rank {self._rank} leaves"):
+            log.error("rank %d is not out of its group after %g s; its process must end", self._rank, LEAVE_TIMEOUT_S)
+
+    def _leave(self) -> None:
+        # Graphs first, whoever refers to them: NCCL lets go of no communicator while one holds a collective of it.
+        for part in (self._graphs.discard, self._comm.close):
+            try:
+                part()
+            except Exception:
+                log.exception("rank %d has failed, and then to leave its group", self._rank)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedStep:
@@ -114,19 +132,27 @@ class ModelRunner:
 
         Raises MemoryError if the device has no room for it.  What the step changes has then been taken in, and its
         batch has not run: it may be launched again by itself, whole or in parts."""
-        if self._decode_graphs is not None and not step.prefill_rows and not step.admissions:
-            rows_N = np.frombuffer(step.decode_rows, dtype=np.int32).astype(np.int64)
-            if self._decode_graphs.fits(len(rows_N)):
-                return self._launch_captured(self._decode_graphs, step, rows_N)
-        self._apply(step)
+        graphs = self._graphs_for(step)
+        if graphs is None:
+            self._apply(step)
+        else:
+            self._transfer(step)
+            graphs.tell(step)
         computed = self._rows.computed.copy()
         try:
-            return self._run(step)
+            return self._run(step) if graphs is None else self._launch_captured(graphs, step)
         except torch.OutOfMemoryError as error:
             if self._prompts.sums_in(step):
                 raise
-            self._rows.computed[:] = computed
+            self._rows.restore(computed)
             raise MemoryError(str(error)) from None
+
+    def _graphs_for(self, step: Step) -> DecodeGraphs | None:
+        """What a step is replayed by, if it can be."""
+        graphs = self._decode_graphs
+        if graphs is None or step.prefill_rows or step.admissions or not graphs.fits(len(step.decode_rows) // 4):
+            return None
+        return graphs
 
     def _apply(self, step: Step) -> None:
         """Take in what the step changes."""
@@ -183,16 +209,16 @@ class ModelRunner:
             self._constraints.sampled(batch.sample_rows_N, launched.tokens)
         return launched
 
-    def _launch_captured(self, graphs: DecodeGraphs, step: Step, rows_N: npt.NDArray[np.int64]) -> LaunchedStep:
-        """A step that a graph has been captured for: every row samples, and the graph takes in the pages they got."""
-        self._transfer(step)
+    def _launch_captured(self, graphs: DecodeGraphs, step: Step) -> LaunchedStep:
+        """A step that a graph has been captured for: every row samples."""
+        rows_N = decode_rows(step)
         computed = self._rows.computed
         computed[rows_N] += 1
         lengths_N = computed[rows_N]  # the sampled token's position as well: as many tokens come before it
         masks = self._constraints.begin(rows_N)
         positions_N = lengths_N.astype(np.int64)
         variant = graphs.variant_of(rows_N, positions_N) if masks is None else Variant.LOGITS
-        decoded = graphs.launch(step, rows_N, lengths_N, variant)
+        decoded = graphs.launch(rows_N, lengths_N, variant)
         if decoded.token_ids_N is not None:
             sampled = SampledTokens(decoded.token_ids_N, None)
             return LaunchedStep(self._rank, step.step_id, sampled, decoded.event, None, {})
@@ -219,10 +245,9 @@ class ModelRunner:
         more_at = self._rows.upload(np.concatenate((wishes.scored_at_E, wishes.pooled_at_P)))
         num_sampled, num_scored = len(sample_at_N), len(wishes.scored_at_E)
         states = self._model.hidden(tensors, torch.cat((sample_at_N, more_at)))
-        logits = self._model.logits(states[: num_sampled + num_scored])
-        pooled_PD = self._model.normed(states[num_sampled + num_scored :])
-        logits_NV, logits_EV = logits.split((num_sampled, num_scored))
-        return logits_NV, self._prompts.results(wishes, logits_EV, pooled_PD)
+        scored_ED, pooled_PD = states[num_sampled:].split((num_scored, len(wishes.pooled_at_P)))
+        prompts = self._prompts.results(wishes, scored_ED, self._model.logits, self._model.normed(pooled_PD))
+        return self._model.logits(states[:num_sampled]), prompts
 
     def _returning(
         self,

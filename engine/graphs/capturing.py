@@ -5,6 +5,7 @@ Owns: that procedure, the same for every kind of graph.  Does not know: what is 
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from tqdm import tqdm
@@ -15,6 +16,10 @@ from engine.graphs.garbage import frozen_garbage
 from engine.layers.comm import Comm
 
 log = logging.getLogger(__name__)
+
+
+class AnotherRankFailed(GraphError):
+    """A vote has said so: this rank votes no more."""
 
 
 class Capturing:
@@ -58,15 +63,24 @@ class Capturing:
         one that cannot be captured at all fails at once.
         Raises GraphError, on every rank if it is one that failed; it says ``advice``, and all captures are dropped.
         """
+        with self._together(f"graphs of {what} cannot be captured", forget, advice):
+            self._capture(what, sizes, warm_up, record, progress)
+
+    @contextmanager
+    def _together(self, said: str, forget: Callable[[], object], advice: str) -> Iterator[None]:
+        """What all ranks do or none: each votes whether it has come through, unless it was told of a failure before.
+
+        So all ranks vote equally often, and a vote never waits for a rank that has stopped voting."""
         failure: Exception | None = None
         try:
-            self._capture(what, sizes, warm_up, record, progress)
+            yield
         except Exception as error:  # torch, the driver and plugins each have their own
             failure = error
-        if self.num_agreeing(failure is None) < self._comm.size:
+        told = isinstance(failure, AnotherRankFailed)
+        if told or self.num_agreeing(failure is None) < self._comm.size:
             forget()
-            cause = f"{type(failure).__name__}: {failure}" if failure else "another rank failed"
-            raise GraphError(f"graphs of {what} cannot be captured ({cause}); {advice}") from failure
+            cause = f"{type(failure).__name__}: {failure}" if failure and not told else "another rank failed"
+            raise GraphError(f"{said} ({cause}); {advice}") from failure
 
     def _capture(
         self,
@@ -103,30 +117,28 @@ class Capturing:
     ) -> int:
         """Bytes that ``capture`` will take, by capturing the two largest sizes, which are dropped at the end.
 
-        The largest one's memory serves all others, which add what a graph itself takes.  Raises GraphError.
+        The largest one's memory serves all others, which add what a graph itself takes.
+        Raises GraphError, on every rank if it is one that failed.
         """
         taken = []
-        try:
-            with self._device.stream():
-                for size in sorted(sizes, reverse=True)[:2]:
-                    warm_up(size)
-                    self._device.trim()
-                    before = self._device.memory().free_bytes
-                    with frozen_garbage():
-                        self.wait_for_all()
-                        record(size)
-                    self._device.trim()
-                    taken.append(max(0, before - self._device.memory().free_bytes))
-        except Exception as error:  # as in ``capture``
-            raise GraphError(f"a trial capture failed ({type(error).__name__}: {error}); {advice}") from error
-        finally:
-            forget()
+        with self._together("a trial capture failed", forget, advice), self._device.stream():
+            for size in sorted(sizes, reverse=True)[:2]:
+                warm_up(size)
+                self._device.trim()
+                before = self._device.memory().free_bytes
+                with frozen_garbage():
+                    self.wait_for_all()
+                    record(size)
+                self._device.trim()
+                taken.append(max(0, before - self._device.memory().free_bytes))
+        forget()
         return taken[0] + (len(sizes) - 1) * (taken[1] if len(taken) > 1 else 0)
 
     def wait_for_all(self) -> None:
-        """A capture holds no collective that another rank has not reached."""
-        if self._comm.size > 1:
-            self.num_agreeing(True)
+        """A capture holds no collective that another rank has not reached.  Raises AnotherRankFailed instead of going
+        on alone."""
+        if self._comm.size > 1 and self.num_agreeing(True) < self._comm.size:
+            raise AnotherRankFailed("another rank failed")
 
     def num_agreeing(self, yes: bool) -> int:
         """How many ranks say yes; all of them must ask."""

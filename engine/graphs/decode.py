@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.execution.batch import decode_rows
 from engine.execution.rows import DeviceRows
 from engine.graphs.breakable import Breaker, Recording
 from engine.graphs.capturing import Capturing
@@ -161,14 +162,13 @@ class DecodeGraphs:
         self._decided = None if variant is Variant.LOGITS else (key, variant)
         return variant
 
-    def launch(self, step: Step, rows_N: Int64, lengths_N: Int32, variant: Variant) -> Decoded:
-        """Queue a step of rows that ``fits``, and take in its page appends.
+    def launch(self, rows_N: Int64, lengths_N: Int32, variant: Variant) -> Decoded:
+        """Queue the step that was told of last, of rows that ``fits``.
 
         rows_N: its decode rows.  lengths_N: their lengths, the new token included."""
         num = len(rows_N)
         size = round_up(self.sizes, num)
         assert size is not None, f"{num} rows, captured up to {self.sizes[-1]}"
-        self._tell(rows_N, step)
         self._breaker.num_tokens = num
         self._attention.plan(size, lengths_N)
         result = self._recordings[size, variant].replay()
@@ -178,8 +178,9 @@ class DecodeGraphs:
         token_ids_N, event = self._incoming.receive(self._tokens_M[:num])
         return Decoded(token_ids_N, event, None, write_at_N)
 
-    def _tell(self, rows_N: Int64, step: Step) -> None:
-        """What has changed since the last step, by one copy; none if nothing has."""
+    def tell(self, step: Step) -> None:
+        """Take in what has changed since the last step, also which pages rows got: one copy, none if nothing has."""
+        rows_N = decode_rows(step)
         first = self._packed.nbytes
         end = num_appends = 0
         key = (self._sampler.version, rows_N.tobytes())

@@ -5,6 +5,7 @@ Owns: GraphDevice and its CUDA form.  Does not know: models, what is captured, i
 """
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -88,7 +89,12 @@ class GraphDevice(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Stop recording after a failure and forget what was recorded; does nothing outside a capture."""
+        """Stop recording after a failure and forget what was recorded; does nothing outside a capture.  Raises nothing,
+        which would hide that failure."""
+        ...
+
+    def discard(self) -> None:
+        """Every graph is gone, whoever still refers to it, and nothing is replayed any more."""
         ...
 
     def is_capturing(self) -> bool:
@@ -134,6 +140,8 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(self._device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._pool: Pool = None
+        self._refused: list[torch.cuda.CUDAGraph] = []
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._keepers: dict[Pool, tuple[Graph, Tensor]] = {}
 
     def pool(self) -> Pool:
@@ -143,9 +151,13 @@ class CudaDevice:
         nothing = self.buffer((1,), torch.float32)
         with self.stream():
             nothing.add_(0)  # loads the kernel, which must not happen in a capture
-            self.begin(pool, 1)
-            nothing.add_(0)
-            self._keepers[pool] = (self.end(), nothing)
+            try:
+                self.begin(pool, 1)
+                nothing.add_(0)
+                self._keepers[pool] = (self.end(), nothing)
+            except BaseException:
+                self.abandon()
+                raise
         return pool
 
     def drop(self, pool: Pool) -> None:
@@ -171,16 +183,16 @@ class CudaDevice:
     def begin(self, pool: Pool, size: int) -> None:
         """See ``GraphDevice``."""
         assert self._graph is None, "a capture is under way"
-        graph = torch.cuda.CUDAGraph()
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool  # before: a beginning that fails may be half made
         # Other threads of the process may allocate memory meanwhile; only this one is held to the rules.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        self._graph, self._pool = graph, pool
+        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
     def end(self) -> Graph:
         """See ``GraphDevice``."""
         assert self._graph is not None, "no capture is under way"
         self._graph.capture_end()
         graph, self._graph = self._graph, None
+        self._graphs.add(graph)
         return graph
 
     def abandon(self) -> None:
@@ -191,9 +203,21 @@ class CudaDevice:
         try:
             graph.capture_end()
         except RuntimeError:
-            # CUDA refuses to end a capture that broke its rules, and torch then leaves its allocator in it.
-            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            # CUDA refuses to end a capture that broke its rules, and torch then leaves its allocators in it.
+            try:
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            except RuntimeError:
+                return  # it had ended, and only instantiating failed: the graph itself gives its share of the pool back
             torch._C._cuda_releasePool(self._device.index, self._pool)
+            # That of page-locked memory cannot be reached from here.  It goes on asking this graph whether a stream is
+            # its own, which no stream ever is again.
+            self._refused.append(graph)
+
+    def discard(self) -> None:
+        """See ``GraphDevice``.  One that runs is freed when it is done."""
+        with torch.cuda.device(self._device):
+            for graph in self._graphs:
+                graph.reset()
 
     def is_capturing(self) -> bool:
         """See ``GraphDevice``."""
@@ -265,6 +289,9 @@ class HostDevice:
 
     def abandon(self) -> None:
         """See ``GraphDevice``."""
+
+    def discard(self) -> None:
+        """There are none."""
 
     def is_capturing(self) -> bool:
         """See ``GraphDevice``."""

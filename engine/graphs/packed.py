@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from engine.layers.packing import padded_product
+
 _library = torch.library.Library("callboard_packed", "FRAGMENT")
 _library.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
 
 
 def _linear(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:
-    y_TO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_TI, packed, bias_O, "none", [], "")
-    return y_TO
+    return padded_product(x_TI, packed, bias_O)
 
 
 def _linear_traced(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:

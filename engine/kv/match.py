@@ -40,18 +40,18 @@ def common_bytes(edge: bytearray, key: bytes, start: int, page_bytes: int) -> in
     """Bytes, in whole pages, that ``edge`` has in common with ``key`` from ``start`` on.
 
     Gallops in doubling windows, then halves the window that differs: the cost follows the length of what is common.
+    The answer does not depend on their sizes: everything agrees up to ``low``, and not everything up to ``high``.
     """
     high = min(len(edge), len(key) - start)
     view = memoryview(edge)  # its slices copy nothing; no view may outlive this call, or the edge could not grow
     if key.startswith(view[:high], start):
         return high
     low, window = 0, page_bytes
-    while low + window < high:
-        if not key.startswith(view[low : low + window], start + low):
-            high = low + window
-            break
+    # Ends with the window that reaches an end of edge or key at the latest: not everything up to there agrees.
+    while key.startswith(view[low : low + window], start + low):
         low += window
         window *= 2
+    high = low + window
     while high - low > page_bytes:
         middle = low + (high - low) // page_bytes // 2 * page_bytes
         if key.startswith(view[low:middle], start + low):

@@ -21,5 +21,7 @@ class Comm(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the group.  Called at the end; closing again does nothing."""
+        """Leave the group after a failure, and give up what is queued: ranks that wait for this one shall fail, too.
+
+        It waits for no other rank.  No graph holds a collective of the group any more.  Again: no effect."""
         ...

@@ -1,10 +1,11 @@
 """How a loaded weight is laid out for the device that multiplies by it.
 
-Legend: T rows of the input · I input features · O output features
+Legend: T rows of the input · P rows it is padded to · I input features · O output features
 Owns: the choice of layout and the product with it.  Does not know: layers, ranks, files.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # oneDNN picks a layout for about this many rows; 8 to 512 give the same one, which is best at 1 row as well.
@@ -12,6 +13,10 @@ ROWS = 64
 # A oneDNN call costs 10 us before it multiplies, more than the whole product of one row with a weight this small: a
 # decode step of the demo model alone takes 0.75 of the time with these transposed.
 SMALL_BYTES = 4 << 20
+# oneDNN compiles a product for every (weight's shape, number of rows) and keeps it: up to 0.6 MB and 3 ms each.  With
+# so many numbers of rows between a power of two and the next there are few (``benchmarks/bench_rows.py``).
+SIZES_PER_OCTAVE = 4
+COMPILED_BYTES = 640 << 10
 
 
 class PackedWeight:
@@ -22,8 +27,6 @@ class PackedWeight:
 
     def __init__(self, weight_OI: Tensor) -> None:
         self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight_OI, ROWS)
-        # Bound here because torch builds without oneDNN lack it.
-        self._product = torch.ops.mkldnn._linear_pointwise.default
         self._transposed_IO: Tensor | None = None
         if weight_OI.dtype == torch.float32 and weight_OI.nbytes <= SMALL_BYTES:
             self._transposed_IO = weight_OI.t().contiguous()
@@ -34,8 +37,31 @@ class PackedWeight:
             if bias_O is None:
                 return torch.mm(x_TI, self._transposed_IO)
             return torch.addmm(bias_O, x_TI, self._transposed_IO)
-        y_TO: Tensor = self._product(x_TI, self._blocked, bias_O, "none", [], "")
-        return y_TO
+        # Padded when it runs: ``engine/graphs/packed.py`` replaces the traced product.
+        if torch.compiler.is_compiling():
+            y_TO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_TI, self._blocked, bias_O, "none", [], "")
+            return y_TO
+        return padded_product(x_TI, self._blocked, bias_O)
+
+
+def padded_product(x_TI: Tensor, blocked_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """x W^T + bias, by a product of one of few numbers of rows."""
+    num_rows = x_TI.shape[0]
+    padding = padded_rows(num_rows) - num_rows
+    x_PI = F.pad(x_TI, (0, 0, 0, padding)) if padding else x_TI
+    y_PO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_PI, blocked_OI, bias_O, "none", [], "")
+    return y_PO[:num_rows]
+
+
+def padded_rows(num_rows: int) -> int:
+    """The smallest number of rows that a product is compiled for and that holds ``num_rows``."""
+    step = max(1, (1 << num_rows.bit_length() - 1) // SIZES_PER_OCTAVE) if num_rows else 1
+    return -(-num_rows // step) * step
+
+
+def num_padded_sizes(most_rows: int) -> int:
+    """How many numbers of rows there are up to ``most_rows``."""
+    return len({padded_rows(rows) for rows in range(1, most_rows + 1)})
 
 
 def pack(weight_OI: Tensor) -> PackedWeight | None:

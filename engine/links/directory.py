@@ -4,7 +4,8 @@ Owns: its making, its checks, its end, and the sweep of what a killed engine may
 Does not know: sockets, messages.
 The peers of a link are connected within moments of their start, and a connected socket needs its file no longer: so
 ``remove`` comes early, and an engine that is killed later on leaves nothing.  One that is killed in those
-moments leaves a directory whose lock nobody holds; the next engine sweeps it.
+moments, or whose several ranks meet in a file here for as long as they live, leaves a directory whose lock nobody
+holds; the next engine sweeps it.
 """
 
 import fcntl

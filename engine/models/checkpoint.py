@@ -3,6 +3,7 @@
 Owns: where a model path leads, and ModelSpec.  Does not know: torch, tensors, ranks.
 """
 
+import logging
 import re
 import sys
 from pathlib import Path
@@ -15,11 +16,14 @@ from engine.models.fields import Fields, read_fields
 from engine.models.registry import read_shape
 from engine.models.shape import DecoderShape
 
+log = logging.getLogger(__name__)
+
 DEMO = "demo"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 # Second copies of the weights in other layouts, which some repositories carry along.
 HUB_COPIES = ["*/*", "consolidated*"]
+MAX_SHOWN_IDS = 8
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -36,6 +40,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a checkpoint directory says about its model.
 
     max_len: tokens the model was trained for.  eos_token_ids: every id that ends a text, sorted, maybe none.
+    Each token id here is one that the model has.
     dtype: what the weights were saved as.  config: config.json as it is.
     """
 
@@ -87,14 +92,15 @@ def read_spec(directory: Path) -> ModelSpec:
     generation = Fields({}, str(directory / "generation_config.json"))
     if (directory / "generation_config.json").exists():
         generation = read_fields(directory / "generation_config.json")
-    eos_token_ids = sorted({*generation.integers("eos_token_id"), *fields.integers("eos_token_id")})
-    bos_token_ids = fields.integers("bos_token_id") or generation.integers("bos_token_id")
+    sources = (fields, generation)
+    eos_token_ids = {one for source in sources for one in _token_ids(source, "eos_token_id", shape.vocab_size)}
+    bos_token_ids = [one for source in sources for one in _token_ids(source, "bos_token_id", shape.vocab_size)]
     return ModelSpec(
         directory=directory,
         architecture=architecture,
         shape=shape,
         dtype=_dtype(fields),
-        eos_token_ids=tuple(eos_token_ids),
+        eos_token_ids=tuple(sorted(eos_token_ids)),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         sampling=_sampling(generation),
         config=fields.table,
@@ -140,6 +146,16 @@ def _architecture(fields: Fields) -> str:
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise fields.error("architectures", names, "a list with the name of the model class")
     return names[0]
+
+
+def _token_ids(fields: Fields, name: str, vocab_size: int) -> list[int]:
+    """The ids of a field that the model has.  It can never give the others: to transformers they do not matter."""
+    token_ids = fields.integers(name)
+    if unknown := [one for one in token_ids if one >= vocab_size]:
+        shown = ", ".join(map(str, unknown[:MAX_SHOWN_IDS]))
+        num, last = len(unknown), vocab_size - 1
+        log.warning("%s: %s has %d ids past the model's last, %d; left out: %s", fields.origin, name, num, last, shown)
+    return [one for one in token_ids if one < vocab_size]
 
 
 def _dtype(fields: Fields) -> str:

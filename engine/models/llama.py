@@ -6,6 +6,11 @@ from engine.models.shape import DecoderShape, read_dense
 
 def read_shape(fields: Fields) -> DecoderShape:
     """attention_bias covers q, k, v and the output projection alike."""
+    max_len = fields.integer("max_position_embeddings")
+    for name in ("sliding_window", "attention_chunk_size"):
+        # transformers 5 masks nothing by it, but lets its cache forget: what it computes depends on how it is asked.
+        if (window := fields.integer(name, max_len)) < max_len:
+            raise fields.error(name, window, "null: every layer of a Llama sees the whole context")
     attention_bias = fields.flag("attention_bias", False)
     return read_dense(
         fields,

@@ -5,13 +5,15 @@ Does not know: what a layer computes, how a checkpoint is found.
 """
 
 import hashlib
+import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -22,12 +24,17 @@ from engine.layers.comm import Comm
 from engine.layers.weights import WeightSlice
 from engine.models.checkpoint import ModelSpec
 from engine.models.decoder import Decoder
+from engine.models.shape import DecoderShape
 from engine.models.shards import StoredTensor, read_shards
+
+log = logging.getLogger(__name__)
 
 LOADABLE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Tables that older exports saved and that are computed here.
 HARMLESS = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 DUMMY_SCALE = 0.02
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+COMPARED_ROWS = 4096
 
 
 def load_model(
@@ -38,21 +45,31 @@ def load_model(
     load_format: Literal["safetensors", "dummy"],
     seed: int,
     progress: bool,
+    check_room: Callable[[int], None] | None = None,
 ) -> Decoder:
     """Build this rank's part of the model and fill it.
 
     load_format 'dummy' draws every tensor from ``seed`` and its name, so all ranks and all numbers of ranks
-    agree.  progress shows a bar on stderr.  All names, shapes and files are checked before memory is allocated.
+    agree.  progress shows a bar on stderr.  All names, shapes and files are checked before memory is allocated, and
+    check_room is told how much that will be; it raises what says that there is too little.
     Raises WeightsError naming file and tensor; ConfigError if the ranks cannot share the model.
     """
-    # On the meta device a model has shapes and no memory.
-    plan = Decoder(spec.shape, comm, torch.device("meta"), dtype)
-    stored: dict[str, StoredTensor] = {}
+    shape, stored = spec.shape, dict[str, StoredTensor]()
     if load_format == "safetensors":
         stored = read_shards(spec.directory)
+        if shape.tied and _has_own_head(shape, stored, dtype):
+            log.warning(
+                "%s: tie_word_embeddings is true, but %s is another than %s: not tied", spec.directory, HEAD, EMBEDDING
+            )
+            shape = msgspec.structs.replace(shape, tied=False)
+    # On the meta device a model has shapes and no memory.
+    plan = Decoder(shape, comm, torch.device("meta"), dtype)
+    if load_format == "safetensors":
         _check_names(spec, plan.slices(), stored)
+    if check_room is not None:
+        check_room(loading_bytes(plan, device, load_format))
     try:
-        model = Decoder(spec.shape, comm, device, dtype)
+        model = Decoder(shape, comm, device, dtype)
     except RuntimeError as error:  # What torch raises when it cannot allocate, on every device.
         needed = plan.parameter_bytes / 2**30
         raise WeightsError(f"{spec.directory}: its weights need {needed:.1f} GiB, too much for {device}") from error
@@ -63,6 +80,21 @@ def load_model(
             _read(list(model.slices()), stored, progress)
         model.pack()
     return model
+
+
+def loading_bytes(plan: Decoder, device: torch.device, load_format: Literal["safetensors", "dummy"]) -> int:
+    """What loading takes of the device's memory at its worst.  plan: of one rank, on the meta device.
+
+    Beside the parameters: the largest tensor once more, drawn as a whole, or as much as the rank wants of it, read and
+    laid out on a CPU; and on a CPU the table of a tied LM head, which is kept in both layouts."""
+    on_cpu = device.type == "cpu"
+    largest = 0
+    if load_format == "dummy":
+        largest = max(math.prod(one.shape) for one in plan.slices())
+    elif on_cpu:
+        largest = max(math.prod(one.shape) * one.length // max(1, one.shape[one.dim]) for one in plan.slices())
+    tied = plan.embedding.weight.nbytes if on_cpu and plan.head is plan.embedding else 0
+    return plan.parameter_bytes + tied + largest * torch.float32.itemsize
 
 
 def _check_names(spec: ModelSpec, slices: Iterable[WeightSlice], stored: dict[str, StoredTensor]) -> None:
@@ -81,9 +113,28 @@ def _check_names(spec: ModelSpec, slices: Iterable[WeightSlice], stored: dict[st
                 f"{tensor.file}: tensor {name!r} has dtype {tensor.dtype}, expected one of {', '.join(LOADABLE)}"
             )
     for name in sorted(stored.keys() - wanted.keys()):
-        tied_copy = spec.shape.tied and name == "lm_head.weight"
-        if not tied_copy and not HARMLESS.fullmatch(name):
+        if name != HEAD and not HARMLESS.fullmatch(name):
             raise WeightsError(f"{stored[name].file}: tensor {name!r} has no place in {spec.architecture}")
+
+
+def _has_own_head(shape: DecoderShape, stored: dict[str, StoredTensor], dtype: torch.dtype) -> bool:
+    """Whether the LM head of a tied model is there and is not the embedding once more.  transformers 5 unties it then.
+
+    An equal one is common, and loading it would cost its memory for nothing."""
+    if EMBEDDING not in stored or HEAD not in stored:
+        return False
+    embedding, head = stored[EMBEDDING], stored[HEAD]
+    if any(
+        one.shape != (shape.vocab_size, shape.hidden_size) or one.dtype not in LOADABLE for one in (embedding, head)
+    ):
+        return True  # and so ``_check_names`` sees it
+    with safe_open(embedding.file, "pt") as file, safe_open(head.file, "pt") as other:
+        tables = file.get_slice(EMBEDDING), other.get_slice(HEAD)
+        for start in range(0, shape.vocab_size, COMPARED_ROWS):
+            ours, theirs = (table[start : start + COMPARED_ROWS].to(dtype) for table in tables)
+            if not torch.equal(ours, theirs):
+                return True
+    return False
 
 
 def _read(slices: Iterable[WeightSlice], stored: dict[str, StoredTensor], progress: bool) -> None:

@@ -28,4 +28,8 @@ def read_shape(architecture: str, fields: Fields) -> DecoderShape:
     """The shape of a checkpoint.  Raises WeightsError for an unknown architecture, naming those that are known."""
     if architecture not in FAMILIES:
         raise fields.error("architectures", architecture, f"one of {', '.join(sorted(FAMILIES))}")
+    # transformers goes by the one or the other, depending on how it is asked; a file that says both means both.
+    family = architecture.removesuffix("ForCausalLM").lower()
+    if (model_type := fields.text("model_type", family)) != family:
+        raise fields.error("model_type", model_type, f'"{family}", since architectures names {architecture}')
     return FAMILIES[architecture](fields)

@@ -15,6 +15,7 @@ MAX_LAYERS = 1 << 14
 MAX_HEADS = 1 << 16
 MAX_WIDTH = 1 << 20
 MAX_VOCAB = 1 << 28
+MIN_WINDOW = 2  # in one of 1 a query would see itself alone, and transformers' cache then keeps everything
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -95,6 +96,8 @@ def read_dense(
     size = fields.integer("head_dim", head_size or hidden_size // num_heads, maximum=MAX_HEADS)
     if size % 2:
         raise fields.error("head_dim", size, "an even number, so that rotary embeddings can pair it")
+    if not fields.flag("is_causal", True):
+        raise fields.error("is_causal", False, "true: text is generated from left to right")
     max_len = fields.integer("max_position_embeddings")
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     _check_layer_types(fields, window, first_window_layer, num_layers)
@@ -127,12 +130,16 @@ def read_sliding_window(fields: Fields) -> tuple[int, int]:
     """(window, first layer that has it) as the Qwen families write it; (0, 0) when it is switched off."""
     if not fields.flag("use_sliding_window", False) or not fields.has("sliding_window"):
         return 0, 0
-    return fields.integer("sliding_window"), fields.integer("max_window_layers", 28, minimum=0)
+    window = fields.integer("sliding_window", minimum=MIN_WINDOW)
+    return window, fields.integer("max_window_layers", 28, minimum=0)
 
 
 def read_rotary(fields: Fields, max_len: int) -> RotaryShape:
-    """Rotary settings, from ``rope_parameters`` or from the older ``rope_theta`` and ``rope_scaling``."""
-    name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
+    """Rotary settings, from ``rope_parameters`` or from the older ``rope_theta`` and ``rope_scaling``.
+
+    Where both are, the older one that says anything stands for all of the newer one, as in transformers 5.
+    """
+    name = "rope_scaling" if fields.table.get("rope_scaling") else "rope_parameters"
     scaling = fields.section(name)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind not in ROTARY_TYPES or any(isinstance(value, dict) for value in scaling.table.values()):
@@ -142,20 +149,28 @@ def read_rotary(fields: Fields, max_len: int) -> RotaryShape:
         if (share := where.number("partial_rotary_factor", 1.0)) != 1.0:
             raise where.error("partial_rotary_factor", share, "1: rotating a part of each head is not implemented")
     theta = scaling.number("rope_theta", fields.number("rope_theta", 10000.0))
+    replaced = fields.section("rope_parameters").number("rope_theta", theta)
+    if replaced != theta and not scaling.has("rope_theta"):
+        # transformers 5 would go on with the default base: who adds a stretch did not mean to lose the other.
+        expected = f"it to repeat rope_theta {replaced} of rope_parameters, which it replaces"
+        raise fields.error("rope_scaling", scaling.table, expected)
     if kind == "default":
         return RotaryShape(theta=theta)
-    original = fields.integer("original_max_position_embeddings", max_len)
-    original = scaling.integer("original_max_position_embeddings", original)
+    original = scaling.integer("original_max_position_embeddings", max_len)
+    original = fields.integer("original_max_position_embeddings", original)
     if kind == "linear":
         return RotaryShape(kind=kind, theta=theta, factor=scaling.number("factor"))
     if kind == "llama3":
+        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+        if high <= low:
+            raise scaling.error("high_freq_factor", high, f"a number above low_freq_factor={low}")
         return RotaryShape(
             kind=kind,
             theta=theta,
             factor=scaling.number("factor"),
             original_max_len=original,
-            low_freq_factor=scaling.number("low_freq_factor"),
-            high_freq_factor=scaling.number("high_freq_factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
         )
     return _read_yarn(scaling, theta, original, max_len)
 
@@ -173,7 +188,7 @@ def _read_yarn(scaling: Fields, theta: float, original: int, max_len: int) -> Ro
         beta_slow=scaling.number("beta_slow", 1.0),
         # The temperature that Peng et al. 2023 (YaRN, eq. 22) fit, applied to cos and sin.
         attention_factor=scaling.number("attention_factor", _yarn_attention_factor(factor)),
-        truncate=scaling.flag("truncate", True),
+        truncate=scaling.flag("truncate", "truncate" not in scaling.table),  # the one null that is not "missing"
     )
 
 

@@ -41,11 +41,14 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 def read_shards(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint by name.  Raises WeightsError naming the file and the tensor at fault."""
-    if (directory / INDEX_FILE).is_file():
-        return _read_sharded(directory)
+    """All tensors of a checkpoint by name.  Raises WeightsError naming the file and the tensor at fault.
+
+    A single file counts before shards, as in transformers: they may be left over from before it was written.
+    """
     if (directory / SINGLE_FILE).is_file():
         return read_header(directory / SINGLE_FILE)
+    if (directory / INDEX_FILE).is_file():
+        return _read_sharded(directory)
     raise WeightsError(f"{directory}: no weights; expected {SINGLE_FILE}, or {INDEX_FILE} and its shards")
 
 

@@ -39,7 +39,7 @@ class GuardedRank(Generic[T]):
         try:
             made = self._rank(ranked)
             self._check(made)
-        except Exception:
+        except BaseException:  # sys.exit as well, which would end the server
             log.exception("plugin %s failed to rank and is not asked again; what comes now goes by age", self._name)
             self._rank = None
             return self._last or (0,)

@@ -12,13 +12,14 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import Any, TypeVar
 
 import pluggy
 
 from engine.config import AttentionNames
 from engine.errors import CallboardError, PluginError
+from engine.patience import named_while_slow
 from engine.plugins import hookspecs
 from engine.plugins.declaration import CONSTANT, Declaration, check_api, convert_declaration, read_declaration
 
@@ -29,6 +30,7 @@ Built = TypeVar("Built")
 ENTRY_POINT_GROUP = "callboard"
 DISTRIBUTION = "callboard"
 ATTENTION = "attention"  # the kind of which there may be two, one for each phase
+GRAMMAR = "grammar"  # the kind that only some requests need: what nobody named may be missing until one comes
 OBSERVER = "observer"  # the kind of which any number may be chosen
 
 BUILTIN: Mapping[str, str] = {
@@ -101,7 +103,10 @@ def available_plugins() -> list[PluginInfo]:
 
     Raises PluginError if two distributions claim one name.
     """
-    own = version(DISTRIBUTION)
+    try:
+        own = version(DISTRIBUTION)
+    except PackageNotFoundError:  # a checkout that was never installed
+        own = "unknown"
     found = {name: PluginInfo(name, module, DISTRIBUTION, own) for name, module in BUILTIN.items()}
     for point in entry_points(group=ENTRY_POINT_GROUP):
         info = _describe(point)
@@ -158,6 +163,7 @@ class Plugins:
     names: kind -> full name, of the kinds of which one is chosen; of attention only if one was named for both phases.
     attention: the names wanted for its phases; what is 'auto' is loaded later, when the device is known.
     observers: full names, in the order they are told.  options: per full name.
+    absent: why what 'auto' takes for grammars cannot be loaded; '' if it can.
     known: everything that could be chosen, by full name.  declarations: of what is loaded.
     choosing: to be held while declarations are read.
     """
@@ -185,6 +191,7 @@ class Plugins:
                 )
         self.names: dict[str, str] = {}
         self.declarations: dict[str, Declaration] = {}
+        self.absent = ""
         self.attention = AttentionNames()
         self.observers = observer_names(observers)
         for kind, wanted in chosen.items():
@@ -196,7 +203,12 @@ class Plugins:
                 self.names[kind] = decide(kind, wanted)
                 if wanted == "auto":
                     log.info("plugin: %s (auto: %s)", self.names[kind], AUTO[kind][1])
-                self.load(self.names[kind])
+                try:
+                    self.load(self.names[kind])
+                except PluginError as error:
+                    if (kind, wanted) != (GRAMMAR, "auto"):
+                        raise
+                    self.absent = f"{error} (pip install {AUTO[kind][0]}, or name another in plugins.{kind})"
         for full_name in self.observers:
             self.load(full_name)
 
@@ -229,10 +241,11 @@ class Plugins:
         Raises PluginError, which names the plugin whatever it did instead."""
         info = self.known[full_name]
         try:
-            built: object = self.asking(full_name, hook_name)(context=context)
+            with named_while_slow(f"plugin {info.label}: {hook_name}"):
+                built: object = self.asking(full_name, hook_name)(context=context)
         except CallboardError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             raise PluginError(
                 f"plugin {info.label} raised {error!r} in {hook_name} ({where.filename}:{where.lineno})"
@@ -244,7 +257,7 @@ class Plugins:
             )
         return built
 
-    def raised(self, full_name: str, hook_name: str, error: Exception) -> PluginError:
+    def raised(self, full_name: str, hook_name: str, error: BaseException) -> PluginError:
         """What to raise when a plugin's hook did: its name, and the line in it."""
         where = traceback.extract_tb(error.__traceback__)[-1]
         label = self.known[full_name].label if full_name in self.known else full_name
@@ -277,13 +290,15 @@ class Plugins:
         if declaration is not None:
             checked(info, declaration)  # before any of it runs: what was written for another API may do anything
             if missing := declaration.missing_packages():
-                choices = ", ".join(other.short for other in self.known.values() if other.kind == info.kind)
+                others = [other.short for other in self.known.values() if other.kind == info.kind and other != info]
+                advice = f"available: {', '.join(others)}" if others else "install it"
                 raise PluginError(
-                    f"plugin {info.label} needs {' and '.join(missing)}, which is not installed; available: {choices}"
+                    f"plugin {info.label} needs {' and '.join(missing)}, which is not installed; {advice}"
                 )
         try:
-            module = import_module(info.module)
-        except Exception as error:
+            with named_while_slow(f"plugin {info.label}: its import"):
+                module = import_module(info.module)
+        except (Exception, SystemExit) as error:
             reason = error if isinstance(error, ImportError) else repr(error)
             raise PluginError(f"plugin {info.label} cannot be imported: {reason}") from error
         if declaration is None and (table := getattr(module, CONSTANT, None)) is not None:

@@ -99,7 +99,7 @@ class Observers:
             began = self._clock()
             try:
                 _call(impl, **arguments)
-            except Exception:
+            except BaseException:  # sys.exit as well: a server ends by its operator's word, not by an observer's
                 self._silenced.add(name)
                 log.exception("plugin %s raised in %s and is told nothing any more", name, impl.function.__name__)
             took_s = self._clock() - began
@@ -118,7 +118,7 @@ def _build(plugins: Plugins, impl: HookImpl, context: ObserverContext) -> object
         return _call(impl, context=context)
     except CallboardError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise plugins.raised(impl.plugin_name, "callboard_observer", error) from error
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from engine.config import Config
 from engine.errors import PluginError
 from engine.models.shape import DecoderShape
+from engine.patience import named_while_slow
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import ATTENTION, PluginInfo, Plugins, checked, declared
@@ -158,10 +159,11 @@ def _ask(plugins: Plugins, info: PluginInfo, context: AttentionContext, reason: 
     _check_fit(info, declaration, context)
     context = replace(context, options=plugins.options.get(info.name, {}))
     try:
-        factory: AttentionFactory | None = plugins.asking(info.name, HOOK)(context=context)
+        with named_while_slow(f"plugin {info.label}: {HOOK}"):
+            factory: AttentionFactory | None = plugins.asking(info.name, HOOK)(context=context)
     except PluginError as error:
         raise PluginError(f"plugin {info.label}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"plugin {info.label} raised {error!r} in {HOOK}") from error
     if factory is None or not callable(factory):
         raise PluginError(

@@ -7,6 +7,7 @@ since its tables for a large vocabulary take a second and tens of megabytes that
 from collections.abc import Callable
 from typing import Any
 
+from engine.errors import RequestError
 from engine.plugins.hookspecs import GrammarContext
 from engine.plugins.manager import Plugins
 from engine.sampling.grammar import GrammarEngine
@@ -26,6 +27,8 @@ def plugin_grammars(
     name = plugins.names["grammar"]
 
     def new_engine() -> GrammarEngine:
+        if plugins.absent:
+            raise RequestError(f"structured output: {plugins.absent}", code="unsupported_parameter")
         vocabulary = codec().vocabulary
         context = GrammarContext(
             vocab_size=vocab_size,

@@ -60,7 +60,7 @@ class Assignment(Message, frozen=True):
     """The first message to an executor: one rank of a group of ``num_ranks``.
 
     rendezvous: where the ranks meet to form their communicator, as torch.distributed's ``init_method`` has it; empty
-    for a group of one.  config: with the model's path resolved, and the pool's size fixed when the engine knows it.
+    for a group of one.  config: with the model's path resolved.  num_pages: of the pool, once the engine knows, or 0.
     most_tokens: steps with more are cut; 0 for no limit.  heartbeat_s: how often to say that it is alive.
     capacity: messages that its mailbox holds.  fingerprint: of the checkpoint, which may lie elsewhere for a rank on
     another machine; empty if that is not to be looked at.  local_rank: its GPU; None for the one of its rank's number.
@@ -70,6 +70,7 @@ class Assignment(Message, frozen=True):
     num_ranks: int
     rendezvous: str
     config: Config
+    num_pages: int
     most_tokens: int
     max_len: int
     capacity: int

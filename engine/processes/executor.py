@@ -83,6 +83,7 @@ def load_rank(assignment: Assignment) -> Runner:
         local_rank=assignment.local_rank,
         rendezvous=assignment.rendezvous,
         progress=assignment.progress,
+        num_pages=assignment.num_pages,
     )
     return Shrinking(runner, alone=assignment.num_ranks == 1, most_tokens=assignment.most_tokens)
 

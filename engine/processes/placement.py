@@ -15,7 +15,7 @@ from msgspec import structs
 
 from engine.actors.group import RankLost, Reports, Terms
 from engine.actors.mailbox import Link
-from engine.config import Config, with_pages, without_cluster_key
+from engine.config import Config, without_cluster_key
 from engine.errors import CallboardError, ConfigError, EngineDied
 from engine.links.socket import LinkError, SocketLink
 from engine.logs import LogSettings
@@ -71,8 +71,6 @@ class ProcessPlacement:
     def start(self, reports: Reports, terms: Terms) -> "ProcessRanks":
         """Start a process per rank.  Raises ConfigError or LinkError if their links cannot be made."""
         config = without_cluster_key(self._config)
-        if terms.num_pages:
-            config = with_pages(config, terms.num_pages)
         path = resolve_checkpoint(config.model.path, config.model.revision)
         config = structs.replace(config, model=structs.replace(config.model, path=str(path)))
         told = "" if self._head is None else fingerprint(read_spec(path), config.model.load_format)
@@ -82,6 +80,7 @@ class ProcessPlacement:
                 num_ranks=self._num_ranks,
                 rendezvous="",
                 config=config,
+                num_pages=terms.num_pages,
                 most_tokens=terms.most_tokens,
                 max_len=self._max_len,
                 capacity=self._capacity,
@@ -105,7 +104,6 @@ class ProcessRanks:
         self._reports = reports
         self._module = module
         self._connected: set[int] = set()
-        self._ready: set[int] = set()
         self._sockets: list[SocketLink[RankGroupInbox]] = []
         self._children: list[Child | Seat] = []
         self._ending = False
@@ -174,9 +172,6 @@ class ProcessRanks:
                     self._leave_directory()
                 self._reports.heard(rank, message)
             case ExecutorReady() | StepDone():
-                if isinstance(message, ExecutorReady):
-                    self._ready.add(rank)
-                    self._leave_directory()
                 self._reports.heard(rank, message)
             case ExecutorFailed():
                 error = spoken_error(message)
@@ -185,9 +180,10 @@ class ProcessRanks:
                 assert_never(message)
 
     def _leave_directory(self) -> None:
-        """Connected sockets need no file, and ranks that have met need no meeting place: leave nothing to clean up."""
-        num_ranks = len(self._assignments)
-        if len(self._connected if num_ranks == 1 else self._ready) == num_ranks:
+        """Connected sockets need no file: leave nothing to clean up.
+
+        Unless ranks meet in one of these files: their library may go on asking it for as long as they are a group."""
+        if len(self._connected) == len(self._assignments) and not self._switchboard.rendezvous:
             self._switchboard.leave_directory()
 
     def _ended(self, rank: int, how: str) -> None:

@@ -61,7 +61,7 @@ class Switchboard:
         return where, ours, ClientKeys(KeyPair.draw(), ours.public)
 
     def leave_directory(self) -> None:
-        """All are connected, and have met: sockets need their files no longer.  Leave nothing to clean up."""
+        """All are connected, and nobody meets here: sockets need their files no longer.  Leave nothing to clean up."""
         if self._directory is not None:
             self._directory.remove()
 

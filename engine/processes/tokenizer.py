@@ -20,7 +20,7 @@ from engine.messages import (
     TokenizerFailed,
     TokenizerReady,
 )
-from engine.models.checkpoint import read_spec
+from engine.models.checkpoint import ModelSpec, read_spec
 from engine.plugins.manager import Plugins
 from engine.plugins.structured import plugin_grammars
 from engine.processes.assignment import Ticket, TokenizerAssignment, TokenizerProcessInbox
@@ -31,7 +31,7 @@ from engine.sampling.grammars import Grammars
 from engine.text.codec import TextCodec
 from engine.text.loading import load_codec
 
-CAPACITY = 8192  # of the link, in messages; what a step says is one, and the engine reads faster than steps come
+CAPACITY = 1 << 18  # of the link, in messages: of as many requests as may be open at most, four each
 
 
 def main() -> None:
@@ -48,8 +48,10 @@ class TokenizerProcess(Resident[TokenizerAssignment]):
 
     async def build(self, assignment: TokenizerAssignment, outgoing: Outgoing) -> Tokenizer:
         """Reads the files beside the loop, so that the process goes on saying that it is alive."""
-        codec, grammars = await asyncio.to_thread(load_text, assignment.config)
-        self._tokenizer = tokenizer = Tokenizer(capacity=assignment.capacity, codec=codec, grammars=grammars)
+        spec, codec, grammars = await asyncio.to_thread(load_text, assignment.config)
+        self._tokenizer = tokenizer = Tokenizer(
+            capacity=assignment.capacity, codec=codec, vocab_size=spec.vocab_size, grammars=grammars
+        )
         link = TextLink(outgoing)
         tokenizer.connect(scheduler=link, ingress=link)
         outgoing.put(TokenizerReady())
@@ -96,7 +98,7 @@ class TextLink:
             self._outgoing.fail(error)
 
 
-def load_text(config: Config) -> tuple[TextCodec, Grammars]:
+def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars]:
     """What a tokenizer works with.  config: with the model's path resolved.  Raises CallboardError."""
     directory = Path(config.model.path)
     spec = read_spec(directory)
@@ -110,7 +112,7 @@ def load_text(config: Config) -> tuple[TextCodec, Grammars]:
         eos_token_ids=spec.eos_token_ids,
         options=config.plugins.options,
     )
-    return codec, grammars
+    return spec, codec, grammars
 
 
 if __name__ == "__main__":

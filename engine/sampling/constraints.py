@@ -55,10 +55,12 @@ class Masks:
 
 @dataclass(slots=True)
 class _Row:
-    """matcher: being built.  last: gives the token that was sampled last and that it has not seen."""
+    """matcher: being built.  last: gives the token that was sampled last and that it has not seen.
+    failure: why the matcher cannot go on; kept, since a step that finds no memory asks for its masks again."""
 
     matcher: "Future[Matcher]"
     last: Callable[[], int] | None = None
+    failure: str = ""
 
 
 class PendingMasks:
@@ -132,18 +134,25 @@ class Constraints:
         words = np.zeros((len(rows), self._num_words), dtype=np.int32)
         failures: dict[int, str] = {}
         for index, row in enumerate(rows):
-            token_id = row.last() if row.last is not None else -1  # waits for the device, whose errors are not ours
-            row.last = None
-            try:
-                matcher = row.matcher.result()
-                if token_id >= 0:  # else the row has failed, and nobody reads it any more
-                    matcher.consume(token_id)
-                matcher.fill(words[index])
-            except (GrammarFailure, RequestError) as error:
+            if not row.failure:
+                token_id = row.last() if row.last is not None else -1  # waits for the device, whose errors are not ours
+                row.last = None
+                row.failure = self._advance(row, token_id, words[index])
+            if row.failure:
                 words[index] = 0
-                failures[index] = f"the grammar of this request cannot go on: {error}"
-            except Exception:  # of a plugin
-                log.exception("a matcher of plugin %s raised; its request ends", self._grammars.name)
-                words[index] = 0
-                failures[index] = "the grammar of this request cannot go on; the server log has the details"
+                failures[index] = f"the grammar of this request cannot go on{row.failure}"
         return words, failures
+
+    def _advance(self, row: _Row, token_id: int, words: Int32) -> str:
+        """Move its matcher over a token, and write what may follow.  Returns why not, or nothing."""
+        try:
+            matcher = row.matcher.result()
+            if token_id >= 0:  # else the row has failed, and nobody reads it any more
+                matcher.consume(token_id)
+            matcher.fill(words)
+        except (GrammarFailure, RequestError) as error:
+            return f": {error}"
+        except BaseException:  # of a plugin
+            log.exception("a matcher of plugin %s raised; its request ends", self._grammars.name)
+            return "; the server log has the details"
+        return ""

@@ -72,7 +72,7 @@ class Grammars:
             return compiled
         except CallboardError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             log.exception("plugin %s raised over a grammar; its request ends", self.name)
             raise RequestError(
                 "the grammar of this request could not be read; the server log has the details",

@@ -4,6 +4,7 @@ Legend: N sampled rows of the batch · L rows that asked · V vocabulary · K al
 Owns: computing them on the device, and their form in messages.  Does not know: how tokens were picked.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -54,6 +55,18 @@ def batch_logprobs(
     # Always the same number, so that which of several equal tokens are listed does not depend on other rows.
     top_LK, top_ids_LK = logprobs_LV.topk(min(MAX_LOGPROBS, logprobs_LV.shape[1]), dim=-1)
     return BatchLogprobs(at, num_top, chosen_L1.squeeze(1), top_ids_LK.to(torch.int32), top_LK)
+
+
+def joined_logprobs(parts: Sequence[BatchLogprobs]) -> BatchLogprobs:
+    """Those of rows that were all asked for, part by part, as of one batch."""
+    num_top = np.concatenate([part.num_top for part in parts])
+    return BatchLogprobs(
+        at=np.arange(len(num_top)),
+        num_top=num_top,
+        chosen_L=torch.cat([part.chosen_L for part in parts]),
+        top_ids_LK=torch.cat([part.top_ids_LK for part in parts]),
+        top_LK=torch.cat([part.top_LK for part in parts]),
+    )
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:

@@ -3,8 +3,10 @@
 Owns: names, defaults, ranges.  Does not know: tensors, tokenizers, HTTP.
 """
 
-import math
-from typing import Any, Literal
+import numbers
+from collections.abc import Callable, Mapping, Set
+from collections.abc import Sequence as Many
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -18,6 +20,10 @@ MAX_LOGPROBS = 20
 MAX_TOKEN_COUNT = 1 << 30
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_SEED = (1 << 63) - 1
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite in float16 as well
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "tool_calls"]
+GRAMMAR_KINDS: tuple[str, ...] = get_args(GrammarKind)
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -29,7 +35,7 @@ class Grammar(msgspec.Struct, frozen=True):
     'optional' if it may begin them with ``<think>``; 'none' if the grammar holds from the first token on.
     """
 
-    kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "tool_calls"]
+    kind: GrammarKind
     source: str = ""
     thinking: Literal["none", "open", "optional"] = "none"
 
@@ -72,6 +78,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None
     pooling: Literal["", "last", "mean"] = ""
 
+    def __post_init__(self) -> None:
+        """Bring what Python callers write into each field's own type: lists, NumPy's numbers, 5.0 for 5, None for ().
+
+        Raises RequestError for any other type, so that no code behind this meets one."""
+        for field, kinds, read in _FIELDS:
+            value = getattr(self, field)
+            if type(value) not in kinds and (given := read(field, value)) is not value:
+                msgspec.structs.force_setattr(self, field, given)
+
     @property
     def needs_whole_prompt(self) -> bool:
         """Whether every prompt token must be computed, also where its keys and values are cached."""
@@ -82,7 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _within("temperature", self.temperature, 0.0, 100.0)
         _within("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
+        _within("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10.0)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _within("top_k", self.top_k, -1, MAX_TOKEN_COUNT)
@@ -135,11 +150,109 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.temperature == 0.0
 
 
+def _integer(field: str, value: Any) -> int:
+    try:
+        whole = isinstance(value, numbers.Integral) or (isinstance(value, numbers.Real) and float(value).is_integer())
+    except OverflowError:  # of a fraction
+        whole = False
+    if not whole or isinstance(value, bool):
+        raise _refused(field, _shown(value), "an integer")
+    return int(value)
+
+
+def _number(field: str, value: Any) -> float:
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            pass
+    raise _refused(field, _shown(value), "a number")
+
+
+def _flag(field: str, value: Any) -> bool:
+    if type(value).__name__ in ("bool", "bool_"):  # NumPy's, as its two major versions call it
+        return bool(value)
+    raise _refused(field, _shown(value), "true or false")
+
+
+def _strings(field: str, value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else _several(field, value, "a string or several")
+    for text in texts:
+        if not isinstance(text, str):
+            raise _refused(field, _shown(text), "a string or several")
+    # NumPy's strings are strings, and have no form on a wire.
+    return texts if all(type(text) is str for text in texts) else tuple(map(str.__str__, texts))
+
+
+def _ids(field: str, value: Any) -> tuple[int, ...]:
+    ids = _several(field, value, "a list of token ids")
+    return ids if all(type(one) is int for one in ids) else tuple(_integer(field, one) for one in ids)
+
+
+def _several(field: str, value: Any, allowed: str) -> tuple[Any, ...]:
+    if type(value) is tuple:
+        return value
+    if value is None:
+        return ()
+    if isinstance(value, Many | Set) or getattr(value, "ndim", 0) == 1:  # NumPy's arrays are neither
+        return tuple(value)
+    raise _refused(field, _shown(value), allowed)
+
+
+def _biases(field: str, value: Any) -> dict[int, float]:
+    if type(value) is dict and all(type(key) is int and type(bias) is float for key, bias in value.items()):
+        return value
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _refused(field, _shown(value), "a mapping of token ids to numbers")
+    biases = {}
+    for key, bias in value.items():
+        if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20:  # as in JSON
+            key = int(key)
+        biases[_integer(field, key)] = _number(field, bias)
+    return biases
+
+
+def _grammar(field: str, value: Any) -> Grammar:
+    if not isinstance(value, Grammar):
+        raise _refused(field, _shown(value), "a Grammar")
+    if value.kind not in GRAMMAR_KINDS:
+        raise _refused("grammar.kind", _shown(value.kind), f"one of {', '.join(GRAMMAR_KINDS)}")
+    if type(value.source) is not str:
+        raise _refused("grammar.source", _shown(value.source), "text")
+    if value.thinking not in ("none", "open", "optional"):
+        raise _refused("grammar.thinking", _shown(value.thinking), "one of none, open, optional")
+    return value
+
+
+def _pooling(field: str, value: Any) -> str:
+    if not isinstance(value, str) or value not in ("", "last", "mean"):
+        raise _refused(field, _shown(value), "'last', 'mean' or ''")
+    return str.__str__(value)
+
+
+NONE = type(None)
+# Of each field: the types that are taken as they are, and what reads any other.
+_FIELDS: tuple[tuple[str, tuple[type, ...], Callable[[str, Any], Any]], ...] = (
+    *((field, (int, NONE), _integer) for field in ("max_tokens", "seed", "logprobs", "prompt_logprobs")),
+    *((field, (int,), _integer) for field in ("min_tokens", "top_k")),
+    *((field, (float,), _number) for field in ("temperature", "top_p", "min_p", "repetition_penalty")),
+    *((field, (float,), _number) for field in ("presence_penalty", "frequency_penalty")),
+    *((field, (bool,), _flag) for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")),
+    ("stop", (), _strings),
+    ("stop_token_ids", (), _ids),
+    ("logit_bias", (), _biases),
+    ("grammar", (NONE,), _grammar),
+    ("pooling", (), _pooling),
+)
+
+
 def _within(field: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
     # NaN fails every comparison, so the test is written as "inside", never as "outside".
-    inside = math.isfinite(value) and low <= value <= high and not (low_open and value == low)
+    inside = low <= value <= high and not (low_open and value == low)
     if not inside:
-        raise _refused(field, value, f"{'above' if low_open else 'from'} {low:g} to {high:g}")
+        raise _refused(field, _brief(value), f"{'above' if low_open else 'from'} {low} to {high}")
 
 
 def _check_unicode(field: str, text: str) -> None:
@@ -147,6 +260,20 @@ def _check_unicode(field: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise RequestError(f"{field}: not valid Unicode (lone surrogate)", param=field) from None
+
+
+def _brief(value: object) -> str:
+    """A value for a message: short, whatever it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # of an integer with thousands of digits
+        return "a huge number"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _shown(value: object) -> str:
+    """A value of a wrong type, for a message."""
+    return f"{_brief(value)} ({type(value).__name__})"
 
 
 def _refused(field: str, observed: object, allowed: str) -> RequestError:

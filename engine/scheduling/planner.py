@@ -20,7 +20,18 @@ import numpy as np
 from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
 from engine.kv.outline import Outline
-from engine.messages import Admit, Failed, Finish, Logprobs, PromptLogprobs, Stats, Step, StepDone, Tokens
+from engine.messages import (
+    Admit,
+    Failed,
+    Finish,
+    Logprobs,
+    LossExplained,
+    PromptLogprobs,
+    Stats,
+    Step,
+    StepDone,
+    Tokens,
+)
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.forecast import OutputForecast
@@ -30,6 +41,7 @@ from engine.scheduling.meter import Meter, StepRecord
 from engine.scheduling.metrics import RequestMetrics
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.prefills import Prefills, Segments
+from engine.scheduling.quarantine import Quarantine
 from engine.scheduling.queue import waiting_queue
 from engine.scheduling.rows import Rows, RowTable
 from engine.scheduling.sequence import Sequence
@@ -72,13 +84,16 @@ class Planner:
         self._forecast = OutputForecast()
         self._budget = StepBudget(limits.max_step_tokens, limits.itl_target_s)
         self._decodes = Decodes(self._rows, self._holdings)
-        self._prefills = Prefills(limits, self._rows, self._holdings, waiting_queue(policy), self._forecast)
+        self._quarantine = Quarantine(waiting_queue(policy))
+        self._prefills = Prefills(limits, self._rows, self._holdings, self._quarantine, self._forecast)
         self._sequences: dict[int, Sequence] = {}
         self._ended: list[int] = []
         self._in_flight: deque[_InFlight] = deque()
         self._num_arrived = 0
         self._num_steps = 0
         self._last_completed = -1
+        self._num_completed = 0
+        self._completed_at_blame = 0
         self._open_since = 0.0
 
     # ---- requests come and go ---------------------------------------------------------------
@@ -104,8 +119,8 @@ class Planner:
             cache_salt=message.cache_salt,
         )
         self._num_arrived += 1
-        self._sequences[message.request_id] = sequence
         self._prefills.wait(sequence)
+        self._sequences[message.request_id] = sequence
 
     def abort(self, request_id: int, finish: Finish = Finish.ABORT) -> None:
         """End a request wherever it is; an unknown id (it ended already) is no error.  finish: what to call it."""
@@ -131,6 +146,7 @@ class Planner:
     def _end(self, sequence: Sequence, finish: Finish, num_tokens: int, now: float) -> None:
         """The one place where a request stops being known."""
         del self._sequences[sequence.request_id]
+        self._quarantine.forget(sequence)
         num_output = num_tokens - sequence.num_prompt
         if finish in (Finish.STOP, Finish.LENGTH):
             self._forecast.note_end(num_output)
@@ -155,6 +171,8 @@ class Planner:
 
     def next_step(self) -> Step | None:
         """Plan one step: every decode row first, then prefill chunks within the token budget.  None: nothing to do."""
+        if self._in_flight and self._quarantine.is_on:
+            return None
         self._holdings.tick(self._num_steps)
         while self._decodes.lack_pages() and self._retract_one():
             pass
@@ -242,6 +260,7 @@ class Planner:
         due = self._last_completed + 1
         assert done.step_id == due, f"step {done.step_id} completed, step {due} was due"
         self._last_completed = done.step_id
+        self._num_completed += 1
         now = self._clock()
         began_at = max(record.launched_at, self.meter.last_completed_at)
         if self._budget.learns:
@@ -267,6 +286,8 @@ class Planner:
         if len(rows):
             self._commit(rows, tokens, logprobs, first, embeddings)
         self._release_ended()
+        if self._quarantine.is_on:
+            self._release_suspect()
 
     def _confirm_prefills(self, record: _InFlight) -> dict[int, int]:
         """Share what the step's prefills have computed.
@@ -361,8 +382,7 @@ class Planner:
         table, sequence = self._rows, self._rows.sequences[row]
         if share and sequence is not None:
             # Once it has sampled, everything is computed but the last known token.
-            has_sampled = table.known[row] > len(sequence.tokens)
-            self._holdings.publish(row, int(table.known[row]) - 1 if has_sampled else int(table.confirmed[row]))
+            self._holdings.publish(row, self._num_done(row))
         self._prefills.leave(row)
         self._decodes.leave(row)
         table.running[row] = False
@@ -391,21 +411,42 @@ class Planner:
         running = [sequence for row in stays if (sequence := table.sequences[row]) is not None]
         if len(running) < 2:
             return False
-        victim = max(running, key=lambda sequence: (sequence.priority, sequence.arrival))
-        row = victim.row
+        self._retract(max(running, key=lambda sequence: (sequence.priority, sequence.arrival)))
+        self._forecast.note_retraction()
+        return True
+
+    def _retract(self, victim: Sequence) -> None:
+        row, table = victim.row, self._rows
         self._leave(row)
         victim.tokens = table.tokens[row, : table.known[row]].copy()
         victim.row = -1
         victim.num_retractions += 1
         self._prefills.wait(victim)
-        self._forecast.note_retraction()
         self.meter.num_retractions += 1
-        return True
 
-    def restart(self) -> None:
+    def _release_suspect(self) -> None:
+        """Once the sequence that runs alone is past the place where executors were lost, it makes room for the next."""
+        alone = self._quarantine.alone
+        if alone is not None and self._quarantine.passes(self._num_done(alone.row)) and self._quarantine.is_on:
+            self._retract(alone)
+        self._prefills.unblock()
+
+    def _num_done(self, row: int) -> int:
+        """Tokens of a row that completed steps have computed."""
+        table, sequence = self._rows, self._rows.sequences[row]
+        assert sequence is not None, f"row {row} is free"
+        has_sampled = table.known[row] > len(sequence.tokens)
+        return int(table.known[row]) - 1 if has_sampled else int(table.confirmed[row])
+
+    def restart(self, *, is_fault: bool = True) -> LossExplained | None:
         """The device is a new one: steps in flight never come back, no page holds anything, whoever ran waits again.
 
-        Everybody keeps the tokens they have, so that every stream goes on where it is."""
+        Everybody keeps the tokens they have, so that every stream goes on where it is.  is_fault: as in
+        ``ExecutorsLost``.  Returns what explains the losses, if one request was found to bring them and has ended."""
+        culprit = self._note_loss() if is_fault else None
+        self._quarantine.begin()
+        if not is_fault:
+            self._quarantine.acquit_all()
         running = [sequence for sequence in self._sequences.values() if sequence.row >= 0]
         for sequence in running:
             sequence.tokens = self._rows.tokens[sequence.row, : self._rows.known[sequence.row]].copy()
@@ -417,7 +458,38 @@ class Planner:
         self._decodes.clear()
         self._prefills.clear()
         for sequence in running:
-            self._prefills.wait(sequence)
+            if sequence is not culprit:
+                self._prefills.wait(sequence)
+        return self._end_culprit(culprit) if culprit is not None else None
+
+    def _note_loss(self) -> Sequence | None:
+        """Of every sequence in flight.  Returns the culprit, if there is one now."""
+        culprit = None
+        under_way = {row for record in self._in_flight for row in (*record.sampled_rows.tolist(), *record.prefill_rows)}
+        for row in sorted(under_way):
+            sequence = self._rows.sequences[row]
+            if sequence is None or not self._rows.running[row]:
+                continue
+            if self._quarantine.note_loss(sequence, self._num_done(row), int(self._rows.computed[row])):
+                culprit = sequence
+        return culprit
+
+    def _end_culprit(self, culprit: Sequence) -> LossExplained:
+        num_losses = self._quarantine.num_losses(culprit)
+        self._quarantine.acquit_all()
+        self._end(culprit, Finish.ERROR, len(culprit.tokens), self._clock())
+        self.outbox.append(
+            Failed(
+                culprit.request_id,
+                f"this request ended the model's executors {num_losses} times in a row, at last while nothing else "
+                "ran; it was ended so that other requests go on.  The server log says what happened; the same request "
+                "is likely to fail again",
+                status=500,
+                code="executors_lost",
+            )
+        )
+        works, self._completed_at_blame = self._num_completed > self._completed_at_blame, self._num_completed
+        return LossExplained(num_losses, works)
 
     # ---- views ------------------------------------------------------------------------------
 

@@ -45,37 +45,40 @@ def waiting_queue(policy: SchedulingPolicy) -> WaitingQueue:
 
 
 class RankedQueue:
-    """A heap by rank, then age.  Who leaves out of turn is struck off a set, and skipped when its turn comes."""
+    """A heap by rank, then age.  A sequence that leaves out of turn is gone at once, prompt and all: only its number
+    stays in the heap, until its turn comes or such numbers are most of the heap."""
 
     def __init__(self, rank: Callable[[Sequence], Rank]) -> None:
         self._rank = rank
-        self._heap: list[tuple[Rank, int, Sequence]] = []
-        self._arrivals: set[int] = set()
+        self._heap: list[tuple[Rank, int]] = []
+        self._waiting: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
-        return len(self._arrivals)
+        return len(self._waiting)
 
     def push(self, sequence: Sequence) -> None:
-        heapq.heappush(self._heap, (self._rank(sequence), sequence.arrival, sequence))
-        self._arrivals.add(sequence.arrival)
+        heapq.heappush(self._heap, (self._rank(sequence), sequence.arrival))
+        self._waiting[sequence.arrival] = sequence
 
     def remove(self, sequence: Sequence) -> None:
-        self._arrivals.remove(sequence.arrival)
+        del self._waiting[sequence.arrival]
+        if len(self._heap) > 2 * len(self._waiting) + 8:
+            self._heap = [entry for entry in self._heap if entry[1] in self._waiting]
+            heapq.heapify(self._heap)
 
     def rerank(self, num_cached_tokens: Callable[[Sequence], int]) -> None:
         """Ranks stay as they are."""
 
     def first(self) -> Sequence | None:
-        while self._heap and self._heap[0][1] not in self._arrivals:
+        while self._heap and self._heap[0][1] not in self._waiting:
             heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+        return self._waiting[self._heap[0][1]] if self._heap else None
 
     def pop(self, *, starts: bool) -> Sequence:
         sequence = self.first()
         assert sequence is not None, "nobody waits"
         heapq.heappop(self._heap)
-        self._arrivals.remove(sequence.arrival)
-        return sequence
+        return self._waiting.pop(sequence.arrival)
 
 
 class RerankedQueue:

@@ -11,6 +11,8 @@ from engine.text.codec import TextCodec
 
 log = logging.getLogger(__name__)
 
+MAX_SHOWN_TOKENS = 8
+
 
 def load_codec(model: ModelSection, directory: Path) -> TextCodec:
     """directory: of the checkpoint.  Raises WeightsError that names the file."""
@@ -24,3 +26,16 @@ def load_codec(model: ModelSection, directory: Path) -> TextCodec:
         tool_format=None if model.tool_format == "auto" else model.tool_format,
         thinks=None if model.thinks == "auto" else model.thinks == "yes",
     )
+
+
+def warn_of_unknown_tokens(codec: TextCodec, vocab_size: int) -> None:
+    """Say at start which tokens a text may have and the model does not.  vocab_size: rows of its embedding."""
+    unknown = [piece.decode("utf-8", "replace") for piece in codec.vocabulary.all_pieces[vocab_size:] if piece]
+    if unknown:
+        log.warning(
+            "%d tokens of the tokenizer have no embedding in the model, which ends at id %d; "
+            "texts with one are refused; the first: %s",
+            len(unknown),
+            vocab_size - 1,
+            ", ".join(map(repr, unknown[:MAX_SHOWN_TOKENS])),
+        )

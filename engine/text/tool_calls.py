@@ -39,10 +39,17 @@ def text_and_calls(parts: Iterable[Part]) -> tuple[str, list[CallPiece]]:
 class ToolCallParser:
     """names: of the functions there are.  max_calls: later ones are dropped.
     exact: a grammar holds, so what only resembles a call is none; without one much that models write is forgiven.
+    forced: a call must come, so what is held back at the end is the beginning of one, not text.
     num_calls: so far.  cut_off: the output has ended within a call, whose arguments are not whole."""
 
     def __init__(
-        self, form: ToolFormat, names: Collection[str], max_calls: int | None = None, *, exact: bool = False
+        self,
+        form: ToolFormat,
+        names: Collection[str],
+        max_calls: int | None = None,
+        *,
+        exact: bool = False,
+        forced: bool = False,
     ) -> None:
         self.num_calls = 0
         self.cut_off = False
@@ -50,6 +57,7 @@ class ToolCallParser:
         self._names = names
         self._starts = [call_start(name) for name in names] if exact else ["{"]  # in the llama3 format
         self._max_calls = max_calls
+        self._forced = forced
         self._pending = ""
         self._scanner: CallScanner | None = None
         self._raw: list[str] = []  # of a call whose name is not known yet: it may turn out to be text
@@ -70,10 +78,11 @@ class ToolCallParser:
     def finish(self) -> list[Part]:
         """No more text comes: what was held back."""
         self.cut_off = self._shown and (self._skipping or (self._scanner is not None and self._announced))
-        if not self._announced:
-            self._parts += self._raw
-        if not self._skipping and self._scanner is None and not (self._at_start and self.num_calls):
-            self._parts.append(self._pending)
+        if not self._forced:
+            if not self._announced:
+                self._parts += self._raw
+            if not self._skipping and self._scanner is None and not (self._at_start and self.num_calls):
+                self._parts.append(self._pending)
         self._pending, self._raw = "", []
         return self._take()
 

@@ -14,6 +14,7 @@ from engine.config import ServerSection
 from engine.errors import RequestError
 from server.administration import AbortAnswer
 from server.body import collect
+from server.cors import refuse_foreign_page
 from server.errors import error_body
 from server.exchange import EXCHANGE, REQUEST_ID_HEADER
 from server.replicas.replica import CHECK_TIMEOUT_S, RETRY_AFTER_S, Replica, Replicas, State
@@ -47,6 +48,7 @@ class FleetAdministration:
 
     async def reset(self, request: web.Request) -> web.Response:
         """Done if all have done it."""
+        refuse_foreign_page(request)
         return _worst(await self._ask_all(request))
 
     async def _ask_all(self, request: web.Request) -> list[_Answer]:

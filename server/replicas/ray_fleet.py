@@ -78,7 +78,7 @@ class RayFleet:
         try:
             import ray
         except ImportError:
-            raise ConfigError("--on ray needs Ray: pip install callboard[ray]") from None
+            raise ConfigError("--on ray needs Ray: pip install 'callboard[ray]'") from None
         self.size = size
         self._ray: Any = ray
         ray.init(include_dashboard=False, log_to_driver=True, configure_logging=False)

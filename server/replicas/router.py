@@ -138,6 +138,7 @@ class Router:
                 web.post("/replicas/{name}/drain", routes.drain),
                 *(web.post(path, administration.abort) for path in ABORT_PATHS),
                 *(web.post(path, administration.reset) for path in RESET_PATHS),
+                *(web.get(path, administration.reset, allow_head=False) for path in RESET_PATHS),
                 web.route("*", "/{path:.*}", proxy.handle),
             ]
         )

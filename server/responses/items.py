@@ -33,8 +33,8 @@ def _add(turns: list[ChatTurn], item: InputItem, path: str) -> None:
         case "message" | None:
             _add_message(turns, item, path)
         case "function_call":
-            function = CalledFunction(_needed(item.name, f"{path}.name"), item.arguments or "")
-            call = read_call(CallBody(function, id=item.call_id or ""), path)
+            function = CalledFunction(_needed(item.name, f"{path}.name"), item.arguments)
+            call = read_call(CallBody(function, id=item.call_id or ""), f"{path}.arguments")
             before = _assistant(turns)
             turns[-1] = msgspec.structs.replace(before, tool_calls=(*before.tool_calls, call))
         case "function_call_output":

@@ -225,7 +225,7 @@ def _usage(counts: UsageBody) -> ResponseUsage:
 
 def _response_format(given: TextFormat) -> ResponseFormat:
     if given.type != "json_schema":
-        return ResponseFormat(given.type)
+        return ResponseFormat(given.type, schema=given.schema)
     if not is_given(given.schema):
         raise RequestError("text.format.schema: required, but not given", param="text.format.schema")
     return ResponseFormat("json_schema", JsonSchemaFormat(given.schema, given.name))

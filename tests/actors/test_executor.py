@@ -1,6 +1,7 @@
 """The executor actor: steps run in order on its own thread; whatever goes wrong there reaches the supervisor."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import pytest
 from engine.actors.executor import Executor
 from engine.errors import WeightsError
 from engine.messages import ExecutorReady, Step, StepDone, Stop
+from tests.pace import far
 
 
 @dataclass
@@ -57,15 +59,21 @@ class Collected:
         self.messages.append(message)
 
     async def wait_for(self, count: int) -> list[Any]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(far(60)):
             while len(self.messages) < count:
                 await asyncio.sleep(0.001)
         return self.messages
 
 
-def with_executor(load: Callable[[], Any], scenario: Callable[[Executor, Collected, asyncio.Task[None]], Any]) -> None:
+def with_executor(
+    load: Callable[[], Any],
+    scenario: Callable[[Executor, Collected, asyncio.Task[None]], Any],
+    scheduler: "TwoInFlight | None" = None,
+) -> None:
     async def run() -> None:
-        executor, collected = Executor(rank=0, capacity=100, load=load), Collected()
+        executor, collected = Executor(rank=0, capacity=100, load=load), scheduler or Collected()
+        if scheduler is not None:
+            scheduler.executor = executor
         executor.connect(collected)
         task = asyncio.create_task(executor.run())
         await scenario(executor, collected, task)
@@ -73,8 +81,8 @@ def with_executor(load: Callable[[], Any], scenario: Callable[[Executor, Collect
     before = set(threading.enumerate())  # an engine of another test may have left one that hangs on purpose
     asyncio.run(run())
     for thread in threading.enumerate():
-        if thread.name == "executor0" and thread not in before:
-            thread.join(2)  # a thread that has reported its failure is on its way out
+        if thread.name.startswith("executor0") and thread not in before:
+            thread.join(far(2))  # a thread that has reported its failure is on its way out
             assert not thread.is_alive(), "the thread outlived the actor"
 
 
@@ -97,6 +105,130 @@ def test_steps_run_in_order_on_one_thread_and_every_result_comes_back(slow: bool
     with_executor(lambda: runner, scenario)
 
 
+class Timeline:
+    """A device with a clock of its own: a step takes until the next one is queued behind it, or until none has come
+    for so long that none will; then it has idled.
+
+    num_overlapped: steps that were queued while the one before them ran."""
+
+    num_pages = 7
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_overlapped = 0
+        self.has_left = False
+        self.raises_at = -1
+        self._num_steps = num_steps
+        self._num_queued = 0
+        self._patience_s = 20.0
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._ended: list[threading.Event] = [threading.Event() for _ in range(num_steps)]
+        self._thread.start()
+
+    def launch(self, step: Step) -> "TimelinePending":
+        with self._changed:
+            self._num_queued += 1
+            self._changed.notify()
+        return TimelinePending(self, step.step_id, self._ended[step.step_id])
+
+    def leave(self) -> None:
+        self.has_left = True
+
+    def _run(self) -> None:
+        for number, ended in enumerate(self._ended[:-1]):
+            with self._changed:
+                overlaps = self._changed.wait_for(lambda: self._num_queued > number + 1, self._patience_s)  # noqa: B023
+            self.num_overlapped += overlaps
+            if not overlaps:
+                self._patience_s = 0.0  # one is too many
+            ended.set()
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_queued == self._num_steps, self._patience_s)
+        self._ended[-1].set()
+
+
+@dataclass
+class TimelinePending:
+    device: Timeline
+    step_id: int
+    ended: threading.Event
+
+    def ready(self) -> bool:
+        return self.ended.is_set()
+
+    def collect(self) -> StepDone:
+        self.ended.wait()
+        if self.step_id == self.device.raises_at:
+            raise RuntimeError("an illegal memory access")
+        return StepDone(rank=0, step_id=self.step_id, token_ids=b"")
+
+
+class TwoInFlight(Collected):
+    """The scheduler's end of the link, which answers each result with the next step."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self.executor: Executor | None = None
+        self._left = list(range(num_steps))[::-1]
+
+    def put(self, message: Any) -> None:
+        super().put(message)
+        assert self.executor is not None
+        for _ in range(2 if isinstance(message, ExecutorReady) else 1):
+            if self._left:
+                self.executor.inbox.put(Step(self._left.pop()))
+
+
+def test_a_step_is_launched_while_the_one_before_it_runs() -> None:
+    device, scheduler = Timeline(200), TwoInFlight(200)
+
+    async def scenario(executor: Executor, collected: Collected, task: asyncio.Task[None]) -> None:
+        results = (await collected.wait_for(201))[1:]
+        assert [result.step_id for result in results] == list(range(200))
+        executor.inbox.put(Stop())
+        await task
+
+    with_executor(lambda: device, scenario, scheduler)
+    assert device.num_overlapped == 199
+
+
+def test_a_step_that_fails_on_the_device_comes_after_the_results_before_it() -> None:
+    device, scheduler = Timeline(9), TwoInFlight(9)
+    device.raises_at = 5
+
+    async def scenario(_: Executor, collected: Collected, task: asyncio.Task[None]) -> None:
+        with pytest.raises(RuntimeError, match="an illegal memory access"):
+            await asyncio.wait_for(task, far(20))
+        assert [result.step_id for result in collected.messages[1:]] == list(range(5))
+
+    with_executor(lambda: device, scenario, scheduler)
+    assert device.has_left
+
+
+def test_steps_that_were_launched_are_collected_before_the_end() -> None:
+    device = Timeline(2)
+
+    async def scenario(executor: Executor, collected: Collected, task: asyncio.Task[None]) -> None:
+        await collected.wait_for(1)
+        for message in (Step(0), Step(1), Stop()):
+            executor.inbox.put(message)
+        await task
+        assert [result.step_id for result in (await collected.wait_for(3))[1:]] == [0, 1]
+
+    with_executor(lambda: device, scenario)
+    assert not device.has_left
+
+
+def test_an_exit_on_the_thread_is_a_failure_like_any_other() -> None:
+    """Raised by a task it would end the event loop, and with it the server, without a word."""
+
+    async def scenario(_: Executor, collected: Collected, task: asyncio.Task[None]) -> None:
+        with pytest.raises(RuntimeError, match=r"SystemExit\(9\) on the device thread"):
+            await asyncio.wait_for(task, 20)
+
+    with_executor(lambda: sys.exit(9), scenario)
+
+
 @pytest.mark.parametrize("when", ["loading", "running"])
 def test_a_failure_on_the_thread_is_the_actors_failure(when: str) -> None:
     def load() -> FakeRunner:
@@ -109,7 +241,7 @@ def test_a_failure_on_the_thread_is_the_actors_failure(when: str) -> None:
             await collected.wait_for(1)
             executor.inbox.put(Step(99))
         with pytest.raises(WeightsError if when == "loading" else MemoryError):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, far(5))
 
     with_executor(load, scenario)
 

@@ -39,6 +39,7 @@ from engine.messages import (
 from engine.sampling.params import SamplingParams
 from engine.scheduling.metrics import RequestMetrics
 from tests.actors.test_ingress import Sent
+from tests.pace import far
 
 READY = EngineReady(8, 16)
 STATS = Stats(3, 1, 0, 4, 2, 2)
@@ -117,7 +118,7 @@ class Stage:
     async def end(self) -> None:
         """Wait for the desk's end.  Raises what it ended with."""
         try:
-            await asyncio.wait_for(self.running, 5)
+            await asyncio.wait_for(self.running, far(5))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
 
@@ -155,7 +156,7 @@ def on_stage(
         await scenario(stage)
         if not stage.running.done():
             stage.desk.inbox.put(Stop())
-            await asyncio.wait_for(stage.running, 5)
+            await asyncio.wait_for(stage.running, far(5))
         assert all(one.killed for one in stage.started)
         assert len(asyncio.all_tasks()) == 1
 
@@ -221,7 +222,7 @@ def test_a_front_that_takes_nothing_is_lost() -> None:
         stage.front.says(tokenize(1))
         stage.front.refuses = LinkError("full")
         await stage.put(deltas(1), deltas(1))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(far(5)):
             while len(stage.started) < 2:
                 await asyncio.sleep(0.01)
         assert stage.tokenizer.messages[1:] == [Abort(1)]
@@ -232,7 +233,7 @@ def test_a_front_that_takes_nothing_is_lost() -> None:
 def test_a_front_that_says_nothing_hangs() -> None:
     async def scenario(stage: Stage) -> None:
         stage.front.says(tokenize(1))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(far(5)):
             while len(stage.started) < 2:
                 await asyncio.sleep(0.01)
         assert stage.started[0].killed

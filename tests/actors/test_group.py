@@ -12,7 +12,8 @@ from engine.actors.results import RankResults, RanksDiverged
 from engine.actors.watch import Watch
 from engine.errors import EngineDied, StepTooLarge, WeightsError
 from engine.links.socket import LinkError
-from engine.messages import ExecutorAlive, ExecutorReady, ExecutorsLost, Step, StepDone, Stop
+from engine.messages import ExecutorAlive, ExecutorReady, ExecutorsLost, LossExplained, Step, StepDone, Stop
+from tests.pace import far
 
 
 class FakeRanks:
@@ -86,7 +87,7 @@ class Bench:
         self.heard.append(message)
 
     async def generation(self, number: int) -> FakeRanks:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(far(5)):
             while len(self.placement.started) < number:
                 await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -94,7 +95,7 @@ class Bench:
 
     async def stop(self) -> None:
         self.group.inbox.put(Stop())
-        await asyncio.wait_for(self.task, 5)
+        await asyncio.wait_for(self.task, far(5))
 
 
 def play(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -178,6 +179,47 @@ def test_restarts_are_bounded_and_the_last_word_says_how_many_there_were(max_res
     play(scenario)
 
 
+@pytest.mark.parametrize(("executors_work", "num_losses"), [(True, 12), (False, 7)])
+def test_losses_that_are_explained_count_as_none_or_as_one_if_executors_may_be_the_cause(
+    executors_work: bool, num_losses: int
+) -> None:
+    async def scenario() -> None:
+        bench = Bench(max_restarts=3)
+        for number in range(1, 13):
+            ranks = await bench.generation(number)
+            ranks.ready()
+            await asyncio.sleep(0)
+            if number % 3 == 0:
+                # The scheduler hears of a loss and answers before the group judges it.
+                asyncio.get_running_loop().call_soon(bench.group.losses.put, LossExplained(3, executors_work))
+            ranks.lose()
+            if number > num_losses:
+                with pytest.raises(EngineDied, match="3 restarts in 100 s did not help"):
+                    await bench.task
+                return
+        (await bench.generation(13)).ready()
+        assert bench.group.num_restarts == 12
+        await bench.stop()
+
+    play(scenario)
+
+
+def test_what_explains_one_loss_explains_no_other() -> None:
+    async def scenario() -> None:
+        bench = Bench(max_restarts=1)
+        for number, error in enumerate((StepTooLarge("no room", 9), None, None), start=1):
+            ranks = await bench.generation(number)
+            ranks.ready()
+            await asyncio.sleep(0)
+            if number == 1:
+                bench.group.losses.put(LossExplained(3, executors_work=True))
+            ranks.lose(error=error)
+        with pytest.raises(EngineDied, match="1 restarts in 100 s did not help"):
+            await bench.task
+
+    play(scenario)
+
+
 def test_a_step_that_was_too_large_is_no_fault_and_the_next_generation_cuts_steps() -> None:
     async def scenario() -> None:
         bench = Bench(num_ranks=2, max_restarts=0)
@@ -189,6 +231,8 @@ def test_a_step_that_was_too_large_is_no_fault_and_the_next_generation_cuts_step
             for rank, reason, details in losses if number % 2 else reversed(losses):
                 ranks.lose(rank, reason, **details)
         last = await bench.generation(4)
+        told = [one for one in bench.heard if isinstance(one, ExecutorsLost)]
+        assert [one.is_fault for one in told] == [True, False] * 3, "each loss, and then that it was none"
         assert [one.terms for one in bench.placement.started] == [Terms(), Terms(7, 24), Terms(7, 12), Terms(7, 1)]
         assert bench.group.num_restarts == 3
         last.ready(7)
@@ -297,7 +341,7 @@ def test_a_rank_that_falls_silent_while_it_loads_is_gone_and_one_that_has_not_co
         ranks.reports.heard(0, ExecutorReady(0, 9))
         ranks.reports.heard(1, ExecutorAlive(1))
         with pytest.raises(EngineDied, match="executor1 has stopped answering while it started"):
-            await asyncio.wait_for(bench.task, 5)
+            await asyncio.wait_for(bench.task, far(5))
 
     play(scenario)
 

@@ -118,7 +118,10 @@ def test_closing_early_cancels_once_and_late_output_is_dropped() -> None:
         stream.close()
         assert sent.messages[1:] == [Abort(1)]
         assert ingress.num_open == 0
-        ingress.handle(text(1, "late", Finish.ABORT))
+        ingress.handle(text(1, "late"))
+        assert ingress.num_late_events == 1
+        ingress.handle(text(1, "", Finish.ABORT))
+        assert ingress.num_late_events == 1, "that is how the engine lets go of it"
         ingress.handle(Failed(1, "late"))
         assert ingress.num_late_events == 2
 
@@ -160,10 +163,30 @@ def test_requests_past_the_limit_get_429_and_a_place_comes_free() -> None:
         with pytest.raises(RequestError) as refused:
             ingress.open("hello", SamplingParams())
         assert (refused.value.status, refused.value.code, refused.value.retry_after_s) == (429, "queue_full", 1)
-        streams[0].close()
+        ingress.handle(text(1, "a", Finish.STOP))
         ingress.open("hello", SamplingParams())
+        with pytest.raises(RequestError, match="4 requests are open and"):
+            ingress.open("hello", SamplingParams())
+        assert streams[0].ended
 
     with_ingress(scenario)
+
+
+@pytest.mark.parametrize("answer", [text(1, "", Finish.ABORT), text(1, "a", Finish.STOP), Failed(1, "refused")])
+def test_a_cancelled_request_takes_its_place_until_the_engine_has_let_go_of_it(answer: Deltas | Failed) -> None:
+    async def scenario(ingress: Ingress, sent: Sent) -> None:
+        for stream in [ingress.open([1] * 8, SamplingParams()) for _ in range(4)]:
+            stream.close()
+        assert ingress.num_open == 0
+        with pytest.raises(RequestError, match="0 requests are open, 4 cancelled ones are leaving, and no more than 4"):
+            ingress.open([1], SamplingParams())
+        assert len(sent.messages) == 8, "nothing is sent for what is refused"
+        ingress.handle(answer)
+        with pytest.raises(RequestError, match="tokens are queued"):
+            ingress.open([1] * 16, SamplingParams())
+        ingress.open([1] * 8, SamplingParams())
+
+    with_ingress(scenario, max_queued_tokens=32)
 
 
 def test_queued_prompt_tokens_are_limited_but_one_request_always_gets_in() -> None:

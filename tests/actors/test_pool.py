@@ -29,6 +29,7 @@ from engine.messages import (
 )
 from engine.sampling.params import SamplingParams
 from tests.actors.test_ingress import Sent
+from tests.pace import far
 
 PARAMS = SamplingParams()
 
@@ -129,7 +130,7 @@ def on_stage(
         await scenario(stage)
         if not stage.running.done():
             stage.pool.inbox.put(Stop())
-            await asyncio.wait_for(stage.running, 5)
+            await asyncio.wait_for(stage.running, far(5))
         assert all(one.killed for one in stage.started)
         assert len(asyncio.all_tasks()) == 1
 
@@ -172,6 +173,25 @@ def test_what_is_cancelled_is_the_schedulers_to_know_at_once_and_the_process_can
         assert stage.scheduler.messages == [Abort(2)], "of the other one it has never heard"
         stage.started[0].says(Abort(2), Admit(4, b"\0\0\0\0", PARAMS), Abort(4))
         assert stage.scheduler.messages == [Abort(2)]
+        assert stage.ingress.messages == [], "the process has them still"
+        ends = Deltas((Delta(2, "", finish=Finish.ABORT), Delta(4, "", finish=Finish.ABORT)))
+        stage.started[0].says(ends)
+        assert stage.ingress.messages == [ends]
+        stage.started[0].dies()
+        assert stage.ingress.messages == [ends]
+
+    on_stage(scenario)
+
+
+def test_what_is_cancelled_when_its_process_is_lost_has_left() -> None:
+    async def scenario(stage: Stage) -> None:
+        await stage.open(2)
+        await stage.open(4, admitted=False)
+        stage.ingress.messages.clear()
+        await stage.put(Abort(2), Abort(4))
+        stage.started[0].dies()
+        ends = [Deltas((Delta(request_id, "", finish=Finish.ABORT),)) for request_id in (2, 4)]
+        assert stage.ingress.messages == ends
 
     on_stage(scenario)
 
@@ -247,7 +267,8 @@ def test_without_any_process_requests_wait_and_ingress_is_told() -> None:
         again = stage.started[1]
         assert again.got == []
         again.says(TokenizerReady())
-        assert stage.ingress.messages[1:] == [TokenizersReady()]
+        has_left = Deltas((Delta(3, "", finish=Finish.ABORT),))
+        assert stage.ingress.messages[1:] == [has_left, TokenizersReady()], "no process has ever had it"
         assert again.got == [tokenize(2), tokenize(5)]
 
     on_stage(scenario, num_processes=1)
@@ -259,7 +280,7 @@ def test_a_process_that_takes_nothing_is_lost() -> None:
         stage.started[0].refuses = CallboardError("link tokenizer0: Tokens cannot be sent")
         await stage.put(Tokens(np.array([2], dtype=np.int64).tobytes(), bytes(4), bytes(1)))
         assert stage.pool.num_ready == 1
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(far(5)):
             while not stage.pool.num_restarts:
                 await asyncio.sleep(0.01)
         assert stage.scheduler.messages[-1] == Abort(2)
@@ -282,7 +303,7 @@ def test_a_request_that_fits_no_message_is_refused_alone() -> None:
 def test_a_process_that_falls_silent_is_lost_and_one_that_beats_is_not() -> None:
     async def scenario(stage: Stage) -> None:
         silent, beating = stage.started
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(far(5)):
             while len(stage.started) == 2:
                 beating.says(TokenizerAlive(waiting=3, peak=9))
                 await asyncio.sleep(0.005)

@@ -74,7 +74,7 @@ class Process:
     def __init__(self, world: "World", name: str, number: int, reports: Reports) -> None:
         self.name = name
         self.number = number
-        self.tokenizer = Tokenizer(capacity=10_000, codec=SimCodec(()))
+        self.tokenizer = Tokenizer(capacity=10_000, codec=SimCodec(()), vocab_size=VOCAB)
         self._reports = reports
         self._to, self._back = Way(world.rng, self.tokenizer.inbox.put), Way(world.rng, reports.heard)
         self.tokenizer.connect(scheduler=self._back, ingress=self._back)

@@ -16,6 +16,7 @@ from engine.errors import ConfigError, EngineDied, PluginError, RequestError, We
 from engine.messages import Finish, Step
 from engine.sampling.params import SamplingParams
 from tests.models.checkpoints import build, random_tokens, save
+from tests.pace import far
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -71,7 +72,7 @@ def test_a_cancelled_request_gives_its_pages_back_within_a_second(configured: Co
         assert system.ingress.stats is not None
         assert system.ingress.stats.pages_used > 0
         stream.close()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(far(1)):
             while system.ingress.stats.pages_used:
                 await asyncio.sleep(0.005)
         await system.stop()
@@ -127,7 +128,7 @@ def test_a_crash_of_any_actor_ends_every_request_and_names_it(
                 raise ZeroDivisionError("planted")
 
             monkeypatch.setattr(victim, "handle", broken)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(far(10)):
             for stream in streams:
                 with pytest.raises(EngineDied, match=f"{actor}s? crashed"):
                     while True:

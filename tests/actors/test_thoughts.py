@@ -63,7 +63,8 @@ def converse(
     engine = Refusing()
 
     async def scenario() -> tuple[Any, list[Any], list[Any]]:
-        tokenizer = Tokenizer(capacity=10_000, codec=codec, grammars=Grammars(lambda: engine))
+        grammars = Grammars(lambda: engine)
+        tokenizer = Tokenizer(capacity=10_000, codec=codec, vocab_size=codec.vocab_size, grammars=grammars)
         scheduler, ingress = Sent(), Sent()
         tokenizer.connect(scheduler=scheduler, ingress=ingress)
         running = asyncio.create_task(tokenizer.run())

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from engine.messages import Abort, Admit, Deltas, Failed, Finish, Stop, Tokenize
 from engine.sampling.grammars import Grammars
 from engine.sampling.params import Grammar, SamplingParams
 from tests.actors.test_ingress import Sent
+from tests.pace import far
 from tests.text.specimens import byte_level, codec
 
 BAD, GOOD = 7, 8
@@ -21,6 +23,20 @@ BAD, GOOD = 7, 8
 
 def fault(*_: object, **__: object) -> Any:
     raise ZeroDivisionError("planted")
+
+
+def leave() -> Any:
+    sys.exit("planted")
+
+
+class Quitting:
+    """A grammar plugin that would end the server."""
+
+    def compile(self, grammar: Grammar) -> Any:
+        leave()
+
+
+GRAMMAR_ENGINES: dict[str, Callable[[], Any]] = {"grammar": fault, "grammar exits": leave, "compile exits": Quitting}
 
 
 class BadStream:
@@ -47,7 +63,7 @@ def token(request_id: int, finish: Finish = Finish.RUNNING) -> Tokens:
     return Tokens(ids, np.array([70], np.int32).tobytes(), bytes([finish]))
 
 
-@pytest.mark.parametrize("place", ["encode", "grammar", "open_stream", "push", "finish", "take_thoughts"])
+@pytest.mark.parametrize("place", ["encode", *GRAMMAR_ENGINES, "open_stream", "push", "finish", "take_thoughts"])
 def test_it_ends_its_own_request_and_no_other(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -65,15 +81,20 @@ def test_it_ends_its_own_request_and_no_other(
 
     monkeypatch.setattr(text_codec, "encode", encode_bad)
     monkeypatch.setattr(text_codec, "open_stream", open_bad)
-    params = SamplingParams(seed=BAD, grammar=Grammar("regex", "a") if place == "grammar" else None)
+    params = SamplingParams(seed=BAD, grammar=Grammar("regex", "a") if place in GRAMMAR_ENGINES else None)
 
     async def until(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(far(10)):
             while not condition():
                 await asyncio.sleep(0.001)
 
     async def run() -> None:
-        tokenizer = Tokenizer(capacity=100, codec=text_codec, grammars=Grammars(fault))
+        tokenizer = Tokenizer(
+            capacity=100,
+            codec=text_codec,
+            vocab_size=text_codec.vocab_size,
+            grammars=Grammars(GRAMMAR_ENGINES.get(place, fault)),
+        )
         tokenizer.connect(scheduler=scheduler, ingress=ingress)
         running = asyncio.create_task(tokenizer.run())
         tokenizer.inbox.put(Tokenize(BAD, params, text="bad"))
@@ -90,7 +111,8 @@ def test_it_ends_its_own_request_and_no_other(
     (failed,) = [message for message in ingress.messages if isinstance(message, Failed)]
     assert (failed.request_id, failed.status, failed.code) == (BAD, 500, "internal_error")
     assert "planted" not in failed.message
-    assert f"request={BAD} failed in the tokenizer" in caplog.text
+    where = "plugin grammar raised" if place == "compile exits" else f"request={BAD} failed in the tokenizer"
+    assert where in caplog.text
     ends = [delta for sent in ingress.messages if isinstance(sent, Deltas) for delta in sent.deltas if delta.finish]
     assert [(delta.request_id, delta.finish) for delta in ends] == [(GOOD, Finish.LENGTH)]
     was_admitted = any(isinstance(message, Admit) and message.request_id == BAD for message in scheduler.messages)

@@ -293,7 +293,7 @@ def test_without_a_library_the_error_says_what_was_tried_and_what_helps(installe
         "flash_attn_interface: ",
         "sgl_kernel.flash_attn: ",
         "FA2 needs pages of a multiple of 256 tokens",
-        "pip install callboard[cuda]",
+        "pip install --no-build-isolation 'callboard[flash-attn]'",
         "set kv.page_size to 16, 32 or 64 for FA3, or to 256 for FA2",
         "plugins.attention=torch",
     ):

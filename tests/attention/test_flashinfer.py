@@ -227,6 +227,23 @@ def test_a_replay_plans_only_if_a_row_has_another_number_of_pages():
     assert rig.calls("decode.plan") == ["decode.plan"], "after the first plan the fast one does"
 
 
+def test_a_plan_that_failed_is_made_anew_also_for_the_rows_of_the_one_before(monkeypatch: pytest.MonkeyPatch):
+    case = paged(spec_of(4, 2, 8), [(32, 1), (32, 1)], 4, seed=8)
+    rig = Rig(case)
+    graph = rig.backend.for_graph(2, 8)
+    rig.check(grown(case, [5, 6]), graph, num_rows=2)
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.backend._setup.library.decode, "fast_decode_plan", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            graph.begin(grown(case, [9, 10]).batch)
+    rig.check(grown(case, [5, 6]), graph, num_rows=2)
+    assert rig.calls("decode.plan") == ["decode.plan"] * 2
+
+
 def test_a_replay_never_plans_again_once_the_rows_fill_the_gpu():
     """Without tensor cores nothing is split then, and the plan has nothing of the lengths in it."""
     case = paged(spec_of(4, 2, 8), [(32, 1)] * 6, 4, seed=9)
@@ -410,7 +427,7 @@ def test_a_gpu_that_is_too_old_or_no_hopper_is_said_so(gpu: Any):
 
 def test_a_missing_package_is_named_with_its_extra(gpu: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(PluginError, match=r"flashinfer-python.*pip install callboard\[cuda\], or set plugins"):
+    with pytest.raises(PluginError, match=r"flashinfer-python.*pip install 'callboard\[cuda\]', or set plugins"):
         callboard_attention_backend(context())
 
 

@@ -20,13 +20,12 @@ typedef struct { Group *group; int rank, async_error; } Comm;
 
 static Group groups[MAX_GROUPS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static int num_destroyed, num_aborted;
+static int num_aborted;
 static char last_error[128];
 
 int ncclGetVersion(int *version) { *version = 22803; return SUCCESS; }
 const char *ncclGetErrorString(int result) { return result == INVALID_ARGUMENT ? "invalid argument" : "unhandled system error"; }
 const char *ncclGetLastError(Comm *comm) { return last_error; }
-int fakeDestroyed(void) { return num_destroyed; }
 int fakeAborted(void) { return num_aborted; }
 void fakeFailLater(Comm *comm) { comm->async_error = SYSTEM_ERROR; }
 
@@ -64,7 +63,6 @@ int ncclCommInitRank(Comm **comm, int size, UniqueId id, int rank) {
 }
 
 int ncclCommGetAsyncError(Comm *comm, int *state) { *state = comm->async_error; return SUCCESS; }
-int ncclCommDestroy(Comm *comm) { __sync_fetch_and_add(&num_destroyed, 1); free(comm); return SUCCESS; }
 int ncclCommAbort(Comm *comm) { __sync_fetch_and_add(&num_aborted, 1); free(comm); return SUCCESS; }
 
 static size_t size_of(int type) {

@@ -130,6 +130,21 @@ def test_a_rank_that_leaves_is_an_error_for_the_others_not_a_wait(new_url: Calla
         ranks[1].all_reduce(torch.ones(4))
 
 
+def test_a_group_is_left_by_force(new_url: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NCCL calls an end waits for what is queued, which may wait for a rank that is gone."""
+    (alone,) = group(new_url(), 1)
+    calls: list[str] = []
+
+    class Group:
+        def __getattr__(self, name: str) -> Callable[[], None]:
+            return lambda: calls.append(name)
+
+    monkeypatch.setattr(alone, "_group", Group())
+    alone.close()
+    alone.close()
+    assert calls == ["abort"]
+
+
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(PluginError, match=r"`timeout`.*options: timeout_s, interface"):
         callboard_comm(CommContext(0, 1, "cpu", "file:///tmp/x", {"timeout": 3}))

@@ -14,6 +14,7 @@ from engine import LLM, SamplingParams
 from engine.errors import ConfigError, RequestError, WeightsError
 from engine.messages import Finish
 from engine.models.checkpoint import resolve_checkpoint
+from tests.pace import far
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 DEMO = resolve_checkpoint("demo", "")
@@ -147,5 +148,5 @@ def test_dummy_weights_need_only_a_config(tmp_path_factory: pytest.TempPathFacto
 
 def test_a_script_that_forgets_to_close_still_ends() -> None:
     code = "from engine import LLM; llm = LLM(progress=False); print(len(llm.generate('a')[0].token_ids) > 0)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=far(60), check=False)
     assert (result.returncode, result.stdout.strip()) == (0, "True"), result.stderr

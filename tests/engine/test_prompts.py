@@ -4,9 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from engine import LLM, SamplingParams
+from engine.execution import prompts
 from engine.messages import Delta
+from engine.models.decoder import Decoder
 
 PROMPT = list(range(40, 140))
 
@@ -51,6 +54,20 @@ def test_chunks_and_the_cache_change_no_score(llm: LLM) -> None:
     )
     with LLM(progress=False, scheduler={"max_step_tokens": 64, "prefill_chunk": 7}) as small:
         assert scores(asked(small, PROMPT, prompt_logprobs=0)) == pytest.approx(first, abs=1e-4)
+
+
+def test_scores_are_computed_some_rows_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = scores(asked(llm, PROMPT, prompt_logprobs=0))
+    monkeypatch.setattr(prompts, "SCORED_ROWS", 3)
+    most, logits = [0], Decoder.logits
+
+    def watching(self: Decoder, x_ND: torch.Tensor) -> torch.Tensor:
+        most[0] = max(most[0], len(x_ND))
+        return logits(self, x_ND)
+
+    monkeypatch.setattr(Decoder, "logits", watching)
+    assert scores(asked(llm, PROMPT, prompt_logprobs=0)) == pytest.approx(whole, abs=1e-4)
+    assert most[0] == 3 < len(PROMPT)
 
 
 def test_scores_come_with_an_output_as_well(llm: LLM) -> None:

@@ -121,7 +121,7 @@ def test_a_wrong_grammar_is_refused_and_others_go_on(llm: LLM) -> None:
 def test_a_grammar_that_gives_out_ends_its_request_alone() -> None:
     # Every further character of the text is another state: a few more than there may be.
     states = {"grammar.llguidance": {"max_lexer_states": 300}}
-    greedy = Grammar("regex", "[^\\n]*x[^\\n]{500}")
+    greedy = Grammar("regex", "[^\\n]*x[^\\n]{250}[^\\n]{250}")
     with LLM(progress=False, plugins={"options": states}) as llm:
         with pytest.raises(RequestError, match="cannot go on") as failed:
             llm.generate(["xxxx"], params(greedy, 1, max_tokens=1500, temperature=2.0))

@@ -85,10 +85,12 @@ def test_a_number_of_ranks_that_cannot_share_the_model_is_refused(checkpoint: Ch
         engine(directory, 3, "inline")
 
 
-def test_ranks_leave_no_meeting_place_behind(
+def test_ranks_have_their_meeting_place_as_long_as_they_are_a_group_and_leave_none_behind(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     directory, _ = checkpoint("llama")
     with engine(directory, 2, "inline"):
-        assert os.listdir(tmp_path) == []
+        (store,) = tmp_path.glob("*/ranks")
+        assert store.is_file()
+    assert os.listdir(tmp_path) == []

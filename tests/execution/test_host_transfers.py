@@ -14,8 +14,8 @@ from engine.actors.system import System
 from engine.config import Config, build_config
 from engine.errors import ConfigError
 from engine.execution import loading
-from engine.execution.host_memory import available_bytes
 from engine.execution.loading import load_runner
+from engine.execution.memory import Needs
 from engine.execution.runner import ModelRunner
 from engine.messages import Admission, Step
 from engine.sampling.params import SamplingParams
@@ -130,7 +130,8 @@ def test_the_size_of_the_host_pool_is_logged(checkpoint: Path, caplog: pytest.Lo
 
 def test_a_host_pool_larger_than_the_memory_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page_bytes = 3 * 2 * 16 * 2 * 32 * 4
-    monkeypatch.setattr(loading, "available_bytes", lambda: 5 * page_bytes + 100 * page_bytes)
+    monkeypatch.setattr(loading, "host_needs", lambda *_: Needs(7 * page_bytes))
+    monkeypatch.setattr(loading, "available_bytes", lambda: (5 + 7 + 100) * page_bytes)
     load(checkpoint, page_size=16, num_pages=4, num_host_pages=90)
     with pytest.raises(ConfigError) as refused:
         load(checkpoint, page_size=16, num_pages=4, num_host_pages=91_000_000)
@@ -150,43 +151,3 @@ def test_memory_that_the_system_then_denies_is_the_same_kind_of_error(
     monkeypatch.setattr(loading, "HostPool", deny)
     with pytest.raises(ConfigError, match=r"kv\.num_host_pages=7: .* cannot be had \(it cannot be page-locked: out of"):
         load(checkpoint, num_pages=4, num_host_pages=7)
-
-
-MEMINFO = "MemTotal:  1000 kB\nMemFree: 100 kB\nMemAvailable:  500 kB\nHugePages_Total: 0\n"
-
-
-@pytest.mark.parametrize(
-    ("group", "available"),
-    [
-        ({}, 500 << 10),
-        ({"memory.max": "max\n", "memory.current": "1\n", "memory.stat": ""}, 500 << 10),
-        ({"memory.max": "9000\n", "memory.current": "2000\n", "memory.stat": "anon 1\ninactive_file 500\n"}, 7500),
-        ({"memory.max": "9000\n", "memory.current": "9999\n", "memory.stat": "anon 1\n"}, 0),
-        (
-            {
-                "memory/memory.limit_in_bytes": "9223372036854771712\n",
-                "memory/memory.usage_in_bytes": "1\n",
-                "memory/memory.stat": "total_inactive_file 3\n",
-            },
-            500 << 10,
-        ),
-        (
-            {
-                "memory/memory.limit_in_bytes": "1000\n",
-                "memory/memory.usage_in_bytes": "600\n",
-                "memory/memory.stat": "total_inactive_file 3\n",
-            },
-            403,
-        ),
-    ],
-)
-def test_available_memory_is_what_the_machine_and_the_container_allow(
-    tmp_path: Path, group: dict[str, str], available: int
-) -> None:
-    (tmp_path / "meminfo").write_text(MEMINFO)
-    for name, text in group.items():
-        path = tmp_path / "cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert available_bytes(tmp_path / "meminfo", tmp_path / "cgroup") == available
-    assert available_bytes() > 1 << 20

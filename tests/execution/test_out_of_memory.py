@@ -3,13 +3,18 @@
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engine.actors.system import System
 from engine.config import Config, build_config
 from engine.errors import EngineDied
+from engine.execution.rows import DeviceRows
 from engine.models.decoder import Decoder
 from engine.sampling.params import SamplingParams
 from tests.models.checkpoints import build, random_tokens, save
@@ -78,6 +83,34 @@ def test_tokens_and_log_probabilities_are_those_of_a_device_with_room(
         assert [one.sampled.logprob for one in logprobs] == pytest.approx(
             [one.sampled.logprob for one in want], abs=1e-4
         )
+
+
+class Allocations(TorchDispatchMode):
+    """operations: those that made a tensor with memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        known = {one.untyped_storage().data_ptr() for one in tree_leaves(args) if isinstance(one, torch.Tensor)}
+        for one in tree_leaves(results):
+            if isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() not in known:
+                self.operations.append(str(func))
+        return results
+
+
+def test_what_follows_the_count_of_tokens_and_what_follows_a_failure_take_no_memory_of_the_device() -> None:
+    rows = DeviceRows(4, 16, 4, torch.device("cpu"))
+    lengths_R = rows.keep_lengths()
+    write_at_N, token_ids_N = torch.tensor([5, 20, 40]), torch.tensor([7, -1, 9])
+    with Allocations() as made:
+        rows.write_sampled(write_at_N, token_ids_N)
+        rows.restore(np.arange(4, dtype=np.int32))
+    assert made.operations == []
+    assert rows.tokens_RM.view(-1)[write_at_N].tolist() == [7, 0, 9]
+    assert lengths_R.tolist() == rows.computed.tolist() == [0, 1, 2, 3]
 
 
 def test_two_ranks_of_which_one_has_no_room_start_again_and_cut_alike(

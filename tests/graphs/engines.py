@@ -20,7 +20,9 @@ class EngineDevice(RecordingDevice):
     @contextmanager
     def stream(self) -> Iterator[None]:
         for one in gc.get_objects():
-            if type(one) in (Tensor, torch.nn.Parameter):  # no traced ones; and isinstance would wake lazy objects
+            # No traced ones; and isinstance would wake lazy objects.  What is static is so by its first tensor: a view
+            # of it that is there by chance may be gone soon.
+            if type(one) in (Tensor, torch.nn.Parameter) and not self.is_static(one):
                 self.register(one)
         with super().stream():
             yield

@@ -78,11 +78,14 @@ class RecordedGraph:
     operations: list[Operation] = field(default_factory=list)
     statics: set[int] = field(default_factory=set)
     last_made: int = 0
+    discarded: bool = False
 
     def replay(self) -> None:
         """Run every operation on the memory it was recorded with."""
         if self.device.is_capturing():
             raise RecordingError("a graph is replayed inside a capture")
+        if self.discarded:
+            raise RecordingError("a graph is replayed that was given up")
         for address in self.statics:
             self.device.check_static(address)
         self.device.overwrite_dead(self.began)
@@ -186,6 +189,10 @@ class RecordingDevice:
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
             recorder.leave()
+
+    def discard(self) -> None:
+        for graph in self.graphs:
+            graph.discarded = True
 
     def is_capturing(self) -> bool:
         return self._recorder is not None

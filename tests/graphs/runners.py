@@ -27,12 +27,13 @@ def load(
     max_running: int = 8,
     num_pages: int = 160,
     attention: str = "torch",
+    num_ranks: int = 1,
     **graphs: int,
 ) -> ModelRunner:
     model = {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32", "max_len": MAX_LEN}
     sections = {
         "model": model,
-        "device": {"kind": "cpu"},
+        "device": {"kind": "cpu", "tensor_parallel": num_ranks},
         "kv": {"page_size": PAGE_SIZE, "num_pages": num_pages},
         "scheduler": {"max_running": max_running, "max_step_tokens": 32},
         "graphs": {"mode": mode, **graphs},

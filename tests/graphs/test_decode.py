@@ -12,6 +12,7 @@ from engine.graphs.breakable import Breaker
 from engine.graphs.capturing import Capturing
 from engine.graphs.comm import COLLECTIVE, BreakingComm
 from engine.graphs.decode import DecodeGraphs
+from engine.graphs.device import HostDevice
 from engine.kv.pool import KVPool
 from engine.layers.step import DecodeInputs
 from engine.plugins.comm.local import LocalComm
@@ -347,6 +348,7 @@ def rank_runner(model, comm, device=None, breaker=None):
         graphs.capture()
     return ModelRunner(
         comm=comm,
+        graphs=device or HostDevice(),
         model=model,
         pool=pool,
         host_pool=None,

@@ -1,10 +1,16 @@
 """Whole engines with captured steps, prefill and decode, give the tokens of engines without, whatever is asked."""
 
+from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine import LLM, SamplingParams
+from engine.execution.shrinking import Shrinking
+from engine.graphs.piecewise import Piecewise
+from engine.sampling.sampler import Sampler
 from tests.graphs.engines import install
 from tests.models.checkpoints import build, random_tokens, save
 
@@ -30,12 +36,13 @@ def engine(checkpoint: Path, mode: str, **graphs) -> LLM:
     )
 
 
-def prompts():
-    return [random_tokens(length, seed) for seed, length in enumerate(PROMPT_LENGTHS)]
+def prompts(first=0):
+    return [random_tokens(length, seed) for seed, length in enumerate(PROMPT_LENGTHS, first)]
 
 
-def outputs(llm, params):
-    return [(one.token_ids, one.finish_reason) for one in llm.generate(prompts(), params)]
+def outputs(llm, params, first=0):
+    """first: seed of the first prompt; the cache knows those of other tests."""
+    return [(one.token_ids, one.finish_reason) for one in llm.generate(prompts(first), params)]
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
@@ -59,11 +66,51 @@ ASKED = {
 }
 
 
+@dataclass
+class Room:
+    """How much there is.  num_tokens: of a step with prefill.  num_rows: that are sampled behind a graph.
+    failures: the sizes of what had none."""
+
+    num_tokens: float = inf
+    num_rows: float = inf
+    failures: list[int] = field(default_factory=list)
+
+    def limit(self, what, function, size):
+        """``function`` does its work, and then there is no room for something else."""
+
+        def limited(*args):
+            result = function(*args)
+            if size(*args) > getattr(self, what):
+                self.failures.append(size(*args))
+                raise torch.OutOfMemoryError("planted")
+            return result
+
+        return limited
+
+
 @pytest.fixture(scope="module")
-def engines(checkpoint):
+def engine_room():
+    return Room()
+
+
+@pytest.fixture
+def room(engine_room):
+    yield engine_room
+    vars(engine_room).update(vars(Room()))
+
+
+@pytest.fixture(scope="module")
+def engines(checkpoint, engine_room):
     """(captured, plain); both have the same attention."""
     with pytest.MonkeyPatch.context() as patch:
         devices = install(patch)
+        for owner, name, what, size in (
+            (Piecewise, "forward", "num_tokens", lambda self, step: len(step.token_ids_T)),
+            (Sampler, "_pick_all", "num_rows", lambda self, batch, logits_NV, positions_N: len(logits_NV)),
+        ):
+            patch.setattr(owner, name, engine_room.limit(what, getattr(owner, name), size))
+        # What has not fitted is tried again here: so every step fails that can.
+        patch.setattr(Shrinking, "_note", lambda self, num_tokens, error: None)
         with engine(checkpoint, "breakable") as captured, engine(checkpoint, "off") as plain:
             yield captured, plain, devices[0]
 
@@ -74,3 +121,17 @@ def test_tokens_are_those_of_an_engine_without_graphs(engines, asked):
     device.replays.clear()
     assert outputs(captured, ASKED[asked]) == outputs(plain, ASKED[asked])
     assert len(device.replays) > OUTPUT_LEN
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(18, inf), (7, 4), (2, 1)])
+def test_a_step_without_room_goes_on_from_where_it_began(engines, room, asked, num_tokens, num_rows):
+    """Its halves are decode steps as well, by graphs that read on the device how long rows are."""
+    captured, plain, device = engines
+    first = 1000 * num_tokens + 10 * list(ASKED).index(asked)
+    expected = outputs(plain, ASKED[asked], first)
+    device.replays.clear()
+    room.num_tokens, room.num_rows = num_tokens, num_rows
+    assert outputs(captured, ASKED[asked], first) == expected
+    assert room.failures
+    assert device.replays

@@ -143,6 +143,23 @@ def test_copies_of_what_the_device_holds_go_first() -> None:
     assert [cache.counts(number) for number in range(2)] == [(10, 0), (0, 10)]
 
 
+def test_of_two_copies_the_older_goes_first() -> None:
+    cache = Cache(num_host_pages=20, num_prompts=3)
+    cache.tree.evict(20)
+    handles = [cache.lock(number) for number in (0, 1)]
+    for number, handle in enumerate(handles):
+        assert cache.restore(handle, 50 + 10 * number, 10, number) == 10
+    cache.tree.evict(10)  # prompt 2, which needs the room of one copy
+    cache.tree.drain_transfers()
+    cache.tree.unlock(handles[1])
+    cache.tree.evict(10)
+    assert cache.counts(1) == (0, 10)
+    assert cache.tree.drain_transfers() == [], "the copy of what came back last is still there"
+    cache.tree.unlock(handles[0])
+    cache.tree.evict(10)
+    assert [len(transfer.host_pages) for transfer in cache.tree.drain_transfers()] == [10]
+
+
 def test_a_host_too_small_for_a_leaf_is_left_alone() -> None:
     cache = Cache(num_host_pages=4)
     assert len(cache.tree.evict(10)) == 10

@@ -67,6 +67,32 @@ def test_first_difference_is_found_wherever_it_is(page_size: int, length: int) -
     assert common_bytes(bytearray(edge.tobytes()), edge.tobytes(), 0, 4 * page_size) == edge.nbytes
 
 
+class Counted(bytes):
+    """A key that counts how often it is compared, and how many bytes of it are at most."""
+
+    num_compared = num_bytes = 0
+
+    def startswith(self, prefix: memoryview, start: int) -> bool:  # type: ignore[override]
+        self.num_compared += 1
+        self.num_bytes += len(prefix)
+        return super().startswith(prefix, start)
+
+
+@pytest.mark.parametrize("key_pages", [512, 700, 1024, 2000])
+def test_what_a_comparison_costs_follows_what_is_common(key_pages: int) -> None:
+    """Each of the two phases is a comparison for every doubling, and not one more byte than four times the common."""
+    edge = ids(1024)
+    for position in range(min(key_pages, 1024)):
+        other = ids(2000)[:key_pages].copy()
+        other[:1024] = edge[:key_pages]
+        other[position] += 1
+        key = Counted(other.tobytes())
+        assert common_bytes(bytearray(edge.tobytes()), key, 0, 4) == 4 * position
+        doublings = (position + 1).bit_length()
+        assert key.num_compared <= 1 + 2 * doublings, position
+        assert key.num_bytes - 4 * min(key_pages, 1024) <= 4 * 4 * (position + 1), position
+
+
 def test_a_key_that_ends_inside_an_edge_matches_up_to_there() -> None:
     prompt = ids(40)
     tree = tree_of(prompt)
@@ -160,6 +186,19 @@ def test_a_match_from_before_a_change_is_made_anew() -> None:
     handle = tree.lock(old)
     assert handle.num_pages == 0
     tree.check()
+
+
+def test_a_match_from_before_a_split_is_made_anew() -> None:
+    """Nothing came or went, but the edge in which the match ends is another now."""
+    prompt = ids(40)
+    tree = tree_of(prompt)
+    old = look(tree, prompt[:17])
+    other = tree.lock(look(tree, prompt[:9]))
+    handle = tree.lock(old)
+    tree.check()
+    assert tree.pages(other).tolist() == [0, 1]
+    assert tree.pages(handle).tolist() == [0, 1, 2, 3]
+    assert handle.num_pages == 4
 
 
 def test_a_match_outlives_the_root_it_found() -> None:

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.layers.embedding import VocabLinear
 from engine.layers.linear import Linear
-from engine.layers.packing import pack
+from engine.layers.packing import num_padded_sizes, pack, padded_rows
 from engine.plugins.comm.local import LocalComm
 
 CPU = torch.device("cpu")
@@ -52,3 +53,37 @@ def test_what_cannot_be_packed_stays_as_it_is(monkeypatch: pytest.MonkeyPatch):
     linear.pack()
     x = torch.ones(3, 24)
     assert torch.equal(linear(x), F.linear(x, weight, linear.bias))
+
+
+def test_rows_are_padded_by_a_quarter_at_most_to_few_numbers():
+    padded = [padded_rows(rows) for rows in range(1, 4097)]
+    assert all(rows <= one <= 1.25 * rows for rows, one in enumerate(padded, 1))
+    assert padded[:8] == list(range(1, 9))
+    assert sorted(set(padded)) == [padded_rows(one) for one in sorted(set(padded))]
+    assert len(set(padded)) == num_padded_sizes(4096) == 44
+
+
+class Products(TorchDispatchMode):
+    """How many rows oneDNN is asked for: it keeps what it compiles for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.mkldnn._linear_pointwise.default:
+            self.rows.add(args[0].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_product_is_compiled_for_few_numbers_of_rows():
+    linear, weight = filled(bias=True)
+    linear.pack()
+    products = Products()
+    x = torch.randn(600, 24, generator=torch.Generator().manual_seed(0))
+    for rows in range(1, 601):
+        with products:
+            y = linear(x[:rows])
+        if rows % 37 == 0:
+            torch.testing.assert_close(y, F.linear(x[:rows], weight, linear.bias), rtol=1e-5, atol=1e-5)
+    assert 20 < len(products.rows) <= num_padded_sizes(600) == 33

@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tests.pace import far
+
 Result = TypeVar("Result")
 TIMEOUT_S = 60
 
@@ -34,9 +36,9 @@ class ThreadComm:
 
     def _exchange(self, tensor: Tensor) -> list[Tensor]:
         self._posted[self.rank] = tensor
-        self._barrier.wait(TIMEOUT_S)
+        self._barrier.wait(far(TIMEOUT_S))
         everyone = [one for one in self._posted if one is not None]
-        self._barrier.wait(TIMEOUT_S)
+        self._barrier.wait(far(TIMEOUT_S))
         return everyone
 
 

@@ -13,6 +13,7 @@ from engine.links.curve import ClientKeys, Doorman, KeyPair
 from engine.links.directory import SocketDirectory
 from engine.links.socket import SocketLink
 from engine.messages import RankGroupInbox, Step, Stop
+from tests.pace import far
 
 
 class Pair:
@@ -49,7 +50,7 @@ class Pair:
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         """Until it holds."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(far(5)):
             while not condition():
                 await asyncio.sleep(0.001)
 

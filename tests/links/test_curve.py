@@ -11,6 +11,7 @@ import zmq
 from engine.links.curve import ClientKeys, Doorman, KeyPair
 from engine.links.socket import SocketLink
 from engine.messages import ExecutorAlive, RankGroupInbox, Step
+from tests.pace import far
 
 TCP = "tcp://127.0.0.1:0"
 
@@ -37,7 +38,7 @@ class Host:
         return link, arrived
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(far(5)):
             while not condition():
                 await asyncio.sleep(0.002)
 

@@ -56,6 +56,28 @@ def test_eos_ids_of_both_files_are_united(tmp_path: Path):
     assert spec.bos_token_id == 1
 
 
+def test_ids_that_the_model_does_not_have_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    many = [*range(259, 300), 2]
+    spec = read_spec(write(tmp_path, {"eos_token_id": many, "bos_token_id": 259}, {"eos_token_id": [258, 1 << 40]}))
+    assert (spec.eos_token_ids, spec.bos_token_id) == ((2, 258), None)
+    config, generation = tmp_path / "config.json", tmp_path / "generation_config.json"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{config}: eos_token_id has 41 ids past the model's last, 258; left out: {', '.join(map(str, many[:8]))}",
+        f"{generation}: eos_token_id has 1 ids past the model's last, 258; left out: 1099511627776",
+        f"{config}: bos_token_id has 1 ids past the model's last, 258; left out: 259",
+    ]
+
+
+@pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id"])
+@pytest.mark.parametrize("value", [-1, [2, -1], True, [False], "2", ["2"], 2.0, {"id": 2}, [[2]], float("nan")])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_what_is_no_token_id_is_refused(tmp_path: Path, name: str, value: object, file: str):
+    changes = {name: value}
+    write(tmp_path, *((changes, {}) if file == "config.json" else ({}, changes)))
+    with pytest.raises(WeightsError, match=rf"{file}: {name} is .*, expected a whole number or a list of whole"):
+        read_spec(tmp_path)
+
+
 def test_no_eos_id_at_all_is_allowed(tmp_path: Path):
     assert read_spec(write(tmp_path, {"eos_token_id": None})).eos_token_ids == ()
 

@@ -171,12 +171,6 @@ def test_known_leftovers_of_old_exports_are_ignored(copied: Path):
     load(read_spec(copied))
 
 
-def test_second_copy_of_a_tied_embedding_is_ignored(tmp_path: Path):
-    directory = save(build("llama-tied"), tmp_path / "checkpoint")
-    change(directory, {"lm_head.weight": torch.zeros(259, 64)})
-    load(read_spec(directory))
-
-
 def test_truncated_shard_of_many(tmp_path: Path):
     directory = save(build("llama"), tmp_path / "checkpoint", sharded=True)
     shards = sorted(directory.glob("*.safetensors"))

@@ -240,11 +240,12 @@ def test_one_that_sleeps_is_named_and_nothing_is_lost(
     assert any(f"plugin {kind}.odd took 5" in record.getMessage() for record in caplog.records)
 
 
-def test_a_guarded_rank_puts_what_it_cannot_rank_behind_everything() -> None:
+@pytest.mark.parametrize("error", [ValueError("planted"), SystemExit(9)])
+def test_a_guarded_rank_puts_what_it_cannot_rank_behind_everything(error: BaseException) -> None:
     class Strategy:
         def rank(self, number: int) -> tuple[int, ...]:
             if number == 3:
-                raise ValueError("planted")
+                raise error
             return (number,)
 
     guarded = GuardedStrategy("eviction.odd", Strategy())

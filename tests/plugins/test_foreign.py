@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from engine import LLM, SamplingParams
+from engine import LLM, SamplingParams, patience
 from engine.config import AttentionNames
 from engine.errors import EngineDied, PluginError
 from engine.execution import foreign
@@ -98,7 +98,8 @@ def test_two_are_behind_one(publish: Publish) -> None:
         ("out_TNH = None", "attend returned NoneType"),
         ("self.pool.keys(layer)[40:41] = 1", "the backend wrote to the KV pool"),
         ("raise RuntimeError('planted')", "raised RuntimeError: planted"),
-        ("sys.exit()", r"the trial as a whole: raised SystemExit"),
+        ("sys.exit()", "mixed steps: raised SystemExit"),
+        ("raise KeyboardInterrupt", "the trial as a whole: raised KeyboardInterrupt"),
         ("layer == 1 and q_TNH.shape[0] > 9 and out_TNH[-1].zero_()", "layer 1"),
     ],
 )
@@ -128,11 +129,20 @@ def test_only_what_it_is_to_serve_is_tried(publish: Publish) -> None:
         start(AttentionNames(prefill="theirs", decode="torch"))
 
 
-def test_one_that_hangs_is_given_up(publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_is_named_and_given_up(
+    publish: Publish, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     publish("time.sleep(5); sys.exit()")
-    monkeypatch.setattr(foreign, "TRIAL_TIMEOUT_S", 0.2)
-    with pytest.raises(PluginError, match=r"attention\.theirs .* was not done after 0\.2 s"):
+    monkeypatch.setattr(foreign, "TRIAL_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(patience, "SAY_AFTER_S", 0.01)
+    with pytest.raises(PluginError, match=r"attention\.theirs .* was not done after 2 s"):
         start()
+    label = "plugin attention.theirs (acme-theirs 1.0): "
+    said = [message for message in caplog.messages if message.startswith(label)]
+    assert said[0] == f"{label}a trial of a few tokens begins, and may take 2 s"
+    assert said[1] == f"{label}its trial has taken 0.01 s so far"
+    assert said[2] == f"{label}its trial has taken 0.02 s so far"
     # It is still at it, and was not waited for; a thread that outlives the interpreter would abort the process.
     (trial,) = (thread for thread in threading.enumerate() if thread.name == "trial of attention.theirs")
     trial.join()
@@ -156,6 +166,31 @@ def test_where_auto_took_one_that_cannot_be_built_the_next_serves(
     assert "first: no kernel image" in caplog.messages[-1]
     with pytest.raises(PluginError, match="no kernel image"):
         start("first")
+
+
+def test_one_that_takes_long_to_be_built_is_named(
+    publish: Publish, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(build="spec.num_layers == 3 and time.sleep(1)")
+    monkeypatch.setattr(patience, "SAY_AFTER_S", 0.1)
+    start()
+    assert any("attention.theirs (acme-theirs 1.0): building its backend has taken" in one for one in caplog.messages)
+
+
+@pytest.mark.parametrize("error", [SystemExit(9), KeyboardInterrupt()])
+def test_one_that_exits_while_it_serves_does_not_end_the_server_without_a_word(error: BaseException) -> None:
+    class Exits:
+        def begin(self, batch: object) -> None:
+            raise error
+
+        def attend(self, layer: int, q_TNH: torch.Tensor) -> torch.Tensor:
+            raise error
+
+    backend = NamedAttention("attention.theirs (acme 1.0)", Exits())  # type: ignore[arg-type]
+    with pytest.raises(PluginError, match=rf"theirs \(acme 1\.0\) raised in begin: {type(error).__name__}"):
+        backend.begin(None)  # type: ignore[arg-type]
+    with pytest.raises(PluginError, match=rf"raised in attend, layer 3: {type(error).__name__}"):
+        backend.attend(3, torch.ones(1))
 
 
 def test_one_that_raises_while_it_serves_ends_the_engine_by_name(

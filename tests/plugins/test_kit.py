@@ -1,5 +1,6 @@
 """The kit is only as good as what it catches: each of these is broken in one way, and must be named."""
 
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.declaration import Declaration, Multiples
+from engine.plugins.testing import attention as kit
 from engine.plugins.testing import comm as comm_kit
 from engine.plugins.testing.attention import check_attention_backend
 from engine.plugins.testing.attention_cases import attention_cases, trial_cases
@@ -235,6 +237,33 @@ def test_padding_must_disturb_nobody() -> None:
     check_attention_backend(Padded, padding)
     (reason,) = failures(Careless, padding).values()
     assert "padding must give something finite" in reason
+
+
+def test_a_case_that_hangs_is_named_and_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    class Hangs(Mutant):
+        def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
+            over.wait()
+            return super().attend(layer, q_TNH)
+
+    monkeypatch.setattr(kit, "CASE_TIMEOUT_S", 0.1)
+    try:
+        ((case, reason),) = failures(Hangs).items()
+    finally:
+        over.set()
+    assert case == str(attention_cases(SMALL)[0])
+    assert reason == "was not done after 0.1 s; cases behind it have not been tried"
+
+
+def test_a_case_that_exits_has_failed() -> None:
+    class Exits(Mutant):
+        def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
+            sys.exit(9)
+
+    found = failures(Exits)
+    assert len(found) == len(attention_cases(SMALL))
+    assert all("SystemExit" in reason for reason in found.values())
 
 
 # ---- the others ----------------------------------------------------------------------------------

@@ -2,16 +2,19 @@
 
 import json
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.errors import RequestError
+from engine.plugins.grammar import repeats
 from engine.plugins.grammar.llguidance import LLGuidance
 from engine.plugins.hookspecs import GrammarContext
 from engine.sampling.grammar import GrammarFailure
 from engine.sampling.grammars import Grammars
-from engine.sampling.params import Grammar
+from engine.sampling.params import MAX_GRAMMAR_CHARS, Grammar
+from engine.text.tool_format import Tool, allow_calls, demand_calls
 from tests.plugins.grammar_walk import BYTES, CALL, CLOSE, EOS, PIECES, SCHEMA, SPECIAL, VOCAB, accepts, allowed
 
 
@@ -143,6 +146,66 @@ BOMBS = {
     ),
     "left recursion": Grammar("ebnf", 'start: start start | "a" | ""'),
 }
+LONG = {"type": "string", "minLength": 30000}
+MILLION_LETTERS = {"type": "string", "minLength": 1000000}
+
+
+def of_schema(schema: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(schema))
+
+
+def of_object(schema: Any, *required: str) -> Any:
+    return {"type": "object", "properties": {"x": schema, "y": {"type": "integer"}}, "required": list(required)}
+
+
+MILLION = {
+    "a repeat": Grammar("regex", "a{1000000}"),
+    "nested": Grammar("regex", "(a{1000}){1000}"),
+    "nested thrice": Grammar("regex", "x((?:[a-z]{100}y){100,}[)]?){100,900}"),
+    "in a row": Grammar("regex", "a{1000}{1000}"),
+    "once or more": Grammar("regex", "(a{1000000})+"),
+    "a number beyond all": Grammar("regex", "a{" + "9" * 5000 + "}"),
+    "every alternative": Grammar("regex", "(a{1000}|b{2000}){1000}|c{1000000}"),
+    "in Lark": Grammar("ebnf", 'start: "a"{1000000}'),
+    "in Lark's own way": Grammar("ebnf", 'start: X ~ 1000000\nX: "a"'),
+    "an expression in Lark": Grammar("ebnf", "start: (/[a-z]{1000}/ {1000})"),
+    "every alternative in Lark": Grammar("ebnf", 'x: "b"\nstart: "a"{1000000} // "a" |\n  | "b"{1000000}\ny: "c"'),
+    "in GBNF": Grammar("ebnf", 'root ::= ([a-z]{1000} "-"){1000}'),
+    "pattern": of_schema(of_object({"type": "string", "pattern": "^(a{1000}){1000}$"}, "x")),
+    "minLength": of_schema(MILLION_LETTERS),
+    "minLength as a float": of_schema({"type": "string", "minLength": 1e6}),
+    "minLength of what is required": of_schema(of_object(of_object(MILLION_LETTERS, "x"), "x", "y")),
+    "every schema of some": of_schema({"anyOf": [MILLION_LETTERS, {"oneOf": [MILLION_LETTERS]}]}),
+    "of a call": demand_calls([Tool("f", of_object(MILLION_LETTERS, "x"))], "hermes", many=True),
+}
+CAN_BE_SATISFIED = {
+    "escaped": Grammar("regex", r"\{1000000\}[{1000000}]a{3} {4}a{0,1000000}"),
+    "a space between": Grammar("regex", "a{1000} {1000}"),
+    "an alternative": Grammar("regex", "a{30000}|b"),
+    "an alternative within": Grammar("regex", "x(a{30000}|(b|c{9}){3})y"),
+    "an optional part": Grammar("regex", "x(a{30000})?(b{30000})*(c{30000}){0,3}"),
+    "a code point": Grammar("regex", r"\x{20001}[a-z[0-9]{30000}]"),
+    "a comment": Grammar("regex", "(?x)a # a{30000}\n"),
+    "a string in Lark": Grammar("ebnf", 'start: "a{1000000}" {3}  // x{1000000}'),
+    "an alternative in Lark": Grammar("ebnf", 'start: "a"{30000}\n  | "b"\n'),
+    "a rule that is not used": Grammar("ebnf", 'start: "b"\nx: "a"{30000}'),
+    "a schema in Lark": Grammar("ebnf", 'start: "a"{30000} %json {"type": "integer"} | "b"'),
+    "a class in GBNF": Grammar("ebnf", "root ::= [a{30000}]"),
+    "an alternative in GBNF": Grammar("ebnf", 'root ::= ("a"{30000} | "b") x*\nx ::= "a"{30000}'),
+    "maxLength": of_schema({"type": "string", "minLength": 3, "maxLength": 1000000}),
+    "maxItems": of_schema({"type": "array", "maxItems": 1000000, "items": {"type": "integer"}}),
+    "a property of that name": of_schema(of_object({"const": {"minItems": 1000000}}, "x")),
+    "a property that is not required": of_schema(of_object(LONG, "y")),
+    "one schema of some": of_schema({"anyOf": [LONG, {"type": "integer"}]}),
+    "another type": of_schema({"type": ["string", "integer"], "minLength": 30000}),
+    "no type": of_schema({"properties": {"x": LONG}, "required": ["x"], "minLength": 30000}),
+    "a definition": of_schema({"$defs": {"a": LONG}, "definitions": {"b": LONG}, "type": "integer"}),
+    "items": of_schema({"type": "array", "minItems": 50, "items": {"type": "string", "minLength": 401}}),
+    "many items": of_schema({"type": "array", "minItems": 21000, "items": {"type": "boolean"}}),
+    "one call of two": demand_calls([Tool("f", of_object(LONG, "x")), Tool("g", {})], "hermes", many=True),
+    "a call that need not come": allow_calls([Tool("f", of_object(LONG, "x"))], "hermes", None, many=True),
+    "beside calls": allow_calls([Tool("f", {})], "hermes", Grammar("regex", "a{30000}"), many=True),
+}
 LIMIT_S = 5.0  # generous for a shared machine: the slowest takes one second alone
 
 
@@ -154,6 +217,70 @@ def test_what_cannot_be_followed_is_refused(engine: LLGuidance, name: str) -> No
     assert refused.value.status == 400
     assert len(refused.value.message) < 400
     assert time.perf_counter() - started < LIMIT_S
+
+
+@pytest.mark.parametrize("name", MILLION)
+def test_what_repeats_a_million_times_is_refused(engine: LLGuidance, name: str) -> None:
+    with pytest.raises(RequestError, match=r"repeated \d+ times; at most 20000 can") as refused:
+        engine.compile(MILLION[name])
+    assert (refused.value.status, refused.value.code) == (400, "invalid_grammar")
+
+
+@pytest.mark.parametrize("name", CAN_BE_SATISFIED)
+def test_what_can_be_satisfied_is_compiled(engine: LLGuidance, name: str) -> None:
+    assert allowed(engine.compile(CAN_BE_SATISFIED[name]).matcher())
+
+
+def test_what_a_schema_excludes_is_not_demanded() -> None:
+    for name in ("not", "if", "then", "else", "$defs", "examples", "default"):
+        assert repeats.of_schema({"type": "string", name: LONG}) == 1
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "minLength": "30000", "pattern": 5},
+        {"type": "object", "properties": [LONG], "required": ["x"]},
+        {"type": "object", "properties": {"x": LONG}, "required": "x"},
+        {"anyOf": {"x": LONG}, "oneOf": []},
+        [LONG],
+        True,
+    ],
+)
+def test_a_schema_that_is_wrong_demands_nothing(schema: Any) -> None:
+    assert repeats.of_schema(schema) == 1
+
+
+def test_counting_is_linear() -> None:
+    """Quadratic would take minutes."""
+    for scrap in (
+        "[",
+        '"',
+        "(",
+        ")",
+        "{",
+        "{1",
+        "{1, ",
+        "\\",
+        "/",
+        "/a",
+        "~ ",
+        "{ ",
+        "(a{1000})",
+        "a{9}",
+        "#",
+        "|",
+        "[a[",
+        "\\x{",
+        "(?",
+        "\nstart",
+        "\n \t",
+        "a[",
+    ):
+        text = scrap * (MAX_GRAMMAR_CHARS // len(scrap))
+        assert repeats.of_expression(text) >= 1
+        assert repeats.of_lark("start: " + text) >= 1
+        assert repeats.of_lark(("start" + text)[: len(text)]) >= 1
 
 
 @pytest.mark.parametrize("name", BOMBS)

@@ -46,6 +46,7 @@ def test_two_distributions_that_claim_one_name_are_refused(install: Install) -> 
         (HOOKIMPL + "@hookimpl\ndef callboard_eviction_strategy(contxt): ...\n", "contxt"),
         (HOOKIMPL + "@hookimpl\nasync def callboard_eviction_strategy(context): ...\n", "is async"),
         ("import nowhere_at_all\n", r"acme 1\.0.*cannot be imported.*nowhere_at_all"),
+        ("import sys; sys.exit(9)\n", r"acme 1\.0.*cannot be imported: SystemExit\(9\)"),
     ],
 )
 def test_a_mistake_of_the_author_is_an_error_that_names_the_plugin(install: Install, source: str, said: str) -> None:

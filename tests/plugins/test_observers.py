@@ -34,12 +34,13 @@ class Recorder:
     """Keeps what it is told; raises on the calls whose number is in ``fails``."""
 
     fails: tuple[int, ...] = ()
+    error: BaseException = field(default_factory=lambda: ValueError("planted"))
     told: list[object] = field(default_factory=list)
 
     def _note(self, what: object) -> None:
         self.told.append(what)
         if len(self.told) in self.fails:
-            raise ValueError("planted")
+            raise self.error
 
     @hookimpl
     def callboard_request_finished(self, requests: Sequence[RequestMetrics]) -> None:
@@ -82,8 +83,11 @@ def test_everybody_is_told_in_order() -> None:
     assert told == ["(8,)", "(9,)"]
 
 
-def test_one_that_raises_is_named_once_and_told_nothing_more_while_others_are(caplog: pytest.LogCaptureFixture) -> None:
-    bad, good = PageRecorder(fails=(2,)), PageRecorder()
+@pytest.mark.parametrize("error", [ValueError("planted"), SystemExit("planted"), KeyboardInterrupt("planted")])
+def test_one_that_raises_is_named_once_and_told_nothing_more_while_others_are(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = PageRecorder(fails=(2,), error=error), PageRecorder()
     observers = observed_by(bad, good)
     for request_id in range(4):
         observers.request_finished([finished(request_id)])

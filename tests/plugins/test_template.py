@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pace import far
+
 TEMPLATE = Path(__file__).parents[2] / "examples" / "plugin_template"
 TIMEOUT_S = 120
 
@@ -22,7 +24,7 @@ def run(python: Path, *arguments: str, cwd: Path) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=far(TIMEOUT_S),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

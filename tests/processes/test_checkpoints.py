@@ -67,8 +67,13 @@ def to_directory(path: Path) -> None:
 
 
 def index(weight_map: dict[str, str]) -> Callable[[Path], object]:
-    """An index beside the file."""
-    return lambda path: (path.parent / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    """An index instead of the file; beside it, it would not count."""
+
+    def damage(path: Path) -> None:
+        path.unlink()
+        (path.parent / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+
+    return damage
 
 
 # What is done to model.safetensors, and what must be said: the file by name, and the tensor where there is one.

@@ -22,6 +22,7 @@ from engine.processes.board import Board, Notice, our_release
 from engine.processes.head import Head
 from engine.processes.joiner import Joiner
 from engine.processes.placement import ProcessPlacement
+from tests.pace import far
 from tests.processes.executors import children
 from tests.processes.machines import KEY, cluster, configured, free_port
 from tests.processes.test_placement import Heard
@@ -86,7 +87,7 @@ def play(scenario: Callable[[Scene], Awaitable[None]], config: Config | None = N
 
     async def main() -> None:
         scene = Scene(free_port(), config or configured())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(far(30)):
             try:
                 await scenario(scene)
             finally:

@@ -21,6 +21,7 @@ def test_a_rank_takes_its_own_machines_checkpoint_and_gpu_and_looks_whether_it_i
         num_ranks=2,
         rendezvous="",
         config=configured(),
+        num_pages=0,
         most_tokens=0,
         max_len=64,
         capacity=8,

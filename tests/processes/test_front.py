@@ -18,6 +18,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.pace import far
 from tests.processes.executors import alive, children, within
 from tests.processes.server import MODEL, Client, Server, stream_all
 
@@ -46,7 +47,7 @@ def fetch(server: Server, path: str, body: dict | None = None) -> tuple[int, byt
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=15) as response:
+        with urllib.request.urlopen(request, timeout=far(15)) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         with error:
@@ -73,11 +74,11 @@ def strike(server: Server, number: signal.Signals) -> tuple[Client, list[BaseExc
 
     async def main() -> list[BaseException | None]:
         running = asyncio.ensure_future(client.run(may_break=True))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(far(30)):
             while not client.begun:
                 await asyncio.sleep(0.002)
         os.kill(front_of(server), number)
-        return await asyncio.wait_for(running, 30)
+        return await asyncio.wait_for(running, far(30))
 
     return client, asyncio.run(main())
 
@@ -220,12 +221,12 @@ def test_requests_are_aborted_by_name(server: Server) -> None:
     async def main() -> None:
         client = Client(server.url, 4, 1000)
         running = asyncio.ensure_future(client.run())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(far(30)):
             while not client.begun:
                 await asyncio.sleep(0.002)
         ended = await asyncio.to_thread(ask, server, "/abort_request", {"abort_all": True})
         assert ended["num_aborted"] == 4
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, far(10))
         assert client.reasons == ["abort"] * 4
 
     asyncio.run(main())

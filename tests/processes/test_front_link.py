@@ -42,12 +42,13 @@ from engine.scheduling.meter import Meter, StepRecord
 from engine.scheduling.metrics import RequestMetrics
 from server.front_process import EngineLink
 from tests.actors.test_ingress import Sent
+from tests.pace import far
 
 ALIVE, DRAIN = Wire("test").encode(FrontAlive(1, 2)), Wire("test").encode(Drain())
 
 
 async def wait_for(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(far(5)):
         while not condition():
             await asyncio.sleep(0.001)
 

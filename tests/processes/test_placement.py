@@ -1,6 +1,8 @@
 """What becomes of an executor process that misbehaves, told to whoever holds the rank group."""
 
 import asyncio
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from engine.config import Config, build_config
 from engine.errors import EngineDied
 from engine.messages import ExecutorReady, ExecutorsLost, Step, StepDone, Stop
 from engine.processes.placement import ProcessPlacement
+from tests.pace import far
 from tests.processes.executors import children
 from tests.processes.odd_executor import EXITS, FINE, LARGE, OVERSIZED, RAISES
 
@@ -30,7 +33,7 @@ class Heard:
 
     async def next(self, kind: type) -> Any:
         """The first message of a kind; it and those before it are taken out."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(far(20)):
             while True:
                 for at, message in enumerate(self.messages):
                     if isinstance(message, kind):
@@ -76,10 +79,36 @@ def test_every_way_to_fail_is_named_and_the_next_process_serves() -> None:
         group.links[0].put(Step(FINE))
         assert (await heard.next(StepDone)).step_id == FINE
         group.inbox.put(Stop())
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, far(10))
         assert group.num_restarts == len(said)
 
     uvloop.run(main())
+    assert not children()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_where_ranks_meet_there_is_a_place_for_as_long_as_they_are_a_group(
+    num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    async def main() -> None:
+        group, heard, running = start(num_ranks=num_ranks)
+        places = []
+        for _ in range(2):
+            for _ in range(num_ranks):
+                await heard.next(ExecutorReady)
+            places.append(os.listdir(tmp_path))
+            assert len(places[-1]) == (num_ranks > 1), "of one rank nothing is left, of several where they meet"
+            for link in group.links:
+                link.put(Step(RAISES))
+            await heard.next(ExecutorsLost)
+        assert num_ranks == 1 or places[0] != places[1]
+        group.inbox.put(Stop())
+        await asyncio.wait_for(running, far(10))
+
+    uvloop.run(main())
+    assert os.listdir(tmp_path) == []
     assert not children()
 
 
@@ -98,7 +127,7 @@ def test_a_step_that_two_ranks_have_no_room_for_is_cut_in_the_next_generations_a
         answers = [await heard.next(StepDone) for _ in group.links]
         assert sorted(one.rank for one in answers) == [0, 1]
         group.inbox.put(Stop())
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, far(10))
         assert group.num_restarts == 2
 
     async def ready(heard: Heard) -> None:
@@ -113,7 +142,7 @@ def test_a_first_load_that_fails_is_told_with_its_kind() -> None:
     async def main() -> None:
         _, _, running = start(name="no such thing")
         with pytest.raises(EngineDied, match="executor0 crashed: KeyError: 'embed_tokens'"):
-            await asyncio.wait_for(running, 20)
+            await asyncio.wait_for(running, far(20))
 
     uvloop.run(main())
     assert not children()

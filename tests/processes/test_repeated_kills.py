@@ -14,6 +14,7 @@ import pytest
 
 from engine.config import Config, build_config
 from tests.figures import Figure
+from tests.pace import far
 from tests.processes.executors import children, send, within
 from tests.server.http_client import RawClient, http_bytes
 from tests.server.live_system import MODEL, LiveSystem
@@ -61,7 +62,7 @@ class Clients:
         """Each ends with the stream that it is in."""
         self._stopping.set()
         for thread in self._threads:
-            thread.join(PATIENCE_S)
+            thread.join(far(PATIENCE_S))
             assert not thread.is_alive()
 
     def _ask(self, client: int) -> None:

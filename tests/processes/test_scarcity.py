@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.figures import Figure
+from tests.pace import far
 from tests.processes.executors import send, within
 from tests.processes.server import Server, stream_all
 
@@ -55,7 +56,7 @@ def test_a_server_that_cannot_log_still_serves(stderr: str, log_format: str, fig
         assert stream_all(server, 2, max_tokens=20).done == 2
         figure("of a core, idle", 100 * share_of_a_core(server.process.pid), "%", at_most=20)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(far(20)) == 0
 
 
 @pytest.mark.reliability("P12", "64 descriptors and 128 connections")

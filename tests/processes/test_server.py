@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.figures import Figure
+from tests.pace import far
 from tests.processes.executors import alive, children, send, within
 from tests.processes.server import DEMO, Client, Server, run_cli, shared_memory, stream_all
 
@@ -107,7 +108,7 @@ def test_a_second_sigint_ends_everything_at_once(when: str, figure: Figure) -> N
                 within(5, lambda: server.get("/ready")[0] == 503)
                 os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does it
                 started = time.monotonic()
-                server.process.wait(10)
+                server.process.wait(far(10))
                 figure("the process has ended", time.monotonic() - started, "s", at_most=1, patience=5)
 
             with pytest.raises(Exception, match=r"payload|closed|reset|disconnected"):
@@ -117,7 +118,7 @@ def test_a_second_sigint_ends_everything_at_once(when: str, figure: Figure) -> N
             within(20, lambda: bool(children(server.process.pid)))
             os.killpg(server.process.pid, signal.SIGTERM)
             started = time.monotonic()
-            server.process.wait(20)
+            server.process.wait(far(20))
             figure("the process has ended", time.monotonic() - started, "s", at_most=1, patience=10)
             expected_code = 0
         code, logged = server.end(timeout_s=8)

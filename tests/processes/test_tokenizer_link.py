@@ -30,12 +30,13 @@ from engine.processes.outgoing import Outgoing
 from engine.processes.switchboard import Switchboard
 from engine.processes.tokenizer import TextLink
 from engine.sampling.params import SamplingParams
+from tests.pace import far
 
 GOOD = Wire("test").encode(TokenizerAlive(1, 2))
 
 
 async def wait_for(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(far(5)):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -115,7 +116,7 @@ def test_what_a_tokenizer_works_with_needs_no_torch() -> None:
         "from engine.processes.tokenizer import load_text\n"
         "from engine.sampling.params import Grammar\n"
         "config = build_config(Config(), {'model': {'path': str(resolve_checkpoint('demo', ''))}})\n"
-        "codec, grammars = load_text(config)\n"
+        "_, codec, grammars = load_text(config)\n"
         "codec.encode_chat((ChatTurn('user', 'x'),))\n"
         "grammars.check(Grammar('json_object'))\n"
         "sys.exit('torch was imported' if 'torch' in sys.modules else 0)\n"

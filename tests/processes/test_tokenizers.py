@@ -21,6 +21,7 @@ from engine.logs import JSONFormatter
 from engine.messages import ChatOptions, ChatTurn, Delta, Finish, ToolCall
 from engine.sampling.params import Grammar, SamplingParams
 from engine.text.codec import TextCodec
+from tests.pace import far
 from tests.processes.executors import alive, children
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -68,7 +69,7 @@ def play(config: Config, scenario: Callable[[System], Coroutine[Any, Any, None]]
         system = System(config)
         await system.start()
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(far(60)):
                 await scenario(system)
         finally:
             await system.stop()
@@ -169,11 +170,11 @@ async def run_all(system: System, during: Callable[[], Coroutine[Any, Any, None]
     streams = [system.ingress.open(prompt, LONG) for prompt in PROMPTS]
     ends = asyncio.gather(*(stream.collect() for stream in streams), return_exceptions=True)
     if during is not None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(far(20)):
             while not all(stream.has_output for stream in streams):
                 await asyncio.sleep(0.002)
         await during()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(far(20)):
         return list(await ends)
 
 

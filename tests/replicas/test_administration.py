@@ -13,6 +13,7 @@ from server.listener import bind
 from server.replicas import administration
 from server.replicas.replica import Replicas, State
 from server.replicas.router import Router
+from tests.pace import far
 from tests.server.live_server import MODEL, LiveServer
 
 Ask = Callable[..., Awaitable[tuple[int, Any]]]
@@ -43,14 +44,16 @@ def run(test: Callable[[list[LiveServer], Ask, Replicas], Awaitable[None]], key:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             config = build_config(Config(), {"server": {"api_key": key}})
             async with Router(config, LiveFleet(servers), listener) as replicas, aiohttp.ClientSession(url) as client:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(far(20)):
                     while not all(one.state is State.READY for one in replicas.all):
                         await asyncio.sleep(0.005)
 
-                async def ask(path: str, body: dict[str, Any], **headers: str) -> tuple[int, Any]:
+                async def ask(
+                    path: str, body: dict[str, Any] | None = None, method: str = "POST", **headers: str
+                ) -> tuple[int, Any]:
                     if key:
                         headers.setdefault("Authorization", f"Bearer {key}")
-                    async with client.post(path, json=body, headers=headers) as response:
+                    async with client.request(method, path, json=body, headers=headers) as response:
                         return response.status, await response.json()
 
                 await test(servers, ask, replicas)
@@ -67,7 +70,7 @@ async def open_everywhere(servers: list[LiveServer], ask: Ask) -> list["asyncio.
         headers = {"X-Request-Id": f"r{number}"}
         body = {"model": MODEL, "prompt": f"!hang {number}"}  # the same one would go to the same replica
         tasks.append(asyncio.ensure_future(ask("/v1/completions", body, **headers)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(far(10)):
             while sum(server.ingress.num_open for server in servers) <= number:
                 await asyncio.sleep(0.005)
     assert [server.ingress.num_open for server in servers] == [1] * len(servers)
@@ -103,7 +106,21 @@ def test_all_of_them_forget() -> None:
         assert "" not in salts
         await ask("/abort_request", {"abort_all": True})
         await asyncio.gather(*tasks)
-        assert (await ask("/flush_cache", []))[0] == 400
+
+    run(test)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_all_of_them_forget_without_a_body(method: str) -> None:
+    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+        page = {"Sec-Fetch-Site": "cross-site"}
+        assert (await ask("/flush_cache", method=method, **page))[0] == 403
+        assert await ask("/flush_cache?timeout=0", method=method) == (200, {"success": True})
+        tasks = await open_everywhere(servers, ask)
+        salts = {server.ingress.asked[-1][2]["cache_salt"] for server in servers}
+        assert len(salts - {""}) == NUM_REPLICAS
+        await ask("/abort_request", {"abort_all": True})
+        await asyncio.gather(*tasks)
 
     run(test)
 
@@ -134,7 +151,7 @@ def test_one_that_does_not_answer_may_not_have_forgotten_and_holds_nobody_up(mon
 
     async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
         silent = await asyncio.start_server(lambda *streams: accepted.append(streams), "127.0.0.1", 0)
-        async with silent, asyncio.timeout(10):
+        async with silent, asyncio.timeout(far(10)):
             replicas.all[0].url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
             status, answer = await ask("/reset_prefix_cache", {})
             for _, writer in accepted:

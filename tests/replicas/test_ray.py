@@ -18,9 +18,11 @@ from typing import IO, Any
 
 import pytest
 
+from tests.pace import far
+
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install callboard[ray]"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'callboard[ray]'"),
 ]
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 SHARED = "def quick_sort(values):\n    if len(values) < 2:\n        return values\n    pivot = values[0]\n" * 4
@@ -52,18 +54,18 @@ class Router:
     def stop(self) -> int:
         """SIGTERM; the exit code."""
         self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(60)
-        self._reading.join(60)
+        code = self.process.wait(far(60))
+        self._reading.join(far(60))
         return code
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = json.dumps(body).encode() if body is not None else None
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(request, timeout=far(120)) as response:
             return json.load(response)
 
     def wait_for(self, num_ready: int, timeout_s: float = 180) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + far(timeout_s)
         while [one["state"] for one in self.ask("/replicas")["replicas"]].count("ready") != num_ready:
             assert time.monotonic() < deadline, "".join(self.said)
             time.sleep(0.1)

@@ -16,6 +16,7 @@ from server.replicas import proxy
 from server.replicas import replica as replica_module
 from server.replicas.replica import SLACK_REQUESTS, Replicas, State
 from server.replicas.router import Router
+from tests.pace import far
 from tests.replicas.fake_replica import FakeFleet
 
 LONG = "the quick brown fox jumps over the lazy dog. " * 40
@@ -34,7 +35,7 @@ class Routed:
             return response.status, await response.json()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(far(20)):
             while not condition():
                 await asyncio.sleep(0.005)
 
@@ -55,6 +56,7 @@ async def routed(size: int = 2, config: Config | None = None) -> AsyncIterator[R
             finally:
                 for fake in fleet.replicas:
                     await fake.stop()
+    await asyncio.sleep(0.05)  # what the router asked of a replica that was just ending is closed by now
 
 
 def run(test: Callable[[Routed], Awaitable[None]], size: int = 2, config: Config | None = None) -> None:
@@ -205,7 +207,7 @@ def test_a_client_that_is_gone_when_its_stream_is_written_costs_no_replica(monke
             fake.behaviour = "stream"
         monkeypatch.setattr(proxy, "web", SimpleNamespace(Response=web.Response, StreamResponse=ToNobody))
         async with (
-            asyncio.timeout(20),
+            asyncio.timeout(far(20)),
             one.client.post("/v1/completions", json={"prompt": "x", "stream": True}) as response,
         ):
             assert await response.text() == ""

@@ -13,6 +13,7 @@ from engine.sampling.grammar import GrammarFailure, Mask
 from engine.sampling.grammars import Grammars
 from engine.sampling.params import Grammar, SamplingParams
 from engine.sampling.sampler import Sampler
+from tests.pace import far
 
 VOCAB = 70
 CPU = torch.device("cpu")
@@ -113,6 +114,24 @@ def test_tokens_are_seen_once_and_in_order(constraints: Constraints, engine: Cou
     assert engine.made[0].seen == [40, 41]
 
 
+def test_masks_that_are_asked_for_again_fail_again(constraints: Constraints, engine: CountingEngine) -> None:
+    """As by a step that has found no memory: the token that the matcher refused has been taken by then."""
+    constraints.admit(0, follows(), known(7), 1)
+    first = constraints.begin(rows(0))
+    assert first is not None
+    first.result()
+
+    def refuse(token_id: int) -> None:
+        raise GrammarFailure("not this token")
+
+    engine.made[0].consume = refuse  # type: ignore[method-assign]
+    constraints.sampled(rows(0), lambda: rows(40))
+    for _ in range(2):
+        pending = constraints.begin(rows(0))
+        assert pending is not None
+        assert pending.result().failures == {0: "the grammar of this request cannot go on: not this token"}
+
+
 def test_the_token_is_waited_for_beside_the_caller(constraints: Constraints) -> None:
     """What the next step needs of the last one's token is fetched by the worker while the caller goes on."""
     constraints.admit(0, follows(), known(7), 1)
@@ -124,7 +143,7 @@ def test_the_token_is_waited_for_beside_the_caller(constraints: Constraints) -> 
 
     def tokens() -> np.ndarray:
         waited_by.append(threading.current_thread().name)
-        assert on_device.wait(10)
+        assert on_device.wait(far(10))
         return rows(0)
 
     constraints.sampled(rows(0), tokens)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from engine.kv.eviction import EvictionStrategy
-from engine.messages import Admit, Failed, Finish, Step
+from engine.messages import Admit, Failed, Finish, LossExplained, Step
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.policy.priority import MostUrgentFirst
 from engine.sampling.params import SamplingParams
@@ -121,6 +121,27 @@ class Bench:
         assert {identity: metrics.finish for identity, metrics in self.metrics.items()} == {
             identity: finish for identity, (finish,) in self.ends.items()
         }
+
+
+def lose_the_device(bench: Bench, *, is_fault: bool = True) -> LossExplained | None:
+    """A new device, as empty as the first one was; results of the old one never come.
+
+    Returns what explains it, if one request was found to be the cause."""
+    old = bench.device
+    host_pages = len(old._host_pages)
+    bench.device = FakeDevice(
+        max_running=len(old._tokens),
+        max_len=old._tokens.shape[1] - 1,
+        page_size=old._page_size,
+        num_pages=bench.num_pages,
+        num_host_pages=host_pages,
+    )
+    found = bench.planner.restart(is_fault=is_fault)
+    bench.planner.check()
+    stats = bench.planner.stats()
+    assert (stats.running, stats.pages_used, stats.pages_cached) == (0, 0, 0)
+    assert stats.pages_free == bench.num_pages
+    return found
 
 
 def segments(step: Step) -> dict[int, int]:

@@ -27,6 +27,23 @@ def test_a_working_set_larger_than_the_pool_is_found_on_the_host(page_size: int)
     assert cached[400 // page_size] == 8 * (31 // page_size * page_size)
 
 
+def test_the_oldest_copies_on_the_host_make_room() -> None:
+    """Three prompts of five whole pages fit the pool beside a page to compute with, and four the host."""
+    bench = Bench(page_size=4, num_pages=16, max_len=48, num_host_pages=20)
+    prompts = [prompt_of(22, seed=seed) for seed in range(6)]
+    moved = []
+    for request_id, number in enumerate((0, 1, 2, 3, 4, 0, 1, 2, 0, 5)):
+        before = bench.device.num_moved_to_host
+        bench.submit(request_id, prompts[number], max_tokens=1, ignore_eos=True)
+        bench.finish()
+        moved.append(bench.device.num_moved_to_host - before)
+    assert bench.streams == bench.expected
+    assert bench.device.num_moved_back == 15
+    # When 2 comes back and 4 must go, 4 takes the place of 0's copy, the oldest.  So in the end 1, which was used
+    # longest ago and leaves for 5, has its copy still.
+    assert moved == [0, 0, 0, 5, 5, 5, 5, 5, 0, 0]
+
+
 def test_what_comes_back_is_copied_before_anything_else_of_the_step() -> None:
     bench = Bench(depth=2, page_size=4, num_pages=12, max_len=48, num_host_pages=40)
     prompts = [prompt_of(24, seed=seed) for seed in range(4)]

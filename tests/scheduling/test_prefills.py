@@ -73,6 +73,33 @@ def test_longest_prefix_match_runs_what_is_cached_first() -> None:
     assert bench.cached[2] == 24
 
 
+def test_the_look_ahead_finds_nothing_under_another_salt() -> None:
+    """Or the order of answers would tell a tenant what another one has asked."""
+    bench = Bench(depth=1, max_running=1, page_size=4, num_pages=40, policy=LongestPrefixMatch(64))
+    asked = prompt_of(24)
+    for request_id, salt in enumerate(("", "other")):
+        bench.submit(request_id, asked, max_tokens=1, salt=salt)
+        bench.finish()
+    bench.started.clear()
+    bench.submit(10, prompt_of(24, seed=1), max_tokens=1, salt="mine")
+    bench.submit(11, asked, max_tokens=1, salt="mine")
+    bench.finish()
+    assert bench.started == [10, 11], "neither has anything cached, so the first comes first"
+    assert (bench.cached[10], bench.cached[11]) == (0, 0)
+
+
+def test_what_another_salt_has_cached_does_not_keep_a_request_from_sharing() -> None:
+    """A prompt under way is worth waiting for by what its own salt has of it."""
+    bench = Bench(depth=1, page_size=4, num_pages=200, max_len=256)
+    shared = prompt_of(128)
+    bench.submit(0, shared, max_tokens=1)
+    bench.finish()
+    for request_id in (1, 2):
+        bench.submit(request_id, np.concatenate((shared, prompt_of(8, seed=request_id))), max_tokens=1, salt="mine")
+    bench.finish()
+    assert (bench.cached[1], bench.cached[2]) == (0, 128)
+
+
 def test_first_come_first_served_ignores_priority() -> None:
     bench = Bench(depth=1, max_running=1, policy=FirstComeFirstServed())
     bench.submit(1, prompt_of(4), max_tokens=1, priority=5)

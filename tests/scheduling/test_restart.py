@@ -9,28 +9,10 @@ from hypothesis import strategies as st
 
 from engine.messages import Finish
 from engine.plugins.policy.lpm import LongestPrefixMatch
-from tests.scheduling.bench import EOS, Bench, prompt_of
-from tests.scheduling.fake_device import FakeDevice, expected_output
+from tests.scheduling.bench import EOS, Bench, lose_the_device, prompt_of
+from tests.scheduling.fake_device import expected_output
 
 PAGE = 4
-
-
-def lose_the_device(bench: Bench) -> None:
-    """A new device, as empty as the first one was; results of the old one never come."""
-    old = bench.device
-    host_pages = len(old._host_pages)
-    bench.device = FakeDevice(
-        max_running=len(old._tokens),
-        max_len=old._tokens.shape[1] - 1,
-        page_size=PAGE,
-        num_pages=bench.num_pages,
-        num_host_pages=host_pages,
-    )
-    bench.planner.restart()
-    bench.planner.check()
-    stats = bench.planner.stats()
-    assert (stats.running, stats.pages_used, stats.pages_cached) == (0, 0, 0)
-    assert stats.pages_free == bench.num_pages
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -12,6 +12,7 @@ from engine.config import Config, build_config
 from server.app import create_runner
 from server.listener import bind
 from server.model_card import ModelCard
+from tests.pace import far
 
 
 class EngineServer:
@@ -31,14 +32,14 @@ class EngineServer:
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._thread.start()
-        assert self._started.wait(60), "the engine did not start"
+        assert self._started.wait(far(60)), "the engine did not start"
         if self._failure is not None:
             raise self._failure
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(60)
+        self._thread.join(far(60))
         assert not self._thread.is_alive(), "the engine did not stop"
 
     def _run(self) -> None:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from tests.pace import far
+
 
 class Reply(NamedTuple):
     """A response; ``body`` is unchunked."""
@@ -38,7 +40,7 @@ class RawClient:
         self.socket = socket.socket()
         if receive_buffer is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        self.socket.settimeout(timeout_s)
+        self.socket.settimeout(far(timeout_s))
         self.socket.connect(("127.0.0.1", port))
         self._buffer = b""
 

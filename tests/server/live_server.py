@@ -12,6 +12,7 @@ from engine.config import LimitsSection, ServerSection
 from server.app import create_runner
 from server.listener import bind
 from server.model_card import ModelCard
+from tests.pace import far
 from tests.server.fake_ingress import FakeIngress
 from tests.server.fake_monitor import FakeMonitor
 
@@ -45,12 +46,12 @@ class LiveServer:
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._thread.start()
-        assert self._started.wait(10), "the server did not start"
+        assert self._started.wait(far(10)), "the server did not start"
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(20)
+        self._thread.join(far(20))
         assert not self._thread.is_alive(), "the server did not stop"
         assert not self.loop_errors, self.loop_errors
 
@@ -60,20 +61,20 @@ class LiveServer:
         async def run() -> T:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(far(10))
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Poll a condition on the server's loop."""
 
         async def poll() -> bool:
-            deadline = self._loop.time() + timeout_s
+            deadline = self._loop.time() + far(timeout_s)
             while not condition():
                 if self._loop.time() > deadline:
                     return False
                 await asyncio.sleep(0.01)
             return True
 
-        return asyncio.run_coroutine_threadsafe(poll(), self._loop).result(timeout_s + 10)
+        return asyncio.run_coroutine_threadsafe(poll(), self._loop).result(far(timeout_s) + 10)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

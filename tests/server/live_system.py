@@ -15,6 +15,7 @@ from engine.config import Config
 from server.app import create_runner
 from server.listener import bind
 from server.model_card import ModelCard
+from tests.pace import far
 from tests.server.http_client import Reply, ask
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ class LiveSystem:
         self._listener = bind("127.0.0.1", 0)
         self.port: int = self._listener.getsockname()[1]
         self._thread.start()
-        self._started.wait(60)
+        self._started.wait(far(60))
         if self._failure is not None:
             self._listener.close()
             raise self._failure
@@ -47,7 +48,7 @@ class LiveSystem:
         if kind is None:
             assert self.wait_until(lambda gauges: gauges.num_open == 0 and gauges.pages_used == 0, 5), self.gauges()
         self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(30)
+        self._thread.join(far(30))
         assert not self._thread.is_alive(), "the server did not stop"
 
     def complete(self, prompt: list[int], headers: dict[str, str] | None = None, **fields: Any) -> Reply:
@@ -66,7 +67,7 @@ class LiveSystem:
         async def run() -> T:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(far(10))
 
     def gauges(self) -> Gauges:
         return self.call(lambda: self.system.monitor.gauges())
@@ -75,14 +76,14 @@ class LiveSystem:
         """Poll the gauges on the server's loop."""
 
         async def poll() -> bool:
-            deadline = self._loop.time() + timeout_s
+            deadline = self._loop.time() + far(timeout_s)
             while not condition(self.system.monitor.gauges()):
                 if self._loop.time() > deadline:
                     return False
                 await asyncio.sleep(0.002)
             return True
 
-        return asyncio.run_coroutine_threadsafe(poll(), self._loop).result(timeout_s + 10)
+        return asyncio.run_coroutine_threadsafe(poll(), self._loop).result(far(timeout_s) + 10)
 
     def _run(self) -> None:
         try:

@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tests.pace import far
 from tests.processes.server import Server
 from tests.server.misuse import KINDS, MODEL, Misuse
 
@@ -112,7 +113,7 @@ def run(num_rounds: int, round_s: float, told: Callable[[Reading], None] = lambd
 
 def wait_until_quiet(server: Server, port: int) -> tuple[int, int]:
     """(files, tasks) as soon as no connection but ours is open and nothing is held."""
-    latest = time.monotonic() + QUIET_S
+    latest = time.monotonic() + far(QUIET_S)
     while True:
         metrics = read_metrics(port)
         held = ("num_requests_open", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -133,7 +134,7 @@ def num_files(pid: int) -> int:
 
 def read_metrics(port: int) -> dict[str, float]:
     """Those without labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=far(30)) as response:
         lines = response.read().decode().splitlines()
     pairs = (line.removeprefix("callboard_").rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name.partition("{")[0]: float(value) for name, value in pairs}

@@ -25,6 +25,7 @@ from benchmarks.null_engine import NullSystem
 from engine.actors.snapshot import Gauges
 from engine.config import Config, build_config
 from tests.figures import Figure
+from tests.pace import far
 from tests.server.http_client import RawClient, http_bytes
 from tests.server.live_system import MODEL, LiveSystem
 
@@ -112,7 +113,7 @@ def test_an_abort_reaches_the_scheduler_within_a_step(figure: Figure) -> None:
                 counting = live.call(lambda: _steps_until_one_is_left(live))
                 started = time.monotonic()
                 client.socket.close()
-                most_steps = max(most_steps, counting.result(10))
+                most_steps = max(most_steps, counting.result(far(10)))
                 longest_s = max(longest_s, time.monotonic() - started)
             seconds_until_all_gone(live)
     # Steps in flight when it left (two), and the one in which the message was under way.
@@ -194,7 +195,7 @@ def test_a_burst_beyond_the_limits_is_served_or_refused_and_never_left_hanging(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(far(30))
     assert set(statuses) <= {200, 429}
     figure("answered", len(statuses), at_least=num_clients)
     assert statuses.count(200) >= live.system.config.limits.max_requests // 2

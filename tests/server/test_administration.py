@@ -174,9 +174,55 @@ def test_what_is_shared_is_forgotten_for_all(server: dict[str, Any]) -> None:
             seen |= now
 
 
-def test_a_web_page_cannot_reset_it(live: LiveServer) -> None:
-    for headers in ({"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"}):
-        assert ask(live.port, "POST", "/reset_prefix_cache", b"{}", headers).status == 415
+BARE = b"POST /flush_cache HTTP/1.1\r\nHost: test\r\n\r\n"  # as curl -X POST sends it
+CHUNKED = BARE.replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
+
+
+NO_TYPE = {"Content-Type": ""}
+WAYS_TO_ASK = {
+    "neither body nor length nor type": BARE,
+    "no body": http_bytes("POST", "/flush_cache", b"", NO_TYPE),
+    "the type of JSON and no body": http_bytes("POST", "/flush_cache"),
+    "an empty body in chunks": CHUNKED,
+    "an object": http_bytes("POST", "/flush_cache", b"{}"),
+    "what vLLM's client adds": http_bytes("POST", "/reset_prefix_cache?reset_running_requests=true", b"", NO_TYPE),
+    "what SGLang's client adds": http_bytes("POST", "/flush_cache?timeout=0", b"", NO_TYPE),
+    "GET": BARE.replace(b"POST", b"GET"),
+    "GET by the other name": BARE.replace(b"POST /flush_cache", b"GET /reset_prefix_cache"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_ASK)
+def test_it_is_reset_as_clients_ask_for_it(live: LiveServer, way: str) -> None:
+    before = salts(live, "")
+    with RawClient(live.port) as client:
+        for _ in range(2):  # and the connection is in order for the next one
+            client.send(WAYS_TO_ASK[way])
+            reply = client.read_reply()
+            assert (reply.status, reply.json) == (200, {"success": True})
+    assert salts(live, "") != before
+
+
+def test_a_question_for_its_headers_resets_nothing(live: LiveServer) -> None:
+    before = salts(live, "")
+    with RawClient(live.port) as client:
+        client.send(BARE.replace(b"POST", b"HEAD"))
+        assert client.read_until(b"\r\n").startswith(b"HTTP/1.1 405 ")
+    assert salts(live, "") == before
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_web_page_of_another_site_cannot_reset_it(method: str) -> None:
+    page = {"Origin": "https://page.example", "Sec-Fetch-Site": "cross-site"}
+    with LiveServer(server=ServerSection(cors_origins=["https://named.example"])) as live:
+        before = salts(live, "")
+        for headers in (page, {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}):
+            reply = ask(live.port, method, "/flush_cache", b"", headers)
+            assert (reply.status, reply.error["code"]) == (403, "foreign_page")
+        assert salts(live, "") == before
+        for headers in ({"Sec-Fetch-Site": "none"}, {"Sec-Fetch-Site": "same-origin", "Origin": live.url},
+                        {**page, "Origin": "https://named.example"}):  # fmt: skip
+            assert ask(live.port, method, "/flush_cache", b"", headers).status == 200
 
 
 def test_nothing_that_was_cached_is_found_and_what_runs_goes_on() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_a_header_behind_a_running_request_does_not_hurt_it() -> None:
         assert client.read_reply().status == 408
 
 
-def test_a_dripping_body_is_cut() -> None:
+def test_a_body_that_stops_is_told_why_and_cut() -> None:
     with LiveServer(server=ServerSection(body_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
         client.send(http_bytes("POST", "/v1/completions", b"", {"Content-Length": "1000"}))
         started = time.monotonic()
@@ -87,6 +88,45 @@ def test_a_dripping_body_is_cut() -> None:
         assert (reply.status, reply.error["code"]) == (408, "body_timeout")
         assert time.monotonic() - started <= LATEST_S
         assert client.seconds_until_closed() < 4
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/abort_request", "/flush_cache"])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_dripping_body_is_cut(path: str, chunked: bool) -> None:
+    head = http_bytes("POST", path, b"", {"Content-Length": "100000"})
+    drops = b" " * 1000
+    if chunked:
+        head, drops = head.replace(b"Content-Length: 100000", b"Transfer-Encoding: chunked"), b"1\r\n \r\n" * 200
+    answer = b""
+    with LiveServer(server=ServerSection(body_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+        client.send(head)
+        client.socket.settimeout(0.05)
+        try:
+            for drop in drops:
+                client.send(bytes([drop]))
+                with suppress(TimeoutError):
+                    if not (piece := client.socket.recv(1 << 16)):
+                        break
+                    answer += piece
+            else:
+                pytest.fail("the drip was read to its end")
+        except ConnectionError:
+            pass
+    if path != "/flush_cache":  # which needs no body and answers at once
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b'"code":"body_timeout"' in answer
+
+
+def test_a_body_that_comes_slowly_and_steadily_is_served() -> None:
+    body = COMPLETION + b" " * (512 << 10)
+    with LiveServer(server=ServerSection(body_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+        client.send(http_bytes("POST", "/v1/completions", b"", {"Content-Length": str(len(body))}))
+        started = time.monotonic()
+        for start in range(0, len(body), 64 << 10):
+            client.send(body[start : start + (64 << 10)])
+            time.sleep(DEADLINE_S / 3)
+        assert client.read_reply().status == 200
+        assert time.monotonic() - started > 2 * DEADLINE_S
 
 
 def test_a_body_that_nobody_reads_is_cut_too() -> None:

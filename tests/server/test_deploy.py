@@ -1,8 +1,10 @@
 """The examples under deploy/ fit the configuration, the routes, and each other."""
 
+import platform
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,52 @@ def test_systemd_waits_for_the_drain_and_does_not_repeat_what_cannot_mend() -> N
     codes = {int(code) for code in settings["RestartPreventExitStatus"].split()}
     assert codes == {kind.exit_code for kind in (ConfigError, WeightsError, GraphError, ListenError)}
     assert int(settings["LimitNOFILE"]) > server.max_connections
+
+
+UNDER_A_FILTER = """
+import ctypes, errno, socket, struct, sys
+LOAD, EQUAL, RETURN, ALLOW, FAIL = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000
+families = [getattr(socket, name) for name in sys.argv[2:]]
+rules = [(LOAD, 0, 0, 0), (EQUAL, 0, len(families) + 2, int(sys.argv[1])), (LOAD, 0, 0, 16)]  # of the call, the family
+rules += [(EQUAL, len(families) - number, 0, family) for number, family in enumerate(families)]
+rules += [(RETURN, 0, 0, FAIL | errno.EAFNOSUPPORT), (RETURN, 0, 0, ALLOW)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(rules), ctypes.addressof(code)))
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):
+    sys.exit(77)
+assert libc.getifaddrs(ctypes.byref(ctypes.c_void_p())) == 0, errno.errorcode[ctypes.get_errno()]
+socket.socketpair()
+socket.create_server(("127.0.0.1", 0))
+"""
+SOCKET_CALL = {"x86_64": "41", "aarch64": "198"}
+
+
+@pytest.mark.skipif(platform.machine() not in SOCKET_CALL, reason="the number of socket() is not known here")
+def test_ranks_find_each_other_under_systemds_restrictions() -> None:
+    settings = dict(re.findall(r"^(\w+)=(.*)$", (DEPLOY / "callboard.service").read_text(), re.MULTILINE))
+    call, families = SOCKET_CALL[platform.machine()], settings["RestrictAddressFamilies"].split()
+    command = [sys.executable, "-c", UNDER_A_FILTER, call]
+    ran = subprocess.run([*command, *families], capture_output=True, text=True)
+    if ran.returncode == 77:
+        pytest.skip("system calls cannot be filtered here")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    without = subprocess.run([*command, *set(families) - {"AF_NETLINK"}], capture_output=True, text=True)
+    assert "EAFNOSUPPORT" in without.stderr, "the filter filters"
+
+
+def test_what_compiles_kernels_has_a_home_that_can_be_written() -> None:
+    unit = (DEPLOY / "callboard.service").read_text()
+    assert "ProtectSystem=strict" in unit
+    (state,) = re.findall(r"^StateDirectory=(.*)$", unit, re.MULTILINE)
+    assert f" HOME=/var/lib/{state}\n" in unit
+    for name in ("kubernetes.yaml", "kubernetes_two_machines.yaml"):
+        documents = yaml.safe_load_all((DEPLOY / name).read_text())
+        (pod,) = [one["spec"]["template"]["spec"] for one in documents if one["kind"] in ("Deployment", "StatefulSet")]
+        (container,) = pod["containers"]
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        home = {one["name"]: one.get("value") for one in container["env"]}["HOME"]
+        assert home in [one["mountPath"] for one in container["volumeMounts"] if not one.get("readOnly")]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")

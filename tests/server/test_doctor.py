@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.config import Config, build_config
-from engine.execution import inventory
+from engine.execution import inventory, preview
 from engine.execution.inventory import GPU, Inventory
 from server import doctor
 from server.cli import main
@@ -62,20 +62,29 @@ def test_a_model_that_would_be_downloaded_is_not(monkeypatch: pytest.MonkeyPatch
     assert findings(model={"path": "some/model"})["model"].verdict == "note"
 
 
-def test_weights_that_do_not_fit_the_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_available_memory", lambda: 1 << 20)
-    one = findings()["weights"]
-    assert (one.verdict, "smaller model" in one.advice) == ("bad", True)
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_weights_that_do_not_fit_the_memory_are_named_with_the_numbers_of_a_start(
+    monkeypatch: pytest.MonkeyPatch, load_format: str
+) -> None:
+    monkeypatch.setattr(preview, "free_bytes", lambda device: 1 << 20)
+    one = findings(model={"path": "demo", "load_format": load_format}, device={"kind": "cpu"})["weights"]
+    assert one.verdict == "bad"
+    assert "its weights need 0.02 GB in float32, 0.00 GB are available" in one.advice
 
 
-def test_memory_is_what_could_be_had_without_swapping() -> None:
-    text = "MemTotal:  2048 kB\nMemFree:  1 kB\nMemAvailable:   1024 kB\n"
-    assert doctor._available_memory(lambda: text) == 1 << 20
+def test_ranks_on_a_cpu_share_what_there_is_as_they_do_at_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preview, "free_bytes", lambda device: 10_000_000_000)
+    one, two = (
+        findings(model={"path": "demo"}, device={"kind": "cpu", "tensor_parallel": ranks})["weights"].found
+        for ranks in (1, 2)
+    )
+    assert "of 10.00 GB" in one
+    assert "0.01 GB to load, of 5.00 GB" in two
 
-    def missing() -> str:
-        raise FileNotFoundError(2, "no such file")
 
-    assert doctor._available_memory(missing) is None
+def test_memory_is_what_the_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "available_bytes", lambda: 1_500_000_000)
+    assert "1.50 GB" in findings()["memory"].found
 
 
 @pytest.mark.parametrize(

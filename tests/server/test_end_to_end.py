@@ -16,6 +16,8 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.pace import far
+
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 MODEL = "callboard-demo"
 PROMPTS = [f"def function_{index}(value):\n    " for index in range(16)]
@@ -43,17 +45,17 @@ class Server:
         self.url = found[0]
 
     def health(self) -> dict:
-        with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+        with urllib.request.urlopen(f"{self.url}/health", timeout=far(5)) as response:
             return json.load(response)
 
     def stop(self) -> tuple[int, str]:
         """SIGTERM; returns the exit code and what was logged."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=20), self.logged()
+        return self.process.wait(timeout=far(20)), self.logged()
 
     def logged(self) -> str:
         """What it has written to stderr by its end."""
-        self._reading.join(timeout=20)
+        self._reading.join(timeout=far(20))
         assert self.process.stdout is not None
         self.process.stdout.close()
         return "".join(self._logged)
@@ -218,13 +220,13 @@ def test_sigterm_lets_a_running_stream_finish(server: Server) -> None:
         stopping.process.send_signal(signal.SIGTERM)
         reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
     assert reasons[-1] == "length"
-    assert stopping.process.wait(timeout=10) == 0
+    assert stopping.process.wait(timeout=far(10)) == 0
     assert "Traceback" not in stopping.logged()
 
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "server.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=far(60), check=False)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +268,7 @@ def test_generate_prints_the_prompt_and_its_completion() -> None:
 def test_chat_keeps_a_history_that_reset_empties() -> None:
     command = [sys.executable, "-m", "server.cli", "chat", "--max-tokens", "8", "--temperature", "0"]
     dialogue = "hello\n/reset\nhello\nhello\n/nonsense\n/quit\n"
-    result = subprocess.run(command, input=dialogue, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, input=dialogue, capture_output=True, text=True, timeout=far(60), check=False)
     assert result.returncode == 0, result.stderr
     answers = re.findall(r"you> (.*?)(?=you> |$)", result.stdout, re.DOTALL)
     assert answers[0] == answers[2], "after /reset the same question has the same history"

@@ -216,6 +216,9 @@ def test_an_answer_follows_its_schema(client: openai.OpenAI, stream: bool, tempe
         ({"structured_outputs": {"choice": ["left", "right"]}}, "left|right"),
         ({"structured_outputs": {"grammar": 'start: "x" /[0-9]{2}/'}}, "x[0-9]{2}"),
         ({"structured_outputs": {"json": SCHEMA}}, r'\{\s*"city".*\}'),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, r'\{\s*"city".*\}'),
+        ({"response_format": {"type": "json_object", "schema": json.dumps(SCHEMA)}}, r'\{\s*"city".*\}'),
+        ({"response_format": {"type": "json_object", "schema": {"enum": [["a"]]}}}, r'\[\s*"a"\s*\]'),
     ],
 )
 def test_every_name_of_a_grammar_is_followed(client: openai.OpenAI, extra: dict[str, Any], pattern: str) -> None:
@@ -226,6 +229,31 @@ def test_every_name_of_a_grammar_is_followed(client: openai.OpenAI, extra: dict[
         assert re.fullmatch(pattern, answer, re.DOTALL), answer
 
 
+def test_a_response_follows_the_schema_of_its_object(client: openai.OpenAI) -> None:
+    text = {"format": {"type": "json_object", "schema": SCHEMA}}
+    answer = client.responses.create(model="demo", input="x", text=text, max_output_tokens=60, temperature=1)
+    assert json.loads(answer.output_text)["city"] in ("Paris", "Oslo")
+    assert answer.text.format.model_extra["schema"] == SCHEMA
+
+
+@pytest.mark.parametrize("schema", [None, {}])
+def test_an_object_whose_schema_asks_nothing_is_any_object(client: openai.OpenAI, schema: Any) -> None:
+    for seed in range(3):
+        extra = {"response_format": {"type": "json_object", "schema": schema}}
+        answer = chat(client, max_tokens=12, temperature=1.5, seed=seed, extra_body=extra)
+        assert answer.choices[0].message.content.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize("schema", [{"type": "nonsense"}, 1, "{", {"maximum": 1e400}])
+def test_a_schema_of_an_object_that_cannot_be_followed_is_a_400(served: EngineServer, schema: Any) -> None:
+    text = json.dumps({"type": "json_object", "schema": schema}).replace("Infinity", "1e400")
+    for path, fields in (("/v1/completions", '"prompt": "x", "response_format"'),
+                         ("/v1/responses", '"input": "x", "text": {"format"')):  # fmt: skip
+        body = f'{{"model": "demo", {fields}: {text}{"}" * fields.count("{")}}}'
+        reply = ask(served.port, "POST", path, body.encode())
+        assert (reply.status, reply.error["code"]) == (400, "invalid_grammar"), reply.body
+
+
 def test_a_schema_that_cannot_be_followed_is_a_400(client: openai.OpenAI) -> None:
     for schema in ({"type": "nonsense"}, {"$ref": "http://127.0.0.1/x"}, {"patternProperties": 1}):
         bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -233,6 +261,36 @@ def test_a_schema_that_cannot_be_followed_is_a_400(client: openai.OpenAI) -> Non
             with pytest.raises(openai.BadRequestError) as refused:
                 chat(client, response_format=bad, stream=stream)
             assert refused.value.code == "invalid_grammar"
+
+
+OBJECT = {"type": "object", "required": ["x"]}
+
+
+def in_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_object", "schema": OBJECT | {"properties": {"x": schema}}}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": "a{1000000}"},
+        {"guided_regex": "(a{1000}){1000}"},
+        {"ebnf": 'root ::= ("a"{1000}){1000}'},
+        {"guided_grammar": "start: /[a-z]{1000000}/"},
+        in_schema({"type": "string", "pattern": "a{1000000}"}),
+        in_schema({"type": "string", "minLength": 1000000}),
+        in_schema({"anyOf": [{"type": "string", "minLength": 1000000}]}),
+    ],
+)
+def test_what_repeats_a_million_times_is_a_400_and_nobody_waits_for_it(
+    client: openai.OpenAI, fields: dict[str, Any]
+) -> None:
+    beside = complete(client, stream=True, max_tokens=100, extra_body={"ignore_eos": True})
+    for ask_for in (chat, complete):
+        with pytest.raises(openai.BadRequestError, match="1000000 times; at most 20000") as refused:
+            ask_for(client, extra_body=fields)
+        assert refused.value.code == "invalid_grammar"
+    assert [chunk.choices[0].finish_reason for chunk in beside][-1] == "length"
 
 
 # ---- tools ----------------------------------------------------------------------------------

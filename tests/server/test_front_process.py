@@ -37,6 +37,7 @@ from engine.processes.outgoing import Outgoing
 from server.front_process import FrontProcess
 from server.listener import bind
 from tests.actors.test_ingress import Sent
+from tests.pace import far
 from tests.server.live_server import CARD, MODEL
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -75,7 +76,7 @@ class Stage:
 
     async def said(self, kind: type) -> Any:
         """Wait until it has said so; returns the last of its kind."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(far(5)):
             while not (found := [one for one in self.sent.messages if isinstance(one, kind)]):
                 await asyncio.sleep(0.001)
         return found[-1]
@@ -95,7 +96,7 @@ def on_stage(scenario: Callable[[Stage], Awaitable[None]], handover: Handover = 
         await scenario(stage)
         await stage.session.close()
         stage.tell(Stop())
-        await asyncio.wait_for(stage.running, 5)
+        await asyncio.wait_for(stage.running, far(5))
         address = stage.url.removeprefix("http://").split(":")
         with socket.socket() as late:
             assert late.connect_ex((address[0], int(address[1]))) != 0, "nobody listens any more"

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.figures import Figure
+from tests.pace import far
 from tests.server.http_client import RawClient, Reply, ask, http_bytes
 from tests.server.live_server import MODEL, LiveServer
 
@@ -50,7 +51,8 @@ ANY_FIELDS: dict[str, list[str]] = {
     "response_format": ['{"type": "json_schema"}', '{"type": "json_schema", "json_schema": {}}', '{"type": 1}', "{}",
                         '{"type": "xml"}', '{"type": "structural_tag"}', '{"type": "json_schema", "json_schema": 1}',
                         '{"type": "grammar", "grammar": "x"}', "1", '"json"', "[]", '{"type": null}',
-                        json.dumps({"type": "json_schema", "json_schema": {"schema": "x" * 70_000}})],
+                        json.dumps({"type": "json_schema", "json_schema": {"schema": "x" * 70_000}}),
+                        json.dumps({"type": "json_object", "schema": "x" * 70_000})],
     "guided_regex": ["1", "[]", "{}", json.dumps("x" * 70_000)],
     "guided_choice": ["1", '"a"', "[1]", "{}", "[null]"],
     "guided_grammar": ["1", "[]", json.dumps("x" * 70_000)],
@@ -85,12 +87,12 @@ CHAT_FIELDS: dict[str, list[str]] = {
         '[{"role": "user", "content": [{"type": "text"}]}]', '[{"role": "user", "content": [{"text": "x"}]}]',
         '[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1"}}]}]',
         '[{"role": "user", "content": "\\udc00"}]', '[{"role": "assistant", "tool_calls": [{}]}]',
-        '[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "nonsense"}}]}]',
-        '[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]',
+        '[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": []}}]}]',
         '[{"role": "assistant", "tool_calls": [{"type": "x", "function": {"name": "f"}}]}]',
         '[{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]',
         '[{"role": "assistant", "function_call": {"name": "f"}}]', '[{"role": "user", "content": "x", "name": 1}]',
-        '[{"role": "tool", "content": "x", "tool_call_id": 1}]',
+        '[{"role": "tool", "content": "x", "tool_call_id": 1}]', '[{"role": "tool", "content": "x"}]',
+        '[{"role": "tool", "content": "x", "tool_call_id": ""}]',
         json.dumps([{"role": "user", "content": "x" * 9000}]), json.dumps([{"role": "r" * 9000, "content": "x"}]),
     ],
     "max_completion_tokens": [*INTEGERS, "0", "-1"],
@@ -118,7 +120,7 @@ CHAT_FIELDS: dict[str, list[str]] = {
 RESPONSES_FIELDS: dict[str, list[str]] = {
     "input": ["null", "1", "{}", "[]", "[1]", "[{}]", '[{"role": "user"}]', '[{"role": "alien", "content": "x"}]',
               '[{"role": "user", "content": 1}]', '[{"type": "image"}]', '[{"type": "function_call"}]', '"\\ud800"',
-              '[{"type": "function_call", "name": "f", "arguments": "["}]', '[{"type": 1}]',
+              '[{"type": "function_call", "name": "f", "arguments": ["x"]}]', '[{"type": 1}]',
               '[{"type": "function_call_output", "call_id": "c"}]', '[{"type": "function_call_output", "output": "x"}]',
               '[{"role": "user", "content": [{"type": "input_image"}]}]', json.dumps("x" * 9000)],
     "instructions": STRINGS,
@@ -251,7 +253,7 @@ class Canary:
 
     def __exit__(self, *_: object) -> None:
         self._stopping.set()
-        self._thread.join(10)
+        self._thread.join(far(10))
 
     def _sing(self) -> None:
         body = {"model": MODEL, "prompt": "canary", "max_tokens": 3}

@@ -15,6 +15,7 @@ import pytest
 
 from engine.errors import ConfigError
 from server.listener import ListenError, bind
+from tests.pace import far
 from tests.server.http_client import RawClient, ask, http_bytes
 from tests.server.live_server import MODEL, LiveServer
 
@@ -42,7 +43,7 @@ class Process:
 
     def exit(self, timeout_s: float = 5) -> tuple[int, str]:
         """(exit code, stderr) once it ends by itself."""
-        _, stderr = self._process.communicate(timeout=timeout_s)
+        _, stderr = self._process.communicate(timeout=far(timeout_s))
         return self._process.returncode, stderr
 
     def kill(self) -> None:
@@ -51,7 +52,7 @@ class Process:
 
     @staticmethod
     def wait_for(condition: object, timeout_s: float = 10) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + far(timeout_s)
         while not condition():
             assert time.monotonic() < deadline
             time.sleep(0.02)

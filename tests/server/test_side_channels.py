@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import select
 import statistics
 import time
 from pathlib import Path
@@ -101,3 +102,40 @@ def test_one_clients_prompts_are_in_nobody_elses_cache(checkpoint: Path, figure:
     # What a leak would look like: time does tell a client what it has had cached itself.
     sooner = [own < nobodys for own, nobodys in zip(times["its own"], base, strict=True)]
     figure("its own answered sooner than nobody's", sum(sooner) / len(sooner), at_least=0.75, patience=1.5)
+
+
+@pytest.mark.parametrize("cached_by", ["", "another", "mine"])
+def test_the_order_of_answers_says_nothing_of_what_others_have_cached(checkpoint: Path, cached_by: str) -> None:
+    """Or a client with two requests could ask what others have asked.  What it has cached itself does go first."""
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"path": str(checkpoint), "name": MODEL, "tokenizer": "none"},
+        "kv": {"num_pages": 128, "page_size": 16},
+        "scheduler": {"max_running": 1},
+        "plugins": {"policy": "lpm"},
+    }
+    guess, other = random_tokens(64, 1), random_tokens(64, 2)
+
+    def request(prompt: list[int], salt: str = "mine", **fields: Any) -> bytes:
+        salted = {"cache_salt": salt} if salt else {}
+        body = {"model": MODEL, "prompt": prompt, "ignore_eos": True, "max_tokens": 1, **salted, **fields}
+        return http_bytes("POST", "/v1/completions", json.dumps(body).encode())
+
+    with (
+        LiveSystem(build_config(Config(), tables)) as live,
+        RawClient(live.port, timeout_s=60) as first,
+        RawClient(live.port, timeout_s=60) as second,
+    ):
+        second.send(request(guess, cached_by))
+        assert second.read_reply().status == 200
+        with RawClient(live.port) as running:
+            running.send(request(random_tokens(16, 4), stream=True, max_tokens=400))
+            assert live.wait_until(lambda gauges: gauges.num_running == 1, 10)
+            first.send(request(other))
+            assert live.wait_until(lambda gauges: gauges.num_waiting == 1, 10)
+            second.send(request(guess, max_tokens=400))
+            assert live.wait_until(lambda gauges: gauges.num_waiting == 2, 10)
+        # It has left, and one of the two starts.  The second needs 400 steps, so the other one's answer shows which.
+        first.read_reply()
+        second_was_first = bool(select.select([second.socket], [], [], 0)[0])
+        second.read_reply()
+    assert second_was_first == (cached_by == "mine")

@@ -179,6 +179,40 @@ def test_a_call_that_a_stop_string_cuts_is_no_call_to_be_made(client: openai.Ope
         assert calls[0].function.name == "look"
 
 
+@pytest.mark.parametrize("name", ["client", "llama_client"])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_forced_call_that_is_cut_before_its_name_is_nothing(
+    name: str, named: bool, request: pytest.FixtureRequest
+) -> None:
+    client: openai.OpenAI = request.getfixturevalue(name)
+    function = tool("a_function_with_a_long_name")
+    by_name = {"type": "function", "function": {"name": function["function"]["name"]}}
+    asked = {"tools": [function], "tool_choice": by_name if named else "required"}
+    for end in ({"max_tokens": 1}, {"max_tokens": 4}, {"stop": ["_with"]}):
+        (choice,) = chat(client, **asked, **end).choices
+        reason = "stop" if "stop" in end else "length"
+        assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == (reason, "", None)
+        events = [one for chunk in chat(client, stream=True, **asked, **end) for one in chunk.choices]
+        assert "".join(one.delta.content or "" for one in events) == ""
+        assert all(one.delta.tool_calls is None for one in events)
+        assert events[-1].finish_reason == reason
+
+
+@pytest.mark.parametrize("name", ["client", "llama_client"])
+def test_a_response_with_a_forced_call_that_is_cut_before_its_name_is_empty(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    client: openai.OpenAI = request.getfixturevalue(name)
+    flat = {"type": "function", "name": "a_function_with_a_long_name", "parameters": SCHEMA}
+    asked = {"model": "demo", "input": "hello", "tools": [flat], "tool_choice": "required", "max_output_tokens": 4}
+    answer = client.responses.create(**asked)
+    assert (answer.status, answer.output_text) == ("incomplete", "")
+    assert [item.type for item in answer.output] == ["message"]
+    events = list(client.responses.create(**asked, stream=True))
+    assert not [event for event in events if event.type == "response.output_text.delta"]
+    assert events[-1].response.output_text == ""
+
+
 def test_a_response_tells_a_call_that_was_cut(client: openai.OpenAI) -> None:
     flat = {"type": "function", "name": "look", "parameters": SCHEMA}
     request = {"model": "demo", "input": "hello", "tools": [flat], "tool_choice": "required", "temperature": 0}

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from engine.messages import ChatTurn, ToolCall
+from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer
 
 TOOL = {
@@ -97,6 +98,58 @@ def test_earlier_calls_and_their_results_reach_the_template(live: LiveServer, cl
         ChatTurn("assistant", "", reasoning="hm", tool_calls=(ToolCall("c1", "look", '{"at": 1}'),)),
         ChatTurn("tool", "nothing", tool_call_id="c1"),
     )
+
+
+CUT_OFF = {
+    "cut off": '{"city": "Pa',
+    "cut off behind half an emoji": '{"city": "\\ud83d',
+    "a list": "[1]",
+    "null": "null",
+    "a number beyond all": '{"a": 1e999}',
+    "an integer beyond all": '{"a": ' + "9" * 5000 + "}",
+    "with something behind": '{"a": 1}}',
+    "not JSON's own": '{"a": NaN}',
+}
+
+
+@pytest.mark.parametrize("arguments", [*CUT_OFF.values(), None], ids=[*CUT_OFF, "not given"])
+def test_a_call_that_was_cut_off_is_one_without_arguments(live: LiveServer, arguments: str | None) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "invalid JSON"}
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "tool_calls": [call]}, result]
+    assert ask(live.port, "POST", "/v1/chat/completions", {"model": MODEL, "messages": messages}).status == 200
+    turns = (
+        ChatTurn("user", "u"),
+        ChatTurn("assistant", "", tool_calls=(ToolCall("c1", "look", "{}"),)),
+        ChatTurn("tool", "invalid JSON", tool_call_id="c1"),
+    )
+    assert asked(live)[0] == turns
+    items = [
+        {"role": "user", "content": "u"},
+        {"type": "function_call", "call_id": "c1", "name": "look", "arguments": arguments},
+        {"type": "function_call_output", "call_id": "c1", "output": "invalid JSON"},
+    ]
+    assert ask(live.port, "POST", "/v1/responses", {"model": MODEL, "input": items}).status == 200
+    assert asked(live)[0] == turns
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"a": ' * 100_000 + "1" + "}" * 100_000])
+def test_arguments_that_no_model_wrote_are_refused_by_their_name(live: LiveServer, arguments: str) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "tool_calls": [call]}]
+    reply = ask(live.port, "POST", "/v1/chat/completions", {"model": MODEL, "messages": messages})
+    assert (reply.status, reply.error["param"]) == (400, "messages[1].tool_calls[0].function.arguments")
+    items = [{"type": "function_call", "call_id": "c1", "name": "look", "arguments": arguments}]
+    reply = ask(live.port, "POST", "/v1/responses", {"model": MODEL, "input": items})
+    assert (reply.status, reply.error["param"]) == (400, "input[0].arguments")
+
+
+@pytest.mark.parametrize("fields", [{}, {"tool_call_id": None}, {"tool_call_id": ""}])
+def test_a_result_says_of_which_call_it_is(live: LiveServer, fields: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "u"}, {"role": "tool", "content": "x", **fields}]
+    for path in ("/v1/chat/completions", "/tokenize"):
+        reply = ask(live.port, "POST", path, {"model": MODEL, "messages": messages})
+        assert (reply.status, reply.error["param"]) == (400, "messages[1].tool_call_id")
 
 
 def test_thoughts_come_under_both_names_and_are_counted(client: openai.OpenAI) -> None:

@@ -15,7 +15,7 @@ from engine.actors.scheduler import Scheduler
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
 from engine.config import LimitsSection
-from engine.messages import Message
+from engine.messages import LossExplained, Message
 from engine.scheduling.planner import Planner
 from tests.sim.codec import SimCodec
 from tests.sim.device import SimDevice, SimExecutor
@@ -43,17 +43,29 @@ class Engine:
         return any(map(len, self.links.values())) or any(len(actor.inbox) for actor in self.actors.values())
 
 
+class Explained:
+    """Stands for the rank group, which counts losses unless they are explained."""
+
+    def __init__(self, mark: Callable[[str], None]) -> None:
+        self._mark = mark
+
+    def put(self, message: LossExplained) -> None:
+        """Note it."""
+        self._mark("loss explained")
+
+
 def assemble(
     scenario: Scenario,
     *,
     new_planner: Callable[[int], Planner],
     observers: Any,
     nan_tokens: dict[int, int],
+    breaks: dict[int, int],
     mark: Callable[[str], None],
     op_of: Callable[[int], int],
     watch: Callable[[str, Message], None],
 ) -> Engine:
-    """nan_tokens, mark: see ``SimDevice``.  op_of, watch: see ``SimLink``."""
+    """nan_tokens, breaks, mark: see ``SimDevice``.  op_of, watch: see ``SimLink``."""
     setup = scenario.setup
     capacity = 4 * setup.max_requests + 64
     inboxes = {name: SimMailbox(name, capacity) for name in ("ingress", "tokenizer", "scheduler", "executor0")}
@@ -69,9 +81,10 @@ def assemble(
         num_pages=setup.num_pages,
         num_host_pages=setup.num_host_pages,
         nan_tokens=nan_tokens,
+        breaks=breaks,
         mark=mark,
     )
-    tokenizer = Tokenizer(capacity=capacity, codec=SimCodec(setup.eos_token_ids))
+    tokenizer = Tokenizer(capacity=capacity, codec=SimCodec(setup.eos_token_ids), vocab_size=VOCAB)
     ingress = Ingress(
         capacity=capacity,
         limits=LimitsSection(
@@ -99,6 +112,7 @@ def assemble(
         page_size=setup.page_size,
         new_planner=new_planner,
         executors=[links["scheduler>executor"]],
+        losses=Explained(mark),
         tokenizer=links["scheduler>tokenizer"],
         ingress=links["scheduler>ingress"],
         observers=observers,

@@ -120,7 +120,9 @@ class Checks:
     # ---- at every plan ----------------------------------------------------------------------
 
     def planned(self, step: Step, probe: Probe) -> None:
-        """Nobody starts before those whose turn comes first."""
+        """Nobody starts before those whose turn comes first, unless suspects run alone, which wait for no turn."""
+        if probe.is_in_quarantine:
+            return
         started = probe.started(step)
         waiting = list(probe.waiting()) if started else []
         policy = self._setup.policy
@@ -149,11 +151,17 @@ class Checks:
             self.check_books(probe)
 
     def check_books(self, probe: Probe) -> None:
-        """The planner's own checks."""
+        """The planner's own checks, and what it believes of the cache for those that wait."""
         try:
             probe.planner.check()
         except AssertionError as error:
             raise SimIncorrect(f"planner.check: {error}") from error
+        for sequence in probe.waiting():
+            if (ahead := probe.looked_ahead(sequence)) != (cached := probe.cached_tokens(sequence)):
+                raise SimIncorrect(
+                    f"request {sequence.request_id}: looks ahead at {ahead} cached tokens, but there are {cached} "
+                    f"under its salt {sequence.cache_salt!r}"
+                )
 
     def finished(self, requests: Sequence[RequestMetrics]) -> None:
         """Observers are told once of each request."""
@@ -175,8 +183,12 @@ class Checks:
             if metrics.num_output_tokens != self._num_tokens[request_id]:
                 raise SimIncorrect(f"request {request_id}: {self._num_tokens[request_id]} tokens sent, {metrics}")
 
-    def check_client(self, client: Client, nan_token: int | None, causes: set[str]) -> None:
-        """A client got what it was promised.  causes: what happened that may have ended it early."""
+    def check_client(
+        self, client: Client, nan_token: int | None, causes: set[str], fatal_token: int | None = None
+    ) -> None:
+        """A client got what it was promised.  causes: what happened that may have ended it early.
+
+        fatal_token: of its output, which no device survives."""
         op, where = client.op, f"operation {client.number}"
         if client.refusal is not None:
             self._check_refusal(client, causes)
@@ -196,7 +208,12 @@ class Checks:
         if is_nan:
             # The text before the token that failed, but for what may be the beginning of a stop string.
             expected = expected._replace(tokens=expected.tokens[:nan_token])
+        is_fatal = fatal_token is not None and fatal_token < len(expected.tokens)
+        if is_fatal:
+            expected = expected._replace(tokens=expected.tokens[:fatal_token])
         whole = not client.cancelled and client.error is None
+        if whole and is_fatal:
+            raise SimIncorrect(f"{where}: token {fatal_token} ends every device, and finished as {client.finish.name}")
         if whole and is_nan:
             raise SimIncorrect(f"{where}: NaN at token {nan_token}, and finished as {client.finish.name}")
         self._check_prefix(client, expected, whole=whole)
@@ -208,6 +225,10 @@ class Checks:
             if isinstance(error, RequestError) and error.code == "nonfinite_logits":
                 if not is_nan or (op.reader != "collect" and len(client.tokens) != nan_token):
                     raise SimIncorrect(f"{where}: failed for NaN after {len(client.tokens)} tokens, due {nan_token}")
+            elif isinstance(error, RequestError) and error.code == "executors_lost":
+                # Executors that are lost again and again, by chance, may make a request look guilty.
+                if not is_fatal and "executors lost" not in causes:
+                    raise SimIncorrect(f"{where}: blamed for a loss that it has not brought")
             elif not self._has_failed(client, causes) or (
                 isinstance(error, RequestError) and error.code in ("context_length_exceeded", "invalid_value")
             ):

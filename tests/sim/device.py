@@ -35,6 +35,7 @@ def logprob_of(token: int, position: int) -> float:
 
 class SimDevice:
     """Steps on ``num_pages`` pages.  nan_tokens: operation -> which of its output tokens comes out as NaN.
+    breaks: operation -> which of its output tokens ends the device.
 
     Rows know which operation they serve by their seed.  mark: notes that something scarce has happened."""
 
@@ -47,6 +48,7 @@ class SimDevice:
         num_pages: int,
         num_host_pages: int,
         nan_tokens: dict[int, int],
+        breaks: dict[int, int],
         mark: Callable[[str], None],
     ) -> None:
         # The last page is where page tables point that have nothing to point at.
@@ -61,6 +63,8 @@ class SimDevice:
         self._computed = np.zeros(num_rows, dtype=np.int64)
         self._offsets = np.arange(self._tables.shape[1] * page_size)
         self._nan_tokens = nan_tokens
+        self._breaks = breaks
+        self._break_positions: dict[int, int] = {}
         self._nan_positions: dict[int, int] = {}
         self._logprob_rows: set[int] = set()
         self._mark = mark
@@ -73,6 +77,7 @@ class SimDevice:
         self._known[:] = 0
         self._computed[:] = 0
         self._nan_positions.clear()
+        self._break_positions.clear()
         self._logprob_rows.clear()
 
     def poison(self, pages: Pages) -> None:
@@ -91,6 +96,10 @@ class SimDevice:
             self._known[row] = len(tokens)
             self._computed[row] = admission.num_computed_tokens
             self._nan_positions.pop(row, None)
+            self._break_positions.pop(row, None)
+            break_token = self._breaks.get(admission.params.seed or 0)
+            if break_token is not None:
+                self._break_positions[row] = admission.num_prompt_tokens + break_token
             nan_token = self._nan_tokens.get(admission.params.seed or 0)
             if nan_token is not None and admission.num_prompt_tokens + nan_token >= len(tokens):
                 self._nan_positions[row] = admission.num_prompt_tokens + nan_token
@@ -140,6 +149,9 @@ class SimDevice:
         self._computed[rows] = ends
         tokens = self._sample(step, sampled)
         positions = self._known[sampled]
+        for row, position in zip(sampled.tolist(), positions.tolist(), strict=True):
+            if self._break_positions.get(row) == position:
+                raise DeviceBroken
         logprobs = {}
         for row in self._logprob_rows.intersection(sampled.tolist()) if self._logprob_rows else ():
             index = sampled.tolist().index(row)
@@ -203,6 +215,10 @@ class SimDevice:
         return next_tokens(np.add.reduce(values * WEIGHT[:width], axis=1))
 
 
+class DeviceBroken(Exception):
+    """A scenario wanted this step to be the device's last."""
+
+
 class SimExecutor(Actor[ExecutorInbox]):
     """Runs steps in order, each for a while; at most ``overlap`` are queued.
 
@@ -225,6 +241,7 @@ class SimExecutor(Actor[ExecutorInbox]):
         self._hangs_until = 0.0
         self._is_up = False
         self._scheduler: Link[ExecutorReady | StepDone | ExecutorsLost] | None = None
+        self.broke: Callable[[], None] = lambda: None  # told when a step has ended the device
 
     def connect(self, scheduler: Link[ExecutorReady | StepDone | ExecutorsLost]) -> None:
         """Where results go."""
@@ -283,7 +300,9 @@ class SimExecutor(Actor[ExecutorInbox]):
         step = self._steps[0]
         draw = luck(self._seed, 0xE, step.step_id)
         if draw < 0.5:
-            self._result = self._device.run(step)
+            self._result = self._run(step)
+            if self._result is None:
+                return
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._step_s * (0.5 + draw), self._end)
 
@@ -293,11 +312,21 @@ class SimExecutor(Actor[ExecutorInbox]):
             self._timer = loop.call_at(self._hangs_until, self._end)
             return
         step = self._steps.popleft()
-        result, self._result = self._result or self._device.run(step), None
+        result, self._result = self._result or self._run(step), None
+        if result is None:
+            return
         assert self._scheduler is not None
         self._scheduler.put(result)
         if self._steps:
             self._begin()
+
+    def _run(self, step: Step) -> StepDone | None:
+        try:
+            return self._device.run(step)
+        except DeviceBroken:
+            self.lose()
+            self.broke()
+            return None
 
 
 class SimulatedCrash(Exception):

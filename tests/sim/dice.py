@@ -14,6 +14,7 @@ from tests.sim.oracle import VOCAB, as_prompt, continuation
 from tests.sim.scenario import (
     ACTORS,
     LINKS,
+    Break,
     Cancel,
     Crash,
     Drain,
@@ -71,8 +72,8 @@ class _Draw:
             op = self.ops[old]
             if isinstance(op, Cancel):
                 op = Cancel(op.at, number_of[op.request])
-            elif isinstance(op, NaN):
-                op = NaN(op.at, number_of[op.request], op.token)
+            elif isinstance(op, NaN | Break):
+                op = type(op)(op.at, number_of[op.request], op.token)
             ops[new] = op
         return Scenario(self.seed, setup, ops)
 
@@ -255,3 +256,8 @@ class _Draw:
         if rng.random() < 0.15:
             for _ in range(rng.randint(1, 3)):
                 self.ops.append(Lose(moment(), rng.choice((0.001, 0.1, 1.0))))
+        if rng.random() < 0.08:
+            for number in rng.sample(submits, rng.choice((1, 1, 2))):
+                op = self.ops[number]
+                assert isinstance(op, Submit)
+                self.ops.append(Break(0.0, number, rng.randrange(min(op.max_tokens or 8, 40))))

@@ -19,6 +19,7 @@ from engine.scheduling.decodes import Decodes
 from engine.scheduling.holdings import Appends, Holdings
 from engine.scheduling.planner import Planner
 from engine.scheduling.prefills import Prefills
+from engine.scheduling.quarantine import Quarantine
 from engine.scheduling.queue import RankedQueue
 from engine.scheduling.rows import Rows, RowTable
 from engine.scheduling.sequence import Sequence
@@ -132,6 +133,14 @@ def salts_are_ignored(_: Callable[..., Namespace]) -> Callable[..., Namespace]:
     return lambda cache_salt="": SHARED
 
 
+def the_look_ahead_ignores_the_salt(_: Callable[..., int]) -> Callable[..., int]:
+    def mutant(self: Holdings, sequence: Sequence) -> int:
+        match = self._tree.match(self._prefix_key(sequence), SHARED)
+        return (match.num_pages + match.num_host_pages) * self._page_size
+
+    return mutant
+
+
 # ---- rows and turns -----------------------------------------------------------------------------
 
 
@@ -219,9 +228,9 @@ def the_cache_outlives_the_device(_: Callable[..., None]) -> Callable[..., None]
 
 
 def who_ran_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Planner) -> None:
+    def mutant(self: Planner, **how: bool) -> None:
         running = [sequence for sequence in self._sequences.values() if sequence.row >= 0]
-        restart(self)
+        restart(self, **how)
         for sequence in running:
             self._prefills.forget(sequence)
 
@@ -229,11 +238,23 @@ def who_ran_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..
 
 
 def what_was_said_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Planner) -> None:
+    def mutant(self: Planner, **how: bool) -> None:
         self._rows.known[:] = self._rows.num_prompt
-        restart(self)
+        restart(self, **how)
 
     return mutant
+
+
+def a_loss_blames_at_once(_: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda self, sequence, num_done, num_planned: True
+
+
+def suspects_run_together(_: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self: self._suspects[0] if self._suspects else self._waiting.first()
+
+
+def a_cancelled_request_is_never_let_go_of(_: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda self, request_id: request_id in self._leaving
 
 
 MUTANTS: dict[Mutant, tuple[Any, str]] = {
@@ -248,6 +269,7 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     duplicates_are_freed_at_once: (Holdings, "publish"),
     rows_keep_stale_pages_after_dedup: (Holdings, "take_rewrites"),
     salts_are_ignored: (holdings_module, "Namespace"),
+    the_look_ahead_ignores_the_salt: (Holdings, "num_cached_tokens"),
     a_row_is_reused_while_a_step_uses_it: (Planner, "_release_ended"),
     more_counts_as_computed_than_is: (RowTable, "take"),
     a_retraction_forgets_a_token: (Prefills, "wait"),
@@ -260,4 +282,7 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     the_cache_outlives_the_device: (RadixTree, "forget"),
     who_ran_is_lost_with_the_device: (Planner, "restart"),
     what_was_said_is_lost_with_the_device: (Planner, "restart"),
+    a_loss_blames_at_once: (Quarantine, "note_loss"),
+    suspects_run_together: (Quarantine, "first"),
+    a_cancelled_request_is_never_let_go_of: (Ingress, "_has_left"),
 }

@@ -12,6 +12,7 @@ from engine.actors.ingress import Ingress
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
 from engine.kv.eviction import EvictionStrategy
+from engine.kv.node import Namespace, Node
 from engine.kv.pages import Pages
 from engine.messages import Finish, Step, StepDone
 from engine.plugins.eviction.fifo import FirstInFirstOut
@@ -145,6 +146,11 @@ class Probe:
         """Rows that have not come back."""
         return len(self._rows.sequences) - self._rows.num_free
 
+    @property
+    def is_in_quarantine(self) -> bool:
+        """Whether suspects run one at a time."""
+        return self.planner._quarantine.is_on
+
     def started(self, step: Step) -> list[Sequence]:
         """Those that got a row in this step, in order; it has just been planned."""
         planner = self.planner
@@ -157,6 +163,23 @@ class Probe:
         if aside:
             self._mark("stood aside to share")
         return (one for one in self.planner._sequences.values() if one.row < 0 and one.arrival not in aside)
+
+    def looked_ahead(self, sequence: Sequence) -> int:
+        """Cached tokens of a sequence without a row, as the planner counts them to order and to delay."""
+        return self._holdings.num_cached_tokens(sequence)
+
+    def cached_tokens(self, sequence: Sequence) -> int:
+        """The same, page by page through what the tree has under the sequence's own salt."""
+        key, page_bytes = self._holdings._prefix_key(sequence), self._tree._page_bytes
+        node: Node | None = self._tree._roots.get(Namespace(sequence.cache_salt))
+        at = 0
+        while node is not None:
+            for start in range(0, len(node.key), page_bytes):
+                if key[at : at + page_bytes] != node.key[start : start + page_bytes]:
+                    return at // page_bytes * self._tree.page_size
+                at += page_bytes
+            node = next((one for one in node.children.values() if key.startswith(one.first, at)), None)
+        return at // page_bytes * self._tree.page_size
 
 
 def wrap(owner: Any, name: str, watcher: Callable[..., Any]) -> None:
@@ -184,3 +207,8 @@ def queued_tokens(ingress: Ingress) -> int:
 def cause_of_death(supervisor: Supervisor) -> BaseException | None:
     """What the first actor to crash raised."""
     return supervisor._cause
+
+
+def num_in_house(ingress: Ingress) -> int:
+    """Requests that ingress counts: open ones, and cancelled ones of which the engine has not let go."""
+    return len(ingress._open) + len(ingress._leaving)

@@ -90,6 +90,15 @@ class NaN:
 
 
 @dataclass(frozen=True, slots=True)
+class Break:
+    """Executors are lost whenever the device samples output token ``token`` of operation ``request``."""
+
+    at: float
+    request: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
     """Nothing gets through a link for a while."""
 
@@ -138,7 +147,7 @@ class Drain:
     seconds: float
 
 
-Op = Submit | Cancel | NaN | Pause | Hang | Lose | Crash | Jump | Drain
+Op = Submit | Cancel | NaN | Break | Pause | Hang | Lose | Crash | Jump | Drain
 
 
 @dataclass(frozen=True, slots=True)

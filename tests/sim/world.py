@@ -26,7 +26,7 @@ from tests.sim.failures import SimCrash, SimFailure, SimIncorrect, SimStuck
 from tests.sim.loop import SimDeadlock, SimLivelock, SimLoop
 from tests.sim.luck import luck
 from tests.sim.quiet import check_books, check_quiet
-from tests.sim.scenario import Cancel, Crash, Drain, Hang, Jump, Lose, NaN, Pause, Scenario, Submit
+from tests.sim.scenario import Break, Cancel, Crash, Drain, Hang, Jump, Lose, NaN, Pause, Scenario, Submit
 
 LIVENESS_S = 60.0
 POLL_S = 0.05
@@ -76,6 +76,7 @@ class World:
         self.marks: Counter[str] = Counter()
         self.clients: dict[int, Client] = {}
         self.nan_tokens: dict[int, int] = {}
+        self.breaks: dict[int, int] = {}
         self.causes: set[str] = set()
         self.checks = Checks(self.setup)
         self.probe: probe.Probe | None = None
@@ -93,10 +94,12 @@ class World:
             new_planner=self._new_planner,
             observers=_Observers(self.checks),
             nan_tokens=self.nan_tokens,
+            breaks=self.breaks,
             mark=self.mark,
             op_of=lambda request_id: self._op_of.get(request_id, request_id),
             watch=self._watch,
         )
+        self.engine.executor.broke = self._broke
         probe.wrap(self.engine.scheduler, "flush", self._flush)
 
     # ---- what the engine calls --------------------------------------------------------------
@@ -234,6 +237,8 @@ class World:
                     client.cancel()
             case NaN(request=request, token=token):
                 self.nan_tokens[request + 1] = token
+            case Break(request=request, token=token):
+                self.breaks[request + 1] = token
             case Pause(link=name, seconds=seconds):
                 self.mark("pause")
                 link = self.engine.links[name]
@@ -247,6 +252,7 @@ class World:
             case Lose(seconds=seconds):
                 if self.engine.executor.lose():
                     self.mark("executors lost")
+                    self.causes.add("executors lost")
                     self._bring_back_after(seconds)
             case Crash(actor=actor):
                 if self.engine.supervisor.died is None and not self.engine.supervisor.stopped.is_set():
@@ -265,7 +271,7 @@ class World:
     def _open(self, number: int, op: Submit) -> None:
         self._opening = number
         client = self.clients[number] = Client(number, op)
-        full = self.engine.ingress.num_open >= self.setup.max_requests
+        full = probe.num_in_house(self.engine.ingress) >= self.setup.max_requests
         # At least what ingress estimates, which for a text is a quarter of its length and one.
         full = full or probe.queued_tokens(self.engine.ingress) + len(op.prompt) + 1 > self.setup.max_queued_tokens
         ready = self.engine.ingress.ready
@@ -274,6 +280,11 @@ class World:
             self.mark(f"refused {client.refusal.status}")
             now = {"full"} if full else set()
             self.checks.check_client(client, None, self.causes | now | (set() if ready else {"loading"}))
+
+    def _broke(self) -> None:
+        """A step has ended the device."""
+        self.mark("executors broken")
+        self._bring_back_after(0.05)
 
     def _bring_back_after(self, seconds: float) -> None:
         """New executors, ``seconds`` after the scheduler has heard that the old ones are gone.
@@ -330,10 +341,9 @@ class World:
     def _check_stopped(self) -> None:
         if not self.engine.supervisor.stopped.is_set():
             raise SimIncorrect("stop has returned, and the engine is not stopped")
-        if self.engine.ingress.num_open or probe.queued_tokens(self.engine.ingress):
-            raise SimIncorrect(
-                f"{self.engine.ingress.num_open} requests open, {probe.queued_tokens(self.engine.ingress)} tokens"
-            )
+        if probe.num_in_house(self.engine.ingress) or probe.queued_tokens(self.engine.ingress):
+            count, tokens = probe.num_in_house(self.engine.ingress), probe.queued_tokens(self.engine.ingress)
+            raise SimIncorrect(f"{count} requests open or leaving, {tokens} tokens")
         if "crash" in self.causes:
             if self.engine.supervisor.died is None and "drain" not in self.causes:
                 raise SimIncorrect("an actor crashed and nobody noticed")
@@ -342,7 +352,8 @@ class World:
         for number, client in self.clients.items():
             if client.stream is not None:
                 self._read_at_last(client)
-                self.checks.check_client(client, self.nan_tokens.get(number + 1), self.causes)
+                fatal = self.breaks.get(number + 1)
+                self.checks.check_client(client, self.nan_tokens.get(number + 1), self.causes, fatal)
         self.checks.check_sharing([client for client in self.clients.values() if client.stream is not None])
         self._mark_results()
 

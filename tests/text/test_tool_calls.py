@@ -149,6 +149,22 @@ def test_arguments_are_told_as_they_come() -> None:
     assert [piece.arguments for piece in pieces] == ['{"x"', ": 1", "}"]
 
 
+@pytest.mark.parametrize("form", ["hermes", "llama3"])
+def test_what_is_cut_off_before_a_name_is_no_text_where_a_call_must_come(form: ToolFormat) -> None:
+    opening, key = ("<tool_call>\n", "arguments") if form == "hermes" else ("", "parameters")
+    whole = f'{opening}{{"name": "f", "{key}": {{"x": 1}}}}' + ("\n</tool_call>\n" if opening else "; ")
+    for before in (0, 1):
+        for end in range(whole.index('"f"') + len('"f"')):
+            parser = ToolCallParser(form, {"f", "g"}, exact=True, forced=True)
+            content, _ = text_and_calls([*parser.push(whole * before + whole[:end]), *parser.finish()])
+            assert (content, parser.num_calls, parser.cut_off) == ("", before, False), whole[:end]
+
+
+def test_thoughts_in_front_of_a_call_that_must_come_stay() -> None:
+    parser = ToolCallParser("hermes", {"f"}, exact=True, forced=True)
+    assert [*parser.push("<think>a < b</think>\n<tool_ca"), *parser.finish()] == ["<think>a < b</think>\n"]
+
+
 def test_text_and_calls_keep_their_order() -> None:
     parser = ToolCallParser("hermes", {"f"})
     parts = [*parser.push(f"before{CALL}behind"), *parser.finish()]

@@ -41,7 +41,8 @@ def require_capability(plugin: str, capability: tuple[int, int]) -> None:
 def missing_package(plugin: str, packages: str, reason: str) -> PluginError:
     """The error for a library that cannot be imported."""
     return PluginError(
-        f"{plugin} needs {packages}, which cannot be imported ({reason}); pip install callboard[cuda], {ANYTHING_ELSE}"
+        f"{plugin} needs {packages}, which cannot be imported ({reason}); "
+        f"pip install 'callboard[cuda]', {ANYTHING_ELSE}"
     )
 
 

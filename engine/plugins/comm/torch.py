@@ -76,7 +76,7 @@ class TorchComm:
         """See ``Comm``."""
         group, self._group = self._group, None
         if group is not None:
-            group.shutdown()
+            group.abort()  # shutdown() would first wait for what is queued, and that for ranks that may be gone
 
     def _open_group(self) -> Any:
         if self._group is None:

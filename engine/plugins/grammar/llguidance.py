@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.errors import RequestError
+from engine.plugins.grammar import repeats
 from engine.plugins.hookspecs import GrammarContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.sampling.grammar import GrammarFailure, Mask
@@ -105,6 +106,14 @@ class LLGuidance:
         num_bytes = sum(_BASE_BYTES + _BYTES_PER_CHARACTER * len(text) for branch in branches for text in branch)
         return LLGuidanceGrammar([[self._matcher(text) for text in branch] for branch in branches], num_bytes)
 
+    def _limit(self, times: int) -> None:
+        """Raise RequestError for what plainly cannot be satisfied: each repetition takes a state of the lexer."""
+        if times > self._options.max_lexer_states:
+            raise _refused(
+                f"it demands that something is repeated {times} times; at most {self._options.max_lexer_states} "
+                "can be followed (max_lexer_states of grammar.llguidance)"
+            )
+
     def _matcher(self, text: str) -> LLMatcher:
         limits = llguidance.LLParserLimits(
             max_lexer_states=self._options.max_lexer_states,
@@ -126,8 +135,12 @@ class LLGuidance:
     def _written(self, grammar: Grammar) -> list[list[str]]:
         """The branches of ``LLGuidanceMatcher``."""
         if grammar.kind != "tool_calls":
-            return [[self._behind_thoughts(self._lark(grammar), grammar.thinking)]]
+            lark = self._lark(grammar)
+            self._limit(_repeats(grammar, lark))
+            return [[self._behind_thoughts(lark, grammar.thinking)]]
         shape = msgspec.json.decode(grammar.source, type=CallsShape)
+        if shape.otherwise is None:
+            self._limit(min(repeats.of_schema(_object_schema(call.schema)) for call in shape.calls))
         # Text that could begin with a thought would swallow it, as the longer match.
         thinks = grammar.thinking == "optional" and OPEN not in self._special
         not_begun = f"{SPACE}{OPEN}" if thinks else ""
@@ -264,6 +277,19 @@ def _fill_all(branch: list[LLMatcher], mask: Mask) -> Mask:
 
 def _error(branch: list[LLMatcher]) -> str:
     return str(next(matcher.get_error() for matcher in branch if matcher.is_error()))
+
+
+def _repeats(grammar: Grammar, lark: str) -> int:
+    """How often every output repeats something, as far as that is plain.  lark: what the grammar became."""
+    match grammar.kind:
+        case "json_schema":
+            return repeats.of_schema(msgspec.json.decode(grammar.source))
+        case "regex":
+            return repeats.of_expression(grammar.source)
+        case "ebnf":
+            return repeats.of_lark(lark)
+        case _:
+            return 1
 
 
 def _schema(schema: Any) -> dict[str, Any]:

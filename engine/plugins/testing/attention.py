@@ -11,6 +11,7 @@ Does not know: which cases there are (``attention_cases.py``), kernels.
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionFactory, AttentionSpec
+from engine.patience import returns_within
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.testing.attention_cases import AttentionCase, Sequence, attention_cases
@@ -26,6 +28,7 @@ from engine.plugins.testing.findings import Findings
 from engine.plugins.testing.reference import attend
 
 NUM_LAYERS = 2
+CASE_TIMEOUT_S = 300.0  # kernels that are compiled at their first call take minutes
 # A result may be off by the first plus the second times its size: a few roundings of the type.
 TOLERANCES = {"float32": (1e-5, 1e-5), "float16": (1.5e-3, 2e-3), "bfloat16": (1e-2, 1.6e-2)}
 # A score of 150 has an absolute rounding error that is as much larger than one of 5.
@@ -37,11 +40,16 @@ def check_attention_backend(factory: AttentionFactory, declares: Declaration, de
     """Take a backend through everything it declares.  Raises ConformanceError with every case that fails.
 
     factory: what the plugin's hook returns, or ``through_hook`` of the hook, so that it is tried as well.
+    A case that has not ended after CASE_TIMEOUT_S has failed, and is the last one.
     """
     findings = Findings(f"attention backend on {device}")
+    has_ended = True
     for case in attention_cases(declares):
         with findings.case(str(case)):
-            check_case(case, factory, device)
+            has_ended = returns_within(CASE_TIMEOUT_S, partial(check_case, case, factory, device), str(case))
+            assert has_ended, f"was not done after {CASE_TIMEOUT_S:g} s; cases behind it have not been tried"
+        if not has_ended:
+            break
     findings.conclude()
 
 

@@ -34,7 +34,7 @@ class Findings:
             yield
         except AssertionError as error:
             self.failures[name] = str(error)[:MAX_REASON] or "an assertion without a message"
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.failures[name] = f"raised {type(error).__name__}: {' '.join(str(error).split())[:MAX_REASON]}"
 
     def conclude(self) -> None:

@@ -61,9 +61,9 @@ def runner_of(model, captured):
     spec = model.attention_spec
     pool = KVPool(spec.num_layers, 40, PAGE_SIZE, spec.num_kv_heads, spec.head_size, model.dtype, CPU)
     attention, rows = TritonAttention(spec, pool), DeviceRows(3, MAX_LEN, PAGE_SIZE, CPU)
-    sampler, graphs = Sampler(3, model.vocab_size, MAX_LEN, CPU), None
+    sampler, graphs, device = Sampler(3, model.vocab_size, MAX_LEN, CPU), None, RecordingDevice()
     if captured:
-        device, breaker = RecordingDevice(), RerunBreaker()
+        breaker = RerunBreaker()
         graphs = breaker.graphs = DecodeGraphs(
             model=model,
             pool=pool,
@@ -78,6 +78,7 @@ def runner_of(model, captured):
         graphs.capture()
     return ModelRunner(
         comm=LocalComm(),
+        graphs=device,
         model=model,
         pool=pool,
         host_pool=None,

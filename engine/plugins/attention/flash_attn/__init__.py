@@ -62,7 +62,8 @@ def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
     if library is None:
         raise PluginError(
             f"{PLUGIN} finds no FlashAttention for kv.page_size={context.page_size}: {'; '.join(reasons)}. "
-            f"FA3 comes with sgl-kernel or flash-attn-3, FA2 with pip install callboard[cuda]; set kv.page_size to "
+            "FA3 comes with sgl-kernel or flash-attn-3, FA2 with "
+            "pip install --no-build-isolation 'callboard[flash-attn]'; set kv.page_size to "
             f"16, 32 or 64 for FA3, or to {FA2_PAGE} for FA2; or set plugins.attention=flashinfer, {ANYTHING_ELSE}"
         )
 

@@ -196,7 +196,8 @@ class GraphRows:
 
     def plan(self, host: HostLists, pages_I: Tensor, query_lengths: Int32) -> None:
         starts = host.starts_B1.numpy()
-        if self._planned_starts is None:
+        planned, self._planned_starts = self._planned_starts, None  # a plan that fails may be half made
+        if planned is None:
             with self._setup.lend_staging(self._wrapper):
                 self._wrapper.plan(
                     indptr=host.starts_B1,
@@ -206,7 +207,7 @@ class GraphRows:
                     **self._problem,
                 )
             self._splits = self._setup.tensor_cores or splits_rows(self._wrapper)
-        elif self._splits and not np.array_equal(starts, self._planned_starts):
+        elif self._splits and not np.array_equal(starts, planned):
             with self._setup.lend_staging(self._wrapper):
                 self._setup.library.decode.fast_decode_plan(
                     self._wrapper,
@@ -217,7 +218,7 @@ class GraphRows:
                     **self._problem,
                 )
         else:
-            return
+            starts = planned
         self._planned_starts = starts.copy()
 
     def run(self, q_BNH: Tensor, pages: KVPages, out_BNH: Tensor) -> None:

@@ -85,17 +85,10 @@ class NcclComm:
             raise NcclError(f"rank {self.rank} of {self.size}: {self._library.describe(state.value)}")
 
     def close(self) -> None:
-        """See ``Comm``.  Waits for what is queued."""
-        self._leave("ncclCommDestroy")
-
-    def abort(self) -> None:
-        """Leave without waiting for ranks that may be gone: what is queued ends with an error."""
-        self._leave("ncclCommAbort")
-
-    def _leave(self, how: str) -> None:
+        """See ``Comm``.  What is queued ends with an error; ncclCommDestroy would wait for it."""
         comm, self._comm = self._comm, None
         if comm is not None:
-            self._library.call(how, comm)
+            self._library.call("ncclCommAbort", comm)
 
     def _joined(self) -> ctypes.c_void_p:
         if self._comm is None:

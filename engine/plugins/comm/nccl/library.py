@@ -40,7 +40,6 @@ SIGNATURES = {
     "ncclGetUniqueId": (ctypes.POINTER(UniqueId),),
     "ncclCommInitRank": (ctypes.POINTER(_COMM), _INT, UniqueId, _INT),
     "ncclCommGetAsyncError": (_COMM, ctypes.POINTER(_INT)),
-    "ncclCommDestroy": (_COMM,),
     "ncclCommAbort": (_COMM,),
     "ncclAllReduce": (_POINTER, _POINTER, _SIZE, _INT, _INT, _COMM, _STREAM),
     "ncclAllGather": (_POINTER, _POINTER, _SIZE, _INT, _COMM, _STREAM),

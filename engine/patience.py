@@ -1,0 +1,52 @@
+"""How long calls into code of others are waited for: what takes long is named, and what may be given up is.
+
+Owns: the threads that this takes.  Does not know: who is called, what for.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+log = logging.getLogger(__name__)
+
+SAY_AFTER_S = 5.0  # and again after twice as long, each time
+
+
+@contextmanager
+def named_while_slow(what: str) -> Iterator[None]:
+    """Say in the log that the block takes long, for as long as it does."""
+    over = threading.Event()
+
+    def watch() -> None:
+        after_s = SAY_AFTER_S
+        waited_s = 0.0
+        while not over.wait(after_s - waited_s):
+            log.warning("%s has taken %g s so far", what, after_s)
+            waited_s, after_s = after_s, 2 * after_s
+
+    threading.Thread(target=watch, name=f"watch of {what}", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def returns_within(timeout_s: float, work: Callable[[], object], name: str) -> bool:
+    """Call ``work`` on a thread of that name, which is left behind, until the process ends, if it does not return.
+
+    Returns whether it has.  Raises what it raised, SystemExit as well."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    for error in raised:
+        raise error
+    return not thread.is_alive()

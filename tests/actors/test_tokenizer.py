@@ -1,0 +1,105 @@
+"""The way in: what is cancelled is not encoded any more, and a token that the model does not have is refused."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.actors.tokenizer import Tokenizer
+from engine.messages import Abort, Admit, ChatTurn, Delta, Deltas, Failed, Finish, Stop, Tokenize
+from engine.sampling.params import SamplingParams
+from engine.text.codec import EncodedChat, TextCodec
+from tests.actors.test_ingress import Sent
+from tests.pace import far
+from tests.text.specimens import byte_level, codec
+
+PARAMS = SamplingParams()
+
+
+def with_tokenizer(
+    text_codec: TextCodec, vocab_size: int, scenario: Callable[[Tokenizer, Sent, Sent], Awaitable[None]]
+) -> None:
+    async def run() -> None:
+        ingress, scheduler = Sent(), Sent()
+        tokenizer = Tokenizer(capacity=1000, codec=text_codec, vocab_size=vocab_size)
+        tokenizer.connect(scheduler=scheduler, ingress=ingress)
+        running = asyncio.create_task(tokenizer.run())
+        async with asyncio.timeout(far(60)):
+            await scenario(tokenizer, ingress, scheduler)
+            tokenizer.inbox.put(Stop())
+            await running
+
+    asyncio.run(run())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_prompts_that_are_cancelled_are_not_encoded_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text_codec = codec(byte_level(), tmp_path)
+    encode, go_on, encoded = text_codec.encode, threading.Event(), list[str]()
+
+    def slow(text: str, **options: Any) -> Any:
+        encoded.append(text)
+        assert go_on.wait(far(60))
+        return encode(text, **options)
+
+    monkeypatch.setattr(text_codec, "encode", slow)
+    num_threads = min(32, (os.cpu_count() or 1) + 4)  # of asyncio's own pool
+
+    async def scenario(tokenizer: Tokenizer, ingress: Sent, scheduler: Sent) -> None:
+        numbers = range(1, 4 * num_threads)
+        for number in numbers:
+            tokenizer.inbox.put(Tokenize(number, PARAMS, text="long"))
+        await until(lambda: len(encoded) == num_threads)
+        for number in numbers:
+            tokenizer.inbox.put(Abort(number))
+        tokenizer.inbox.put(Tokenize(1000, PARAMS, text="short"))
+        await until(lambda: bool(ingress.messages))
+        ended = tuple(Delta(number, "", finish=Finish.ABORT) for number in numbers)
+        assert ingress.messages == [Deltas(ended)], "the engine has let go of all of them, once"
+        go_on.set()
+        await until(lambda: bool(scheduler.messages))
+        assert [message.request_id for message in scheduler.messages] == [1000]
+        assert encoded == ["long"] * num_threads + ["short"]
+
+    with_tokenizer(text_codec, text_codec.vocab_size, scenario)
+
+
+@pytest.mark.parametrize("kind", ["text", "turns"])
+def test_a_token_that_the_model_does_not_have_is_its_requests_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    text_codec = codec(byte_level(), tmp_path)
+    known = text_codec.encode("a")
+    vocab_size = int(known.max()) + 1
+    unknown = np.append(known, np.int32(vocab_size))
+    assert vocab_size < text_codec.vocab_size, "the tokenizer has more tokens than the model"
+    prompts = {"good": known, "bad": unknown}
+    monkeypatch.setattr(text_codec, "encode", lambda text: prompts[text])
+    monkeypatch.setattr(
+        text_codec, "encode_chat", lambda turns, options: EncodedChat(prompts[turns[0].content], "none")
+    )
+
+    async def scenario(tokenizer: Tokenizer, ingress: Sent, scheduler: Sent) -> None:
+        for number, text in enumerate(prompts):
+            turns = (ChatTurn("user", text),) if kind == "turns" else None
+            tokenizer.inbox.put(Tokenize(number, PARAMS, text=text if turns is None else None, turns=turns))
+        await until(lambda: bool(scheduler.messages and ingress.messages))
+        (admit,), (failed,) = scheduler.messages, ingress.messages
+        assert isinstance(admit, Admit)
+        assert admit.token_ids == known.tobytes()
+        assert isinstance(failed, Failed)
+        param = "messages" if kind == "turns" else "prompt"
+        assert (failed.request_id, failed.status, failed.code, failed.param) == (1, 400, "unknown_token", param)
+        assert f"(id {vocab_size})" in failed.message
+        assert f"its token ids end at {vocab_size - 1}" in failed.message
+
+    with_tokenizer(text_codec, vocab_size, scenario)
