@@ -47,7 +47,7 @@ def all_at_once(server: Server, body: dict[str, Any]) -> Counter[int]:
 
 
 def wait_for_room(server: Server) -> None:
-    """Until as many requests as the limit allows are accepted: a cancelled one counts until the engine lets go of it."""
+    """Until as many requests as the limit allows are accepted: cancelled ones count until the engine drops them."""
     deadline = time.monotonic() + far(12)
     with ThreadPoolExecutor(4) as pool:  # 4 x 128 choices: limits.max_requests is 512
         while True:
