@@ -26,8 +26,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBatch, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.plugins.attention import torch as backend
 from engine.plugins.attention.torch import TorchAttention
 

@@ -25,8 +25,9 @@ import numpy as np
 from machine import describe_machine
 
 from engine import LLM, SamplingParams
-from engine.execution import device, loading
-from engine.execution.host_memory import VERSIONS, available_bytes, own_groups
+from engine.execution import device
+from engine.host_memory import VERSIONS, available_bytes, own_groups
+from engine.startup import loading
 
 
 @dataclass(frozen=True, slots=True)

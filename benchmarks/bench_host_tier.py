@@ -25,9 +25,9 @@ from rich.table import Table
 from tqdm import tqdm
 
 from engine import SamplingParams
-from engine.actors.system import System
 from engine.config import Config, load_config
 from engine.messages import Finish
+from engine.system import System
 
 OVERCOMMIT = 4  # working set over pool
 

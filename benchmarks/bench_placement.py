@@ -30,11 +30,11 @@ from rich.table import Table
 from engine.actors.group import Placement, RankGroup
 from engine.actors.inline import InlinePlacement
 from engine.actors.intensity import RestartIntensity
-from engine.actors.system import System
 from engine.config import Config, build_config
 from engine.messages import ExecutorReady, ExecutorsLost, Finish, Step, StepDone, Stop
+from engine.params import SamplingParams
 from engine.processes.placement import ProcessPlacement
-from engine.sampling.params import SamplingParams
+from engine.system import System
 
 PLACEMENTS = ("inline", "process")
 WARM_UP = 200

@@ -27,10 +27,10 @@ from rich.table import Table
 from tqdm import tqdm
 
 from engine.actors.stream import Stream
-from engine.actors.system import System
 from engine.config import Config, build_config
 from engine.messages import Finish
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
+from engine.system import System
 
 NUM_STREAMS = 32
 SILENCE_S = 2.0  # after which a hung executor is given up

@@ -34,12 +34,12 @@ from rich.table import Table
 from simulation import DEPTH, PAGE_SIZE, Request, Simulation, new_planner, num_sampled, pages_for, poisson, tokens
 
 from engine.actors.scheduler import Scheduler
-from engine.actors.wire import Wire
 from engine.kv.events import KVEvent
+from engine.links.wire import Wire
 from engine.messages import Admit, ExecutorReady, Failed, Step, StepDone, Stop, Tokens
+from engine.params import SamplingParams
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
-from engine.sampling.params import SamplingParams
 from engine.scheduling.forecast import OutputForecast
 from engine.scheduling.planner import Planner
 from engine.scheduling.prefills import WORTH_WAITING_TOKENS

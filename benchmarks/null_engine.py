@@ -20,9 +20,9 @@ from engine.actors.front_desk import FrontCommand
 from engine.actors.group import Terms
 from engine.actors.mailbox import Link
 from engine.actors.pool import TokenizerPool
-from engine.actors.system import System
 from engine.config import Config
 from engine.messages import Deltas, Logprobs, Step, StepDone
+from engine.system import System
 
 INT32_BYTES = 4
 # Scheduler, tokenizer, ingress and handler are a turn each; two more for a drain and a write.

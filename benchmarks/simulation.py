@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from engine.messages import Admit, Step, StepDone, Tokens
+from engine.params import SamplingParams
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.manager import Plugins
-from engine.sampling.params import SamplingParams
 from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.planner import Planner
 

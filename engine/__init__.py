@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from engine.sampling.params import Grammar, SamplingParams
+from engine.params import Grammar, SamplingParams
 
 if TYPE_CHECKING:
     from engine.llm import LLM, Completion

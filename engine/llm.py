@@ -25,11 +25,11 @@ from tqdm import tqdm
 
 from engine.actors.ingress import Prompt
 from engine.actors.stream import Stream
-from engine.actors.system import System
 from engine.config import Config, build_config
 from engine.errors import RequestError
 from engine.messages import ChatTurn, Delta, Finish, TokenLogprobs, Usage
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
+from engine.system import System
 
 T = TypeVar("T")
 

@@ -5,14 +5,14 @@
 
 Messages are immutable plain data.  Integer columns travel as packed little-endian bytes
 (int32 unless said otherwise), so a message costs per step and not per token.
-``engine/actors/wire.py`` encodes them with msgpack; nothing is ever pickled.
+``engine/links/wire.py`` encodes them with msgpack; nothing is ever pickled.
 """
 
 from enum import IntEnum
 
 import msgspec
 
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from engine.actors.snapshot import Snapshot
 from engine.messages import ChatOptions, ChatTurn, Delta, Stats
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 
 PLAIN = ChatOptions()
 Prompt = str | Sequence[int] | tuple[ChatTurn, ...]

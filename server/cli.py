@@ -23,10 +23,10 @@ from rich.table import Table
 from engine.config import Config, json_schema, load_config, render_toml
 from engine.errors import CallboardError, ConfigError, RequestError
 from engine.logs import LogSettings
+from engine.params import SamplingParams
 from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
 from engine.processes.cluster import Cluster, check_cluster, read_cluster
-from engine.sampling.params import SamplingParams
 from server.listener import bind
 from server.model_card import ModelCard
 from server.serve import serve, serve_from_process
@@ -200,7 +200,7 @@ async def _serve_as_head(cluster: Cluster, config: Config) -> None:
 
 async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> None:  # type: ignore[name-defined]  # noqa: F821
     from engine.actors.front_desk import FrontCommand, FrontDesk
-    from engine.actors.system import System
+    from engine.system import System
 
     # The port first: finding it taken must not cost the time of loading a model.
     with bind(config.server.host, config.server.port) as listener:
@@ -314,7 +314,7 @@ def _config(parsed: argparse.Namespace, config: Config) -> None:
 
 
 def _plugins(parsed: argparse.Namespace, config: Config) -> None:
-    from engine.execution.preview import preview_context  # torch knows the device
+    from engine.startup.preview import preview_context  # torch knows the device
 
     context = preview_context(config)
     table = Table("plugin", "chosen", "distribution", "needs", "runs here")

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from engine.config import LimitsSection, ServerSection
 from engine.errors import RequestError
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from server.admission import RETRY_AFTER_S
 from server.backend import Ingress, Prompt, Stream
 from server.exchange import EXCHANGE, Exchange, Handler

@@ -15,10 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from engine.checkpoints.checkpoint import DEMO, ModelSpec, read_spec, resolve_checkpoint
 from engine.config import Config
 from engine.errors import CallboardError, ConfigError
-from engine.execution.host_memory import available_bytes
-from engine.models.checkpoint import DEMO, ModelSpec, read_spec, resolve_checkpoint
+from engine.host_memory import available_bytes
 from server.connection import require_c_parser
 from server.listener import bind
 
@@ -80,7 +80,7 @@ def _http(config: Config) -> Iterator[Finding]:
 
 def _torch(config: Config) -> Iterator[Finding]:
     try:
-        from engine.execution.inventory import take_inventory
+        from engine.startup.inventory import take_inventory
     except (ImportError, OSError) as error:
         yield Finding("torch", "bad", str(error), "pip install torch; https://pytorch.org says which build fits")
         return
@@ -110,8 +110,8 @@ def _no_gpu(config: Config, cuda: str | None) -> Finding:
 
 
 def _plugins(config: Config) -> Iterator[Finding]:
-    from engine.execution.preview import preview_context
     from engine.plugins.listing import list_plugins
+    from engine.startup.preview import preview_context
 
     try:
         rows = list_plugins(config, preview_context(config))
@@ -202,7 +202,7 @@ def _model(config: Config) -> Iterator[Finding]:
 
 def _room_for(spec: ModelSpec, config: Config) -> Finding:
     try:
-        from engine.execution.preview import preview_weights
+        from engine.startup.preview import preview_weights
 
         needed, available = preview_weights(config, spec)
     except CallboardError as error:

@@ -15,7 +15,7 @@ from msgspec import Meta
 from engine.config import LimitsSection, ServerSection
 from engine.errors import RequestError
 from engine.messages import Finish
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from server.admission import refuse_early
 from server.backend import Ingress
 from server.body import BodyReader

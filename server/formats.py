@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from engine.errors import RequestError
-from engine.sampling.params import Grammar
+from engine.params import Grammar
 from server.openai_requests import GenerationBody, ResponseFormat, StructuredOutputs, is_given
 
 Named = tuple[str, Grammar]

@@ -18,8 +18,8 @@ from aiohttp import web
 from engine.actors.actor import Actor
 from engine.actors.ingress import Ingress
 from engine.actors.snapshot import RequestsFinished, Snapshot
-from engine.actors.wire import WireError
 from engine.errors import CallboardError, EngineDied
+from engine.links.wire import WireError
 from engine.messages import (
     Abort,
     AbortAll,

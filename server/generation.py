@@ -12,7 +12,7 @@ import msgspec
 from engine.config import LimitsSection
 from engine.errors import RequestError
 from engine.messages import ChatOptions
-from engine.sampling.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
+from engine.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
 from server.backend import Prompt
 from server.formats import read_grammar
 from server.model_card import ModelCard

@@ -12,7 +12,7 @@ from engine.config import ServerSection
 from engine.text.tool_format import ToolFormat
 
 if TYPE_CHECKING:
-    from engine.actors.system import System
+    from engine.system import System
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from aiohttp import web
 from engine.config import LimitsSection
 from engine.errors import RequestError
 from engine.messages import Finish
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from server.admission import RETRY_LATER_S, refuse_early
 from server.backend import Ingress, Stream
 from server.reply import json_reply

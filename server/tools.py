@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.errors import RequestError
-from engine.sampling.params import Grammar
+from engine.params import Grammar
 from engine.text.tool_calls import ToolCallParser
 from engine.text.tool_format import Tool, ToolFormat, allow_calls, demand_calls
 from server.openai_requests import ToolBody, ToolChoice

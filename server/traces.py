@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import web
 
 from engine.errors import ConfigError
+from engine.params import SamplingParams
 from engine.plugins.hookspecs import hookimpl
-from engine.sampling.params import SamplingParams
 from engine.scheduling.metrics import RequestMetrics
 from server.backend import Ingress, Prompt, Stream
 from server.exchange import EXCHANGE, Handler

@@ -17,7 +17,7 @@ from engine.actors.stream import merge
 from engine.actors.tokenizer import Tokenizer
 from engine.errors import RequestError
 from engine.messages import Abort, Admit, Delta, Finish, Stop, Tokenize, Tokens
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from server.openai_responses import CompletionChoice
 from server.sse import EventStream
 from tests.actors.test_ingress import Sent

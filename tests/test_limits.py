@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.actors.system import System
 from engine.config import Config, LimitsSection, PlacementSection, ServerSection, build_config
+from engine.system import System
 
 TESTS = Path(__file__).parent
 # Setting -> the test that runs into it.

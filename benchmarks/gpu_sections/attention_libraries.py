@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBatch, AttentionFactory, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.plugins.attention import flash_attn as flash_attn_plugin
 from engine.plugins.attention import flashinfer as flashinfer_plugin
 from engine.plugins.attention.flashinfer.append import PagedAppend

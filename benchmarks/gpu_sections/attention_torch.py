@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBatch, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.torch import TorchAttention
 from gpu_sections.rows import Row, seconds_of
 

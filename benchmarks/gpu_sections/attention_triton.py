@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from engine.errors import PluginError
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBatch, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.triton import callboard_attention_backend
 from engine.plugins.declaration import read_declaration
 from engine.plugins.testing.attention import check_case, through_hook

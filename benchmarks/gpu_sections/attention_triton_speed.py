@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from device_rates import copied_bytes_per_s
 
 from engine.errors import PluginError
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.plugins.testing.attention import through_hook
 from gpu_sections.attention_triton import cannot_run
 from gpu_sections.rows import CALLS, UNCACHED_BYTES, Row, device_seconds, skipped
@@ -101,8 +101,8 @@ def tuning(
         yield skipped("the interpreter is not tuned")
         return
     # Here, because the sections above must be able to say that triton is not installed.
-    from engine.plugins.attention.triton_kernels.backend import TritonAttention
-    from engine.plugins.attention.triton_kernels.trials import tune
+    from engine.plugins.attention.triton.backend import TritonAttention
+    from engine.plugins.attention.triton.trials import tune
 
     for size in [Size(16, rows, context, False, 16) for rows in batches for context in contexts]:
         spec, pool = _spec_and_pool(size, device)

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from engine.actors.system import System
 from engine.config import Config, build_config
-from engine.execution import loading
 from engine.graphs import rank
 from engine.graphs.capturing import Capturing
 from engine.graphs.piecewise import PREFILL
+from engine.startup import loading
+from engine.system import System
 from gpu_sections.rows import Row, skipped
 from gpu_sections.stepping import captures
 
@@ -36,10 +36,10 @@ def capture_costs(model: str, way: str, max_tokens: int, max_rows: int, device: 
             super().__init__(*args, descending=descending, rehearsal=rehearsal)
 
         def capture(self, what: str, sizes: Any, warm_up: Any, record: Any, *rest: Any, **named: Any) -> None:
-            breaker = record.__self__._breaker
+            recorder = record.__self__._recorder
 
             def record_apart(size: int) -> None:
-                breaker.use(self._device.pool())
+                recorder.use(self._device.pool())
                 record(size)
 
             # Kernels are compiled and loaded in front of the clock: that costs the same in every way.
@@ -48,8 +48,8 @@ def capture_costs(model: str, way: str, max_tokens: int, max_rows: int, device: 
                     warm_up(size)
             self._device.trim()
             before, start = self._device.memory().free_bytes, time.perf_counter()
-            recorder = record if shared else record_apart
-            super().capture(what, sizes, warm_up, recorder, *rest, **named)
+            capture_one = record if shared else record_apart
+            super().capture(what, sizes, warm_up, capture_one, *rest, **named)
             seconds = time.perf_counter() - start  # captures end with replays, whose time on the GPU is not theirs
             self._device.trim()
             taken = max(1, before - self._device.memory().free_bytes)

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from engine.kv.host_pool import HostPool
-from engine.kv.pool import KVPool
+from engine.execution.host_pool import HostPool
+from engine.layers.kv_pool import KVPool
 from engine.messages import Step
 from gpu_sections.rows import Row, seconds_of
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from engine.kernels.choice import VARIABLE, choose_kernels
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
+from engine.sampling.captured import Variant, array_columns, columns_bytes, tensor_columns
 from engine.sampling.sampler import Sampler
-from engine.sampling.uniform import Variant, array_columns, columns_bytes, tensor_columns
 from gpu_sections.kernels import no_kernels
 from gpu_sections.rows import Row, device_seconds, seconds_of
 
@@ -74,7 +74,7 @@ def _captured(case: str, kinds: Sequence[SamplingParams], logits_NV: Tensor, dev
     one, rows = _sampler(kinds, num_rows, vocab_size, device, "triton"), np.arange(num_rows)
     packed = np.zeros(columns_bytes(num_rows), dtype=np.uint8)
     on_device = torch.zeros(len(packed), dtype=torch.uint8, device=device)
-    uniform = one.uniform(tensor_columns(on_device, num_rows))
+    uniform = one.captured(tensor_columns(on_device, num_rows))
     uniform.fill(array_columns(packed, num_rows), rows)
     on_device.copy_(torch.from_numpy(packed))
     positions_N = torch.full((num_rows,), POSITION, device=device)

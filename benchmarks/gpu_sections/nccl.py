@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import torch
 
-from engine.plugins.comm import nccl
+from engine.plugins.comm import pynccl as nccl
 from engine.plugins.comm import torch as torch_comm
-from engine.plugins.comm.nccl.group import NcclComm
-from engine.plugins.comm.nccl.library import NcclLibrary, find_library
+from engine.plugins.comm.pynccl.group import NcclComm
+from engine.plugins.comm.pynccl.library import NcclLibrary, find_library
 from engine.plugins.comm.torch import TorchComm
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.testing.comm import check_rank

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from engine.sampling.sampler import Sampler
 from gpu_sections.rows import Row, seconds_of
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.actors.system import System
 from engine.config import Config, build_config
-from engine.execution.loading import load_runner
 from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.graphs import rank
 from engine.messages import Admission, Step
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
+from engine.startup.loading import load_runner
+from engine.system import System
 
 PAGE_SIZE = 16
 

@@ -22,8 +22,8 @@ from engine.actors.intensity import RestartIntensity
 from engine.actors.mailbox import Link
 from engine.actors.snapshot import RequestsFinished, Snapshot
 from engine.actors.tenure import Desk, Member, ProcessLost, Reports, Tenure, judge
-from engine.actors.wire import WireError
 from engine.errors import EngineDied
+from engine.links.wire import WireError
 from engine.messages import (
     Abort,
     AbortAll,

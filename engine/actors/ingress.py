@@ -36,7 +36,7 @@ from engine.messages import (
     TokenizersLost,
     TokenizersReady,
 )
-from engine.sampling.params import MAX_SEED, SamplingParams
+from engine.params import MAX_SEED, SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from engine.actors.intensity import RestartIntensity
 from engine.actors.mailbox import Link
 from engine.actors.shards import Shards
 from engine.actors.tenure import Desk, Member, ProcessLost, Reports, Tenure, judge
-from engine.actors.wire import WireError
+from engine.links.wire import WireError
 from engine.messages import (
     Abort,
     Admit,

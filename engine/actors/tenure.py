@@ -10,8 +10,8 @@ from typing import Generic, Protocol, TypeVar
 
 from engine.actors.intensity import RestartIntensity
 from engine.actors.watch import TICKS, Watch
-from engine.actors.wire import WireError
 from engine.errors import CallboardError, EngineDied
+from engine.links.wire import WireError
 from engine.messages import FrontAlive, FrontReady, Message, TokenizerAlive, TokenizerReady
 
 GRACE_S = 0.2  # longer than it takes to hear of a process's end

@@ -32,9 +32,9 @@ from engine.messages import (
     Tokens,
     Usage,
 )
-from engine.sampling.grammars import Grammars
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from engine.text.codec import TextCodec
+from engine.text.grammars import Grammars
 from engine.text.reasoning import Thinking
 from engine.text.stream import TextStream
 

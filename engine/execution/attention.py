@@ -9,11 +9,11 @@ from functools import partial
 import torch
 
 from engine.errors import PluginError
-from engine.execution.foreign import build_foreign, try_foreign
-from engine.kv.pool import KVPool
+from engine.execution.split_attention import SplitAttention
+from engine.execution.third_party import build_foreign, try_foreign
 from engine.layers.attention import AttentionBackend, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.patience import named_while_slow
-from engine.plugins.attention.split import SplitAttention
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import Plugins
 from engine.plugins.selection import choose_attention

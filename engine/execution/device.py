@@ -13,7 +13,7 @@ import torch
 
 from engine.config import DeviceSection
 from engine.errors import ConfigError
-from engine.execution.host_memory import available_bytes
+from engine.host_memory import available_bytes
 from engine.layers.comm import Comm
 
 log = logging.getLogger(__name__)

@@ -41,7 +41,7 @@ class _Pooled:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptWishes:
+class PromptOutputs:
     """What a step is to give besides tokens.
 
     scored_at_E, pooled_at_P: indexes into T.  next_ids_E: the token that follows each, whose log probability is wanted.
@@ -96,20 +96,20 @@ class Prompts:
     """The rows that want something, from their admission to their first token."""
 
     def __init__(self) -> None:
-        self._wishing: dict[int, Admission] = {}
+        self._wanting: dict[int, Admission] = {}
         self._sums: dict[int, Tensor] = {}
 
     def admit(self, admission: Admission) -> None:
         """A sequence takes a row."""
-        self._wishing.pop(admission.row, None)
+        self._wanting.pop(admission.row, None)
         self._sums.pop(admission.row, None)
         params = admission.params
         if params.prompt_logprobs is not None or params.pooling:
-            self._wishing[admission.row] = admission
+            self._wanting[admission.row] = admission
 
-    def wishes(self, step: Step, batch: Batch) -> PromptWishes | None:
+    def wanted(self, step: Step, batch: Batch) -> PromptOutputs | None:
         """None if nobody in the step wants anything; that costs next to nothing."""
-        if not self._wishing or not step.prefill_rows:
+        if not self._wanting or not step.prefill_rows:
             return None
         rows = np.frombuffer(step.prefill_rows, dtype=np.int32).tolist()
         starts = np.frombuffer(step.prefill_starts, dtype=np.int32).tolist()
@@ -123,7 +123,7 @@ class Prompts:
         pooled_at: list[Int64] = []
         sampled = batch.num_decodes
         for segment, (row, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
-            admission = self._wishing.get(row)
+            admission = self._wanting.get(row)
             at = int(batch.query_starts_B1[batch.num_decodes + segment])
             ends = samples[segment] == 1
             if admission is not None:
@@ -141,32 +141,32 @@ class Prompts:
             sampled += ends
         if not scored and not pooled:
             return None
-        return PromptWishes(
+        return PromptOutputs(
             _joined(scored_at), _joined(next_ids), _joined(num_top), tuple(scored), _joined(pooled_at), tuple(pooled)
         )
 
     def sums_in(self, step: Step) -> bool:
         """Whether the step adds to a sum, so that it must not run twice."""
-        rows = np.frombuffer(step.prefill_rows, dtype=np.int32).tolist() if self._wishing else ()
-        return any(row in self._wishing and self._wishing[row].params.pooling == "mean" for row in rows)
+        rows = np.frombuffer(step.prefill_rows, dtype=np.int32).tolist() if self._wanting else ()
+        return any(row in self._wanting and self._wanting[row].params.pooling == "mean" for row in rows)
 
     def results(
-        self, wishes: PromptWishes, scored_ED: Tensor, logits: Callable[[Tensor], Tensor], states_PD: Tensor
+        self, wanted: PromptOutputs, scored_ED: Tensor, logits: Callable[[Tensor], Tensor], states_PD: Tensor
     ) -> PromptResults:
         """scored_ED: what the model has at the scored positions, for ``logits``.
         states_PD: the last layer's normed output at the pooled ones."""
         logprobs = None
-        if wishes.scored:
-            next_ids_E = torch.from_numpy(wishes.next_ids_E).to(scored_ED.device, non_blocking=True)
+        if wanted.scored:
+            next_ids_E = torch.from_numpy(wanted.next_ids_E).to(scored_ED.device, non_blocking=True)
             parts = []
             for first in range(0, len(scored_ED), SCORED_ROWS):
                 part = slice(first, first + SCORED_ROWS)
-                logits_eV, num_top = logits(scored_ED[part]), wishes.num_top_E[part]
+                logits_eV, num_top = logits(scored_ED[part]), wanted.num_top_E[part]
                 parts.append(batch_logprobs(logits_eV, next_ids_E[part], np.arange(len(num_top)), num_top))
             logprobs = joined_logprobs(parts)
         embeddings: dict[int, Tensor] = {}
-        pooled = states_PD.to(torch.float32).split([one.count for one in wishes.pooled])
-        for one, part in zip(wishes.pooled, pooled, strict=True):
+        pooled = states_PD.to(torch.float32).split([one.count for one in wanted.pooled])
+        for one, part in zip(wanted.pooled, pooled, strict=True):
             total = part.sum(dim=0)
             if one.row in self._sums:
                 total = total + self._sums.pop(one.row)
@@ -175,7 +175,7 @@ class Prompts:
             else:
                 # A mean and a sum point the same way, and length 1 is what everybody compares by.
                 embeddings[one.sampled] = torch.nn.functional.normalize(total, dim=0)
-        return PromptResults(logprobs, wishes.scored, embeddings)
+        return PromptResults(logprobs, wanted.scored, embeddings)
 
 
 def _joined(parts: list[Int64]) -> Int64:

@@ -11,22 +11,20 @@ import numpy.typing as npt
 import torch
 
 from engine.execution.batch import decode_rows, lay_out
-from engine.execution.prompts import PromptResults, Prompts, PromptWishes
+from engine.execution.captured_steps import CapturedDecodes, CapturedModel, Captures, Event
+from engine.execution.host_pool import HostPool
+from engine.execution.prompts import PromptOutputs, PromptResults, Prompts
 from engine.execution.rows import DeviceRows
-from engine.graphs.decode import DecodeGraphs
-from engine.graphs.device import Event, GraphDevice
-from engine.graphs.piecewise import Piecewise
-from engine.kv.host_pool import HostPool
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionBatch
 from engine.layers.comm import Comm
+from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.messages import Admission, Step, StepDone
 from engine.models.decoder import Decoder
 from engine.patience import returns_within
+from engine.sampling.captured import Variant
 from engine.sampling.constraints import Constraints
 from engine.sampling.sampler import SampledTokens, Sampler
-from engine.sampling.uniform import Variant
 
 log = logging.getLogger(__name__)
 
@@ -80,13 +78,13 @@ class ModelRunner:
         self,
         *,
         comm: Comm,
-        graphs: GraphDevice,
+        graphs: Captures,
         model: Decoder,
         pool: KVPool,
         host_pool: HostPool | None,
         attention: AttentionBackend,
-        piecewise: Piecewise | None,
-        decode_graphs: DecodeGraphs | None,
+        piecewise: CapturedModel | None,
+        decode_graphs: CapturedDecodes | None,
         rows: DeviceRows,
         constraints: Constraints,
         sampler: Sampler,
@@ -147,7 +145,7 @@ class ModelRunner:
             self._rows.restore(computed)
             raise MemoryError(str(error)) from None
 
-    def _graphs_for(self, step: Step) -> DecodeGraphs | None:
+    def _graphs_for(self, step: Step) -> CapturedDecodes | None:
         """What a step is replayed by, if it can be."""
         graphs = self._decode_graphs
         if graphs is None or step.prefill_rows or step.admissions or not graphs.fits(len(step.decode_rows) // 4):
@@ -170,7 +168,7 @@ class ModelRunner:
         """The step's batch."""
         batch = lay_out(step, self._rows.computed)
         masks = self._constraints.begin(batch.sample_rows_N)
-        wishes = self._prompts.wishes(step, batch)
+        wanted = self._prompts.wanted(step, batch)
         inputs = self._rows.inputs(batch)
         self._attention.begin(
             AttentionBatch(
@@ -191,8 +189,8 @@ class ModelRunner:
             pool=self._pool,
         )
         prompts = None
-        if wishes is not None:
-            logits_NV, prompts = self._forward_wishing(tensors, wishes)
+        if wanted is not None:
+            logits_NV, prompts = self._forward_with_prompt_outputs(tensors, wanted)
         else:
             forward = self._forward_prefills if step.prefill_rows else self._forward_decodes
             logits_NV = forward(tensors)
@@ -209,7 +207,7 @@ class ModelRunner:
             self._constraints.sampled(batch.sample_rows_N, launched.tokens)
         return launched
 
-    def _launch_captured(self, graphs: DecodeGraphs, step: Step) -> LaunchedStep:
+    def _launch_captured(self, graphs: CapturedDecodes, step: Step) -> LaunchedStep:
         """A step that a graph has been captured for: every row samples."""
         rows_N = decode_rows(step)
         computed = self._rows.computed
@@ -239,14 +237,16 @@ class ModelRunner:
         self._constraints.admit(row, params, token_ids, num_prompt_tokens)
         self._prompts.admit(admission)
 
-    def _forward_wishing(self, tensors: StepTensors, wishes: PromptWishes) -> tuple[torch.Tensor, PromptResults]:
+    def _forward_with_prompt_outputs(
+        self, tensors: StepTensors, wanted: PromptOutputs
+    ) -> tuple[torch.Tensor, PromptResults]:
         """logits_NV and what is wanted of prompts.  Without graphs: these steps are few, and need more rows' output."""
         sample_at_N = tensors.sample_at_N
-        more_at = self._rows.upload(np.concatenate((wishes.scored_at_E, wishes.pooled_at_P)))
-        num_sampled, num_scored = len(sample_at_N), len(wishes.scored_at_E)
+        more_at = self._rows.upload(np.concatenate((wanted.scored_at_E, wanted.pooled_at_P)))
+        num_sampled, num_scored = len(sample_at_N), len(wanted.scored_at_E)
         states = self._model.hidden(tensors, torch.cat((sample_at_N, more_at)))
-        scored_ED, pooled_PD = states[num_sampled:].split((num_scored, len(wishes.pooled_at_P)))
-        prompts = self._prompts.results(wishes, scored_ED, self._model.logits, self._model.normed(pooled_PD))
+        scored_ED, pooled_PD = states[num_sampled:].split((num_scored, len(wanted.pooled_at_P)))
+        prompts = self._prompts.results(wanted, scored_ED, self._model.logits, self._model.normed(pooled_PD))
         return self._model.logits(states[:num_sampled]), prompts
 
     def _returning(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import GraphError
-from engine.graphs.breakable import Breaker
+from engine.graphs.breakable import SegmentRecorder
 from engine.graphs.device import GraphDevice
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
 
@@ -31,13 +31,13 @@ class BreakingAttention:
         self,
         backend: AttentionBackend,
         spec: AttentionSpec,
-        breaker: Breaker,
+        recorder: SegmentRecorder,
         device: GraphDevice,
         max_tokens: int,
         dtype: torch.dtype,
     ) -> None:
         self._backend = backend
-        self._breaker = breaker
+        self._recorder = recorder
         self._device = device
         # All layers and sizes share it: a layer's result is used up before the next layer's attention.
         self._out_MNH = device.buffer((max_tokens, spec.num_heads, spec.head_size), dtype)
@@ -54,8 +54,8 @@ class BreakingAttention:
 
     def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
         """The same with the result written to ``out_TNH``, whose address must be the same at every replay."""
-        weak = self._breaker.weak
-        self._breaker.run(ATTENTION, partial(self._attend_eagerly, layer, weak(q_TNH), weak(out_TNH)))
+        weak = self._recorder.weak
+        self._recorder.run(ATTENTION, partial(self._attend_eagerly, layer, weak(q_TNH), weak(out_TNH)))
 
     def _attend_eagerly(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
         if self._device.is_capturing():
@@ -63,7 +63,7 @@ class BreakingAttention:
                 f"attention of layer {layer} was about to be captured instead of broken at; its work depends on the "
                 "step's lengths and would be repeated with those of the capture"
             )
-        num_tokens = self._breaker.num_tokens
+        num_tokens = self._recorder.num_tokens
         out_TNH[:num_tokens].copy_(self._backend.attend(layer, q_TNH[:num_tokens]))
         if num_tokens < len(out_TNH):
             out_TNH[num_tokens:].zero_()

@@ -43,7 +43,7 @@ class Recording:
         return self.result
 
 
-class Breaker:
+class SegmentRecorder:
     """Breaks captures.  One for each rank, shared by everything that must not be captured.
 
     num_tokens: how many rows of the run at hand are no padding; eager bodies read it at every replay.
@@ -177,9 +177,9 @@ class _NamedBreaks(TorchDispatchMode):
     Entered anew for each graph, so that whatever a device puts around a capture lies inside.
     """
 
-    def __init__(self, breaker: Breaker, named: frozenset[str]) -> None:
+    def __init__(self, recorder: SegmentRecorder, named: frozenset[str]) -> None:
         super().__init__()
-        self._breaker = breaker
+        self._recorder = recorder
         self._named = named
         self._entered = False
         self._handling = False
@@ -202,7 +202,7 @@ class _NamedBreaks(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         self._handling = True
         try:
-            return self._breaker.call(name, func, args, kwargs or {})
+            return self._recorder.call(name, func, args, kwargs or {})
         finally:
             self._handling = False
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from engine.errors import GraphError
 from engine.graphs.device import GraphDevice
-from engine.graphs.garbage import frozen_garbage
+from engine.graphs.gc_freeze import frozen_garbage
 from engine.layers.comm import Comm
 
 log = logging.getLogger(__name__)

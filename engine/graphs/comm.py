@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.graphs.breakable import Breaker
+from engine.graphs.breakable import SegmentRecorder
 from engine.layers.comm import Comm
 
 COLLECTIVE = "collective"  # the kind of break
@@ -21,11 +21,11 @@ class BreakingComm:
     A library whose collectives can be recorded into a CUDA graph has an attribute ``capturable`` that is true.
     """
 
-    def __init__(self, comm: Comm, breaker: Breaker) -> None:
+    def __init__(self, comm: Comm, recorder: SegmentRecorder) -> None:
         self.rank = comm.rank
         self.size = comm.size
         self._comm = comm
-        self._breaker = breaker
+        self._recorder = recorder
         self._capturable = bool(getattr(comm, "capturable", False))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -33,16 +33,16 @@ class BreakingComm:
         if torch.compiler.is_compiling():
             torch.ops.callboard.all_reduce(tensor)
             return tensor
-        if self._capturable or not self._breaker.recording:
+        if self._capturable or not self._recorder.recording:
             return self._comm.all_reduce(tensor)
-        self._breaker.run(COLLECTIVE, partial(self._reduce_eagerly, self._breaker.weak(tensor)))
+        self._recorder.run(COLLECTIVE, partial(self._reduce_eagerly, self._recorder.weak(tensor)))
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """See ``Comm``."""
-        if self._capturable or not self._breaker.recording:
+        if self._capturable or not self._recorder.recording:
             return self._comm.all_gather(tensor, dim)
-        gathered: Tensor = self._breaker.call(COLLECTIVE, self._comm.all_gather, (tensor, dim), {})
+        gathered: Tensor = self._recorder.call(COLLECTIVE, self._comm.all_gather, (tensor, dim), {})
         return gathered
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class BreakingComm:
         self._comm.close()
 
     def _reduce_eagerly(self, x_TD: Tensor) -> None:
-        num_tokens = self._breaker.num_tokens
+        num_tokens = self._recorder.num_tokens
         self._comm.all_reduce(x_TD[:num_tokens])
         if num_tokens < len(x_TD):
             x_TD[num_tokens:].zero_()

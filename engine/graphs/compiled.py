@@ -7,7 +7,7 @@
 3. Or one for each number of tokens, when a piece first meets it: on a GPU fixed shapes are worth more than the time.
 
 The result is an ordinary function of a step.  Run directly it is a model with fewer, larger operations; recorded by a
-Breaker, its split operations are breaks and everything between them is captured.
+SegmentRecorder, its split operations are breaks and everything between them is captured.
 
 Legend: T tokens of the run, padding included · D model dim
 Owns: the trace and the compiled pieces.  Does not know: capturing, which sizes there are.
@@ -30,12 +30,12 @@ from torch.fx import GraphModule
 
 from engine.errors import GraphError
 from engine.graphs.attention import BreakingAttention
-from engine.graphs.breakable import Breaker
-from engine.graphs.marks import ALL_REDUCE, ATTEND, MarkedAttention
+from engine.graphs.breakable import SegmentRecorder
 from engine.graphs.packed import hide_packed_products
+from engine.graphs.split_ops import ALL_REDUCE, ATTEND, MarkedAttention
 from engine.graphs.splitting import Part, fingerprint, split
-from engine.kv.pool import KVPool
 from engine.layers.comm import Comm
+from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder
 
@@ -62,7 +62,7 @@ class CompiledModel:
         pool: KVPool,
         attention: BreakingAttention,
         comm: Comm,
-        breaker: Breaker,
+        recorder: SegmentRecorder,
         compiler: str,
         fixed_shapes: bool,
         named: Sequence[str] = (),
@@ -72,7 +72,7 @@ class CompiledModel:
         self._pool = pool
         self._attention = attention
         self._comm = comm
-        self._breaker = breaker
+        self._recorder = recorder
         self._compiler = compiler
         self._fixed_shapes = fixed_shapes
         self._named = tuple(named)
@@ -167,7 +167,7 @@ class CompiledModel:
             return AttendPart(self._attention, part.module)
         if part.operation == ALL_REDUCE:
             return AllReducePart(self._comm, part.module)
-        return NamedPart(self._breaker, part.operation, part.module)
+        return NamedPart(self._recorder, part.operation, part.module)
 
     def _remember(self, arguments: Sequence[Any], inputs: Sequence[Tensor]) -> None:
         """What the trace takes besides a step: weights and the pool, always the same objects."""
@@ -238,14 +238,14 @@ class AllReducePart(nn.Module):
 class NamedPart(nn.Module):
     """An operation that a plugin names, as it was traced."""
 
-    def __init__(self, breaker: Breaker, operation: str, module: GraphModule) -> None:
+    def __init__(self, recorder: SegmentRecorder, operation: str, module: GraphModule) -> None:
         super().__init__()
-        self._breaker = breaker
+        self._recorder = recorder
         self._operation = operation
         self._module = module
 
     def forward(self, *arguments: Any) -> Any:
-        return self._breaker.call(self._operation, self._module, arguments, {})
+        return self._recorder.call(self._operation, self._module, arguments, {})
 
 
 def keep_compilations() -> None:

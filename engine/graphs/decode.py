@@ -13,7 +13,6 @@ Owns: static inputs, which graph serves a step, what is copied.  Does not know: 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -22,41 +21,28 @@ import torch
 from torch import Tensor
 
 from engine.execution.batch import decode_rows
+from engine.execution.captured_steps import Decoded
 from engine.execution.rows import DeviceRows
-from engine.graphs.breakable import Breaker, Recording
+from engine.graphs.breakable import Recording, SegmentRecorder
 from engine.graphs.capturing import Capturing
 from engine.graphs.decode_attention import DecodeAttention, PlannedAttention, ResidentAttention
-from engine.graphs.device import Event, GraphDevice
+from engine.graphs.device import GraphDevice
 from engine.graphs.inputs import choose_inputs
-from engine.graphs.mail import Inbox, Outbox
+from engine.graphs.pinned_ring import PinnedReceiver, PinnedRing
 from engine.graphs.sizes import round_up
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend
+from engine.layers.kv_pool import KVPool
 from engine.layers.step import DecodeInputs, StepTensors
 from engine.messages import Step
 from engine.models.decoder import Decoder
+from engine.sampling.captured import NO_ROW, CapturedSampler, Variant, array_columns, columns_bytes, tensor_columns
 from engine.sampling.sampler import Sampler
-from engine.sampling.uniform import NO_ROW, UniformSampler, Variant, array_columns, columns_bytes, tensor_columns
 
 DECODES = "decode steps"
 LETTERS = 4  # steps in flight are at most 2, and the one that is launched is a third
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """A step that is queued.
-
-    Sampled: token_ids_N, int64, on the host, to be read once ``event`` is reached.
-    Else logits_NV, to be used before the next step, and write_at_N, int64, where the tokens belong.
-    """
-
-    token_ids_N: Tensor | None
-    event: Event | None
-    logits_NV: Tensor | None
-    write_at_N: Tensor
 
 
 class DecodeGraphs:
@@ -71,7 +57,7 @@ class DecodeGraphs:
         rows: DeviceRows,
         sampler: Sampler,
         device: GraphDevice,
-        breaker: Breaker,
+        recorder: SegmentRecorder,
         capturing: Capturing,
         sizes: Sequence[int],
     ) -> None:
@@ -81,7 +67,7 @@ class DecodeGraphs:
         self._pool = pool
         self._rows = rows
         self._device = device
-        self._breaker = breaker
+        self._recorder = recorder
         self._capturing = capturing
         self._steps = choose_inputs(pool.data.device)
         self._lengths_R = rows.keep_lengths()
@@ -92,7 +78,7 @@ class DecodeGraphs:
         self._columns = tensor_columns(self._packed[: self._columns_end], largest)
         self._columns.rows.fill_(NO_ROW)
         self._append_places_M, self._append_pages_M = _appends_of(self._packed[self._columns_end :], largest)
-        self._sampler: UniformSampler = sampler.uniform(self._columns)
+        self._sampler: CapturedSampler = sampler.captured(self._columns)
         self._tokens_M = device.buffer((largest,), torch.int64)
         self._all_rows_M = device.buffer((largest,), torch.int64)
         self._all_rows_M.copy_(torch.arange(largest))
@@ -107,8 +93,8 @@ class DecodeGraphs:
             self._attention = PlannedAttention(
                 for_graph, self.sizes, pool, self._columns.rows, rows.pages_RP, self._lengths_R
             )
-        self._outgoing = Outbox(device, LETTERS, self._packed.nbytes)
-        self._incoming = Inbox(device, self._tokens_M.nbytes)
+        self._outgoing = PinnedRing(device, LETTERS, self._packed.nbytes)
+        self._incoming = PinnedReceiver(device, self._tokens_M.nbytes)
         self._recordings: dict[tuple[int, Variant], Recording] = {}
         self._sent: tuple[int, bytes] | None = None
         self._sent_columns = np.empty(0, dtype=np.uint8)
@@ -169,7 +155,7 @@ class DecodeGraphs:
         num = len(rows_N)
         size = round_up(self.sizes, num)
         assert size is not None, f"{num} rows, captured up to {self.sizes[-1]}"
-        self._breaker.num_tokens = num
+        self._recorder.num_tokens = num
         self._attention.plan(size, lengths_N)
         result = self._recordings[size, variant].replay()
         write_at_N = self._inputs.write_at_B[:num]
@@ -184,15 +170,15 @@ class DecodeGraphs:
         first = self._packed.nbytes
         end = num_appends = 0
         key = (self._sampler.version, rows_N.tobytes())
-        letter = None
+        buffer = None
         if key != self._sent:
             columns = np.empty(self._columns_end, dtype=np.uint8)
             self._sampler.fill(array_columns(columns, self.sizes[-1]), rows_N)
             self._sent = key
             if not np.array_equal(columns, self._sent_columns):  # else a row was admitted that is not in this batch
                 self._sent_columns = columns
-                letter = self._outgoing.take()
-                letter.data[: self._columns_end].numpy()[:] = columns
+                buffer = self._outgoing.take()
+                buffer.data[: self._columns_end].numpy()[:] = columns
                 first, end = 0, self._columns_end
         if step.append_rows:
             places_A, pages_A = self._rows.appends(step)
@@ -202,15 +188,15 @@ class DecodeGraphs:
                 self._rows.append_pages(step)
                 num_appends = 0
             else:
-                letter = letter or self._outgoing.take()
-                places, pages = _appends_of(letter.data[self._columns_end :], self.sizes[-1])
+                buffer = buffer or self._outgoing.take()
+                places, pages = _appends_of(buffer.data[self._columns_end :], self.sizes[-1])
                 places.numpy()[:num_appends] = places_A
                 pages.numpy()[:num_appends] = pages_A
                 first, end = min(first, self._columns_end), self._packed.nbytes
-        if letter is None:
+        if buffer is None:
             return
-        self._device.copy(self._packed[first:end], letter.data[first:end])
-        letter.event.record()
+        self._device.copy(self._packed[first:end], buffer.data[first:end])
+        buffer.event.record()
         if num_appends:
             pages_flat = self._rows.pages_RP.view(-1)
             pages_flat.index_copy_(0, self._append_places_M[:num_appends], self._append_pages_M[:num_appends])
@@ -228,16 +214,16 @@ class DecodeGraphs:
 
     def _warm_up(self, size: int) -> None:
         attention = self._attention.prepare(size)
-        self._breaker.num_tokens = size
+        self._recorder.num_tokens = size
         for variant in Variant:
             self._run(size, variant, attention)
 
     def _record(self, size: int) -> None:
         attention = self._attention.prepare(size)
-        self._breaker.num_tokens = size
+        self._recorder.num_tokens = size
         for variant in Variant:
             run = partial(self._run, size, variant, attention)
-            self._recordings[size, variant] = self._breaker.record(size, run)
+            self._recordings[size, variant] = self._recorder.record(size, run)
 
     def _run(self, size: int, variant: Variant, attention: AttentionBackend) -> Tensor:
         """One step of the rows that the columns name; the logits, or the tokens."""

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionBatch
+from engine.layers.kv_pool import KVPool
 from engine.layers.step import DecodeInputs
 
 Int32 = npt.NDArray[np.int32]

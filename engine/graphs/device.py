@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.execution.host_memory import available_bytes
+from engine.execution.captured_steps import Event
+from engine.host_memory import available_bytes
 
 Pool = Any  # an opaque handle: memory that graphs take their tensors from, and may share
 
@@ -25,22 +26,6 @@ class DeviceMemory:
 
     free_bytes: int
     reserved_bytes: int
-
-
-class Event(Protocol):
-    """A place in the stream of queued work."""
-
-    def record(self) -> None:
-        """It is here now: behind all that has been queued."""
-        ...
-
-    def query(self) -> bool:
-        """Whether the device has reached it."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until it has."""
-        ...
 
 
 class Graph(Protocol):

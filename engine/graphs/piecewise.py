@@ -18,13 +18,13 @@ from torch import Tensor
 
 from engine.errors import GraphError
 from engine.graphs.attention import ATTENTION, BreakingAttention
-from engine.graphs.breakable import Breaker, Recording
+from engine.graphs.breakable import Recording, SegmentRecorder
 from engine.graphs.capturing import Capturing
 from engine.graphs.device import GraphDevice
-from engine.graphs.garbage import frozen_garbage
+from engine.graphs.gc_freeze import frozen_garbage
 from engine.graphs.sizes import round_up
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBatch
+from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder
 
@@ -48,7 +48,7 @@ class Piecewise:
         pool: KVPool,
         attention: BreakingAttention,
         device: GraphDevice,
-        breaker: Breaker,
+        recorder: SegmentRecorder,
         capturing: Capturing,
         sizes: Sequence[int],
     ) -> None:
@@ -58,7 +58,7 @@ class Piecewise:
         self._pool = pool
         self._attention = attention
         self._device = device
-        self._breaker = breaker
+        self._recorder = recorder
         self._capturing = capturing
         self._recordings: dict[int, Recording] = {}
         # Token ids, positions and slots of the largest run; smaller ones use the beginnings.
@@ -134,7 +134,7 @@ class Piecewise:
             self._run(FEWEST_DIRECT)
 
     def _record(self, size: int) -> Recording:
-        recording = self._breaker.record(size, lambda: self._run(size))
+        recording = self._recorder.record(size, lambda: self._run(size))
         broken, layers = recording.breaks[ATTENTION], len(self._model.layers)
         if broken != layers:
             raise GraphError(
@@ -153,7 +153,7 @@ class Piecewise:
         num_tokens = len(step.token_ids_T)
         if num_tokens < FEWEST_DIRECT:
             return self._model.forward(step)
-        self._breaker.num_tokens = num_tokens
+        self._recorder.num_tokens = num_tokens
         x_TD = self._hidden(
             StepTensors(step.token_ids_T, step.positions_T, step.slots_T, step.sample_at_N, self._attention, self._pool)
         )
@@ -161,14 +161,14 @@ class Piecewise:
 
     def _fill(self, size: int, inputs: Sequence[Tensor], num_tokens: int) -> None:
         """Real tokens first; padding has token 0 at position 0 and belongs in the dump page."""
-        self._breaker.num_tokens = num_tokens
+        self._recorder.num_tokens = num_tokens
         torch._foreach_copy_(list(self._inputs_3M[:, :num_tokens]), list(inputs))
         if num_tokens < size:
             self._inputs_3M[:, num_tokens:size] = self._padding_31
 
     def _plan_nothing(self) -> None:
         """Inputs of padding only, and one token in the dump page for attention, which must have been planned."""
-        self._breaker.num_tokens = 1
+        self._recorder.num_tokens = 1
         self._inputs_3M.copy_(self._padding_31)
         one = torch.ones(1, dtype=torch.int32, device=self._pool.data.device)
         self._attention.begin(

@@ -15,7 +15,7 @@ from engine.config import GraphsSection, SchedulerSection
 from engine.errors import ConfigError, GraphError
 from engine.execution.rows import DeviceRows
 from engine.graphs.attention import BreakingAttention
-from engine.graphs.breakable import Breaker
+from engine.graphs.breakable import SegmentRecorder
 from engine.graphs.capturing import Capturing
 from engine.graphs.comm import BreakingComm
 from engine.graphs.decode import DECODES, DecodeGraphs
@@ -23,9 +23,9 @@ from engine.graphs.decode_attention import can_capture
 from engine.graphs.device import Pool, device_for_graphs
 from engine.graphs.piecewise import PREFILL, Piecewise
 from engine.graphs.sizes import decode_sizes, piecewise_sizes
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
+from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder
 from engine.sampling.sampler import Sampler
@@ -55,19 +55,19 @@ class RankGraphs:
         self.mode = choose_mode(section.mode, self.device.captures)
         self.comm = comm
         self._section = section
-        self._breaker: Breaker | None = None
+        self._recorder: SegmentRecorder | None = None
         self._pool: Pool = None
         self._pool_serves = False  # whether graphs that are kept have been captured into it
         if self.mode != OFF:
             self._pool = self.device.pool()
-            self._breaker = Breaker(self.device, self._pool)
+            self._recorder = SegmentRecorder(self.device, self._pool)
             if comm.size > 1:
-                self.comm = BreakingComm(comm, self._breaker)
+                self.comm = BreakingComm(comm, self._recorder)
 
     def break_at(self, operations: Sequence[str]) -> None:
         """Keep operations that plugins name out of graphs; called before anything is captured."""
-        if self._breaker is not None:
-            self._breaker.break_at(operations)
+        if self._recorder is not None:
+            self._recorder.break_at(operations)
 
     def piecewise(self, parts: StepParts, scheduler: SchedulerSection, progress: bool) -> Piecewise | None:
         """Captured, or compiled, up to the largest step; None where that is off, or has failed under 'auto'.
@@ -82,7 +82,7 @@ class RankGraphs:
 
         Raises GraphError where the mode was asked for by name.
         """
-        if self._breaker is not None and self.device.captures and not can_capture(parts.attention):
+        if self._recorder is not None and self.device.captures and not can_capture(parts.attention):
             log.info("%s are not captured whole: this attention backend works out on the host what to do", DECODES)
         graphs = self._new_decode(parts, scheduler)
         return graphs if graphs is not None and self._captured(graphs, DECODES, progress) else None
@@ -92,21 +92,21 @@ class RankGraphs:
 
         Raises GraphError where the mode was asked for by name; else graphs are off after a failure.
         """
-        if self._breaker is None or not self.device.captures:
+        if self._recorder is None or not self.device.captures:
             return 0
         trial = self.device.pool()
-        self._breaker.use(trial)
+        self._recorder.use(trial)
         try:
             return self._measure(parts, scheduler)
         except GraphError as error:
             if self._section.mode != "auto":
                 raise
             log.warning("graphs are off: %s", error)
-            self._breaker = None
+            self._recorder = None
             return 0
         finally:
-            if self._breaker is not None:
-                self._breaker.use(self._pool)
+            if self._recorder is not None:
+                self._recorder.use(self._pool)
             self.device.drop(trial)
 
     def _measure(self, parts: StepParts, scheduler: SchedulerSection) -> int:
@@ -115,14 +115,14 @@ class RankGraphs:
         return sum(graphs.measure() for graphs in trials if graphs is not None)
 
     def _new_piecewise(self, parts: StepParts, scheduler: SchedulerSection) -> Piecewise | None:
-        if self._breaker is None or self.mode == DECODE:
+        if self._recorder is None or self.mode == DECODE:
             return None
         model, pool = parts.model, parts.pool
         sizes = piecewise_sizes(min(self._section.max_tokens, scheduler.max_step_tokens))
         attention = BreakingAttention(
             parts.attention,
             model.attention_spec,
-            self._breaker,
+            self._recorder,
             self.device,
             sizes[-1] if self.device.captures else 0,
             model.dtype,
@@ -137,10 +137,10 @@ class RankGraphs:
                 pool=pool,
                 attention=attention,
                 comm=self.comm,
-                breaker=self._breaker,
+                recorder=self._recorder,
                 compiler="inductor",
                 fixed_shapes=self.device.captures,
-                named=self._breaker.named,
+                named=self._recorder.named,
             ).hidden
         return Piecewise(
             model=model,
@@ -148,13 +148,13 @@ class RankGraphs:
             pool=pool,
             attention=attention,
             device=self.device,
-            breaker=self._breaker,
+            recorder=self._recorder,
             capturing=Capturing(self.device, self.comm, pool.data.device),
             sizes=sizes,
         )
 
     def _new_decode(self, parts: StepParts, scheduler: SchedulerSection) -> DecodeGraphs | None:
-        if self._breaker is None or not self.device.captures or not can_capture(parts.attention):
+        if self._recorder is None or not self.device.captures or not can_capture(parts.attention):
             return None
         return DecodeGraphs(
             model=parts.model,
@@ -163,7 +163,7 @@ class RankGraphs:
             rows=parts.rows,
             sampler=parts.sampler,
             device=self.device,
-            breaker=self._breaker,
+            recorder=self._recorder,
             capturing=Capturing(self.device, self.comm, parts.pool.data.device),
             sizes=decode_sizes(min(self._section.max_rows, scheduler.max_running)),
         )
@@ -178,9 +178,9 @@ class RankGraphs:
         else:
             self._pool_serves = True
             return True
-        if not self._pool_serves and self._breaker is not None:
+        if not self._pool_serves and self._recorder is not None:
             failed, self._pool = self._pool, self.device.pool()
-            self._breaker.use(self._pool)
+            self._recorder.use(self._pool)
             self.device.drop(failed)  # else what it took before it failed would be lost
         return False
 

@@ -6,8 +6,6 @@ Owns: the list.  Does not know: when they are used, see ``choice.py``.
 import torch
 
 from engine.kernels import activation, embedding, heads, inputs, norm, rotary
-from engine.kernels.sampler import KernelSampler
-from engine.sampling.state import SamplingState
 
 
 class FusedKernels:
@@ -23,10 +21,6 @@ class FusedKernels:
 
     def __init__(self, device_type: str) -> None:
         self._device = torch.device(device_type)
-
-    def sampler(self, state: SamplingState) -> KernelSampler:
-        """A sampler of a rank's own rows."""
-        return KernelSampler(state)
 
     def try_out(self) -> None:
         """Compile and run one.  Raises whatever triton raises if it cannot; RuntimeError if the result is wrong."""

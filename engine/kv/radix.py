@@ -15,9 +15,9 @@ import numpy.typing as npt
 from engine.kv.events import EventLog, KVEvent
 from engine.kv.eviction import EvictionStrategy
 from engine.kv.handle import NO_PAGES, Handle, Published
-from engine.kv.host import HostTier, Transfer
+from engine.kv.host_tier import HostTier, Transfer
 from engine.kv.invariants import check_locks, check_nodes, check_pages
-from engine.kv.ledger import Ledger
+from engine.kv.locks import LockCounts
 from engine.kv.match import Match, common_bytes, match_on_device, match_on_host
 from engine.kv.node import SHARED, Namespace, Node, Root
 from engine.kv.outline import Outline, outline
@@ -55,24 +55,24 @@ class RadixTree:
 
     def _clear(self) -> None:
         self._roots: dict[Namespace, Root] = {}
-        self._ledger = Ledger(self._strategy)
+        self._lock_counts = LockCounts(self._strategy)
         self._host = HostTier(self._num_host_pages, self._detach, self._events) if self._num_host_pages else None
         self._num_handles = 0
 
     @property
     def num_evictable(self) -> int:
         """Pages that ``evict`` would hand back if asked for all."""
-        return self._ledger.num_evictable
+        return self._lock_counts.num_evictable
 
     @property
     def num_protected(self) -> int:
         """Pages that some handle keeps."""
-        return self._ledger.num_protected
+        return self._lock_counts.num_protected
 
     @property
     def num_cached(self) -> int:
         """Pages the tree owns."""
-        return self._ledger.num_evictable + self._ledger.num_protected
+        return self._lock_counts.num_evictable + self._lock_counts.num_protected
 
     @property
     def num_on_host(self) -> int:
@@ -124,7 +124,7 @@ class RadixTree:
             self._host.touch(match.host_end, self.now)
         node.hits += 1
         self._num_handles += 1
-        self._ledger.protect(node)
+        self._lock_counts.protect(node)
         handle = Handle(node, match.num_pages, priority)
         self._stamp(handle, node)
         return handle
@@ -153,7 +153,7 @@ class RadixTree:
         self._stamp(handle, node)
         handle.node = None
         self._num_handles -= 1
-        self._ledger.release(node)
+        self._lock_counts.release(node)
         self._settle_root(node)
 
     def insert(self, key: bytes, pages: Pages, namespace: Namespace = SHARED) -> Published:
@@ -179,9 +179,9 @@ class RadixTree:
 
         The last leaf only loses its tail.  ``drain_transfers`` has those that the host is to keep."""
         freed: list[bytes] = []
-        missing = min(count, self._ledger.num_evictable)
+        missing = min(count, self._lock_counts.num_evictable)
         while missing > 0:
-            node = self._ledger.worst()
+            node = self._lock_counts.worst()
             if node.num_pages > missing:
                 self._split(node, node.num_pages - missing)
             missing -= node.num_pages
@@ -256,12 +256,12 @@ class RadixTree:
             first_page = node.num_pages
             node.key += tail
             node.pages += raw
-            self._ledger.grow(node, len(pages))
+            self._lock_counts.grow(node, len(pages))
         else:
             first_page, parent = 0, node
             node = Node(parent, tail[: self._page_bytes], bytearray(tail), raw, self.now, handle.priority)
             parent.children[node.first] = node
-            self._ledger.arrive(node)
+            self._lock_counts.arrive(node)
         if self._events is not None:
             self._events.stored(node, "device", first_page)
         return node
@@ -270,8 +270,8 @@ class RadixTree:
         """Move a lock along.  The new end comes first: then no page is without a lock in between."""
         old = handle.node
         if old is not None and old is not node:
-            self._ledger.protect(node)
-            self._ledger.release(old)
+            self._lock_counts.protect(node)
+            self._lock_counts.release(old)
         handle.node, handle.num_pages = node, num_pages
         self._stamp(handle, node)
 
@@ -292,7 +292,7 @@ class RadixTree:
         assert self._host is not None
         self._version += 1
         self._host.revive(node, pages, transfer)
-        self._ledger.arrive(node)
+        self._lock_counts.arrive(node)
         if self._events is not None:
             self._events.restored(node) if transfer else self._events.stored(node, "device")
 
@@ -303,14 +303,14 @@ class RadixTree:
         assert parent is not None
         if self._events is not None:
             self._events.removed(node, "device")
-        self._ledger.leave(node)
+        self._lock_counts.leave(node)
         kept = self._host is not None and self._host.keep(node)
         node.pages = bytearray()
         if self._host is not None and kept:
             self._host.join_only_child(node)
         else:
             self._detach(node)
-        self._ledger.settle(parent)
+        self._lock_counts.settle(parent)
 
     def _detach(self, node: Node) -> None:
         parent = node.parent
@@ -341,6 +341,6 @@ class RadixTree:
         roots = list(self._roots.values())
         check_locks([*roots, *nodes], self._num_handles)
         check_pages(nodes, host=self._host is not None)
-        self._ledger.check(nodes)
+        self._lock_counts.check(nodes)
         if self._host is not None:
             self._host.check(nodes)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from engine.kv.pool import KVPool
+from engine.layers.kv_pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)

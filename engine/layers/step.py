@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend
+from engine.layers.kv_pool import KVPool
 
 
 @dataclass(slots=True)

@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 
 import zmq
 
-from engine.actors.wire import MAX_FRAME_BYTES, Wire, WireError
 from engine.errors import CallboardError
 from engine.links.curve import ClientKeys, KeyPair
+from engine.links.wire import MAX_FRAME_BYTES, Wire, WireError
 from engine.messages import Message
 
 log = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from engine.checkpoints.shape import DecoderShape
 from engine.kernels.choice import choose_kernels
 from engine.layers.activation import gated
 from engine.layers.attention import AttentionSpec
@@ -22,7 +23,6 @@ from engine.layers.rotary import Rotary
 from engine.layers.step import StepTensors
 from engine.layers.weights import WeightSlice
 from engine.models.frequencies import frequencies
-from engine.models.shape import DecoderShape
 
 if TYPE_CHECKING:
     from engine.kernels.fused import FusedKernels

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.models.shape import RotaryShape
+from engine.checkpoints.shape import RotaryShape
 
 
 def frequencies(shape: RotaryShape, head_size: int) -> Tensor:

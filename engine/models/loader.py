@@ -19,13 +19,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from engine.checkpoints.checkpoint import ModelSpec
+from engine.checkpoints.shape import DecoderShape
+from engine.checkpoints.shards import StoredTensor, read_shards
 from engine.errors import WeightsError
 from engine.layers.comm import Comm
 from engine.layers.weights import WeightSlice
-from engine.models.checkpoint import ModelSpec
 from engine.models.decoder import Decoder
-from engine.models.shape import DecoderShape
-from engine.models.shards import StoredTensor, read_shards
 
 log = logging.getLogger(__name__)
 

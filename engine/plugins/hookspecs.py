@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from engine.kv.eviction import EvictionStrategy
     from engine.layers.attention import AttentionFactory
     from engine.layers.comm import Comm
-    from engine.sampling.grammar import GrammarEngine
     from engine.scheduling.metrics import RequestMetrics
     from engine.scheduling.policy import SchedulingPolicy
+    from engine.text.grammar import GrammarEngine
 
 PROJECT = "callboard"
 # The version of everything on this page and of the protocols it names; docs/plugins.md says what it promises.
@@ -148,7 +148,7 @@ def callboard_grammar_engine(context: GrammarContext) -> "GrammarEngine | None":
     """Build what compiles grammars and says which tokens they allow next, for structured output.
 
     Called: once per process, in a worker thread, when the first request needs it; no torch, no device.
-    Returns: a GrammarEngine, see ``engine/sampling/grammar.py``.  Raises: PluginError if its options are wrong.
+    Returns: a GrammarEngine, see ``engine/text/grammar.py``.  Raises: PluginError if its options are wrong.
     """
 
 

@@ -39,7 +39,7 @@ BUILTIN: Mapping[str, str] = {
     "attention.torch": "engine.plugins.attention.torch",
     "attention.triton": "engine.plugins.attention.triton",
     "comm.local": "engine.plugins.comm.local",
-    "comm.pynccl": "engine.plugins.comm.nccl",
+    "comm.pynccl": "engine.plugins.comm.pynccl",
     "comm.torch": "engine.plugins.comm.torch",
     "eviction.fifo": "engine.plugins.eviction.fifo",
     "eviction.lfu": "engine.plugins.eviction.lfu",

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from engine.checkpoints.shape import DecoderShape
 from engine.config import Config
 from engine.errors import PluginError
-from engine.models.shape import DecoderShape
 from engine.patience import named_while_slow
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import AttentionContext

@@ -10,9 +10,9 @@ from typing import Any
 from engine.errors import RequestError
 from engine.plugins.hookspecs import GrammarContext
 from engine.plugins.manager import Plugins
-from engine.sampling.grammar import GrammarEngine
-from engine.sampling.grammars import Grammars
 from engine.text.codec import TextCodec
+from engine.text.grammar import GrammarEngine
+from engine.text.grammars import Grammars
 
 
 def plugin_grammars(

@@ -11,8 +11,8 @@ from pathlib import Path
 from msgspec import structs
 
 from engine.actors.executor import Executor, Runner
+from engine.actors.step_splitting import StepSplitter
 from engine.errors import StepTooLarge
-from engine.execution.shrinking import Shrinking
 from engine.messages import ExecutorAlive, ExecutorFailed
 from engine.processes.assignment import Assignment, ExecutorProcessInbox, Place, Ticket
 from engine.processes.entry import enter
@@ -64,10 +64,10 @@ def settle(assignment: Assignment, place: Place) -> Assignment:
 
 def load_rank(assignment: Assignment) -> Runner:
     """The runner of one rank; on the device thread.  Raises what the loading raises."""
-    from engine.execution.loading import load_runner  # torch is needed from here on
-    from engine.models.checkpoint import read_spec
-    from engine.models.fingerprint import check_fingerprint
+    from engine.checkpoints.checkpoint import read_spec
+    from engine.checkpoints.fingerprint import check_fingerprint
     from engine.plugins.manager import Plugins
+    from engine.startup.loading import load_runner  # torch is needed from here on
 
     config = assignment.config
     spec = read_spec(Path(config.model.path))
@@ -85,7 +85,7 @@ def load_rank(assignment: Assignment) -> Runner:
         progress=assignment.progress,
         num_pages=assignment.num_pages,
     )
-    return Shrinking(runner, alone=assignment.num_ranks == 1, most_tokens=assignment.most_tokens)
+    return StepSplitter(runner, alone=assignment.num_ranks == 1, most_tokens=assignment.most_tokens)
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ class Head:
     # ---- on the thread ----------------------------------------------------------------------
 
     def _open_store(self) -> object:
-        from engine.plugins.comm.rendezvous import join_store, serve_store  # torch is needed from here on
+        from engine.plugins.support.rendezvous import join_store, serve_store  # torch is needed from here on
 
         cluster = self.cluster
         try:

@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any
 
 from engine.actors.watch import TICKS, Watch
+from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.config import Config
 from engine.errors import CallboardError, ConfigError, EngineDied, WeightsError
-from engine.models.checkpoint import resolve_checkpoint
 from engine.processes import board
 from engine.processes.assignment import Place, Ticket
 from engine.processes.board import Board, Forged, Notice, Word
@@ -147,7 +147,7 @@ class Joiner:
         # Its C++ half would write a page of addresses whenever the head goes away.
         is_ours = CPP_LOG_LEVEL not in os.environ
         os.environ.setdefault(CPP_LOG_LEVEL, "ERROR")
-        from engine.plugins.comm.rendezvous import join_store  # torch is needed from here on
+        from engine.plugins.support.rendezvous import join_store  # torch is needed from here on
 
         if is_ours:
             del os.environ[CPP_LOG_LEVEL]  # an executor may complain

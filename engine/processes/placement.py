@@ -15,13 +15,13 @@ from msgspec import structs
 
 from engine.actors.group import RankLost, Reports, Terms
 from engine.actors.mailbox import Link
+from engine.checkpoints.checkpoint import read_spec, resolve_checkpoint
+from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config, without_cluster_key
 from engine.errors import CallboardError, ConfigError, EngineDied
 from engine.links.socket import LinkError, SocketLink
 from engine.logs import LogSettings
 from engine.messages import ExecutorAlive, ExecutorFailed, ExecutorReady, RankGroupInbox, Step, StepDone, Stop
-from engine.models.checkpoint import read_spec, resolve_checkpoint
-from engine.models.fingerprint import fingerprint
 from engine.processes.assignment import Assignment, Place, Ticket, spoken_error
 from engine.processes.child import Child
 from engine.processes.head import Call, Head, named

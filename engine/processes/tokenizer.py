@@ -8,9 +8,10 @@ import asyncio
 from pathlib import Path
 
 from engine.actors.tokenizer import Tokenizer
-from engine.actors.wire import WireError
+from engine.checkpoints.checkpoint import ModelSpec, read_spec
 from engine.config import Config
 from engine.errors import CallboardError
+from engine.links.wire import WireError
 from engine.messages import (
     Abort,
     Admit,
@@ -20,15 +21,14 @@ from engine.messages import (
     TokenizerFailed,
     TokenizerReady,
 )
-from engine.models.checkpoint import ModelSpec, read_spec
 from engine.plugins.manager import Plugins
 from engine.plugins.structured import plugin_grammars
 from engine.processes.assignment import Ticket, TokenizerAssignment, TokenizerProcessInbox
 from engine.processes.entry import enter
 from engine.processes.outgoing import Outgoing
 from engine.processes.resident import Resident
-from engine.sampling.grammars import Grammars
 from engine.text.codec import TextCodec
+from engine.text.grammars import Grammars
 from engine.text.loading import load_codec
 
 CAPACITY = 1 << 18  # of the link, in messages: of as many requests as may be open at most, four each

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import RequestError
-from engine.sampling.grammar import GrammarFailure, Matcher
-from engine.sampling.grammars import Grammars
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
+from engine.text.grammar import GrammarFailure, Matcher
+from engine.text.grammars import Grammars
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.messages import Logprobs
-from engine.sampling.params import MAX_LOGPROBS
+from engine.params import MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)

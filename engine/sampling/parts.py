@@ -59,8 +59,8 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """parts: ``Part``, or those of ``engine/kernels/sampler.py``.
+class SampleBatch:
+    """parts: ``Part``, or those of ``engine/sampling/triton/sampler.py``.
     counted_at, counted_lines: int64, rows whose sampled token must be counted, and where.
     logprobs_at: int64, rows that want log probabilities; num_logprobs: how many each."""
 
@@ -74,11 +74,11 @@ class Batch:
 
 def build_batch(
     state: SamplingState, rows_N: Int64, holding_N: npt.NDArray[np.bool_], split: Split | None = None
-) -> Batch:
+) -> SampleBatch:
     """holding_N: rows that have not yet produced their min_tokens.  split: instead of into ``Part``."""
     counted_at = np.flatnonzero(state.penalised[rows_N])
     logprobs_at = np.flatnonzero(state.logprobs[rows_N] != NO_LOGPROBS)
-    return Batch(
+    return SampleBatch(
         parts=_split(state, rows_N, holding_N) if split is None else split(rows_N, holding_N),
         draws_any=not state.greedy[rows_N].all(),
         counted_at=_upload(state, counted_at) if len(counted_at) else None,

@@ -14,7 +14,7 @@ For each row, in this order:
   8. top_p: of what is left, renormalised, the smallest set that holds top_p is kept (Holtzman et al. 2020);
   9. one is drawn by inverse CDF from the uniform number of (seed, position) (``noise.py``, ``draw.py``).
 Whatever else is in the batch, a row's token is the same.  Nothing here waits for the device.
-On a GPU kernels do 2 to 9 (``engine/kernels/sampler.py``), in two launches for a batch of plain rows.
+On a GPU kernels do 2 to 9 (``engine/sampling/triton/sampler.py``), in two launches for a batch of plain rows.
 
 Measured on one CPU core, milliseconds per row of 151,936 float32 logits in a batch of 8: greedy 0.08, temperature
 0.18, with min_p 0.33, with top_k 0.45, with top_k and top_p 0.55, with top_p alone 1.4; penalties add 0.25.
@@ -22,6 +22,7 @@ Measured on one CPU core, milliseconds per row of 151,936 float32 logits in a ba
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -29,15 +30,18 @@ import torch
 from torch import Tensor
 
 from engine.kernels.choice import choose_kernels
+from engine.params import SamplingParams
+from engine.sampling.captured import CapturedSampler, Columns
 from engine.sampling.constraints import Masks
 from engine.sampling.cuts import lowest_kept
 from engine.sampling.draw import draw, padded_scores, weights
 from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, pinned_copy
 from engine.sampling.noise import uniforms
-from engine.sampling.params import SamplingParams
-from engine.sampling.parts import Adjustments, Batch, Draws, Part, build_batch
+from engine.sampling.parts import Adjustments, Draws, Part, SampleBatch, build_batch
 from engine.sampling.state import SamplingState
-from engine.sampling.uniform import Columns, UniformSampler
+
+if TYPE_CHECKING:
+    from engine.sampling.triton.sampler import KernelSampler
 
 Int64 = npt.NDArray[np.int64]
 
@@ -63,10 +67,9 @@ class Sampler:
 
     def __init__(self, max_rows: int, vocab_size: int, max_len: int, device: torch.device) -> None:
         self._state = SamplingState(max_rows, vocab_size, max_len, device)
-        kernels = choose_kernels(device)
-        self.kernels = None if kernels is None else kernels.sampler(self._state)
+        self.kernels = None if choose_kernels(device) is None else _kernel_sampler(self._state)
         self._batch_key: tuple[int, bytes, bytes] | None = None
-        self._batch: Batch | None = None
+        self._batch: SampleBatch | None = None
 
     def admit(
         self,
@@ -82,9 +85,9 @@ class Sampler:
         """
         self._state.admit(row, params, token_ids, num_prompt_tokens, eos_token_ids)
 
-    def uniform(self, columns: Columns[Tensor]) -> UniformSampler:
+    def captured(self, columns: Columns[Tensor]) -> CapturedSampler:
         """The same rows, sampled in batches of one shape; see ``uniform.py``."""
-        return UniformSampler(self._state, self.kernels, columns)
+        return CapturedSampler(self._state, self.kernels, columns)
 
     def sample(self, logits_NV: Tensor, rows_N: Int64, positions_N: Int64, masks: Masks | None = None) -> SampledTokens:
         """One token per row.  logits_NV: floating point, left as it is.  rows_N: distinct.
@@ -106,7 +109,7 @@ class Sampler:
             self._state.counts.add(batch.counted_lines, token_ids_N.index_select(0, batch.counted_at))
         return SampledTokens(token_ids_N, logprobs)
 
-    def _pick_all(self, batch: Batch, logits_NV: Tensor, positions_N: Tensor | None) -> Tensor:
+    def _pick_all(self, batch: SampleBatch, logits_NV: Tensor, positions_N: Tensor | None) -> Tensor:
         """Token per row, part by part."""
         if self.kernels is not None:
             return self.kernels.pick(batch.parts, logits_NV, positions_N)
@@ -121,7 +124,7 @@ class Sampler:
                 token_ids_N.index_copy_(0, at, self._pick(part, logits_NV.index_select(0, at), positions_N))
         return token_ids_N
 
-    def _batch_for(self, rows_N: Int64, positions_N: Int64) -> Batch:
+    def _batch_for(self, rows_N: Int64, positions_N: Int64) -> SampleBatch:
         """The batch of the last step, if nothing has changed: a steady decode step builds nothing."""
         holding_N = positions_N < self._state.stop_from[rows_N]
         key = (self._state.version, rows_N.tobytes(), holding_N.tobytes())
@@ -175,3 +178,9 @@ def candidate_weights(draws: Draws, logits_nV: Tensor, top_n: Tensor) -> Tensor:
 def _upload(values: Int64, device: torch.device) -> Tensor:
     # From a copy: the caller's array may be read-only, or change before the device has read it.
     return torch.from_numpy(np.array(values, dtype=np.int64)).to(device, non_blocking=True)
+
+
+def _kernel_sampler(state: SamplingState) -> "KernelSampler":
+    from engine.sampling.triton.sampler import KernelSampler  # triton may be missing where torch samples
+
+    return KernelSampler(state)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from engine.sampling.penalties import TokenCounts
 
 # Below this the most likely token is taken: 1 / temperature would push every other weight to 0 in float32 or

@@ -5,7 +5,7 @@ Owns: who decodes.  Does not know: prompts, why a row ends, what is done when pa
 
 import numpy as np
 
-from engine.scheduling.holdings import NO_APPENDS, NO_ROWS, Appends, Holdings
+from engine.scheduling.pages import NO_APPENDS, NO_ROWS, Appends, PageManager
 from engine.scheduling.rows import Rows, RowTable
 
 AHEAD = 3  # Where pages are plenty, rows that need one within so many steps get it together: fewer plans that do more.
@@ -14,10 +14,10 @@ AHEAD = 3  # Where pages are plenty, rows that need one within so many steps get
 class Decodes:
     """``rows`` is replaced when somebody joins or leaves, never changed: steps in flight refer to it."""
 
-    def __init__(self, table: RowTable, holdings: Holdings) -> None:
+    def __init__(self, table: RowTable, page_manager: PageManager) -> None:
         self.rows: Rows = NO_ROWS
         self._table = table
-        self._holdings = holdings
+        self._page_manager = page_manager
         self._num_quiet = 0
         self._lacking: Rows | None = None  # what ``lack_pages`` has found, for ``plan``
 
@@ -46,7 +46,7 @@ class Decodes:
         if self._num_quiet > 0:
             return False
         self._lacking = self._needy()
-        missing = len(self._lacking) - self._holdings.num_available
+        missing = len(self._lacking) - self._page_manager.num_available
         return missing > 0 and missing > self._pages_coming_back()
 
     def plan(self) -> tuple[Rows, Appends]:
@@ -65,10 +65,10 @@ class Decodes:
         self._lacking = None
         appends = NO_APPENDS
         if len(needy):
-            if self._holdings.num_available > 2 * len(rows):
+            if self._page_manager.num_available > 2 * len(rows):
                 needy = self._needy_soon()
-            served = needy[: self._holdings.num_available]
-            pages = self._holdings.allocate(len(served))
+            served = needy[: self._page_manager.num_available]
+            pages = self._page_manager.allocate(len(served))
             appends = Appends(served, table.append_pages(served, pages), pages)
             if len(served) < len(needy):
                 rows = rows[~np.isin(rows, needy[len(served) :])]

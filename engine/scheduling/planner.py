@@ -5,7 +5,7 @@ Plans without token values: a step may be planned while the one before it still 
 step late and the token sampled after it is dropped.  A row and its pages are reused only after the last step that
 used them has completed.
 
-The halves of a step are planned by ``Decodes`` and ``Prefills``; who holds which page is in ``Holdings``.
+The halves of a step are planned by ``Decodes`` and ``Prefills``; who holds which page is in ``PageManager``.
 """
 
 from collections import deque
@@ -35,10 +35,10 @@ from engine.messages import (
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.forecast import OutputForecast
-from engine.scheduling.holdings import Appends, Holdings
 from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.meter import Meter, StepRecord
 from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.pages import Appends, PageManager
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.prefills import Prefills, Segments
 from engine.scheduling.quarantine import Quarantine
@@ -80,12 +80,12 @@ class Planner:
         self._limits = limits
         self._clock = clock
         self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size)
-        self._holdings = Holdings(limits, self._rows, strategy)
+        self._page_manager = PageManager(limits, self._rows, strategy)
         self._forecast = OutputForecast()
         self._budget = StepBudget(limits.max_step_tokens, limits.itl_target_s)
-        self._decodes = Decodes(self._rows, self._holdings)
+        self._decodes = Decodes(self._rows, self._page_manager)
         self._quarantine = Quarantine(waiting_queue(policy))
-        self._prefills = Prefills(limits, self._rows, self._holdings, self._quarantine, self._forecast)
+        self._prefills = Prefills(limits, self._rows, self._page_manager, self._quarantine, self._forecast)
         self._sequences: dict[int, Sequence] = {}
         self._ended: list[int] = []
         self._in_flight: deque[_InFlight] = deque()
@@ -173,7 +173,7 @@ class Planner:
         """Plan one step: every decode row first, then prefill chunks within the token budget.  None: nothing to do."""
         if self._in_flight and self._quarantine.is_on:
             return None
-        self._holdings.tick(self._num_steps)
+        self._page_manager.tick(self._num_steps)
         while self._decodes.lack_pages() and self._retract_one():
             pass
         decode_rows, appends = self._decodes.plan()
@@ -223,7 +223,7 @@ class Planner:
         self._num_steps += 1
         self._rows.last_step[decode_rows] = step_id
         self._in_flight.append(record)
-        if rewrites := self._holdings.take_rewrites():
+        if rewrites := self._page_manager.take_rewrites():
             every = [*rewrites, appends]
             appends = Appends(
                 np.concatenate([one.rows for one in every]),
@@ -237,7 +237,7 @@ class Planner:
             append_pages=appends.pages.tobytes(),
             decode_rows=decode_rows.tobytes(),
         )
-        if transfers := self._holdings.drain_transfers():
+        if transfers := self._page_manager.drain_transfers():
             directions = [np.full(len(one.host_pages), one.to_host, dtype=np.int32) for one in transfers]
             step = msgspec.structs.replace(
                 step,
@@ -300,7 +300,7 @@ class Planner:
             if sequence is None or not table.running[row]:
                 continue
             table.confirmed[row] = end
-            self._holdings.publish(row, end)
+            self._page_manager.publish(row, end)
             self._prefills.published(row, end)
             if end == sequence.num_prompt == len(sequence.tokens):
                 first[sequence.request_id] = sequence.cached_tokens
@@ -382,7 +382,7 @@ class Planner:
         table, sequence = self._rows, self._rows.sequences[row]
         if share and sequence is not None:
             # Once it has sampled, everything is computed but the last known token.
-            self._holdings.publish(row, self._num_done(row))
+            self._page_manager.publish(row, self._num_done(row))
         self._prefills.leave(row)
         self._decodes.leave(row)
         table.running[row] = False
@@ -390,13 +390,13 @@ class Planner:
         self._release_ended()
 
     def _release_ended(self) -> None:
-        self._holdings.collect(self._last_completed)
+        self._page_manager.collect(self._last_completed)
         if not self._ended:
             return
         still_used: list[int] = []
         for row in self._ended:
             if self._rows.last_step[row] <= self._last_completed:
-                self._holdings.release(row)
+                self._page_manager.release(row)
                 self._prefills.unblock()
             else:
                 still_used.append(row)
@@ -454,7 +454,7 @@ class Planner:
         self._in_flight.clear()
         self._ended.clear()
         self._last_completed = self._num_steps - 1
-        self._holdings.forget()
+        self._page_manager.forget()
         self._decodes.clear()
         self._prefills.clear()
         for sequence in running:
@@ -506,7 +506,7 @@ class Planner:
     @property
     def num_host_pages_used(self) -> int:
         """Pages of the host tier that hold something."""
-        return self._holdings.num_on_host
+        return self._page_manager.num_on_host
 
     @property
     def due_since(self) -> float:
@@ -515,11 +515,11 @@ class Planner:
 
     def outline(self, max_nodes: int) -> Outline:
         """The hottest part of the prefix cache."""
-        return self._holdings.outline(max_nodes)
+        return self._page_manager.outline(max_nodes)
 
     def drain_kv_events(self) -> list[KVEvent]:
         """What happened to cached pages since the last call; nothing unless ``limits.record_events``."""
-        return self._holdings.drain_events()
+        return self._page_manager.drain_events()
 
     def stats(self) -> Stats:
         """Gauges of this moment."""
@@ -527,14 +527,14 @@ class Planner:
             step_id=self._last_completed,
             running=len(self._sequences) - self._prefills.num_waiting,
             waiting=self._prefills.num_waiting,
-            pages_free=self._holdings.num_free,
-            pages_cached=self._holdings.num_cached,
-            pages_used=self._holdings.num_used,
+            pages_free=self._page_manager.num_free,
+            pages_cached=self._page_manager.num_cached,
+            pages_used=self._page_manager.num_used,
         )
 
     def check(self) -> None:
         """Raise AssertionError unless every page has exactly one owner and no row runs ahead of its end."""
-        self._holdings.check()
+        self._page_manager.check()
         self._decodes.check()
 
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from engine.messages import Admission
 from engine.scheduling.forecast import OutputForecast, peak_growth
-from engine.scheduling.holdings import Holdings
 from engine.scheduling.limits import PlannerLimits
+from engine.scheduling.pages import PageManager
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.rows import RowTable
 from engine.scheduling.sequence import Sequence, Tokens
@@ -43,13 +43,13 @@ class Prefills:
         self,
         limits: PlannerLimits,
         table: RowTable,
-        holdings: Holdings,
+        page_manager: PageManager,
         waiting: WaitingQueue,
         forecast: OutputForecast,
     ) -> None:
         self._limits = limits
         self._table = table
-        self._holdings = holdings
+        self._page_manager = page_manager
         self._waiting = waiting
         self._forecast = forecast
         self._turns: deque[int] = deque([QUEUE])
@@ -145,7 +145,7 @@ class Prefills:
         A row whose last chunk this is takes no more turns; its first token will be sampled."""
         segments = Segments()
         if self._may_start:
-            self._waiting.rerank(self._holdings.num_cached_tokens)
+            self._waiting.rerank(self._page_manager.num_cached_tokens)
         fair = self._limits.fair_prefill
         for turn in list(self._turns):
             if budget <= 0:
@@ -170,7 +170,7 @@ class Prefills:
             if self._stands_aside(sequence):
                 self._waiting.pop(starts=False)
                 continue
-            row = self._holdings.start(sequence, self._reserve(sequence))
+            row = self._page_manager.start(sequence, self._reserve(sequence))
             if row is None:
                 self._blocked = True
                 break
@@ -223,7 +223,7 @@ class Prefills:
         if rows is None or sequence.params.needs_whole_prompt:
             return False
         table = self._table
-        end = self._holdings.num_cached_tokens(sequence) + max(self._limits.page_size, WORTH_WAITING_TOKENS)
+        end = self._page_manager.num_cached_tokens(sequence) + max(self._limits.page_size, WORTH_WAITING_TOKENS)
         common, row = max((_num_common(table.tokens[row, : table.known[row]], sequence.tokens), row) for row in rows)
         # One token is always left to compute, so a prefix that ends with the prompt saves one less.
         if min(common, len(sequence.tokens) - 1) < end:
@@ -247,7 +247,7 @@ class Prefills:
         most = np.append(table.max_total[rows], sequence.max_total) - known
         slack = num_pages * page_size - known
         worst = int(np.maximum(-(-(most - slack) // page_size), 0).sum())
-        if worst + int(num_pages[-1]) <= self._holdings.num_available:
+        if worst + int(num_pages[-1]) <= self._page_manager.num_available:
             return worst
         # Everyone who may want one more page has it, whatever the forecast says.
         at_least = int((most > slack).sum())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 
 Tokens = npt.NDArray[np.int32]
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from engine.errors import RequestError
 from engine.messages import ChatOptions, ChatTurn, TokenText
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from engine.text.chat import PLAIN
 from engine.text.detokenizer import Detokenizer, TokenIds
 from engine.text.files import TokenizerFiles

@@ -3,7 +3,7 @@
 Owns: the order of the three, and how many tokens the visible text took.  Does not know: messages, why a request ends.
 """
 
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from engine.text.detokenizer import Detokenizer, TokenIds
 from engine.text.reasoning import ReasoningSplitter, Thinking
 from engine.text.stops import StopMatcher

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from engine.sampling.params import Grammar
+from engine.params import Grammar
 
 ToolFormat = Literal["hermes", "llama3"]
 

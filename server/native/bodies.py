@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from engine.sampling.params import MAX_TOKEN_COUNT
+from engine.params import MAX_TOKEN_COUNT
 from server.openai_requests import Int, Priority, Salt, SamplingFields, Short, TokenId, TopLogprobs
 from server.openai_responses import FinishReason
 

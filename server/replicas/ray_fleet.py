@@ -50,7 +50,7 @@ class EngineReplica:
         import ray
         from aiohttp import web
 
-        from engine.actors.system import System
+        from engine.system import System
         from server.app import create_runner
         from server.listener import BACKLOG, bind
 

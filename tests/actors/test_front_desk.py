@@ -10,9 +10,9 @@ from engine.actors.front_desk import FrontDesk
 from engine.actors.intensity import RestartIntensity
 from engine.actors.snapshot import Gauges, RequestsFinished, Snapshot
 from engine.actors.tenure import ProcessLost, Reports
-from engine.actors.wire import WireError
 from engine.errors import CallboardError, ConfigError, EngineDied
 from engine.links.socket import LinkError
+from engine.links.wire import WireError
 from engine.messages import (
     Abort,
     AbortAll,
@@ -36,7 +36,7 @@ from engine.messages import (
     Tokenize,
     TokenizersReady,
 )
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from engine.scheduling.metrics import RequestMetrics
 from tests.actors.test_ingress import Sent
 from tests.pace import far

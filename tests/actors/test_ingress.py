@@ -24,7 +24,7 @@ from engine.messages import (
     Tokenize,
     Usage,
 )
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 
 USAGE = Usage(prompt_tokens=1, completion_tokens=1, cached_tokens=0)
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from benchmarks.null_engine import NullRunner, NullSystem, Turns
-from engine.actors.system import System
 from engine.config import Config, build_config
+from engine.params import SamplingParams
 from engine.plugins.hookspecs import hookimpl
-from engine.sampling.params import SamplingParams
 from engine.scheduling.metrics import RequestMetrics
+from engine.system import System
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

@@ -10,8 +10,8 @@ import pytest
 from engine.actors.intensity import RestartIntensity
 from engine.actors.pool import TokenizerPool
 from engine.actors.tenure import ProcessLost, Reports
-from engine.actors.wire import WireError
 from engine.errors import CallboardError, EngineDied, WeightsError
+from engine.links.wire import WireError
 from engine.messages import (
     Abort,
     Admit,
@@ -27,7 +27,7 @@ from engine.messages import (
     TokenizersReady,
     Tokens,
 )
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from tests.actors.test_ingress import Sent
 from tests.pace import far
 

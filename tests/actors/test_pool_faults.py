@@ -17,9 +17,9 @@ from engine.actors.intensity import RestartIntensity
 from engine.actors.pool import TokenizerPool
 from engine.actors.tenure import ProcessLost, Reports
 from engine.actors.tokenizer import Tokenizer
-from engine.actors.wire import Wire
 from engine.config import LimitsSection
 from engine.errors import RequestError
+from engine.links.wire import Wire
 from engine.messages import (
     Abort,
     Admit,
@@ -30,7 +30,7 @@ from engine.messages import (
     TokenizerReady,
     Tokens,
 )
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from tests.sim.codec import SimCodec, text_of
 from tests.sim.loop import SimLoop
 from tests.sim.oracle import VOCAB

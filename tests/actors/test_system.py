@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.actors.system import System
 from engine.config import Config, build_config
 from engine.errors import ConfigError, EngineDied, PluginError, RequestError, WeightsError
 from engine.messages import Finish, Step
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
+from engine.system import System
 from tests.models.checkpoints import build, random_tokens, save
 from tests.pace import far
 

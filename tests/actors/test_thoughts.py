@@ -11,9 +11,9 @@ import pytest
 from engine.actors.tokenizer import Tokenizer
 from engine.errors import RequestError
 from engine.messages import Abort, Admit, ChatOptions, ChatTurn, Deltas, Failed, Finish, Stop, Tokenize, Tokens
-from engine.sampling.grammars import Grammars
-from engine.sampling.params import Grammar, SamplingParams
+from engine.params import Grammar, SamplingParams
 from engine.text.codec import TextCodec
+from engine.text.grammars import Grammars
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 TEMPLATE = (

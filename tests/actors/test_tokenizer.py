@@ -12,7 +12,7 @@ import pytest
 
 from engine.actors.tokenizer import Tokenizer
 from engine.messages import Abort, Admit, ChatTurn, Delta, Deltas, Failed, Finish, Stop, Tokenize
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from engine.text.codec import EncodedChat, TextCodec
 from tests.actors.test_ingress import Sent
 from tests.pace import far

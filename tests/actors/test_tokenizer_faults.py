@@ -12,8 +12,8 @@ import pytest
 
 from engine.actors.tokenizer import Tokenizer
 from engine.messages import Abort, Admit, Deltas, Failed, Finish, Stop, Tokenize, Tokens
-from engine.sampling.grammars import Grammars
-from engine.sampling.params import Grammar, SamplingParams
+from engine.params import Grammar, SamplingParams
+from engine.text.grammars import Grammars
 from tests.actors.test_ingress import Sent
 from tests.pace import far
 from tests.text.specimens import byte_level, codec

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import messages
-from engine.actors.wire import Wire, WireError
+from engine.links.wire import Wire, WireError
 from engine.messages import AnyMessage, Delta, Deltas, Finish, Message, Step, Stop, Tokens
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 
 TYPES = typing.get_args(AnyMessage)
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 import triton
 
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBatch, AttentionSpec
-from engine.plugins.attention.triton_kernels import backend
-from engine.plugins.attention.triton_kernels.backend import TritonAttention
-from engine.plugins.attention.triton_kernels.tiles import (
+from engine.layers.kv_pool import KVPool
+from engine.plugins.attention.triton import backend
+from engine.plugins.attention.triton.backend import TritonAttention
+from engine.plugins.attention.triton.tiles import (
     DecodeTiles,
     PrefillTiles,
     decode_candidates,

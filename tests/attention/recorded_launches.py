@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.plugins.attention.triton_kernels import backend
-from engine.plugins.attention.triton_kernels.tiles import Processors
+from engine.plugins.attention.triton import backend
+from engine.plugins.attention.triton.tiles import Processors
 
 KERNELS = ("decode_attention", "merge_parts", "prefill_attention")
 H200 = Processors("NVIDIA H200", count=132, shared_bytes=227 << 10)

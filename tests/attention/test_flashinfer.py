@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import PluginError
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionBatch
+from engine.layers.kv_pool import KVPool
 from engine.plugins.attention import flashinfer as plugin
 from engine.plugins.attention.flashinfer import FlashInferOptions, callboard_attention_backend, choose_tensor_cores
 from engine.plugins.attention.flashinfer.append import PagedAppend

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionFactory, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.flash_attn.backend import FlashAttention
 from engine.plugins.attention.flash_attn.kernels import FA2, FA3
 from engine.plugins.attention.flash_attn.libraries import FA2_PAGE
 from engine.plugins.attention.flashinfer.backend import BUFFERS, FlashInferAttention
 from engine.plugins.attention.flashinfer.planners import Setup
 from engine.plugins.attention.flashinfer.staging import StagingRing
-from engine.plugins.attention.paging import windows_of
 from engine.plugins.declaration import read_declaration
 from engine.plugins.manager import BUILTIN
+from engine.plugins.support.paging import windows_of
 from engine.plugins.testing.attention import check_case
 from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
 from tests.attention.fake_device import FakeStream

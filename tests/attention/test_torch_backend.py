@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.errors import PluginError
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBatch, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.plugins.attention import torch as backend_module
 from engine.plugins.attention.torch import TorchAttention, callboard_attention_backend
 from engine.plugins.hookspecs import AttentionContext

@@ -12,12 +12,12 @@ pytest.importorskip("triton", reason="triton is not published for this system")
 
 from engine.errors import PluginError
 from engine.graphs.decode_attention import can_capture
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBatch, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.triton import callboard_attention_backend
-from engine.plugins.attention.triton_kernels.backend import TritonAttention
-from engine.plugins.attention.triton_kernels.tiles import DecodeTiles, PrefillTiles
-from engine.plugins.attention.triton_kernels.tuning import size_key
+from engine.plugins.attention.triton.backend import TritonAttention
+from engine.plugins.attention.triton.tiles import DecodeTiles, PrefillTiles
+from engine.plugins.attention.triton.tuning import size_key
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import BUILTIN, Plugins, available_plugins
 from engine.plugins.selection import choose_attention
@@ -161,7 +161,7 @@ def test_it_refuses_what_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
         callboard_attention_backend(context())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert callable(callboard_attention_backend(context()))
-    monkeypatch.setitem(sys.modules, "engine.plugins.attention.triton_kernels.trials", None)
+    monkeypatch.setitem(sys.modules, "engine.plugins.attention.triton.trials", None)
     with pytest.raises(PluginError, match="needs triton, which cannot be imported"):
         callboard_attention_backend(context())
 

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not published for this system")
 
-from engine.plugins.attention.triton_kernels.tiles import decode_bytes, default_decode, default_prefill, padded
+from engine.plugins.attention.triton.tiles import decode_bytes, default_decode, default_prefill, padded
 from tests.attention.recorded_launches import H200, KERNELS
 
 NUM_CASES = 3

@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not published for this system")
 
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionSpec
-from engine.plugins.attention.triton_kernels import trials, tuning
-from engine.plugins.attention.triton_kernels.backend import TritonAttention
-from engine.plugins.attention.triton_kernels.tiles import (
+from engine.layers.kv_pool import KVPool
+from engine.plugins.attention.triton import trials, tuning
+from engine.plugins.attention.triton.backend import TritonAttention
+from engine.plugins.attention.triton.tiles import (
     INTERPRETED,
     DecodeTiles,
     PrefillTiles,
@@ -21,8 +21,8 @@ from engine.plugins.attention.triton_kernels.tiles import (
     decode_candidates,
     prefill_candidates,
 )
-from engine.plugins.attention.triton_kernels.trials import tune, use_known
-from engine.plugins.attention.triton_kernels.tuning import (
+from engine.plugins.attention.triton.trials import tune, use_known
+from engine.plugins.attention.triton.tuning import (
     TileTable,
     bucket,
     load_table,

@@ -18,17 +18,17 @@ import torch
 
 from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.graphs import compiled
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionFactory, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.messages import Step
 from engine.plugins import selection
 from engine.plugins.attention import flash_attn, flashinfer
 from engine.plugins.attention.flashinfer.backend import BUFFERS, FlashInferAttention
 from engine.plugins.attention.flashinfer.planners import Setup
 from engine.plugins.attention.flashinfer.staging import StagingRing
-from engine.plugins.attention.paging import windows_of
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import BUILTIN
+from engine.plugins.support.paging import windows_of
 from tests.attention.fake_device import FakeStream
 from tests.attention.fake_flashinfer import fake_flashinfer
 from tests.attention.test_kit_with_fakes import NUM_SMS, fa2, fa3

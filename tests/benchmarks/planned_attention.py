@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBatch, AttentionFactory, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.hookspecs import AttentionContext, hookimpl
 from tests.graphs.resident import ResidentTorchAttention

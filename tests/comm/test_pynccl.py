@@ -11,9 +11,9 @@ import torch
 from torch.distributed import FileStore
 
 from engine.errors import PluginError
-from engine.plugins.comm import nccl
-from engine.plugins.comm.nccl.group import ID_KEY, NcclComm
-from engine.plugins.comm.nccl.library import LIBRARY, SIGNATURES, NcclError, NcclLibrary, find_library
+from engine.plugins.comm import pynccl as nccl
+from engine.plugins.comm.pynccl.group import ID_KEY, NcclComm
+from engine.plugins.comm.pynccl.library import LIBRARY, SIGNATURES, NcclError, NcclLibrary, find_library
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.testing.comm import check_comm
 from tests.comm.groups import at_once

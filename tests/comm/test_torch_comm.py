@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engine.errors import PluginError
-from engine.plugins.comm.rendezvous import local_address, serve_store
 from engine.plugins.comm.torch import TorchComm, callboard_comm, join_parts
 from engine.plugins.hookspecs import CommContext
+from engine.plugins.support.rendezvous import local_address, serve_store
 from engine.plugins.testing.comm import check_comm
 from tests.comm.groups import at_once
 

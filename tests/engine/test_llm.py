@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine import LLM, SamplingParams
+from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.errors import ConfigError, RequestError, WeightsError
 from engine.messages import Finish
-from engine.models.checkpoint import resolve_checkpoint
 from tests.pace import far
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

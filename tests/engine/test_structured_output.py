@@ -9,7 +9,7 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.errors import RequestError
-from engine.sampling.params import Grammar
+from engine.params import Grammar
 
 PERSON = {
     "type": "object",

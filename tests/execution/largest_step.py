@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from engine.actors.system import System
 from engine.config import Config, build_config
-from engine.execution.loading import load_runner
-from engine.execution.memory import host_needs, run_largest_step
+from engine.startup.loading import load_runner
+from engine.startup.memory import host_needs, run_largest_step
+from engine.system import System
 
 
 def anonymous_and_peak() -> tuple[int, int]:

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.actors.system import System
 from engine.config import Config, build_config
 from engine.errors import ConfigError
-from engine.execution import loading
-from engine.execution.loading import load_runner
-from engine.execution.memory import Needs
 from engine.execution.runner import ModelRunner
 from engine.messages import Admission, Step
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
+from engine.startup import loading
+from engine.startup.loading import load_runner
+from engine.startup.memory import Needs
+from engine.system import System
 from tests.models.checkpoints import build, random_tokens, save
 
 PROMPT_LEN = 40

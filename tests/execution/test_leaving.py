@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from engine.errors import ConfigError
-from engine.execution import loading, runner
+from engine.execution import runner
 from engine.plugins.comm.local import LocalComm
+from engine.startup import loading
 from tests.graphs.engines import install
 from tests.graphs.runners import Steps, load, tokens
 from tests.models.checkpoints import build, save

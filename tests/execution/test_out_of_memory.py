@@ -11,12 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.actors.system import System
 from engine.config import Config, build_config
 from engine.errors import EngineDied
 from engine.execution.rows import DeviceRows
 from engine.models.decoder import Decoder
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
+from engine.system import System
 from tests.models.checkpoints import build, random_tokens, save
 
 

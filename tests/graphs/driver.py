@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.graphs.attention import BreakingAttention
-from engine.graphs.breakable import Breaker
+from engine.graphs.breakable import SegmentRecorder
 from engine.graphs.capturing import Capturing
 from engine.graphs.compiled import CompiledModel
 from engine.graphs.device import GraphDevice
@@ -30,7 +30,7 @@ class PiecewiseDriver(Driver):
         compiler: str | None = None,
         device: GraphDevice | None = None,
         comm: Comm | None = None,
-        breaker: Breaker | None = None,
+        recorder: SegmentRecorder | None = None,
         named: Sequence[str] = (),
         fixed_shapes: bool = True,
         page_size: int = 4,
@@ -38,12 +38,12 @@ class PiecewiseDriver(Driver):
     ) -> None:
         super().__init__(model, page_size, num_pages)
         self.device = device or RecordingDevice()
-        self.breaker = breaker or Breaker(self.device, self.device.pool(), named)
+        self.recorder = recorder or SegmentRecorder(self.device, self.device.pool(), named)
         self.comm = comm or LocalComm()
         if isinstance(self.device, RecordingDevice):
             self.device.register(self.pool.data, *tensors_of(model))
         self.breaking = BreakingAttention(
-            self.attention, model.attention_spec, self.breaker, self.device, max(sizes), model.dtype
+            self.attention, model.attention_spec, self.recorder, self.device, max(sizes), model.dtype
         )
         self.compiled = None
         if compiler is not None:
@@ -52,7 +52,7 @@ class PiecewiseDriver(Driver):
                 pool=self.pool,
                 attention=self.breaking,
                 comm=self.comm,
-                breaker=self.breaker,
+                recorder=self.recorder,
                 compiler=compiler,
                 fixed_shapes=fixed_shapes,
                 named=named,
@@ -63,7 +63,7 @@ class PiecewiseDriver(Driver):
             pool=self.pool,
             attention=self.breaking,
             device=self.device,
-            breaker=self.breaker,
+            recorder=self.recorder,
             capturing=Capturing(self.device, self.comm, self.pool.data.device),
             sizes=sizes,
         )

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.actors.system import System
 from engine.config import Config, build_config
-from engine.execution.loading import load_runner
 from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.messages import Admission, Step
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
+from engine.startup.loading import load_runner
+from engine.system import System
 from tests.models.checkpoints import random_tokens
 
 PAGE_SIZE = 4

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.graphs.breakable import Breaker
+from engine.graphs.breakable import SegmentRecorder
 from tests.graphs.recording import RecordingDevice, RecordingError
 
 
@@ -27,27 +27,27 @@ def device():
 
 
 def breaker_on(device, *named):
-    return Breaker(device, device.pool(), named)
+    return SegmentRecorder(device, device.pool(), named)
 
 
-def record(breaker, device, size, run):
+def record(recorder, device, size, run):
     with device.stream():
-        return breaker.record(size, run)
+        return recorder.record(size, run)
 
 
 def test_graphs_and_bodies_alternate(device):
-    breaker = breaker_on(device)
+    recorder = breaker_on(device)
     given, between = device.buffer((2,), torch.float32), device.buffer((2,), torch.float32)
     calls = []
 
     def run():
         doubled = given * 2
-        weak = breaker.weak(doubled)
-        breaker.run("note", lambda: calls.append(weak.tolist()))
-        breaker.run("copy", lambda: between.copy_(weak + 1))
+        weak = recorder.weak(doubled)
+        recorder.run("note", lambda: calls.append(weak.tolist()))
+        recorder.run("copy", lambda: between.copy_(weak + 1))
         return between * 10 + doubled
 
-    recording = record(breaker, device, 2, run)
+    recording = record(recorder, device, 2, run)
     assert len(recording.parts) == 5
     assert recording.breaks == {"note": 1, "copy": 1}
     assert calls == [[0, 0]]
@@ -55,16 +55,16 @@ def test_graphs_and_bodies_alternate(device):
     given.copy_(torch.tensor([1.0, 2.0]))
     assert recording.replay().tolist() == [32, 54]
     assert calls == [[0, 0], [2, 4]]
-    assert not breaker.recording
+    assert not recorder.recording
 
 
 def test_outside_a_recording_a_break_is_a_plain_call(device):
-    breaker = breaker_on(device)
+    recorder = breaker_on(device)
     called = []
-    breaker.run("any", lambda: called.append(1))
+    recorder.run("any", lambda: called.append(1))
     x = torch.ones(1)
-    assert breaker.weak(x) is x
-    assert breaker.call("any", torch.add, (x, 1), {}).item() == 2
+    assert recorder.weak(x) is x
+    assert recorder.call("any", torch.add, (x, 1), {}).item() == 2
     assert called == [1]
     assert device.graphs == []
 
@@ -82,9 +82,9 @@ def named_run(given):
 
 
 def test_named_operations_run_eagerly_between_graphs(device):
-    breaker = breaker_on(device, "callboard_test::host_scale", "callboard_test::host_shift")
+    recorder = breaker_on(device, "callboard_test::host_scale", "callboard_test::host_shift")
     given = device.buffer((8, 2), torch.float32)
-    recordings = {size: record(breaker, device, size, named_run(given[:size])) for size in (8, 4)}
+    recordings = {size: record(recorder, device, size, named_run(given[:size])) for size in (8, 4)}
     assert recordings[8].breaks == {"callboard_test::host_scale": 2, "callboard_test::host_shift": 1}
     for size in (8, 4, 8):
         given.normal_()
@@ -94,7 +94,7 @@ def test_named_operations_run_eagerly_between_graphs(device):
 
 def test_results_of_eager_work_stay_where_they_are_for_all_sizes(device):
     """The largest size comes first and its buffers hold the others; each place of a run has its own."""
-    breaker = breaker_on(device, "callboard_test::host_scale")
+    recorder = breaker_on(device, "callboard_test::host_scale")
     given = device.buffer((8, 2), torch.float32)
     made = []
 
@@ -103,7 +103,7 @@ def test_results_of_eager_work_stay_where_they_are_for_all_sizes(device):
         return made[-1][0] + made[-1][1]
 
     for size in (8, 4):
-        record(breaker, device, size, lambda size=size: run(size))
+        record(recorder, device, size, lambda size=size: run(size))
     large, small = made
     assert [one.data_ptr() for one in small] == [one.data_ptr() for one in large]
     assert large[0].data_ptr() != large[1].data_ptr()
@@ -111,21 +111,21 @@ def test_results_of_eager_work_stay_where_they_are_for_all_sizes(device):
 
 def test_a_result_that_moves_is_noticed(device):
     """What ``call`` is for: without it the next graph would read the address of the first result for ever."""
-    breaker = breaker_on(device)
+    recorder = breaker_on(device)
     given = device.buffer((4,), torch.float32)
 
     def run():
         moving = []
-        breaker.run("any", lambda: moving.append(given + 1))
+        recorder.run("any", lambda: moving.append(given + 1))
         return moving[-1] * 2
 
     with pytest.raises(RecordingError, match="made outside the captures"):
-        record(breaker, device, 4, run)
+        record(recorder, device, 4, run)
 
 
 @pytest.mark.parametrize("where", ["captured", "body"])
 def test_after_a_failure_the_next_recording_works(device, where):
-    breaker = breaker_on(device)
+    recorder = breaker_on(device)
     given = device.buffer((4,), torch.float32)
 
     def fail():
@@ -135,24 +135,24 @@ def test_after_a_failure_the_next_recording_works(device, where):
         x = given.add_(1)
         if failing and where == "captured":
             fail()
-        breaker.run("any", fail if failing else lambda: None)
+        recorder.run("any", fail if failing else lambda: None)
         return x * 2
 
     with pytest.raises(RuntimeError, match="no more memory"):
-        record(breaker, device, 4, lambda: run(True))
-    assert not breaker.recording
+        record(recorder, device, 4, lambda: run(True))
+    assert not recorder.recording
     assert not device.is_capturing()
     # What was captured before the body has run once, like everything in front of a break.
     assert given.tolist() == [0 if where == "captured" else 1] * 4
     given.zero_()
-    recording = record(breaker, device, 4, lambda: run(False))
+    recording = record(recorder, device, 4, lambda: run(False))
     assert recording.result.tolist() == [2] * 4
     assert recording.replay().tolist() == [4] * 4
 
 
 def test_a_recording_inside_a_recording_is_a_bug(device):
-    breaker = breaker_on(device)
+    recorder = breaker_on(device)
     given = device.buffer((4,), torch.float32)
     with pytest.raises(AssertionError, match="being recorded"):
-        record(breaker, device, 4, lambda: breaker.record(4, lambda: given + 1).result)
+        record(recorder, device, 4, lambda: recorder.record(4, lambda: given + 1).result)
     assert not device.is_capturing()

@@ -18,7 +18,7 @@ from engine.graphs.compiled import (
     keep_compilations,
 )
 from engine.graphs.device import HostDevice
-from engine.graphs.marks import ATTEND
+from engine.graphs.split_ops import ATTEND
 from engine.graphs.splitting import fingerprint, split
 from engine.models.decoder import DecoderLayer
 from tests.graphs.driver import PiecewiseDriver

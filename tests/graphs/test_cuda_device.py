@@ -92,7 +92,7 @@ def device(allocators):
 
 
 def capture(device, body=lambda: None):
-    """As ``Breaker.record`` does it."""
+    """As ``SegmentRecorder.record`` does it."""
     try:
         device.begin(POOL, 4)
         body()

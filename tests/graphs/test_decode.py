@@ -8,16 +8,16 @@ from engine.errors import GraphError
 from engine.execution.rows import DeviceRows
 from engine.execution.runner import ModelRunner
 from engine.graphs import inputs as torch_inputs
-from engine.graphs.breakable import Breaker
+from engine.graphs.breakable import SegmentRecorder
 from engine.graphs.capturing import Capturing
 from engine.graphs.comm import COLLECTIVE, BreakingComm
 from engine.graphs.decode import DecodeGraphs
 from engine.graphs.device import HostDevice
-from engine.kv.pool import KVPool
+from engine.layers.kv_pool import KVPool
 from engine.layers.step import DecodeInputs
 from engine.plugins.comm.local import LocalComm
+from engine.sampling.captured import Variant
 from engine.sampling.sampler import Sampler
-from engine.sampling.uniform import Variant
 from tests.graphs.driver import tensors_of
 from tests.graphs.engines import install
 from tests.graphs.recording import RecordingDevice, RecordingError
@@ -326,7 +326,7 @@ class NoGrammars:
         return None
 
 
-def rank_runner(model, comm, device=None, breaker=None):
+def rank_runner(model, comm, device=None, recorder=None):
     """A rank's runner, captured if there is a device."""
     spec, cpu = model.attention_spec, torch.device("cpu")
     pool = KVPool(spec.num_layers, 40, PAGE_SIZE, spec.num_kv_heads, spec.head_size, model.dtype, cpu)
@@ -340,7 +340,7 @@ def rank_runner(model, comm, device=None, breaker=None):
             rows=rows,
             sampler=sampler,
             device=device,
-            breaker=breaker,
+            recorder=recorder,
             capturing=Capturing(device, comm, cpu),
             sizes=(2, 4),
         )
@@ -374,9 +374,9 @@ def test_ranks_sample_the_same_tokens_together(cases):
 
     def work(comm):
         device = RecordingDevice()
-        breaker = Breaker(device, device.pool())
-        breaking = BreakingComm(comm, breaker)
-        runner = rank_runner(load_rank(case.spec, breaking), breaking, device, breaker)
+        recorder = SegmentRecorder(device, device.pool())
+        breaking = BreakingComm(comm, recorder)
+        runner = rank_runner(load_rank(case.spec, breaking), breaking, device, recorder)
         # One for the embedding, two for each layer, and one for the logits.
         num_breaks = 2 + 2 * len(runner._model.layers)
         assert runner._decode_graphs._recordings[2, Variant.FULL].breaks == {COLLECTIVE: num_breaks}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
-from engine.execution.shrinking import Shrinking
+from engine.actors.step_splitting import StepSplitter
 from engine.graphs.piecewise import Piecewise
 from engine.sampling.sampler import Sampler
 from tests.graphs.engines import install
@@ -110,7 +110,7 @@ def engines(checkpoint, engine_room):
         ):
             patch.setattr(owner, name, engine_room.limit(what, getattr(owner, name), size))
         # What has not fitted is tried again here: so every step fails that can.
-        patch.setattr(Shrinking, "_note", lambda self, num_tokens, error: None)
+        patch.setattr(StepSplitter, "_note", lambda self, num_tokens, error: None)
         with engine(checkpoint, "breakable") as captured, engine(checkpoint, "off") as plain:
             yield captured, plain, devices[0]
 

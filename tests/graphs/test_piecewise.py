@@ -12,7 +12,7 @@ import torch
 
 from engine.errors import GraphError
 from engine.graphs.attention import ATTENTION
-from engine.graphs.breakable import Breaker
+from engine.graphs.breakable import SegmentRecorder
 from engine.graphs.comm import COLLECTIVE, BreakingComm
 from engine.graphs.device import HostDevice
 from engine.models.decoder import DecoderLayer
@@ -234,7 +234,7 @@ def test_attention_that_was_captured_is_an_error(cases: Cases):
 def test_attention_refuses_to_run_inside_a_capture(driver):
     q = driver.device.buffer((4, 4, 32), torch.float32)
     with torch.inference_mode(), driver.device.stream():
-        driver.device.begin(driver.breaker._pool, 4)
+        driver.device.begin(driver.recorder._pool, 4)
         with pytest.raises(GraphError, match="attention of layer 1 was about to be captured"):
             driver.breaking.attend(1, q)
         driver.device.abandon()
@@ -260,7 +260,7 @@ def test_after_a_failed_capture_everything_works(cases: Cases, monkeypatch, wher
     driver = drivers[0]
 
     def fail(*_):
-        if driver.breaker.recording and len(driver.device.graphs) > 5:
+        if driver.recorder.recording and len(driver.device.graphs) > 5:
             raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:
@@ -285,7 +285,7 @@ def test_garbage_is_frozen_while_graphs_are_captured(cases: Cases, monkeypatch):
     driver = PiecewiseDriver(cases["qwen3-tied"].model)
 
     def watching(self, *args):
-        seen.append((driver.breaker.recording, gc.isenabled(), gc.get_freeze_count() > 0))
+        seen.append((driver.recorder.recording, gc.isenabled(), gc.get_freeze_count() > 0))
         return finish(self, *args)
 
     monkeypatch.setattr(DecoderLayer, "finish", watching)
@@ -306,9 +306,9 @@ def test_ranks_break_at_collectives_that_cannot_be_captured(cases: Cases, compil
 
     def work(comm: ThreadComm):
         device = RecordingDevice()
-        breaker = Breaker(device, device.pool())
-        model = load_rank(case.spec, breaking := BreakingComm(comm, breaker))
-        driver = PiecewiseDriver(model, device=device, breaker=breaker, comm=breaking, compiler=compiler)
+        recorder = SegmentRecorder(device, device.pool())
+        model = load_rank(case.spec, breaking := BreakingComm(comm, recorder))
+        driver = PiecewiseDriver(model, device=device, recorder=recorder, comm=breaking, compiler=compiler)
         driver.piecewise.capture()
         # One for the embedding and two for each layer.
         assert driver.piecewise._recordings[8].breaks == {ATTENTION: 3, COLLECTIVE: 7}
@@ -337,10 +337,10 @@ class Twin:
 @pytest.mark.parametrize("compiler", [None, "eager"])
 def test_collectives_that_can_be_captured_are(cases: Cases, compiler):
     device = RecordingDevice()
-    breaker = Breaker(device, device.pool())
-    comm = BreakingComm(Twin(), breaker)
+    recorder = SegmentRecorder(device, device.pool())
+    comm = BreakingComm(Twin(), recorder)
     model = load_rank(cases["qwen3-yarn-bias"].spec, comm)
-    driver = PiecewiseDriver(model, device=device, breaker=breaker, comm=comm, compiler=compiler)
+    driver = PiecewiseDriver(model, device=device, recorder=recorder, comm=comm, compiler=compiler)
     driver.piecewise.capture()
     assert driver.piecewise._recordings[8].breaks == {ATTENTION: 3}
     both((driver, Driver(model, page_size=4)), {"a": random_tokens(7, 1)}, rows="all")

@@ -82,4 +82,4 @@ def test_operations_of_a_backend_that_auto_chooses_are_known_before_captures(che
     )
     runner = load(checkpoint, "decode", max_running=1, attention="auto")
     assert named == [("acme::route",)]
-    assert runner._decode_graphs._breaker.named == ("acme::route",)
+    assert runner._decode_graphs._recorder.named == ("acme::route",)

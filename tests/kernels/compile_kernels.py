@@ -23,10 +23,10 @@ from engine.kernels.heads import rotate_and_store
 from engine.kernels.inputs import fill_inputs, write_tokens
 from engine.kernels.norm import add_norm
 from engine.kernels.rotary import angle_table
-from engine.kernels.sampler import KernelSampler
 from engine.layers.step import DecodeInputs
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from engine.sampling.state import SamplingState
+from engine.sampling.triton.sampler import KernelSampler
 from tests.no_gpu import NoGPU, resources
 
 CPU = torch.device("cpu")

@@ -63,7 +63,7 @@ def test_nothing_is_hashed_unless_somebody_listens() -> None:
     tree.insert(tree.key(ids(40)), pages_from(0, 10))
     tree.evict(3)
     assert tree.drain_events() == []
-    assert all(node.hashes is None for node in tree._ledger.candidates())
+    assert all(node.hashes is None for node in tree._lock_counts.candidates())
 
 
 @pytest.mark.parametrize("num_host_pages", [0, 20])

@@ -2,9 +2,9 @@
 
 import torch
 
+from engine.checkpoints.shape import RotaryShape
 from engine.layers.rotary import Rotary
 from engine.models.frequencies import frequencies
-from engine.models.shape import RotaryShape
 
 
 def rotary(shape: RotaryShape, size: int = 16) -> Rotary:

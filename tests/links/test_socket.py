@@ -16,8 +16,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.actors.wire import Wire, WireError
 from engine.links.socket import MAX_LOGGED_REFUSALS, LinkError
+from engine.links.wire import Wire, WireError
 from engine.messages import ExecutorAlive, ExecutorReady, Step, StepDone, Stop
 from tests.links.conftest import Pair
 

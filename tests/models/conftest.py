@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from engine.models.checkpoint import ModelSpec, read_spec
+from engine.checkpoints.checkpoint import ModelSpec, read_spec
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.comm.local import LocalComm

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBatch
+from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder
 from engine.plugins.attention.torch import TorchAttention

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from engine.checkpoints.checkpoint import read_spec
+from engine.checkpoints.shards import INDEX_FILE, SINGLE_FILE
 from engine.errors import WeightsError
-from engine.models.checkpoint import read_spec
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
-from engine.models.shards import INDEX_FILE, SINGLE_FILE
 from tests.layers.thread_comm import ThreadComm, on_ranks
 from tests.models.checkpoints import LINEAR, LLAMA3, SIZES, VOCAB, YARN, random_tokens
 from tests.models.conftest import Cases, load

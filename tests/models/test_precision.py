@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.models.checkpoint import read_spec
+from engine.checkpoints.checkpoint import read_spec
 from tests.models.checkpoints import VARIANTS, build, random_tokens, reference_logits, save
 from tests.models.conftest import load
 from tests.models.driver import Driver

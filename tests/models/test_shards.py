@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.checkpoints.checkpoint import read_spec
+from engine.checkpoints.shards import INDEX_FILE, SINGLE_FILE, read_header, read_shards
 from engine.errors import WeightsError
-from engine.models.checkpoint import read_spec
-from engine.models.shards import INDEX_FILE, SINGLE_FILE, read_header, read_shards
 from tests.models.checkpoints import build, save
 from tests.models.conftest import Cases, load
 from tests.models.driver import Driver

@@ -4,9 +4,9 @@ import pytest
 import torch
 from msgspec import structs
 
+from engine.checkpoints.checkpoint import ModelSpec
 from engine.errors import ConfigError, WeightsError
 from engine.layers.comm import Comm
-from engine.models.checkpoint import ModelSpec
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.comm.local import LocalComm

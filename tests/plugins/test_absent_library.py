@@ -14,9 +14,9 @@ import pytest
 from engine import LLM, SamplingParams
 from engine.config import Config, build_config
 from engine.errors import PluginError, RequestError
+from engine.params import Grammar
 from engine.plugins import declaration
 from engine.plugins.manager import Plugins
-from engine.sampling.params import Grammar
 from server.doctor import examine
 from tests.pace import far
 from tests.processes.server import MODEL, ROOT, Server

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from engine.actors.system import System
 from engine.config import Config, build_config
 from engine.errors import PluginError, RequestError
 from engine.kv.eviction import EvictionStrategy
 from engine.messages import Finish
+from engine.params import Grammar, SamplingParams
 from engine.plugins.guards import GuardedRank, GuardedStrategy
-from engine.sampling.params import Grammar, SamplingParams
+from engine.system import System
 from tests.figures import Figure
 from tests.models.checkpoints import build, random_tokens, save
 from tests.plugins.conftest import Install

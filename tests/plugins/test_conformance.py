@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
+from engine.execution.split_attention import SplitAttention
 from engine.layers.attention import AttentionFactory
-from engine.plugins.attention.split import SplitAttention
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.declaration import Declaration, read_declaration

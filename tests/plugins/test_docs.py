@@ -17,13 +17,13 @@ from engine.errors import PluginError, RequestError
 from engine.kv.events import KVEvent
 from engine.kv.node import SHARED
 from engine.messages import Finish
+from engine.params import Grammar
 from engine.plugins import hookspecs
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.options import Options
-from engine.sampling.params import Grammar
 from tests.plugins.conftest import Install
 from tests.plugins.test_observers import finished
 from tests.plugins.test_policy import Waits, order

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.kv.eviction import Candidate
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBatch, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.declaration import Declaration, Multiples
 from engine.plugins.testing import attention as kit

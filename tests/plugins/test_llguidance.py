@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from engine.errors import RequestError
+from engine.params import MAX_GRAMMAR_CHARS, Grammar
 from engine.plugins.grammar import repeats
 from engine.plugins.grammar.llguidance import LLGuidance
 from engine.plugins.hookspecs import GrammarContext
-from engine.sampling.grammar import GrammarFailure
-from engine.sampling.grammars import Grammars
-from engine.sampling.params import MAX_GRAMMAR_CHARS, Grammar
+from engine.text.grammar import GrammarFailure
+from engine.text.grammars import Grammars
 from engine.text.tool_format import Tool, allow_calls, demand_calls
 from tests.plugins.grammar_walk import BYTES, CALL, CLOSE, EOS, PIECES, SCHEMA, SPECIAL, VOCAB, accepts, allowed
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from engine.errors import RequestError
+from engine.params import Grammar
 from engine.plugins.grammar.llguidance import LLGuidance
 from engine.plugins.hookspecs import GrammarContext
-from engine.sampling.grammar import GrammarFailure
-from engine.sampling.params import Grammar
+from engine.text.grammar import GrammarFailure
 from engine.text.reasoning import Thinking
 from engine.text.tool_calls import ToolCallParser, text_and_calls
 from engine.text.tool_format import Tool, ToolFormat, allow_calls, demand_calls

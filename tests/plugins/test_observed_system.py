@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.actors.system import System
 from engine.config import Config, build_config
 from engine.errors import EngineDied, PluginError
 from engine.kv.hashes import namespace_seed
 from engine.kv.node import SHARED
 from engine.messages import Finish
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
+from engine.system import System
 from tests.models.checkpoints import build, random_tokens, save
 from tests.plugins.conftest import Install
 
@@ -170,7 +170,7 @@ def test_no_event_is_recorded_when_nobody_is_told(checkpoint: Path, spies: None)
             await system.ingress.open(random_tokens(40, 0), GREEDY).collect()
             planner = system.scheduler._planner
             assert planner is not None
-            assert planner._holdings._tree._events is None
+            assert planner._page_manager._tree._events is None
         import counting
 
         assert len(counting.requests) == 1

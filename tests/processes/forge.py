@@ -80,9 +80,6 @@ def run(arguments: list[str]) -> Ended:
 
 
 if __name__ == "__main__":
-    import engine.actors.system
-    import engine.execution.loading
-    import engine.plugins.attention.torch  # noqa: F401
     import server.serve  # noqa: F401
     from server.cli import main
 

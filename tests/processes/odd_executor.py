@@ -5,8 +5,8 @@ import sys
 from dataclasses import dataclass
 
 from engine.actors.executor import Runner
+from engine.actors.step_splitting import StepSplitter
 from engine.errors import WeightsError
-from engine.execution.shrinking import Shrinking
 from engine.messages import Step, StepDone
 from engine.processes.assignment import Assignment
 from engine.processes.executor import main
@@ -53,7 +53,7 @@ def load(assignment: Assignment) -> Runner:
         raise KeyError("embed_tokens")
     runner = OddRunner(assignment.rank)
     alone = assignment.num_ranks == 1
-    return runner if alone else Shrinking(runner, alone=False, most_tokens=assignment.most_tokens)
+    return runner if alone else StepSplitter(runner, alone=False, most_tokens=assignment.most_tokens)
 
 
 if __name__ == "__main__":

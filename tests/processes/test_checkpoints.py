@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models.shards import INDEX_FILE, SINGLE_FILE
+from engine.checkpoints.shards import INDEX_FILE, SINGLE_FILE
 from tests.figures import Figure
 from tests.models.checkpoints import build, save
 from tests.processes.forge import Ended, Forge

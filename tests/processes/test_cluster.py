@@ -16,7 +16,7 @@ from engine.actors.intensity import RestartIntensity
 from engine.config import Config, build_config
 from engine.errors import ConfigError, EngineDied, WeightsError
 from engine.messages import ExecutorReady, ExecutorsLost, Stop
-from engine.plugins.comm.rendezvous import serve_store
+from engine.plugins.support.rendezvous import serve_store
 from engine.processes import joiner as joiner_module
 from engine.processes.board import Board, Notice, our_release
 from engine.processes.head import Head

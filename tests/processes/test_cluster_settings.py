@@ -5,9 +5,9 @@ import logging
 
 import pytest
 
+from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.errors import CallboardError, ConfigError
 from engine.logs import LogSettings
-from engine.models.checkpoint import resolve_checkpoint
 from engine.processes.assignment import Assignment, Place
 from engine.processes.cluster import Cluster, check_cluster, read_cluster
 from engine.processes.executor import load_rank, settle

@@ -13,10 +13,10 @@ import pytest
 import zmq
 
 from engine.actors.snapshot import Gauges, MailboxGauges, RequestsFinished, Snapshot
-from engine.actors.wire import Wire
 from engine.config import Config
 from engine.kv.outline import Outline, OutlinedNode
 from engine.links.socket import SocketLink
+from engine.links.wire import Wire
 from engine.logs import LogSettings
 from engine.messages import (
     Abort,
@@ -34,10 +34,10 @@ from engine.messages import (
     Tokenize,
     TokenizerAlive,
 )
+from engine.params import SamplingParams
 from engine.processes.assignment import FrontAssignment, FrontProcessInbox
 from engine.processes.outgoing import Outgoing
 from engine.processes.switchboard import Switchboard
-from engine.sampling.params import SamplingParams
 from engine.scheduling.meter import Meter, StepRecord
 from engine.scheduling.metrics import RequestMetrics
 from server.front_process import EngineLink

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from engine.actors.stream import Stream
-from engine.actors.system import System
 from engine.config import Config, build_config
 from engine.errors import EngineDied, RequestError
 from engine.messages import Delta, Finish, Step
 from engine.models.decoder import Decoder
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
+from engine.system import System
 from tests.models.checkpoints import build, random_tokens, save
 from tests.pace import far
 from tests.processes.executors import alive, children, send

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import zmq
 
-from engine.actors.wire import Wire
 from engine.links.curve import KeyPair
+from engine.links.wire import Wire
 from engine.messages import (
     Abort,
     Admit,
@@ -26,10 +26,10 @@ from engine.messages import (
     TokenizerAlive,
     TokenizerPoolInbox,
 )
+from engine.params import SamplingParams
 from engine.processes.outgoing import Outgoing
 from engine.processes.switchboard import Switchboard
 from engine.processes.tokenizer import TextLink
-from engine.sampling.params import SamplingParams
 from tests.pace import far
 
 GOOD = Wire("test").encode(TokenizerAlive(1, 2))
@@ -112,9 +112,9 @@ def test_what_a_tokenizer_works_with_needs_no_torch() -> None:
         "import sys\n"
         "from engine.config import Config, build_config\n"
         "from engine.messages import ChatTurn\n"
-        "from engine.models.checkpoint import resolve_checkpoint\n"
+        "from engine.checkpoints.checkpoint import resolve_checkpoint\n"
         "from engine.processes.tokenizer import load_text\n"
-        "from engine.sampling.params import Grammar\n"
+        "from engine.params import Grammar\n"
         "config = build_config(Config(), {'model': {'path': str(resolve_checkpoint('demo', ''))}})\n"
         "_, codec, grammars = load_text(config)\n"
         "codec.encode_chat((ChatTurn('user', 'x'),))\n"

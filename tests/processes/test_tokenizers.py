@@ -14,12 +14,12 @@ import pytest
 
 from engine.actors.ingress import Prompt
 from engine.actors.pool import TokenizerPool
-from engine.actors.system import System
 from engine.config import Config, build_config
 from engine.errors import EngineDied, RequestError, WeightsError
 from engine.logs import JSONFormatter
 from engine.messages import ChatOptions, ChatTurn, Delta, Finish, ToolCall
-from engine.sampling.params import Grammar, SamplingParams
+from engine.params import Grammar, SamplingParams
+from engine.system import System
 from engine.text.codec import TextCodec
 from tests.pace import far
 from tests.processes.executors import alive, children

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from engine.sampling.parts import build_batch
 from engine.sampling.sampler import Sampler, candidate_weights
 from engine.sampling.state import SamplingState

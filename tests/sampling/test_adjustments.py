@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from engine.sampling.params import MAX_LOGPROBS, SamplingParams
+from engine.params import MAX_LOGPROBS, SamplingParams
 from engine.sampling.parts import build_batch
 from engine.sampling.state import SamplingState
 from tests.sampling.rows import CPU, EOS, MAX_LEN, admit, chi_square_excess, draw_many, new_sampler, sample_alone

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.sampling.parts as parts_module
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from engine.sampling.state import SamplingState
 from tests.sampling.rows import CPU, EOS, MAX_LEN, admit, new_sampler, sample_alone
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from engine.errors import RequestError
+from engine.params import Grammar, SamplingParams
 from engine.sampling.constraints import Constraints, Masks
-from engine.sampling.grammar import GrammarFailure, Mask
-from engine.sampling.grammars import Grammars
-from engine.sampling.params import Grammar, SamplingParams
 from engine.sampling.sampler import Sampler
+from engine.text.grammar import GrammarFailure, Mask
+from engine.text.grammars import Grammars
 from tests.pace import far
 
 VOCAB = 70

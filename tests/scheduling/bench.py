@@ -4,9 +4,9 @@ import numpy as np
 
 from engine.kv.eviction import EvictionStrategy
 from engine.messages import Admit, Failed, Finish, LossExplained, Step
+from engine.params import SamplingParams
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.policy.priority import MostUrgentFirst
-from engine.sampling.params import SamplingParams
 from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.metrics import RequestMetrics
 from engine.scheduling.planner import Planner

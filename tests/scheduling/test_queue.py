@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.params import SamplingParams
 from engine.plugins.policy.fcfs import FirstComeFirstServed
 from engine.plugins.policy.lpm import LongestPrefixMatch
 from engine.plugins.policy.priority import MostUrgentFirst
-from engine.sampling.params import SamplingParams
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.queue import WINDOW, waiting_queue
 from engine.scheduling.sequence import Sequence

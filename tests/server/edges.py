@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from engine.errors import RequestError
 from engine.llm import LLM
-from engine.sampling.params import Grammar, SamplingParams
+from engine.params import Grammar, SamplingParams
 from tests.pace import far
 from tests.processes.server import MODEL, ROOT, Server
 

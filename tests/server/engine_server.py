@@ -7,8 +7,8 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
-from engine.actors.system import System
 from engine.config import Config, build_config
+from engine.system import System
 from server.app import create_runner
 from server.listener import bind
 from server.model_card import ModelCard

@@ -16,7 +16,7 @@ import numpy as np
 from engine.actors.stream import Stream
 from engine.errors import CallboardError, EngineDied, RequestError
 from engine.messages import ChatOptions, ChatTurn, Delta, Finish, Stats, TokenLogprobs, TokenText, Usage
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 
 # Everything that a careless framing or decoding would trip over.
 WORDS = (

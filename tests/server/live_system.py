@@ -10,8 +10,8 @@ import uvloop
 from aiohttp import web
 
 from engine.actors.snapshot import Gauges
-from engine.actors.system import System
 from engine.config import Config
+from engine.system import System
 from server.app import create_runner
 from server.listener import bind
 from server.model_card import ModelCard

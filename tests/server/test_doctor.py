@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from engine.config import Config, build_config
-from engine.execution import inventory, preview
-from engine.execution.inventory import GPU, Inventory
+from engine.startup import inventory, preview
+from engine.startup.inventory import GPU, Inventory
 from server import doctor
 from server.cli import main
 from server.doctor import Finding, examine

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engine.config import LimitsSection, ServerSection
 from engine.errors import RequestError
-from engine.sampling.params import MAX_SEED
+from engine.params import MAX_SEED
 from server.body import BodyReader, name_field
 from server.chat import Chat
 from server.completions import Completions

@@ -9,7 +9,7 @@ import msgspec
 import openai
 import pytest
 
-from engine.sampling.params import Grammar
+from engine.params import Grammar
 from engine.text.tool_format import ToolFormat
 from tests.server import fake_ingress
 from tests.server.engine_server import EngineServer

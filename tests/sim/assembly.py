@@ -1,4 +1,4 @@
-"""The engine of a run, put together as ``engine/actors/system.py`` does, with links that take time.
+"""The engine of a run, put together as ``engine/system.py`` does, with links that take time.
 
 Owns: which parts there are and how they are connected.  Does not know: what is done with them.
 Ingress, tokenizer, scheduler and supervisor are the engine's own; links, executor and codec are simulated.

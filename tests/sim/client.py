@@ -14,7 +14,7 @@ from engine.actors.ingress import Ingress
 from engine.actors.stream import Stream
 from engine.errors import CallboardError, RequestError
 from engine.messages import ChatTurn, Delta, Finish, TokenLogprobs, Usage
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from tests.sim.codec import text_of
 from tests.sim.luck import luck
 from tests.sim.probe import wrap

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import engine.scheduling.holdings as holdings_module
+import engine.scheduling.pages as holdings_module
 from engine.actors.ingress import Ingress, _Open
 from engine.actors.tokenizer import Tokenizer
-from engine.kv.host import Transfer
+from engine.kv.host_tier import Transfer
 from engine.kv.node import SHARED, Namespace, Node
 from engine.kv.radix import RadixTree
 from engine.messages import Abort, StepDone
 from engine.scheduling.decodes import Decodes
-from engine.scheduling.holdings import Appends, Holdings
+from engine.scheduling.pages import Appends, PageManager
 from engine.scheduling.planner import Planner
 from engine.scheduling.prefills import Prefills
 from engine.scheduling.quarantine import Quarantine
@@ -45,7 +45,7 @@ def planted(mutant: Mutant) -> Iterator[None]:
 
 
 def a_page_is_freed_twice(release: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Holdings, row: int) -> None:
+    def mutant(self: PageManager, row: int) -> None:
         handle = self._handles[row]
         handle.num_pages = max(0, handle.num_pages - 1)  # the tree's last page is freed as if it were the row's own
         release(self, row)
@@ -54,7 +54,7 @@ def a_page_is_freed_twice(release: Callable[..., None]) -> Callable[..., None]:
 
 
 def a_page_leaks_when_a_row_is_released(release: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Holdings, row: int) -> None:
+    def mutant(self: PageManager, row: int) -> None:
         if self._rows.num_pages[row] > self._handles[row].num_pages:
             self._rows.num_pages[row] -= 1
         release(self, row)
@@ -71,7 +71,7 @@ def a_page_comes_one_token_late(_: Callable[..., Rows]) -> Callable[..., Rows]:
 
 
 def transfers_are_dropped(drain: Callable[..., list[Transfer]]) -> Callable[..., list[Transfer]]:
-    def mutant(self: Holdings) -> list[Transfer]:
+    def mutant(self: PageManager) -> list[Transfer]:
         return drain(self)[1:]
 
     return mutant
@@ -91,7 +91,7 @@ def an_unlock_is_missed(unlock: Callable[..., None]) -> Callable[..., None]:
 def a_live_page_can_be_evicted(lock: Callable[..., Any]) -> Callable[..., Any]:
     def mutant(self: RadixTree, match: Any, priority: int = 0) -> Any:
         handle = lock(self, match, priority)
-        self._ledger.release(handle.node)
+        self._lock_counts.release(handle.node)
         return handle
 
     return mutant
@@ -105,7 +105,7 @@ def a_split_is_off_by_one(split: Callable[..., Node]) -> Callable[..., Node]:
 
 
 def an_unfinished_page_is_published(publish: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Holdings, row: int, num_tokens: int) -> None:
+    def mutant(self: PageManager, row: int, num_tokens: int) -> None:
         size = self._page_size
         whole = -(-num_tokens // size) * size
         publish(self, row, whole if whole <= self._rows.num_pages[row] * size else num_tokens)
@@ -114,7 +114,7 @@ def an_unfinished_page_is_published(publish: Callable[..., None]) -> Callable[..
 
 
 def duplicates_are_freed_at_once(publish: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Holdings, row: int, num_tokens: int) -> None:
+    def mutant(self: PageManager, row: int, num_tokens: int) -> None:
         publish(self, row, num_tokens)
         self.collect(1 << 60)
 
@@ -122,7 +122,7 @@ def duplicates_are_freed_at_once(publish: Callable[..., None]) -> Callable[..., 
 
 
 def rows_keep_stale_pages_after_dedup(_: Callable[..., list[Appends]]) -> Callable[..., list[Appends]]:
-    def mutant(self: Holdings) -> list[Appends]:
+    def mutant(self: PageManager) -> list[Appends]:
         self._rewrites = []
         return []
 
@@ -134,7 +134,7 @@ def salts_are_ignored(_: Callable[..., Namespace]) -> Callable[..., Namespace]:
 
 
 def the_look_ahead_ignores_the_salt(_: Callable[..., int]) -> Callable[..., int]:
-    def mutant(self: Holdings, sequence: Sequence) -> int:
+    def mutant(self: PageManager, sequence: Sequence) -> int:
         match = self._tree.match(self._prefix_key(sequence), SHARED)
         return (match.num_pages + match.num_host_pages) * self._page_size
 
@@ -258,18 +258,18 @@ def a_cancelled_request_is_never_let_go_of(_: Callable[..., bool]) -> Callable[.
 
 
 MUTANTS: dict[Mutant, tuple[Any, str]] = {
-    a_page_is_freed_twice: (Holdings, "release"),
-    a_page_leaks_when_a_row_is_released: (Holdings, "release"),
+    a_page_is_freed_twice: (PageManager, "release"),
+    a_page_leaks_when_a_row_is_released: (PageManager, "release"),
     a_page_comes_one_token_late: (Decodes, "_needy"),
-    transfers_are_dropped: (Holdings, "drain_transfers"),
+    transfers_are_dropped: (PageManager, "drain_transfers"),
     an_unlock_is_missed: (RadixTree, "unlock"),
     a_live_page_can_be_evicted: (RadixTree, "lock"),
     a_split_is_off_by_one: (Node, "split"),
-    an_unfinished_page_is_published: (Holdings, "publish"),
-    duplicates_are_freed_at_once: (Holdings, "publish"),
-    rows_keep_stale_pages_after_dedup: (Holdings, "take_rewrites"),
+    an_unfinished_page_is_published: (PageManager, "publish"),
+    duplicates_are_freed_at_once: (PageManager, "publish"),
+    rows_keep_stale_pages_after_dedup: (PageManager, "take_rewrites"),
     salts_are_ignored: (holdings_module, "Namespace"),
-    the_look_ahead_ignores_the_salt: (Holdings, "num_cached_tokens"),
+    the_look_ahead_ignores_the_salt: (PageManager, "num_cached_tokens"),
     a_row_is_reused_while_a_step_uses_it: (Planner, "_release_ended"),
     more_counts_as_computed_than_is: (RowTable, "take"),
     a_retraction_forgets_a_token: (Prefills, "wait"),

@@ -70,9 +70,9 @@ class Probe:
         self.planner = planner
         self._mark = mark
         self._poison = poison
-        self._holdings = planner._holdings
-        self._allocator = planner._holdings._pages
-        self._tree = planner._holdings._tree
+        self._page_manager = planner._page_manager
+        self._allocator = planner._page_manager._pages
+        self._tree = planner._page_manager._tree
         self._rows = planner._rows
         wrap(self._allocator, "free", self._watch_free)
         wrap(self._tree, "evict", self._watch_evict)
@@ -126,9 +126,9 @@ class Probe:
     @property
     def page_counts(self) -> tuple[int, int, int, int]:
         """Pages: free, in the tree, private to a row, deferred.  They must make up the pool."""
-        holdings, rows = self._holdings, self._rows
-        private = sum(int(rows.num_pages[row]) - handle.num_pages for row, handle in holdings._handles.items())
-        deferred = sum(len(pages) for _, pages in holdings._deferred)
+        page_manager, rows = self._page_manager, self._rows
+        private = sum(int(rows.num_pages[row]) - handle.num_pages for row, handle in page_manager._handles.items())
+        deferred = sum(len(pages) for _, pages in page_manager._deferred)
         return self._allocator.num_free, self._tree.num_cached, private, deferred
 
     @property
@@ -166,11 +166,11 @@ class Probe:
 
     def looked_ahead(self, sequence: Sequence) -> int:
         """Cached tokens of a sequence without a row, as the planner counts them to order and to delay."""
-        return self._holdings.num_cached_tokens(sequence)
+        return self._page_manager.num_cached_tokens(sequence)
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """The same, page by page through what the tree has under the sequence's own salt."""
-        key, page_bytes = self._holdings._prefix_key(sequence), self._tree._page_bytes
+        key, page_bytes = self._page_manager._prefix_key(sequence), self._tree._page_bytes
         node: Node | None = self._tree._roots.get(Namespace(sequence.cache_salt))
         at = 0
         while node is not None:

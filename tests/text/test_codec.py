@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.errors import RequestError, WeightsError
 from engine.messages import ChatTurn
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from engine.text.codec import TextCodec
 from tests.text.specimens import MAKERS, byte_level, codec, save
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling.params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
+from engine.params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 from engine.text.stops import StopMatcher
 
 letters = st.sampled_from("aab")

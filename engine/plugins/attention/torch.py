@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBatch, AttentionFactory, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.plugins.hookspecs import AttentionContext, hookimpl
 from engine.plugins.options import Options, decode_options
 

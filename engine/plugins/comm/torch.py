@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import PluginError
-from engine.plugins.comm.rendezvous import local_address, open_store
 from engine.plugins.hookspecs import CommContext, hookimpl
 from engine.plugins.options import Options, decode_options
+from engine.plugins.support.rendezvous import local_address, open_store
 
 CALLBOARD_PLUGIN = {"api": 1}
 NAME = "comm.torch"

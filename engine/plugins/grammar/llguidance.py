@@ -17,11 +17,11 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.errors import RequestError
+from engine.params import Grammar
 from engine.plugins.grammar import repeats
 from engine.plugins.hookspecs import GrammarContext, hookimpl
 from engine.plugins.options import Options, decode_options
-from engine.sampling.grammar import GrammarFailure, Mask
-from engine.sampling.params import Grammar
+from engine.text.grammar import GrammarFailure, Mask
 from engine.text.reasoning import CLOSE, OPEN, Thinking
 from engine.text.tool_format import SPACE, CallShape, CallsShape
 

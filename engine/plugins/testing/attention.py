@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionFactory, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.patience import returns_within
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import AttentionContext

@@ -14,8 +14,8 @@ from msgspec import Meta
 from torch import Tensor
 
 from engine.errors import PluginError
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionFactory, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.plugins.hookspecs import AttentionContext, hookimpl
 from engine.plugins.manager import Plugins
 from engine.plugins.options import Options, decode_options

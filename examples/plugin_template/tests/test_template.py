@@ -7,8 +7,8 @@ from callboard_template.watched import WatchedAttention, callboard_attention_bac
 from torch import Tensor
 
 from engine.errors import PluginError
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import AttentionContext

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBatch, AttentionSpec
-from engine.plugins.attention.triton_kernels.backend import TritonAttention
+from engine.layers.kv_pool import KVPool
+from engine.plugins.attention.triton.backend import TritonAttention
 from engine.plugins.testing.reference import attend
 from tests.attention.batches import batch_of
 

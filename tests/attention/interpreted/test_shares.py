@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionFactory, AttentionSpec
-from engine.plugins.attention.triton_kernels import backend as backend_module
-from engine.plugins.attention.triton_kernels.backend import TritonAttention
-from engine.plugins.attention.triton_kernels.tiles import DecodeTiles, Processors
+from engine.layers.kv_pool import KVPool
+from engine.plugins.attention.triton import backend as backend_module
+from engine.plugins.attention.triton.backend import TritonAttention
+from engine.plugins.attention.triton.tiles import DecodeTiles, Processors
 from engine.plugins.testing.attention import check_case
 from engine.plugins.testing.attention_cases import AttentionCase
 from tests.attention.batches import batch_of

@@ -13,8 +13,8 @@ from engine.execution.runner import ModelRunner
 from engine.graphs.capturing import Capturing
 from engine.graphs.decode import DecodeGraphs
 from engine.kernels import choice
-from engine.kv.pool import KVPool
-from engine.plugins.attention.triton_kernels.backend import TritonAttention
+from engine.layers.kv_pool import KVPool
+from engine.plugins.attention.triton.backend import TritonAttention
 from engine.plugins.comm.local import LocalComm
 from engine.sampling.sampler import Sampler
 from tests.graphs.recording import RecordingDevice
@@ -63,15 +63,15 @@ def runner_of(model, captured):
     attention, rows = TritonAttention(spec, pool), DeviceRows(3, MAX_LEN, PAGE_SIZE, CPU)
     sampler, graphs, device = Sampler(3, model.vocab_size, MAX_LEN, CPU), None, RecordingDevice()
     if captured:
-        breaker = RerunBreaker()
-        graphs = breaker.graphs = DecodeGraphs(
+        recorder = RerunBreaker()
+        graphs = recorder.graphs = DecodeGraphs(
             model=model,
             pool=pool,
             attention=attention,
             rows=rows,
             sampler=sampler,
             device=device,
-            breaker=breaker,
+            recorder=recorder,
             capturing=Capturing(device, LocalComm(), CPU, rehearsal=False),
             sizes=(3,),
         )
@@ -94,7 +94,7 @@ def runner_of(model, captured):
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    from engine.models.checkpoint import read_spec
+    from engine.checkpoints.checkpoint import read_spec
     from engine.models.loader import load_model
 
     monkeypatch.setenv(choice.VARIABLE, "triton")

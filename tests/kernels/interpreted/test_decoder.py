@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from engine.checkpoints.checkpoint import read_spec
 from engine.kernels import choice
 from engine.layers.embedding import VocabLinear
-from engine.models.checkpoint import read_spec
 from tests.models.checkpoints import build, random_tokens, reference_logits, save
 from tests.models.conftest import load
 from tests.models.driver import Driver

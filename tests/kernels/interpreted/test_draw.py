@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.noise import uniform
-from engine.kernels.picks import first_above
 from engine.sampling.noise import stream_starts, uniforms
+from engine.sampling.triton.noise import uniform
+from engine.sampling.triton.picks import first_above
 
 
 @triton.jit

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import choice, sampler
+from engine.kernels import choice
+from engine.params import SamplingParams
+from engine.sampling.captured import Variant, array_columns, columns_bytes, tensor_columns
 from engine.sampling.constraints import Masks
-from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import Sampler
-from engine.sampling.uniform import Variant, array_columns, columns_bytes, tensor_columns
+from engine.sampling.triton import sampler
 from tests.sampling.rows import chi_square_excess
 
 CPU = torch.device("cpu")
@@ -204,7 +205,7 @@ def test_the_columns_of_a_captured_step_give_the_same_tokens(monkeypatch):
     num_rows, size, vocab_size = len(wishes), len(wishes) + 3, 600
     packed = torch.zeros(columns_bytes(size), dtype=torch.uint8)
     one = new_sampler("triton", monkeypatch, num_rows, vocab_size, 512)
-    uniform = one.uniform(tensor_columns(packed, size))
+    uniform = one.captured(tensor_columns(packed, size))
     rows = np.random.default_rng(0).permutation(num_rows)
     most_likely = SamplingParams(temperature=0.0)
     plain = np.array([row for row in rows if wishes[row].replace(seed=None, temperature=0.0) == most_likely])

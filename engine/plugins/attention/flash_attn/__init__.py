@@ -14,14 +14,14 @@ from typing import Literal
 import torch
 
 from engine.errors import PluginError
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionFactory, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.flash_attn.backend import FlashAttention
 from engine.plugins.attention.flash_attn.kernels import FA2, FA3, QUERY_TILE, Kernels
 from engine.plugins.attention.flash_attn.libraries import FA2_PAGE, HOPPER, Library, Situation, find
-from engine.plugins.attention.requirements import ANYTHING_ELSE, require_capability, require_gpu, try_out
 from engine.plugins.hookspecs import AttentionContext, hookimpl
 from engine.plugins.options import Options, decode_options
+from engine.plugins.support.requirements import ANYTHING_ELSE, require_capability, require_gpu, try_out
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ Owns: what happens in a step, and which rows and layers go where.  Does not know
 import torch
 from torch import Tensor
 
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.flash_attn.kernels import QUERY_TILE, Kernels, Part, Prepared
-from engine.plugins.attention.paging import padding_on_dump_page, pages_of, variant_of, windows_of
+from engine.plugins.support.paging import padding_on_dump_page, pages_of, variant_of, windows_of
 
 
 class FlashAttention:

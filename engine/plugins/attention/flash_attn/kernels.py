@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionSpec
-from engine.plugins.attention.paging import KVPages
+from engine.layers.kv_pool import KVPool
+from engine.plugins.support.paging import KVPages
 
 QUERY_TILE = 128  # queries, of all heads that share a key head, that one block of FA3 works on
 

@@ -19,14 +19,16 @@ import torch
 
 from engine.errors import PluginError
 from engine.kernels.choice import choose_kernels
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionFactory, AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.flashinfer.append import PagedAppend
 from engine.plugins.attention.flashinfer.backend import BUFFERS, FlashInferAttention
 from engine.plugins.attention.flashinfer.planners import FA3_TILE, Setup
 from engine.plugins.attention.flashinfer.staging import StagingRing
-from engine.plugins.attention.paging import windows_of
-from engine.plugins.attention.requirements import (
+from engine.plugins.hookspecs import AttentionContext, hookimpl
+from engine.plugins.options import Options, decode_options
+from engine.plugins.support.paging import windows_of
+from engine.plugins.support.requirements import (
     ANYTHING_ELSE,
     missing_package,
     require_capability,
@@ -34,8 +36,6 @@ from engine.plugins.attention.requirements import (
     trial,
     try_out,
 )
-from engine.plugins.hookspecs import AttentionContext, hookimpl
-from engine.plugins.options import Options, decode_options
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from engine.kv.pool import KVPool
-from engine.plugins.attention.paging import pages_of
+from engine.layers.kv_pool import KVPool
+from engine.plugins.support.paging import pages_of
 
 
 class PagedAppend:

@@ -19,7 +19,7 @@ from engine.plugins.attention.flashinfer.planners import (
     Setup,
 )
 from engine.plugins.attention.flashinfer.staging import StagingRing
-from engine.plugins.attention.paging import padding_on_dump_page, pages_of, variant_of, windows_of
+from engine.plugins.support.paging import padding_on_dump_page, pages_of, variant_of, windows_of
 
 STEPS_IN_FLIGHT = 2  # the engine's deepest overlap
 BUFFERS = STEPS_IN_FLIGHT + 1  # of every kind: one per step that may be queued, and the one that is filled

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from engine.errors import PluginError
-from engine.kv.pool import KVPool
 from engine.layers.attention import AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.flashinfer.lists import HostLists, Int32, stride_of
 from engine.plugins.attention.flashinfer.staging import StagingRing
-from engine.plugins.attention.paging import KVPages
+from engine.plugins.support.paging import KVPages
 
 PLAN_BYTES = 8 << 20  # what a wrapper allocates for a plan
 GRAPH_PLAN_BYTES = 1 << 20  # decode rows alone need at most 40 bytes each, and there is a wrapper per captured size

@@ -1,0 +1,169 @@
+"""Steps that are too large for the device are cut until they fit.
+
+Owns: how a step is cut in two, how the results become one, and what size has not fitted.  Does not know: torch, memory.
+A rank that is alone cuts a step when it has failed.  Ranks that run collectives must cut alike, and the others may be
+waiting in the middle of the step: there it is an error that says how large it was, and all start again with a limit.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from engine.actors.executor import PendingStep, Runner
+from engine.errors import StepTooLarge
+from engine.messages import PromptLogprobs, Step, StepDone
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Ints = npt.NDArray[np.int32]
+
+
+class StepSplitter:
+    """A runner that survives ``MemoryError`` where a smaller step would: the step's batch is launched in parts.
+
+    A size that has not fitted is not tried again, so one bad step does not make every later one fail first.
+    alone: it is the only rank.  most_tokens: steps with more are cut; 0 for no limit."""
+
+    def __init__(self, runner: Runner, *, alone: bool = True, most_tokens: int = 0) -> None:
+        self.num_pages = runner.num_pages
+        self.num_shrunk = 0
+        self._runner = runner
+        self._alone = alone
+        self._most_tokens = most_tokens
+
+    def launch(self, step: Step) -> PendingStep:
+        """Launch, in as many parts as it takes.
+
+        Raises MemoryError if not even one token fits, StepTooLarge if that is not known and the rank is not alone."""
+        if not self._most_tokens or num_tokens(step) <= self._most_tokens:
+            try:
+                return self._runner.launch(step)
+            except MemoryError as error:
+                if num_tokens(step) < 2:
+                    raise
+                if not self._alone:
+                    raise StepTooLarge(f"no room for a step of {num_tokens(step)} tokens", num_tokens(step)) from error
+                self._note(num_tokens(step), error)
+                changes_made = True
+        else:
+            changes_made = False
+        first, second = halves(step)
+        if not changes_made:
+            first = msgspec.structs.replace(step, **batch_of(first))
+        parts = [(first, self.launch(first)), (second, self.launch(second))]
+        return _Parts(step, parts)
+
+    def leave(self) -> None:
+        """See ``Runner``."""
+        self._runner.leave()
+
+    def _note(self, num_tokens: int, error: MemoryError) -> None:
+        self.num_shrunk += 1
+        self._most_tokens = num_tokens // 2
+        log.warning(
+            "the device has no room for a step of %d tokens; steps are cut to %d from now on (%s)",
+            num_tokens,
+            self._most_tokens,
+            error,
+        )
+
+
+def num_tokens(step: Step) -> int:
+    """New tokens of a step's batch."""
+    return len(step.decode_rows) // 4 + int(np.frombuffer(step.prefill_lengths, dtype=np.int32).sum())
+
+
+def batch_of(step: Step) -> dict[str, bytes]:
+    """The fields of a step that make its batch; the others are changes, to be made once."""
+    names = ("decode_rows", "prefill_rows", "prefill_starts", "prefill_lengths", "prefill_samples")
+    return {name: getattr(step, name) for name in names}
+
+
+def halves(step: Step) -> tuple[Step, Step]:
+    """Two steps with the batch of one, in its order, and without its changes.  It has at least two tokens.
+
+    A prefill segment may be cut: then only its second part samples."""
+    room = num_tokens(step) // 2
+    num_decodes = min(room, len(step.decode_rows) // 4)
+    room -= num_decodes
+    columns = (step.prefill_rows, step.prefill_starts, step.prefill_lengths, step.prefill_samples)
+    rows, starts, lengths, samples = (np.frombuffer(column, dtype=np.int32) for column in columns)
+    ends = np.cumsum(lengths)
+    whole = int(np.searchsorted(ends, room, side="right")) if room else 0  # segments that are all in the first half
+    taken = room - (int(ends[whole - 1]) if whole else 0)
+    first = [rows[:whole], starts[:whole], lengths[:whole], samples[:whole]]
+    second = [rows[whole:], starts[whole:], lengths[whole:], samples[whole:]]
+    if taken:
+        parts = (rows[whole], starts[whole], taken, 0)
+        first = [np.append(column, np.int32(value)) for column, value in zip(first, parts, strict=True)]
+        second[1], second[2] = second[1].copy(), second[2].copy()
+        second[1][0] += taken
+        second[2][0] -= taken
+    at = 4 * num_decodes
+    return _step(step, step.decode_rows[:at], first), _step(step, step.decode_rows[at:], second)
+
+
+def _step(step: Step, decode_rows: bytes, columns: Sequence[Ints]) -> Step:
+    rows, starts, lengths, samples = (column.astype(np.int32).tobytes() for column in columns)
+    return Step(
+        step_id=step.step_id,
+        decode_rows=decode_rows,
+        prefill_rows=rows,
+        prefill_starts=starts,
+        prefill_lengths=lengths,
+        prefill_samples=samples,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Launched parts of a step."""
+
+    step: Step
+    parts: list[tuple[Step, PendingStep]]
+
+    def ready(self) -> bool:
+        """Whether ``collect`` would return at once."""
+        return all(pending.ready() for _, pending in self.parts)
+
+    def collect(self) -> StepDone:
+        """One result for all."""
+        return merged(self.step, [(part, pending.collect()) for part, pending in self.parts])
+
+
+def merged(step: Step, results: Sequence[tuple[Step, StepDone]]) -> StepDone:
+    """The result of a step from those of its parts."""
+    logprobs, embeddings, failures = {}, {}, {}
+    prompts: dict[int, PromptLogprobs] = {}
+    rows = np.frombuffer(step.prefill_rows, dtype=np.int32).tolist()
+    num_sampled = 0
+    for part, done in results:
+        logprobs.update(_shifted(done.logprobs, num_sampled))
+        embeddings.update(_shifted(done.embeddings, num_sampled))
+        failures.update(_shifted(done.failures, num_sampled))
+        part_rows = np.frombuffer(part.prefill_rows, dtype=np.int32).tolist()
+        for segment, scored in done.prompt_logprobs.items():
+            at = rows.index(part_rows[segment])  # a row prefills once in a step
+            before = prompts.get(at)
+            prompts[at] = scored if before is None else PromptLogprobs(before.first, before.entries + scored.entries)
+        num_sampled += len(done.token_ids) // 4
+    first = results[0][1]
+    return StepDone(
+        rank=first.rank,
+        step_id=step.step_id,
+        token_ids=b"".join(done.token_ids for _, done in results),
+        logprobs=logprobs,
+        prompt_logprobs=prompts,
+        embeddings=embeddings,
+        failures=failures,
+    )
+
+
+def _shifted(by_index: dict[int, T], offset: int) -> dict[int, T]:
+    return {index + offset: value for index, value in by_index.items()}

@@ -1,0 +1,180 @@
+"""Finding a checkpoint and reading what it says about itself, before any weight or torch is loaded.
+
+Owns: where a model path leads, and ModelSpec.  Does not know: torch, tensors, ranks.
+"""
+
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.checkpoints.fields import Fields, read_fields
+from engine.checkpoints.registry import read_shape
+from engine.checkpoints.shape import DecoderShape
+from engine.errors import WeightsError
+
+log = logging.getLogger(__name__)
+
+DEMO = "demo"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+# Second copies of the weights in other layouts, which some repositories carry along.
+HUB_COPIES = ["*/*", "consolidated*"]
+MAX_SHOWN_IDS = 8
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """What generation_config.json recommends; None where it says nothing."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a checkpoint directory says about its model.
+
+    max_len: tokens the model was trained for.  eos_token_ids: every id that ends a text, sorted, maybe none.
+    Each token id here is one that the model has.
+    dtype: what the weights were saved as.  config: config.json as it is.
+    """
+
+    directory: Path
+    architecture: str
+    shape: DecoderShape
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    sampling: SamplingDefaults
+    config: dict[str, Any]
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding table, which may be more than the tokenizer uses."""
+        return self.shape.vocab_size
+
+    @property
+    def max_len(self) -> int:
+        """Longest sequence the model was trained for."""
+        return self.shape.max_len
+
+
+def resolve_checkpoint(path: str, revision: str) -> Path:
+    """The directory behind ``model.path``: an existing directory, 'demo', or a hub id that is then downloaded.
+
+    Raises WeightsError, in one sentence, if there is none.
+    """
+    directory = Path(path).expanduser()
+    if path and directory.is_dir():
+        return directory.resolve()
+    if path == DEMO:
+        return _demo_directory()
+    if path and directory.exists():
+        raise WeightsError(f"{path}: is a file, expected a checkpoint directory")
+    if HUB_ID.fullmatch(path) and ".." not in path:
+        return _download(path, revision)
+    raise WeightsError(f"{path!r}: no such directory; expected a checkpoint directory, a hub id 'org/name', or 'demo'")
+
+
+def read_spec(directory: Path) -> ModelSpec:
+    """Read config.json and generation_config.json.  Raises WeightsError naming the file, field and expectation."""
+    fields = read_fields(directory / "config.json")
+    architecture = _architecture(fields)
+    if fields.has("quantization_config"):
+        quantization = fields.table["quantization_config"]
+        raise fields.error("quantization_config", quantization, "none: quantized checkpoints are not implemented")
+    shape = read_shape(architecture, fields)
+    generation = Fields({}, str(directory / "generation_config.json"))
+    if (directory / "generation_config.json").exists():
+        generation = read_fields(directory / "generation_config.json")
+    sources = (fields, generation)
+    eos_token_ids = {one for source in sources for one in _token_ids(source, "eos_token_id", shape.vocab_size)}
+    bos_token_ids = [one for source in sources for one in _token_ids(source, "bos_token_id", shape.vocab_size)]
+    return ModelSpec(
+        directory=directory,
+        architecture=architecture,
+        shape=shape,
+        dtype=_dtype(fields),
+        eos_token_ids=tuple(sorted(eos_token_ids)),
+        bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+        sampling=_sampling(generation),
+        config=fields.table,
+    )
+
+
+def _demo_directory() -> Path:
+    places = [
+        Path(__file__).resolve().parents[2] / "examples" / "demo_model",
+        Path(sys.prefix) / "share" / "callboard" / "demo_model",
+    ]
+    for place in places:
+        if (place / "config.json").is_file():
+            return place
+    raise WeightsError(f"demo: the demo model is not installed; looked in {' and '.join(map(str, places))}")
+
+
+def _download(hub_id: str, revision: str) -> Path:
+    # Imported here: it takes 0.3 s and only hub ids need it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    where = f"{hub_id}{'@' + revision if revision else ''}"
+    try:
+        return Path(
+            snapshot_download(hub_id, revision=revision or None, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES)
+        )
+    except GatedRepoError:
+        reason = "access to it must be granted on the hub first; then set HF_TOKEN"
+    except RevisionNotFoundError:
+        reason = "the hub has no such revision of it"
+    except (RepositoryNotFoundError, HFValidationError):
+        reason = "neither a directory here nor a model on the hub (private ones need HF_TOKEN)"
+    except Exception as error:
+        # What the hub client raises without a network has changed with every major version of it.
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = f"no such directory here, and the hub could not be reached ({first_line[:120]})"
+    raise WeightsError(f"{where}: {reason}")
+
+
+def _architecture(fields: Fields) -> str:
+    names = fields.table.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise fields.error("architectures", names, "a list with the name of the model class")
+    return names[0]
+
+
+def _token_ids(fields: Fields, name: str, vocab_size: int) -> list[int]:
+    """The ids of a field that the model has.  It can never give the others: to transformers they do not matter."""
+    token_ids = fields.integers(name)
+    if unknown := [one for one in token_ids if one >= vocab_size]:
+        shown = ", ".join(map(str, unknown[:MAX_SHOWN_IDS]))
+        num, last = len(unknown), vocab_size - 1
+        log.warning("%s: %s has %d ids past the model's last, %d; left out: %s", fields.origin, name, num, last, shown)
+    return [one for one in token_ids if one < vocab_size]
+
+
+def _dtype(fields: Fields) -> str:
+    name = "dtype" if fields.has("dtype") else "torch_dtype"
+    dtype = fields.text(name, "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise fields.error(name, dtype, f"one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def _sampling(fields: Fields) -> SamplingDefaults:
+    def number(name: str) -> float | None:
+        return fields.number(name) if fields.has(name) else None
+
+    # Temperature 0 is how some files spell greedy, so it is allowed here and nowhere else.
+    greedy = fields.table.get("temperature") in (0, 0.0)
+    return SamplingDefaults(
+        temperature=0.0 if greedy else number("temperature"),
+        top_k=fields.integer("top_k", minimum=0) if fields.has("top_k") else None,
+        top_p=number("top_p"),
+        repetition_penalty=number("repetition_penalty"),
+    )

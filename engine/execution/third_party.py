@@ -1,0 +1,117 @@
+"""Attention backends of other distributions: tried before they serve, and named in every error they raise.
+
+A wrong kernel corrupts every stream without any error.  So one that is not part of callboard first computes a few tiny
+steps in the shape that it is to serve, next to the definition of attention.  That finds what is wrong everywhere (a
+layout, a page size, a mask, a slot that is not its own, writing to the pool); the conformance kit finds the rest.
+
+Owns: the trial and its time limit, the wording.  Does not know: which plugins there are, actors.
+"""
+
+import logging
+import time
+
+import torch
+from torch import Tensor
+
+from engine.errors import PluginError
+from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
+from engine.layers.kv_pool import KVPool
+from engine.patience import named_while_slow, returns_within
+from engine.plugins.selection import AttentionChoice
+from engine.plugins.testing.attention import NUM_LAYERS, check_steps
+from engine.plugins.testing.attention_cases import trial_cases
+from engine.plugins.testing.findings import ConformanceError, Findings
+
+log = logging.getLogger(__name__)
+
+TRIAL_TIMEOUT_S = 300.0  # kernels that are compiled at their first call take minutes; a deadlock takes for ever
+
+
+class NamedAttention:
+    """A backend whose errors say whose they are.  What else it has than the protocol asks for is found as before."""
+
+    def __init__(self, label: str, backend: AttentionBackend) -> None:
+        self._label = label
+        self._backend = backend
+        self._attend = backend.attend
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """See ``AttentionBackend.begin``."""
+        try:
+            self._backend.begin(batch)
+        except BaseException as error:  # sys.exit as well, which would end the server without a word
+            raise self._named(error, "begin") from error
+
+    def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
+        """See ``AttentionBackend.attend``."""
+        try:
+            return self._attend(layer, q_TNH)
+        except BaseException as error:
+            raise self._named(error, f"attend, layer {layer}") from error
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._backend, name)
+
+    def _named(self, error: BaseException, where: str) -> PluginError:
+        # The engine prints deliberate errors without a traceback; the plugin's author needs this one.
+        log.error("plugin %s raised in %s", self._label, where, exc_info=error)
+        return PluginError(f"plugin {self._label} raised in {where}: {type(error).__name__}: {error}")
+
+
+def build_foreign(choice: AttentionChoice, spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
+    """The backend of a plugin that is not built in.  Raises PluginError that names it."""
+    label = choice.info.label
+    try:
+        backend = choice.factory(spec, pool)
+    except PluginError as error:
+        raise PluginError(f"plugin {label}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"plugin {label} raised {error!r} when its backend was built") from error
+    return NamedAttention(label, backend)
+
+
+def try_foreign(
+    choice: AttentionChoice, spec: AttentionSpec, page_size: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Let it compute a few steps in a pool of a few pages.  Raises PluginError if a result is wrong, or none comes."""
+    label = choice.info.label
+    name = str(dtype).removeprefix("torch.")
+    small = AttentionSpec(
+        num_layers=NUM_LAYERS,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        scale=spec.scale,
+        window=spec.window,
+        first_window_layer=min(spec.first_window_layer, 1),
+    )
+    findings = Findings(f"plugin {label}")
+
+    def compute() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            for case in trial_cases(name, page_size, spec.head_size, spec.window, choice.phases):
+                with findings.case(case.name):
+                    check_steps(case, choice.factory, small, device)
+        except BaseException as error:  # whatever it is, the plugin's name belongs to it
+            findings.failures["the trial as a whole"] = f"raised {error!r}"
+
+    log.info("plugin %s: a trial of a few tokens begins, and may take %g s", label, TRIAL_TIMEOUT_S)
+    began = time.perf_counter()
+    with named_while_slow(f"plugin {label}: its trial"):
+        has_ended = returns_within(TRIAL_TIMEOUT_S, compute, f"trial of {choice.info.name}")
+    if not has_ended:
+        raise PluginError(
+            f"plugin {label} was not done after {TRIAL_TIMEOUT_S:g} s with a trial of a few tokens; choose another "
+            "attention backend"
+        )
+    try:
+        findings.conclude()
+    except ConformanceError as error:
+        case, reason = next(iter(error.failures.items()))
+        raise PluginError(
+            f"plugin {label} gives wrong results or none on a trial: {case}: {reason}; choose another attention "
+            "backend, and see engine.plugins.testing.attention for the whole of what it must do"
+        ) from error
+    log.info("plugin %s: right on a trial of %d ms", label, 1000 * (time.perf_counter() - began))

@@ -1,0 +1,65 @@
+"""The triton backend: this project's own kernels, for NVIDIA GPUs of compute capability 8.0 and later.
+
+Owns: what it refuses, its option.  The kernels are in ``triton_kernels``, imported once this backend is chosen.
+
+Under TRITON_INTERPRET=1, set before Python starts, the kernels run on the CPU, thousands of times slower: to test them.
+"""
+
+import os
+
+import torch
+
+from engine.errors import PluginError
+from engine.layers.attention import AttentionBackend, AttentionFactory, AttentionSpec
+from engine.layers.kv_pool import KVPool
+from engine.plugins.hookspecs import AttentionContext, hookimpl
+from engine.plugins.options import Options, decode_options
+from engine.plugins.support.requirements import missing_package, require_capability, try_out
+
+PLUGIN = "attention.triton"
+CALLBOARD_PLUGIN = {
+    "api": 1,
+    "packages": ["triton"],
+    "devices": ["cuda"],
+    "dtypes": ["float32", "bfloat16", "float16"],
+    "head_sizes": {"multiple_of": 8, "at_most": 256},
+    "heads_per_kv_head": {"multiple_of": 1, "at_most": 64},
+    "padding": True,
+}
+
+
+class TritonOptions(Options, frozen=True):
+    """tune: measure at start which tiles are fastest for this model here, once; the file with the result is read by
+    every later start, with the option or without."""
+
+    tune: bool = False
+
+
+@hookimpl
+def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
+    """Any page size and window; on NVIDIA GPUs, and for tests of the kernels on the CPU."""
+    options = decode_options(PLUGIN, context.options, TritonOptions)
+    if context.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise PluginError(
+            f"{PLUGIN} runs on NVIDIA GPUs, not on 'cpu'; set plugins.attention=torch "
+            "(TRITON_INTERPRET=1 runs its kernels on the CPU, for tests: thousands of times slower)"
+        )
+    if context.device == "cuda":
+        require_capability(PLUGIN, torch.cuda.get_device_capability())
+    try:
+        from engine.plugins.attention.triton.backend import TritonAttention
+        from engine.plugins.attention.triton.trials import tune, use_known
+    except ImportError as error:
+        raise missing_package(PLUGIN, "triton", str(error)) from error
+
+    def build(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
+        attention = TritonAttention(spec, pool)
+        if context.device == "cuda":
+            try_out(PLUGIN, attention, spec, pool, num_queries=16)  # compiles the kernels
+        if options.tune:
+            tune(attention)
+        else:
+            use_known(attention)
+        return attention
+
+    return build

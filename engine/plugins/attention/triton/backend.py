@@ -1,0 +1,187 @@
+"""Attention by triton kernels: decode rows by equal shares of their keys, prompts by tiles of queries.
+
+Legend: T new tokens in the step (ragged, packed) · B sequences · D decode rows (the first D of B) · P page-table width
+        N query heads · G KV heads · H head size
+Owns: launches and what they need of memory, the choice of tiles.  Does not know: models, the scheduler.
+
+There is no plan: kernels read lengths and page tables on the device, and the host chooses launches by shapes alone.
+So a captured step may be replayed with other lengths and tables in the same tensors, without another ``begin``.
+Decode rows of length 0 read nothing, and their output is 0.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.layers.attention import AttentionBatch, AttentionSpec
+from engine.layers.kv_pool import KVPool
+from engine.plugins.attention.triton.decode import decode_attention
+from engine.plugins.attention.triton.merge import merge_parts
+from engine.plugins.attention.triton.prefill import prefill_attention
+from engine.plugins.attention.triton.tiles import (
+    MAX_PROGRAMS_PER_PROCESSOR,
+    DecodeTiles,
+    PrefillTiles,
+    Processors,
+    default_decode,
+    default_prefill,
+    padded,
+    processors_of,
+)
+from engine.plugins.attention.triton.tuning import TileTable, nearest
+
+ROWS_AT_ONCE = 256  # whose lengths a program reads together
+PARTS_AT_ONCE = 16  # of one row
+# Up to here a program merges one head, so that a long row's parts are read side by side; beyond, launching that many
+# programs, most of which have nothing to do, takes longer.
+MAX_MERGE_PROGRAMS = 4096
+# A product and a sum as one instruction.  Stated, because triton's default depends on its version.
+FUSION = True
+
+
+class TritonAttention:
+    """See ``AttentionBackend``.  tuned: tiles by size, see ``trials.py``; where it has none, a default serves."""
+
+    capturable = True
+
+    def __init__(self, spec: AttentionSpec, pool: KVPool, processors: Processors | None = None) -> None:
+        slots_SGH = pool.keys(0)
+        assert slots_SGH.shape[1:] == (spec.num_kv_heads, spec.head_size), f"pool {slots_SGH.shape} is not for {spec}"
+        assert spec.scale > 0, f"scale {spec.scale}: the highest score must have the highest weight"
+        self.spec = spec
+        self.pool = pool
+        self.processors = processors or processors_of(slots_SGH.device)
+        self._interpreted = slots_SGH.device.type == "cpu"
+        self._group = spec.num_heads // spec.num_kv_heads
+        self._scale_log2 = spec.scale * math.log2(math.e)  # the kernels use powers of 2
+        itemsize = slots_SGH.element_size()
+        self._default_decode = default_decode(spec.head_size, itemsize, self.processors)
+        self._default_prefill = default_prefill(spec.head_size, itemsize, self.processors)
+        self.tuned = TileTable()
+        dtype = str(slots_SGH.dtype).removeprefix("torch.")
+        heads = f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_size}"
+        self.shape = f"{dtype} {heads} page {pool.page_size} window {spec.window}"
+        max_shares = self._num_shares(MAX_PROGRAMS_PER_PROCESSOR)
+        self._part_out = torch.empty(
+            (max_shares, 2, spec.num_heads, spec.head_size), dtype=torch.float32, device=slots_SGH.device
+        )
+        self._part_weight = torch.empty((max_shares, 2, spec.num_heads), dtype=torch.float32, device=slots_SGH.device)
+        self._batch: AttentionBatch | None = None
+        self._decode: DecodeTiles = self._default_decode
+        self._prefill: PrefillTiles = self._default_prefill
+
+    def begin(self, batch: AttentionBatch, tiles: DecodeTiles | PrefillTiles | None = None) -> None:
+        """Choose tiles by the shapes of the batch.  Neither waits for the device nor starts anything on it.
+
+        tiles: to be used instead, for a trial of them."""
+        table_BP = batch.page_table_BP
+        assert table_BP.stride(1) == 1, "a sequence's pages must stand side by side"
+        context = table_BP.shape[1] * self.pool.page_size
+        if isinstance(tiles, DecodeTiles):
+            self._decode = tiles
+        elif batch.num_decodes:
+            found = nearest(self.tuned.decode, self.shape, batch.num_decodes, context)
+            self._decode = found or self._default_decode
+        if isinstance(tiles, PrefillTiles):
+            self._prefill = tiles
+        elif len(table_BP) > batch.num_decodes:
+            self._prefill = nearest(self.tuned.prefill, self.shape, 1, context) or self._default_prefill
+        self._batch = batch
+
+    def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
+        """See ``AttentionBackend.attend``."""
+        batch, spec = self._batch, self.spec
+        assert batch is not None, "begin comes first"
+        window = spec.window if layer >= spec.first_window_layer else 0
+        if q_TNH.stride()[1:] != (spec.head_size, 1):
+            q_TNH = q_TNH.contiguous()
+        out_TNH = q_TNH.new_empty(q_TNH.shape)
+        if batch.num_decodes:
+            self._attend_decodes(batch, layer, q_TNH, out_TNH, window)
+        if len(batch.lengths_B) > batch.num_decodes:
+            self._attend_prompts(batch, layer, q_TNH, out_TNH, window)
+        return out_TNH
+
+    def _attend_decodes(self, batch: AttentionBatch, layer: int, q_TNH: Tensor, out_TNH: Tensor, window: int) -> None:
+        spec, tiles, num_rows = self.spec, self._decode, batch.num_decodes
+        num_shares = self._num_shares(tiles.programs)
+        decode_attention[(spec.num_kv_heads, num_shares)](
+            q_TNH,
+            out_TNH,
+            self.pool.keys(layer),
+            self.pool.values(layer),
+            batch.page_table_BP,
+            batch.lengths_B,
+            self._part_out,
+            self._part_weight,
+            num_rows,
+            self._scale_log2,
+            q_TNH.stride(0),
+            batch.page_table_BP.stride(0),
+            BLOCK_M=max(16, padded(self._group)),  # the least that tensor cores take
+            **self._constants(tiles, window),
+        )
+        heads = 1 if num_rows * spec.num_heads <= MAX_MERGE_PROGRAMS else self._group
+        merge_parts[(spec.num_heads // heads, num_rows)](
+            out_TNH,
+            batch.lengths_B,
+            self._part_out,
+            self._part_weight,
+            num_rows,
+            num_shares,
+            heads,
+            NUM_HEADS=spec.num_heads,
+            HEAD_SIZE=spec.head_size,
+            WINDOW=window,
+            BLOCK_B=ROWS_AT_ONCE,
+            BLOCK_N=tiles.block_keys,
+            BLOCK_S=PARTS_AT_ONCE,
+            BLOCK_H=padded(spec.head_size),
+            num_warps=4,
+            num_stages=2,
+            enable_fp_fusion=FUSION,
+        )
+
+    def _attend_prompts(self, batch: AttentionBatch, layer: int, q_TNH: Tensor, out_TNH: Tensor, window: int) -> None:
+        spec, tiles, first = self.spec, self._prefill, batch.num_decodes
+        num_rows = len(batch.lengths_B) - first
+        block_rows = max(tiles.block_rows, padded(self._group))
+        # What is free of the last tile of each sequence makes room for this bound: no length is looked at.
+        num_tiles = (len(q_TNH) - first) // (block_rows // self._group) + num_rows
+        prefill_attention[(spec.num_kv_heads, num_tiles)](
+            q_TNH,
+            out_TNH,
+            self.pool.keys(layer),
+            self.pool.values(layer),
+            batch.page_table_BP[first:],
+            batch.lengths_B[first:],
+            batch.query_starts_B1[first:],
+            num_rows,
+            self._scale_log2,
+            q_TNH.stride(0),
+            batch.page_table_BP.stride(0),
+            BLOCK_M=block_rows,
+            **self._constants(tiles, window),
+        )
+
+    def _constants(self, tiles: DecodeTiles | PrefillTiles, window: int) -> dict[str, int]:
+        """What a kernel that reads keys and values is compiled for."""
+        return {
+            "NUM_KV_HEADS": self.spec.num_kv_heads,
+            "GROUP": self._group,
+            "HEAD_SIZE": self.spec.head_size,
+            "PAGE_SIZE": self.pool.page_size,
+            "WINDOW": window,
+            "BLOCK_B": ROWS_AT_ONCE,
+            "BLOCK_N": tiles.block_keys,
+            "BLOCK_H": padded(self.spec.head_size),
+            "INTERPRETED": self._interpreted,
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+            "enable_fp_fusion": FUSION,
+        }
+
+    def _num_shares(self, programs: int) -> int:
+        """Of the rows' keys, each taken by one program per KV head."""
+        return max(1, self.processors.count * programs // self.spec.num_kv_heads)

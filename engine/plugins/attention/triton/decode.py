@@ -1,0 +1,118 @@
+"""Decode: one query per row over its paged keys, by programs that each take an equal share of all rows' keys.
+
+Legend: B decode rows, some of them · M query heads of one KV head, padded · N keys of a tile · H head size, padded
+Owns: one pass over keys and values.  Does not know: how parts of a row are put together, see ``merge.py``.
+"""
+
+import triton
+import triton.language as tl
+
+from engine.plugins.attention.triton.products import multiply
+from engine.plugins.attention.triton.shares import count_tiles, find_row, share_size, visible_tiles
+
+
+# Whatever varies from step to step must not make another variant: compiling one takes a second, while clients wait.
+@triton.jit(
+    do_not_specialize=["num_rows", "table_stride"],
+    do_not_specialize_on_alignment=["page_table", "lengths"],
+)
+def decode_attention(
+    q,
+    out,
+    keys,
+    values,
+    page_table,
+    lengths,
+    part_out,
+    part_weight,
+    num_rows,
+    scale_log2,
+    q_stride,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Program (head, share): all query heads of one KV head, so that a key is read once for all of them.
+
+    q, out: row b at b * q_stride and b * heads * HEAD_SIZE.  part_out, part_weight: float32 [share, 2, heads,
+    HEAD_SIZE] and [share, 2, heads]; place 0 takes what continues a row that an earlier share began, place 1 what
+    begins one that a later share ends.  part_weight is log2 of the sum of weights.  A row within one share goes to
+    out directly.
+    """
+    head = tl.program_id(0)  # fastest: neighbours read neighbouring 256-byte pieces of the same slots
+    share = tl.program_id(1)
+    num_tiles = count_tiles(lengths, num_rows, WINDOW, BLOCK_B, BLOCK_N)
+    size = share_size(num_tiles, tl.num_programs(1))
+    tile = share * size
+    stop = tl.minimum(tile + size, num_tiles)
+    if tile >= stop:
+        return
+    row, row_begin = find_row(lengths, num_rows, tile, WINDOW, BLOCK_B, BLOCK_N)
+
+    m_M = tl.arange(0, BLOCK_M)
+    n_N = tl.arange(0, BLOCK_N)
+    h_H = tl.arange(0, BLOCK_H)
+    live_MH = (m_M < GROUP)[:, None] & (h_H < HEAD_SIZE)[None, :]
+    live_1H = (h_H < HEAD_SIZE)[None, :]
+    place_M = head * GROUP + m_M
+    place_MH = place_M[:, None] * HEAD_SIZE + h_H[None, :]
+    place_1H = (head * HEAD_SIZE + h_H)[None, :]
+
+    while tile < stop:
+        length = tl.load(lengths + row)
+        first_tile, row_tiles = visible_tiles(length, WINDOW, BLOCK_N)
+        row_stop = row_begin + row_tiles
+        last = tl.minimum(stop, row_stop)
+        first_index = first_tile + tile - row_begin
+        pages = page_table + row.to(tl.int64) * table_stride
+        q_MH = tl.load(q + row.to(tl.int64) * q_stride + place_MH, mask=live_MH, other=0.0)
+        out_MH = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+        highest_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        weight_M = tl.zeros([BLOCK_M], tl.float32)
+        # Pages are looked up one tile ahead and carried over: where a load's address comes from a load in the same
+        # iteration, the compiler spends the pipeline's stages on the first and keeps only one tile of keys in flight.
+        next_N = first_index * BLOCK_N + n_N
+        page_N = tl.load(pages + next_N // PAGE_SIZE, mask=next_N < length, other=0)
+        # From 0: of a counter that begins at a number loaded from memory the compiler assumes nothing, not even that
+        # neighbouring addresses are neighbours, and then neither loads keys in one go nor ahead of their use.
+        for step in range(0, last - tile):
+            position_N = (first_index + step) * BLOCK_N + n_N
+            seen_N = position_N < length
+            if WINDOW > 0:
+                seen_N = seen_N & (position_N >= length - WINDOW)
+            slot_N = page_N.to(tl.int64) * PAGE_SIZE + position_N % PAGE_SIZE
+            next_N = position_N + BLOCK_N
+            page_N = tl.load(pages + next_N // PAGE_SIZE, mask=next_N < length, other=0)
+            place_NH = slot_N[:, None] * (NUM_KV_HEADS * HEAD_SIZE) + place_1H
+            # Stale slots may hold NaN, and 0 * NaN is NaN: they are not read at all.
+            k_NH = tl.load(keys + place_NH, mask=seen_N[:, None] & live_1H, other=0.0)
+            score_MN = multiply(q_MH, tl.trans(k_NH), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INTERPRETED)
+            score_MN = tl.where(seen_N[None, :], score_MN, -float("inf"))
+            # Every tile of a share has a key that is seen, so this is finite from the first one on.
+            new_highest_M = tl.maximum(highest_M, tl.max(score_MN, 1) * scale_log2)
+            weight_MN = tl.exp2(score_MN * scale_log2 - new_highest_M[:, None])
+            shrink_M = tl.exp2(highest_M - new_highest_M)
+            weight_M = weight_M * shrink_M + tl.sum(weight_MN, 1)
+            v_NH = tl.load(values + place_NH, mask=seen_N[:, None] & live_1H, other=0.0)
+            out_MH = multiply(weight_MN.to(v_NH.dtype), v_NH, out_MH * shrink_M[:, None], INTERPRETED)
+            highest_M = new_highest_M
+        out_MH = out_MH / tl.where(weight_M > 0, weight_M, 1.0)[:, None]
+        if (tile == row_begin) & (last == row_stop):
+            row_out = out + row.to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_SIZE)
+            tl.store(row_out + place_MH, out_MH.to(out.dtype.element_ty), mask=live_MH)
+        else:
+            part = share * 2 + (tile == row_begin).to(tl.int32)
+            tl.store(part_out + part * (NUM_KV_HEADS * GROUP * HEAD_SIZE) + place_MH, out_MH, mask=live_MH)
+            log_weight_M = highest_M + tl.log2(weight_M)
+            tl.store(part_weight + part * (NUM_KV_HEADS * GROUP) + place_M, log_weight_M, mask=m_M < GROUP)
+        tile = last
+        row_begin = row_stop
+        row += 1

@@ -1,0 +1,167 @@
+"""Prefill: the last positions of each sequence, causally, over all of its paged keys.
+
+Legend: B sequences, some of them · M query rows of a tile · N keys of a tile · H head size, padded
+Owns: which program takes which queries, the masks, one pass over keys and values.  Does not know: decode rows.
+
+A tile's rows are neighbouring queries times the query heads of one KV head, so that short chunks fill it too and
+its queries end at nearly the same key.
+"""
+
+import triton
+import triton.language as tl
+
+from engine.plugins.attention.triton.products import multiply
+
+
+@triton.jit
+def _attend_tile(
+    out_MH,
+    highest_M,
+    weight_M,
+    page_N,
+    q_MH,
+    position_M,
+    keys,
+    values,
+    pages,
+    index,
+    num_keys,
+    place_1H,
+    live_1H,
+    scale_log2,
+    SLOT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One more tile of keys: (output, highest score, sum of weights, pages of the next tile).
+
+    MASKED: some query does not see some key.  Without, every key is every query's.
+    """
+    key_N = index * BLOCK_N + tl.arange(0, BLOCK_N)
+    slot_N = page_N.to(tl.int64) * PAGE_SIZE + key_N % PAGE_SIZE
+    # One tile ahead, for the reason that ``decode.py`` gives.
+    next_N = key_N + BLOCK_N
+    page_N = tl.load(pages + next_N // PAGE_SIZE, mask=next_N < num_keys, other=0)
+    place_NH = slot_N[:, None] * SLOT + place_1H
+    live_NH = live_1H
+    if MASKED:
+        # Stale slots may hold NaN, and 0 * NaN is NaN: they are not read at all.
+        live_NH = (key_N < num_keys)[:, None] & live_1H
+    k_NH = tl.load(keys + place_NH, mask=live_NH, other=0.0)
+    score_MN = multiply(q_MH, tl.trans(k_NH), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INTERPRETED)
+    if MASKED:
+        seen_MN = key_N[None, :] <= position_M[:, None]
+        if WINDOW > 0:
+            seen_MN = seen_MN & (key_N[None, :] > position_M[:, None] - WINDOW)
+        score_MN = tl.where(seen_MN, score_MN, -float("inf"))
+    new_highest_M = tl.maximum(highest_M, tl.max(score_MN, 1) * scale_log2)
+    base_M = new_highest_M
+    if MASKED:
+        # A query that has seen no key yet: -inf minus itself would be NaN.
+        base_M = tl.where(new_highest_M == -float("inf"), 0.0, new_highest_M)
+    weight_MN = tl.exp2(score_MN * scale_log2 - base_M[:, None])
+    shrink_M = tl.exp2(highest_M - base_M)
+    weight_M = weight_M * shrink_M + tl.sum(weight_MN, 1)
+    v_NH = tl.load(values + place_NH, mask=live_NH, other=0.0)
+    out_MH = multiply(weight_MN.to(v_NH.dtype), v_NH, out_MH * shrink_M[:, None], INTERPRETED)
+    return out_MH, new_highest_M, weight_M, page_N
+
+
+# Whatever varies from step to step must not make another variant: compiling one takes a second, while clients wait.
+@triton.jit(
+    do_not_specialize=["num_rows", "table_stride"],
+    do_not_specialize_on_alignment=["page_table", "lengths", "query_starts"],
+)
+def prefill_attention(
+    q,
+    out,
+    keys,
+    values,
+    page_table,
+    lengths,
+    query_starts,
+    num_rows,
+    scale_log2,
+    q_stride,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Program (head, i): a tile of queries of one sequence, over the keys that any of them sees.
+
+    q, out: query t at t * q_stride and t * heads * HEAD_SIZE.  query_starts: where in them each sequence's queries are.
+    Sequence b's tiles begin at number (its first query) // QUERIES + b, which leaves room for the part-filled last
+    tile of every sequence before it; so T // QUERIES + num_rows programs suffice, whatever the lengths.
+    """
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    SLOT: tl.constexpr = NUM_KV_HEADS * HEAD_SIZE
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # later queries see more keys: the longest work first
+    origin = tl.load(query_starts)
+    begun_B = tl.zeros([BLOCK_B], tl.int32)
+    for first_row in range(0, num_rows, BLOCK_B):
+        row_B = first_row + tl.arange(0, BLOCK_B)
+        start_B = tl.load(query_starts + row_B, mask=row_B < num_rows, other=0)
+        begun_B += ((row_B < num_rows) & ((start_B - origin) // QUERIES + row_B <= tile)).to(tl.int32)
+    row = tl.sum(begun_B, 0) - 1
+    start = tl.load(query_starts + row)
+    num_queries = tl.load(query_starts + row + 1) - start
+    first_query = (tile - (start - origin) // QUERIES - row) * QUERIES
+    if first_query >= num_queries:
+        return
+
+    length = tl.load(lengths + row)
+    m_M = tl.arange(0, BLOCK_M)
+    h_H = tl.arange(0, BLOCK_H)
+    query_M = first_query + m_M // GROUP
+    live_M = (m_M < QUERIES * GROUP) & (query_M < num_queries)
+    live_1H = (h_H < HEAD_SIZE)[None, :]
+    live_MH = live_M[:, None] & live_1H
+    head_M = head * GROUP + m_M % GROUP
+    q_M = (start + query_M).to(tl.int64) * q_stride + head_M * HEAD_SIZE
+    q_MH = tl.load(q + q_M[:, None] + h_H[None, :], mask=live_MH, other=0.0)
+    position_M = length - num_queries + query_M
+    place_1H = (head * HEAD_SIZE + h_H)[None, :]
+    pages = page_table + row.to(tl.int64) * table_stride
+
+    first_position = length - num_queries + first_query
+    num_keys = tl.minimum(length, first_position + QUERIES)
+    last_index = tl.cdiv(tl.maximum(num_keys, 0), BLOCK_N)
+    if WINDOW > 0:
+        index = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N
+        masked_index = index
+    else:
+        index = first_position * 0
+        masked_index = tl.maximum(first_position + 1, 0) // BLOCK_N  # the tiles before it end where the first query is
+    out_MH = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+    highest_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    weight_M = tl.zeros([BLOCK_M], tl.float32)
+    key_N = index * BLOCK_N + tl.arange(0, BLOCK_N)
+    page_N = tl.load(pages + key_N // PAGE_SIZE, mask=key_N < num_keys, other=0)
+    # Both count from 0, for the reason that ``decode.py`` gives.
+    if WINDOW == 0:
+        for step in range(0, masked_index):
+            out_MH, highest_M, weight_M, page_N = _attend_tile(
+                out_MH, highest_M, weight_M, page_N, q_MH, position_M, keys, values, pages, step, num_keys,
+                place_1H, live_1H, scale_log2, SLOT, PAGE_SIZE, WINDOW, BLOCK_M, BLOCK_N, INTERPRETED, MASKED=False,
+            )  # fmt: skip
+    for step in range(0, last_index - masked_index):
+        out_MH, highest_M, weight_M, page_N = _attend_tile(
+            out_MH, highest_M, weight_M, page_N, q_MH, position_M, keys, values, pages, masked_index + step, num_keys,
+            place_1H, live_1H, scale_log2, SLOT, PAGE_SIZE, WINDOW, BLOCK_M, BLOCK_N, INTERPRETED, MASKED=True,
+        )  # fmt: skip
+    out_MH = out_MH / tl.where(weight_M > 0, weight_M, 1.0)[:, None]
+    out_M = (start + query_M).to(tl.int64) * (SLOT * GROUP) + head_M * HEAD_SIZE
+    tl.store(out + out_M[:, None] + h_H[None, :], out_MH.to(out.dtype.element_ty), mask=live_MH)

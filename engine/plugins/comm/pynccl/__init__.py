@@ -1,0 +1,39 @@
+"""Communication by a thin binding of our own to the NCCL that torch ships: fewer layers than torch's process group.
+
+Against ``comm.torch``: no stream of its own and no event between streams, so a captured graph holds the bare
+collectives; no watchdog thread.
+
+Owns: what the plugin is asked at start.  Does not know: NCCL's functions (``library.py``).
+"""
+
+from engine.errors import PluginError
+from engine.plugins.comm.pynccl.group import NcclComm
+from engine.plugins.comm.pynccl.library import NcclError, NcclLibrary, find_library
+from engine.plugins.hookspecs import CommContext, hookimpl
+from engine.plugins.options import Options, decode_options
+from engine.plugins.support.rendezvous import open_store
+
+CALLBOARD_PLUGIN = {"api": 1, "devices": ["cuda"]}
+NAME = "comm.pynccl"
+
+
+class NcclOptions(Options, frozen=True):
+    """library: path of libnccl.so.2; 'auto' for the one that torch was installed with.
+    timeout_s: how long a rank waits at the start for the others."""
+
+    library: str = "auto"
+    timeout_s: float = 600.0
+
+
+@hookimpl
+def callboard_comm(context: CommContext) -> NcclComm:
+    """Ranks with a GPU each, on one machine or several."""
+    options = decode_options(NAME, context.options, NcclOptions)
+    if context.device != "cuda":
+        raise PluginError(f"{NAME} connects NVIDIA GPUs, not {context.device!r}; set plugins.comm=torch")
+    try:
+        library = NcclLibrary(find_library() if options.library == "auto" else options.library)
+        store = open_store(NAME, context.rendezvous, context.rank, context.size, options.timeout_s)
+        return NcclComm(library, store, context.rank, context.size)
+    except NcclError as error:
+        raise PluginError(f"{NAME}: {error}") from error

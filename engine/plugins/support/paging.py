@@ -1,0 +1,40 @@
+"""What backends around compiled kernels share: pages as kernels want them, windows by layer, rows that only pad.
+
+Legend: B sequences · P page-table width
+Owns: nothing but these few facts.  Does not know: any library.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.layers.attention import AttentionBatch, AttentionSpec
+from engine.layers.kv_pool import KVPool
+
+KVPages = tuple[Tensor, Tensor]
+
+
+def pages_of(pool: KVPool) -> list[KVPages]:
+    """Per layer keys and values as [page, slot, head, size], both with the same strides."""
+    return [(layer[0], layer[1]) for layer in pool.data.unbind(0)]
+
+
+def windows_of(spec: AttentionSpec) -> list[int]:
+    """The windows that the model's layers have, 0 for none; at most two."""
+    if not spec.window:
+        return [0]
+    return [0, spec.window] if spec.first_window_layer else [spec.window]
+
+
+def variant_of(spec: AttentionSpec, layer: int) -> int:
+    """Which of ``windows_of`` a layer has."""
+    return int(bool(spec.window) and 0 < spec.first_window_layer <= layer)
+
+
+def padding_on_dump_page(batch: AttentionBatch, pool: KVPool) -> Tensor:
+    """page_table_BP, in which rows of length 0 have the dump page instead of page 0, which is somebody's.
+
+    What comes out for them is read by nobody, but it goes on through the layers and must not become NaN.
+    """
+    if batch.host_lengths.all():
+        return batch.page_table_BP
+    return torch.where(batch.lengths_B[:, None] > 0, batch.page_table_BP, pool.dump_page)

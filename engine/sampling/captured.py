@@ -1,0 +1,267 @@
+"""Batches of one shape: what up to M rows asked of the sampler, in tensors that stay where they are.
+
+A captured step samples by these.  Whatever rows it has, the same operations run on the same memory; only the variant is
+chosen by what the rows ask for, so that a greedy batch does not pay for cuts.
+
+Legend: M most rows of a batch · B rows of a batch, padding included · N rows of a batch, without · V vocabulary
+Owns: the columns, which variant a batch needs, sampling by columns.  Does not know: graphs, steps, copies.
+What a row's token is, is said in ``sampler.py``; this gives the same ones.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.sampling.cuts import Cuts, TopK, lowest_kept
+from engine.sampling.draw import draw, padded_scores, weights
+from engine.sampling.noise import stream_starts, uniforms
+from engine.sampling.penalties import Penalties
+from engine.sampling.state import NO_LOGPROBS, SamplingState
+
+if TYPE_CHECKING:
+    from engine.sampling.triton.parts import KernelPart
+    from engine.sampling.triton.sampler import KernelSampler
+
+NO_ROW: Final = -1  # what stands in the batch for padding
+_OFF: Final = -1
+
+C = TypeVar("C", Tensor, npt.NDArray[Any])
+Int64 = npt.NDArray[np.int64]
+
+
+class Variant(StrEnum):
+    """How a batch is sampled.  logits: not at all; somebody else does it, from the logits."""
+
+    GREEDY = "greedy"
+    TEMPERATURE = "temperature"
+    FULL = "full"
+    LOGITS = "logits"
+
+
+@dataclass(frozen=True, slots=True)
+class Columns(Generic[C]):
+    """One entry for each row of a batch, in this order in memory.
+
+    rows: int64, which row of the engine it is, NO_ROW for padding.  seeds: int64.  top_p: float64, 1 is off.
+    inverse_temperature: float32, 0 for a greedy row.  repetition, presence, frequency: float32.
+    min_p_floor: float32, |log(min_p)|, infinite where off.  top_k: int32, 0 is off.
+    cut: int32, the row's place in its group (see ``group``) if it has cuts, else -1.
+    line: int32, its line of token counts, -1 without penalties.
+    """
+
+    rows: C
+    seeds: C
+    top_p: C
+    inverse_temperature: C
+    repetition: C
+    presence: C
+    frequency: C
+    min_p_floor: C
+    top_k: C
+    cut: C
+    line: C
+
+
+_DTYPES: Final = (*["int64"] * 2, "float64", *["float32"] * 5, *["int32"] * 3)
+
+
+def columns_bytes(max_rows: int) -> int:
+    """What columns of so many rows take."""
+    return max_rows * sum(np.dtype(dtype).itemsize for dtype in _DTYPES)
+
+
+def tensor_columns(packed: Tensor, max_rows: int) -> Columns[Tensor]:
+    """Columns in a uint8 tensor."""
+    return _columns(lambda part, dtype: part.view(getattr(torch, dtype)), packed, max_rows)
+
+
+def array_columns(packed: npt.NDArray[np.uint8], max_rows: int) -> Columns[npt.NDArray[Any]]:
+    """Columns in a uint8 array."""
+    return _columns(lambda part, dtype: part.view(dtype), packed, max_rows)
+
+
+def _columns(view: Callable[[C, str], C], packed: C, max_rows: int) -> Columns[C]:
+    start, made = 0, []
+    for dtype in _DTYPES:
+        end = start + max_rows * np.dtype(dtype).itemsize
+        made.append(view(packed[start:end], dtype))
+        start = end
+    return Columns(*made)
+
+
+class CapturedSampler:
+    """Samples batches of one rank's rows by columns; built once, for batches of up to ``max_rows``."""
+
+    def __init__(self, state: SamplingState, kernels: "KernelSampler | None", columns: Columns[Tensor]) -> None:
+        """columns: on the device of ``state``."""
+        self._state = state
+        self._kernels = kernels
+        self._columns = columns
+        self.max_rows = len(columns.rows)
+        # Rows with cuts or penalties take memory by the vocabulary, so kernels work on groups of them.
+        self.group = self.max_rows
+        if kernels is not None:
+            from engine.sampling.triton.sampler import rows_at_once  # triton is needed for it
+
+            self.group = min(self.group, rows_at_once(state.vocab_size))
+        # Captured kernels keep the address of the counts, so all rows' lines are taken now, and one for rows without.
+        self._spare_line = state.counts.reserve()
+        device = state.device
+        self._places_M = torch.arange(self.max_rows, device=device)
+        self._places32_M = self._places_M.to(torch.int32)
+        self._starts_M1 = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=device)
+        self._no_ids = torch.zeros(1, dtype=torch.int32, device=device)
+        self._no_bias = torch.zeros(1, dtype=torch.float32, device=device)
+
+    @property
+    def version(self) -> int:
+        """Changes whenever any row's parameters do."""
+        return self._state.version
+
+    @property
+    def static(self) -> tuple[Tensor, ...]:
+        """What captured sampling reads and writes, beside the columns and its arguments."""
+        mine = (self._places_M, self._places32_M, self._starts_M1, self._no_ids, self._no_bias)
+        return (*mine, self._state.counts.table_CV)
+
+    def variant_of(self, rows_N: Int64, positions_N: Int64) -> Variant:
+        """The cheapest variant that serves these rows.  positions_N: of the tokens that are to be sampled."""
+        state = self._state
+        if (
+            state.biased[rows_N].any()
+            or (state.logprobs[rows_N] != NO_LOGPROBS).any()
+            or (positions_N < state.stop_from[rows_N]).any()
+        ):
+            return Variant.LOGITS
+        if state.penalised[rows_N].any() or self._with_cuts(rows_N).any():
+            return Variant.FULL
+        return Variant.GREEDY if state.greedy[rows_N].all() else Variant.TEMPERATURE
+
+    def fill(self, columns: Columns[npt.NDArray[Any]], rows_N: Int64) -> None:
+        """Write the columns of a batch of these rows; the rest of them is padding, which is greedy."""
+        state, num = self._state, len(rows_N)
+        for field in fields(columns):
+            getattr(columns, field.name)[num:] = _PADDING.get(field.name, 0)
+        greedy_N, penalised_N, cut_N = state.greedy[rows_N], state.penalised[rows_N], self._with_cuts(rows_N)
+        columns.rows[:num] = rows_N
+        columns.seeds[:num] = state.seed[rows_N]
+        columns.top_p[:num] = np.where(cut_N, state.top_p[rows_N], 1.0)
+        with np.errstate(divide="ignore"):  # a greedy row's temperature may be 0, and min_p usually is
+            inverse_N = np.float32(1.0) / state.temperature[rows_N]
+            columns.min_p_floor[:num] = np.abs(np.log(state.min_p[rows_N]).astype(np.float32))
+        columns.inverse_temperature[:num] = np.where(greedy_N, np.float32(0.0), inverse_N)
+        columns.repetition[:num] = state.repetition[rows_N]
+        columns.presence[:num] = state.presence[rows_N]
+        columns.frequency[:num] = state.frequency[rows_N]
+        columns.top_k[:num] = np.where(cut_N, state.top_k[rows_N], 0)
+        columns.cut[:num] = np.where(cut_N, np.arange(num) % self.group, _OFF)
+        columns.line[:num] = _OFF
+        if penalised_N.any():
+            columns.line[:num][penalised_N] = state.counts.lines(rows_N[penalised_N])
+
+    def pick(self, variant: Variant, logits_BV: Tensor, positions_B: Tensor) -> Tensor:
+        """token_ids_B, int64, by the first B columns; -1 where a row's logits have no finite maximum.
+
+        positions_B: int64, of the tokens that are sampled.  Nothing here waits for the device or depends on values.
+        """
+        size = len(logits_BV)
+        if self._kernels is not None:
+            parts = self._kernel_parts(variant, size)
+            token_ids_B = self._kernels.pick(parts, logits_BV, None if variant is Variant.GREEDY else positions_B)
+        else:
+            token_ids_B = self._pick_by_torch(variant, logits_BV, positions_B)
+        if variant is Variant.FULL:
+            self._state.counts.add(self._lines(size), token_ids_B)
+        return token_ids_B
+
+    def _with_cuts(self, rows_N: Int64) -> npt.NDArray[np.bool_]:
+        state = self._state
+        cut_N: npt.NDArray[np.bool_] = (
+            (state.top_k[rows_N] > 0) | (state.top_p[rows_N] < 1.0) | (state.min_p[rows_N] > 0.0)
+        )
+        return cut_N & ~state.greedy[rows_N]
+
+    def _lines(self, size: int) -> Tensor:
+        """The lines to count in; rows without penalties are counted where nobody looks."""
+        line_B = self._columns.line[:size].to(torch.int64)
+        return torch.where(line_B < 0, self._spare_line, line_B)
+
+    def _kernel_parts(self, variant: Variant, size: int) -> "tuple[KernelPart, ...]":
+        # Triton is needed from here on.
+        from engine.sampling.triton.adjusted import Adjustment
+        from engine.sampling.triton.parts import KernelPart
+        from engine.sampling.triton.picks import CutRows
+
+        parts = []
+        for first in range(0, size, self.group if variant is Variant.FULL else size):
+            here = slice(first, min(first + self.group, size) if variant is Variant.FULL else size)
+            num = here.stop - first
+            of = Columns(*(getattr(self._columns, field.name)[here] for field in fields(self._columns)))
+            adjustment = cut_rows = None
+            if variant is Variant.FULL:
+                starts = self._starts_M1[: num + 1]
+                adjustment = Adjustment(
+                    *(of.line, of.repetition, of.presence, of.frequency),
+                    *(starts, self._no_ids, self._no_bias, starts, self._no_ids),
+                )
+                floor = of.min_p_floor.view(torch.int32)
+                cut_rows = CutRows(of.cut, self._places32_M[:num], floor, of.top_k, of.top_p)
+            draws = variant is not Variant.GREEDY
+            at, own = self._places_M[here], self._places_M[:num]
+            parts.append(KernelPart(at, own, of.inverse_temperature, of.seeds, draws, adjustment, cut_rows))
+        return tuple(parts)
+
+    def _pick_by_torch(self, variant: Variant, logits_BV: Tensor, positions_B: Tensor) -> Tensor:
+        size, columns = len(logits_BV), self._columns
+        finite_B = logits_BV.amax(dim=-1).isfinite()
+        if variant is Variant.FULL:
+            logits_BV = logits_BV.to(torch.float32, copy=True)
+            Penalties(
+                at_p=self._places_M[:size],
+                lines_p=self._lines(size),
+                repetition_p1=columns.repetition[:size, None],
+                presence_p1=columns.presence[:size, None],
+                frequency_p1=columns.frequency[:size, None],
+            ).apply(logits_BV, self._state.counts)
+        top_B, token_ids_B = logits_BV.max(dim=-1)
+        if variant is not Variant.GREEDY:
+            inverse_B = columns.inverse_temperature[:size]
+            scores_BW = padded_scores(logits_BV, top_B, inverse_B)
+            weights_BW = weights(scores_BW)
+            if variant is Variant.FULL:
+                weights_BW.masked_fill_(scores_BW < lowest_kept(scores_BW, weights_BW, self._cuts(size)), 0.0)
+            numbers_B = uniforms(stream_starts(columns.seeds[:size]), positions_B)
+            token_ids_B = torch.where(inverse_B > 0, draw(weights_BW, numbers_B), token_ids_B)
+        return torch.where(finite_B & top_B.isfinite(), token_ids_B, -1)
+
+    def _cuts(self, size: int) -> Cuts:
+        """Every row has every cut, most of which cut nothing."""
+        columns, vocab_size = self._columns, self._state.vocab_size
+        top_k_B1 = columns.top_k[:size, None].to(torch.int64)
+        return Cuts(
+            log_min_p_n1=-columns.min_p_floor[:size, None],
+            top_k=TopK(
+                at_r=self._places_M[:size],
+                last_r1=torch.where(top_k_B1 > 0, top_k_B1, vocab_size) - 1,
+                width=vocab_size,
+                top_p_r1=columns.top_p[:size, None],
+            ),
+            top_p=None,
+        )
+
+
+# What a column holds for a row that is none; 0 in the others.
+_PADDING: Final = {
+    "rows": NO_ROW,
+    "top_p": 1.0,
+    "repetition": 1.0,
+    "min_p_floor": np.inf,
+    "cut": _OFF,
+    "line": _OFF,
+}

@@ -1,0 +1,203 @@
+"""Rows with top_k, top_p or min_p: their few likely tokens are gathered, cut and drawn from.
+
+Legend: r rows with cuts · V vocabulary · K room for candidates of a row · T candidates at once
+Owns: the second pass over those rows' logits, the cuts, the draw.  Does not know: temperatures' origin, other rows.
+
+A sort of the vocabulary would move 152 k tokens to find a floor that a few hundred decide.  ``picks.py`` has a bound
+that no drawn token can lie below, so candidates are gathered first, in any order, and every question (which magnitude
+has k candidates up to it, which has top_p of the weight, which id has the drawn number) is answered by bisection: at
+most 31 + 31 + 28 passes over the candidates, however they are distributed.  With a flat distribution the candidates are
+the whole vocabulary; with that of a language model they are few.
+
+Where this may differ from torch's sampler: if rounding exp's last digit moves a cut or the drawn number across the
+border between two tokens.  Tokens of less than 2**-40 of the most likely one's weight are never drawn; torch draws them
+once in 1e12.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.sampling.triton.noise import uniform
+from engine.sampling.triton.picks import Bounds, CutRows
+from engine.sampling.triton.scores import COUNTED, count_up_to, magnitude, units, units_up_to
+
+TOKENS_OF_A_PROGRAM = 4096
+CANDIDATES_AT_ONCE = 2048
+
+
+def pick_candidates(
+    logits_NV: Tensor,
+    at_n: Tensor,
+    out_at_n: Tensor,
+    inverse_temperature_n: Tensor,
+    seeds_n: Tensor,
+    positions_N: Tensor,
+    cut_rows: CutRows,
+    bounds: Bounds,
+    first: int,
+    last: int,
+    token_ids_N: Tensor,
+) -> None:
+    """Write the tokens of cut rows ``first`` to ``last``, exclusive; a failed row's stays as it is.
+
+    The arguments are those of ``pick``, and what it has returned.  Takes 8 V bytes of memory for each of the rows.
+    """
+    vocab_size = logits_NV.shape[1]
+    magnitudes_rK, ids_rK = torch.empty(
+        (2, last - first, vocab_size), dtype=torch.int32, device=logits_NV.device
+    ).unbind()
+    gather_candidates[(triton.cdiv(vocab_size, TOKENS_OF_A_PROGRAM), last - first)](
+        logits_NV,
+        logits_NV.stride(0),
+        at_n,
+        inverse_temperature_n,
+        cut_rows.at_r,
+        bounds.top_r,
+        bounds.bound_r,
+        bounds.counts_r,
+        bounds.totals_r,
+        magnitudes_rK,
+        ids_rK,
+        first,
+        vocab_size,
+        BLOCK_V=TOKENS_OF_A_PROGRAM,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    draw_candidate[(last - first,)](
+        out_at_n,
+        seeds_n,
+        positions_N,
+        cut_rows.at_r,
+        cut_rows.floor_r,
+        cut_rows.top_k_r,
+        cut_rows.top_p_r,
+        bounds.bound_r,
+        bounds.counts_r,
+        bounds.totals_r,
+        magnitudes_rK,
+        ids_rK,
+        token_ids_N,
+        first,
+        vocab_size,
+        TILE=CANDIDATES_AT_ONCE,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["first"],
+    do_not_specialize_on_alignment=[
+        "at", "inverse_temperature", "cut_at", "tops", "bounds", "counts", "totals", "magnitudes", "ids",
+    ],
+)  # fmt: skip
+def gather_candidates(
+    logits,
+    row_stride,
+    at,
+    inverse_temperature,
+    cut_at,
+    tops,
+    bounds,
+    counts,
+    totals,
+    magnitudes,
+    ids,
+    first,
+    vocab_size,
+    BLOCK_V: tl.constexpr,
+):
+    """Some neighbouring tokens of one row per program."""
+    r = first + tl.program_id(1)
+    n = tl.load(cut_at + r)
+    bound = tl.load(bounds + r)
+    v_V = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    live_V = v_V < vocab_size
+    of_row = logits + tl.load(at + n) * row_stride
+    logit_V = tl.load(of_row + v_V, mask=v_V < tl.where(bound >= 0, vocab_size, 0), other=-float("inf")).to(tl.float32)
+    magnitude_V = magnitude((logit_V - tl.load(tops + r)) * tl.load(inverse_temperature + n))
+    # COUNTED and all that others have added to it meanwhile is below 0.
+    if tl.load(totals + r) < 0:
+        tl.atomic_add(totals + r, tl.sum(tl.where(live_V, units(magnitude_V), 0), 0))
+    kept_V = live_V & (magnitude_V <= bound)
+    num_kept = tl.sum(kept_V.to(tl.int32), 0)
+    if num_kept > 0:
+        place_V = tl.atomic_add(counts + r, num_kept) + tl.cumsum(kept_V.to(tl.int32), 0) - 1
+        place_V = tl.program_id(1).to(tl.int64) * vocab_size + place_V
+        tl.store(magnitudes + place_V, magnitude_V, mask=kept_V)
+        tl.store(ids + place_V, v_V, mask=kept_V)
+
+
+@triton.jit(
+    do_not_specialize=["first"],
+    do_not_specialize_on_alignment=[
+        "out_at", "seeds", "positions", "cut_at", "floors", "top_ks", "top_ps", "bounds", "counts", "totals",
+        "magnitudes", "ids", "out",
+    ],
+)  # fmt: skip
+def draw_candidate(
+    out_at,
+    seeds,
+    positions,
+    cut_at,
+    floors,
+    top_ks,
+    top_ps,
+    bounds,
+    counts,
+    totals,
+    magnitudes,
+    ids,
+    out,
+    first,
+    vocab_size,
+    TILE: tl.constexpr,
+):
+    """One row per program: min_p and top_k, of what they leave top_p, of what that leaves one token."""
+    r = first + tl.program_id(0)
+    num = tl.load(counts + r)
+    if num > 0:
+        n = tl.load(cut_at + r)
+        out_row = tl.load(out_at + n)
+        of_row = tl.program_id(0).to(tl.int64) * vocab_size
+        magnitudes += of_row
+        ids += of_row
+        floor = tl.minimum(tl.load(floors + r), tl.load(bounds + r))
+        top_k = tl.load(top_ks + r)
+        low = top_k * 0
+        while (top_k > 0) & (low < floor):
+            middle = low + (floor - low) // 2
+            if count_up_to(magnitudes, num, middle, TILE) >= top_k:
+                floor = middle
+            else:
+                low = middle + 1
+        top_p = tl.load(top_ps + r)
+        if top_p < 1.0:
+            total = tl.load(totals + r)
+            if total < 0:
+                total -= COUNTED
+            else:
+                total = units_up_to(magnitudes, ids, num, floor, vocab_size, TILE)
+            target = tl.maximum(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), 1)
+            low = top_k * 0
+            while low < floor:
+                middle = low + (floor - low) // 2
+                if units_up_to(magnitudes, ids, num, middle, vocab_size, TILE) >= target:
+                    floor = middle
+                else:
+                    low = middle + 1
+        number = uniform(tl.load(seeds + n), tl.load(positions + out_row))
+        mass = units_up_to(magnitudes, ids, num, floor, vocab_size, TILE)
+        drawn = (number * mass.to(tl.float64)).to(tl.int64)
+        low = top_k * 0
+        token = low + vocab_size - 1
+        while low < token:
+            middle = low + (token - low) // 2
+            if units_up_to(magnitudes, ids, num, floor, middle, TILE) > drawn:
+                token = middle
+            else:
+                low = middle + 1
+        tl.store(out + out_row, token.to(tl.int64))

@@ -1,0 +1,217 @@
+"""One token per row from its blocks' numbers: the most likely one, or one drawn by temperature alone.
+
+Legend: n rows of a part · V vocabulary · C blocks of a row, padded · B block size · r rows with cuts
+Owns: the end of rows without cuts; for those with cuts, a bound below which nothing can be drawn.
+Does not know: candidates, see ``candidates.py``.
+
+Where this may differ from torch's sampler: greedy rows never do.  A draw is by the same uniform number over the same
+weights in the same order, but sums of weights are rounded elsewhere, so a number within about 1e-7 of the border
+between two tokens may fall on its other side.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.sampling.draw import BLOCK
+from engine.sampling.triton.noise import uniform
+from engine.sampling.triton.scores import COUNTED, LEAST, magnitude
+
+
+@dataclass(frozen=True, slots=True)
+class CutRows:
+    """Rows with top_k, top_p or min_p, and perhaps room for more of them.
+
+    index_n: int32, per row of the part its number among these, -1 for none.  at_r: int32, the reverse.
+    floor_r: int32, magnitude of log(min_p).  top_k_r: int32, 0 is off.  top_p_r: float64, 1 is off.
+    """
+
+    index_n: Tensor
+    at_r: Tensor
+    floor_r: Tensor
+    top_k_r: Tensor
+    top_p_r: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What rows with cuts go on with.  top_r: float32, the largest logit.  bound_r: int32, no token of a larger
+    magnitude can be drawn; -1 if the row failed or nobody is there.  counts_r: int32, 0 candidates so far, -1 where
+    nobody is there.  totals_r: int64, COUNTED or 0."""
+
+    top_r: Tensor
+    bound_r: Tensor
+    counts_r: Tensor
+    totals_r: Tensor
+
+
+def pick(
+    logits_NV: Tensor,
+    at_n: Tensor,
+    out_at_n: Tensor,
+    blocks: tuple[Tensor, Tensor],
+    inverse_temperature_n: Tensor,
+    seeds_n: Tensor,
+    positions_N: Tensor | None,
+    cut_rows: CutRows | None,
+    token_ids_N: Tensor,
+) -> Bounds | None:
+    """Write token_ids_N[out_at_n], int64: -1 where a row's largest logit is not finite.
+
+    at_n: int64, rows of logits_NV; out_at_n: int64, rows of the batch, also of positions_N.  blocks: see
+    ``measure_blocks``.  inverse_temperature_n: float32, 0 for a greedy row.  positions_N: None if all are greedy.
+    """
+    num_rows, num_blocks = blocks[0].shape
+    device = logits_NV.device
+    bounds = None
+    if cut_rows is not None:
+        numbers = torch.full((3, len(cut_rows.at_r)), -1, dtype=torch.int32, device=device)
+        totals_r = torch.empty(len(cut_rows.at_r), dtype=torch.int64, device=device)
+        bounds = Bounds(numbers[0].view(torch.float32), numbers[1], numbers[2], totals_r)
+    unused = token_ids_N  # never read or written: without cuts the kernel's variant has no access to it
+    pick_row[(num_rows,)](
+        logits_NV,
+        logits_NV.stride(0),
+        at_n,
+        out_at_n,
+        blocks[0],
+        blocks[1],
+        inverse_temperature_n,
+        seeds_n,
+        unused if positions_N is None else positions_N,
+        token_ids_N,
+        unused if cut_rows is None else cut_rows.index_n,
+        unused if cut_rows is None else cut_rows.floor_r,
+        unused if cut_rows is None else cut_rows.top_k_r,
+        unused if cut_rows is None else cut_rows.top_p_r,
+        unused if bounds is None else bounds.top_r,
+        unused if bounds is None else bounds.bound_r,
+        unused if bounds is None else bounds.counts_r,
+        unused if bounds is None else bounds.totals_r,
+        logits_NV.shape[1],
+        num_blocks,
+        DRAWS=positions_N is not None,
+        CUTS=cut_rows is not None,
+        BLOCK_C=triton.next_power_of_2(num_blocks),
+        BLOCK_B=BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return bounds
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "at", "out_at", "tops", "sums", "inverse_temperature", "seeds", "positions", "out", "cut_index", "floors",
+        "top_ks", "top_ps", "cut_tops", "bounds", "counts", "totals",
+    ]
+)  # fmt: skip
+def pick_row(
+    logits,
+    row_stride,
+    at,
+    out_at,
+    tops,
+    sums,
+    inverse_temperature,
+    seeds,
+    positions,
+    out,
+    cut_index,
+    floors,
+    top_ks,
+    top_ps,
+    cut_tops,
+    bounds,
+    counts,
+    totals,
+    vocab_size,
+    num_blocks,
+    DRAWS: tl.constexpr,
+    CUTS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """One row per program."""
+    n = tl.program_id(0)
+    c_C = tl.arange(0, BLOCK_C)
+    inside_C = c_C < num_blocks
+    place_C = n.to(tl.int64) * num_blocks + c_C
+    top_C = tl.load(tops + place_C, mask=inside_C, other=-float("inf"))
+    top = tl.max(top_C, 0)
+    failed = tl.max((top_C != top_C).to(tl.int32), 0) > 0
+    failed = failed | (tl.abs(top) == float("inf"))
+    of_row = logits + tl.load(at + n) * row_stride
+    out_row = tl.load(out_at + n)
+    b_B = tl.arange(0, BLOCK_B)
+
+    # The lowest id among equals: the first block that has the largest, and in it the first token.
+    block = tl.minimum(tl.min(tl.where(top_C == top, c_C, BLOCK_C), 0), num_blocks - 1)
+    v_B = block * BLOCK_B + b_B
+    logit_B = tl.load(of_row + v_B, mask=v_B < vocab_size, other=-float("inf")).to(tl.float32)
+    token = tl.min(tl.where(logit_B == top, v_B, vocab_size), 0)
+    if DRAWS:
+        # A greedy row, of inverse 0, goes through this for nothing: less than a branch for each row.
+        inverse = tl.load(inverse_temperature + n)
+        number = uniform(tl.load(seeds + n), tl.load(positions + out_row))
+        sum_C = tl.load(sums + place_C, mask=inside_C, other=0.0)
+        # exp(-inf - top): a block without a finite logit weighs nothing.
+        weight_C = (sum_C * tl.exp((top_C - top) * inverse)).to(tl.float64)
+        total_C = tl.cumsum(weight_C, 0)
+        total = tl.max(total_C, 0)
+        target = number * total
+        block = first_above(total_C, weight_C, target, c_C, BLOCK_C)
+        before = tl.sum(tl.where(c_C == block, total_C - weight_C, 0.0), 0)
+        v_B = block * BLOCK_B + b_B
+        logit_B = tl.load(of_row + v_B, mask=v_B < vocab_size, other=-float("inf")).to(tl.float32)
+        weight_B = tl.exp((logit_B - top) * inverse).to(tl.float64)
+        total_B = tl.cumsum(weight_B, 0)
+        offset = first_above(total_B, weight_B, tl.maximum(target - before, 0.0), b_B, BLOCK_B)
+        token = tl.where(inverse > 0, block * BLOCK_B + offset, token)
+    failing = failed
+    if CUTS:
+        cut = tl.load(cut_index + n)
+        if cut >= 0:
+            # Its token is still to be found: for now it is what a failed row gets.
+            failing = cut >= 0
+            bound = tl.minimum(tl.load(floors + cut), LEAST)
+            top_k = tl.load(top_ks + cut)
+            if (top_k > 0) & (top_k <= num_blocks):
+                # As many tokens as there are blocks of that magnitude are at least as likely.
+                magnitude_C = tl.where(inside_C, magnitude((top_C - top) * inverse), 0x7FFFFFFF)
+                low = top_k * 0
+                while low < bound:
+                    middle = low + (bound - low) // 2
+                    if tl.sum((magnitude_C <= middle).to(tl.int32), 0) >= top_k:
+                        bound = middle
+                    else:
+                        low = middle + 1
+            top_p = tl.load(top_ps + cut)
+            whole = (top_p < 1.0) & (top_k == 0) & (tl.load(floors + cut) >= LEAST) & (failed == 0)
+            if whole:
+                # All tokens of less than (1 - top_p) / V of the weight have less than 1 - top_p of it together, so
+                # what is kept ends above them.  The factor e makes room for every rounding.
+                share = (1.0 - top_p) * total / vocab_size
+                score = tl.log(tl.maximum(share.to(tl.float32), 1e-30)) - 1.0
+                bound = tl.minimum(bound, magnitude(tl.minimum(score, 0.0)))
+            tl.store(cut_tops + cut, top)
+            tl.store(bounds + cut, tl.where(failed, -1, bound))
+            tl.store(counts + cut, 0)
+            tl.store(totals + cut, tl.where(whole, COUNTED, 0))
+    tl.store(out + out_row, tl.where(failing, -1, token.to(tl.int64)))
+
+
+@triton.jit
+def first_above(total_K, weight_K, target, k_K, NUM: tl.constexpr):
+    """Index of the first running total above the target, else of the last weight; see ``engine/sampling/draw.py``.
+
+    Totals that are summed by many threads may differ in the last bit where nothing is added, so an index without weight
+    is passed over whatever its total is.  0 if there is no weight at all, as in a row of NaN.
+    """
+    weighs_K = weight_K > 0
+    first = tl.min(tl.where(weighs_K & (total_K > target), k_K, NUM), 0)
+    last = tl.max(tl.where(weighs_K, k_K, 0), 0)
+    return tl.minimum(first, last)

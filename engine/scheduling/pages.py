@@ -1,0 +1,203 @@
+"""Who holds which page: free ones, the radix tree's, and what each row holds for itself.
+
+Owns: the allocator, the radix tree, each row's handle in it, and pages that wait for a step in flight.
+Does not know: queues, budgets, steps other than by number.
+Invariant (``check``): free + cached + private + deferred = all pages, and every page has one owner.
+
+A row's page table begins with pages of the tree, which its handle keeps, and goes on with private ones.  Computed
+pages are published to the tree chunk by chunk.  Where the tree has them already, the row moves over to the tree's,
+and its own duplicates go back once the last step that may read them has completed.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.kv.events import KVEvent
+from engine.kv.eviction import EvictionStrategy
+from engine.kv.handle import Handle
+from engine.kv.host_tier import Transfer
+from engine.kv.node import Namespace
+from engine.kv.outline import Outline
+from engine.kv.pages import PageAllocator, Pages
+from engine.kv.radix import RadixTree
+from engine.scheduling.limits import PlannerLimits
+from engine.scheduling.rows import Rows, RowTable
+from engine.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Appends:
+    """Changes to page tables that the executors must hear of: row, index in its page table, page."""
+
+    rows: Rows
+    indexes: Rows
+    pages: Pages
+
+
+NO_ROWS: Rows = np.zeros(0, dtype=np.int32)
+NO_APPENDS = Appends(NO_ROWS, NO_ROWS, NO_ROWS)
+
+
+class PageManager:
+    """Pages by owner, for the rows of one table."""
+
+    def __init__(self, limits: PlannerLimits, rows: RowTable, strategy: EvictionStrategy) -> None:
+        self._pages = PageAllocator(limits.num_pages)
+        self._tree = RadixTree(
+            limits.page_size,
+            strategy,
+            num_host_pages=limits.num_host_pages,
+            record_events=limits.record_events,
+        )
+        self._rows = rows
+        self._page_size = limits.page_size
+        self._handles: dict[int, Handle] = {}
+        self._deferred: deque[tuple[int, Pages]] = deque()
+        self._rewrites: list[Appends] = []
+
+    @property
+    def num_available(self) -> int:
+        """Pages that ``allocate`` can hand out, evicting what nobody uses."""
+        return self._pages.num_free + self._tree.num_evictable
+
+    @property
+    def num_free(self) -> int:
+        """Pages without any content."""
+        return self._pages.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Pages whose content is kept although nobody uses it."""
+        return self._tree.num_evictable
+
+    @property
+    def num_used(self) -> int:
+        """Pages that requests need, or that wait for a step in flight."""
+        return self._pages.num_held - self._tree.num_evictable
+
+    @property
+    def num_on_host(self) -> int:
+        """Pages of the host tier that hold something."""
+        return self._tree.num_on_host
+
+    def outline(self, max_nodes: int) -> Outline:
+        """The hottest part of the prefix cache."""
+        return self._tree.outline(max_nodes)
+
+    def tick(self, step_id: int) -> None:
+        """The clock of least-recent use: the step being planned."""
+        self._tree.now = step_id
+
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """Tokens of the sequence that would need no computing.  Changes nothing."""
+        match = self._tree.match(self._prefix_key(sequence), Namespace(sequence.cache_salt))
+        return (match.num_pages + match.num_host_pages) * self._page_size
+
+    def start(self, sequence: Sequence, reserve: int) -> int | None:
+        """Give a sequence a row, with what is cached of it and new pages for the rest of its tokens.
+
+        reserve: pages that must stay available beside it.  Returns the row, or None if there is no room now.
+        """
+        key = self._prefix_key(sequence)
+        match = self._tree.match(key, Namespace(sequence.cache_salt))
+        num_new = -(-len(sequence.tokens) // self._page_size) - match.num_pages
+        if num_new + reserve > self.num_available:
+            return None
+        handle = self._tree.lock(match, sequence.priority)  # before counting again: what it keeps cannot be evicted
+        if num_new + reserve > self.num_available:
+            self._tree.unlock(handle)
+            return None
+        shared = self._tree.pages(handle)
+        new = self.allocate(num_new)
+        if match.num_host_pages:
+            # What is on the host comes back into the first of the new pages, which are the tree's from then on.
+            self._tree.restore(handle, key, new)
+        row = self._rows.take(sequence, np.concatenate((shared, new)), num_shared=handle.num_pages)
+        self._handles[row] = handle
+        return row
+
+    def allocate(self, count: int) -> Pages:
+        """Take pages, evicting cached ones if too few are free; the caller has checked ``num_available``."""
+        short = count - self._pages.num_free
+        if short > 0:
+            self._pages.free(self._tree.evict(short))
+        return self._pages.allocate(count)
+
+    def publish(self, row: int, num_tokens: int) -> None:
+        """The row's first ``num_tokens`` are computed by steps that have completed: share their whole pages."""
+        handle = self._handles[row]
+        num_pages = num_tokens // self._page_size
+        if num_pages <= handle.num_pages:
+            return
+        table = self._rows
+        key = self._tree.key(table.tokens[row, : num_pages * self._page_size])
+        published = self._tree.publish(handle, key, table.page_table[row, :num_pages].copy())
+        count = len(published.pages)
+        if count:
+            indexes = np.arange(published.first, published.first + count, dtype=np.int32)
+            table.page_table[row, indexes] = published.pages
+            self._rewrites.append(Appends(np.full(count, row, dtype=np.int32), indexes, published.pages))
+            self._deferred.append((int(table.last_step[row]), published.duplicates))
+
+    def release(self, row: int) -> None:
+        """The row is done and no step in flight uses it: its private pages are free, the tree's are for others."""
+        pages = self._rows.release(row)
+        handle = self._handles.pop(row)
+        self._tree.unlock(handle)
+        self._pages.free(pages[handle.num_pages :])
+        self._rewrites = [rewrite for rewrite in self._rewrites if rewrite.rows[0] != row]
+
+    def forget(self) -> None:
+        """What the pages held is lost: every row and every page is free, and nothing is cached."""
+        self._tree.forget()
+        self._rows.clear()
+        self._pages.clear()
+        self._handles.clear()
+        self._deferred.clear()
+        self._rewrites.clear()
+
+    def collect(self, last_completed: int) -> None:
+        """Free duplicates that no step in flight may read any more."""
+        while self._deferred and self._deferred[0][0] <= last_completed:
+            self._pages.free(self._deferred.popleft()[1])
+
+    def drain_events(self) -> list[KVEvent]:
+        """What happened to cached pages since the last call."""
+        return self._tree.drain_events()
+
+    def drain_transfers(self) -> list[Transfer]:
+        """Copies between the tiers that must happen before the next step."""
+        return self._tree.drain_transfers()
+
+    def take_rewrites(self) -> list[Appends]:
+        """Page-table entries that changed since the last call."""
+        rewrites, self._rewrites = self._rewrites, []
+        return rewrites
+
+    def _prefix_key(self, sequence: Sequence) -> bytes:
+        if sequence.params.needs_whole_prompt:
+            return self._tree.key(sequence.tokens[:0])
+        # Without the last token: one must be computed, since its logits are wanted.
+        return self._tree.key(sequence.tokens[:-1])
+
+    def check(self) -> None:
+        """Raise AssertionError unless every page has exactly one owner."""
+        self._pages.check()
+        self._tree.check()
+        table = self._rows
+        private = [NO_ROWS]
+        for row, handle in self._handles.items():
+            own = table.page_table[row, : table.num_pages[row]]
+            shared = self._tree.pages(handle)
+            assert np.array_equal(own[: handle.num_pages], shared), f"row {row} does not use the tree's pages"
+            private.append(own[handle.num_pages :])
+        private += [pages for _, pages in self._deferred]
+        held = np.concatenate(private)
+        assert len(np.unique(held)) == len(held), "a page is held twice"
+        total = self._pages.num_free + self._tree.num_cached + len(held)
+        assert total == self._pages.num_pages, (
+            f"free {self._pages.num_free} + cached {self._tree.num_cached} + held {len(held)} "
+            f"!= {self._pages.num_pages}"
+        )

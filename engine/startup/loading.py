@@ -1,0 +1,242 @@
+"""From a configuration to a runner: device, plugins, weights, KV pool, host pool, sampler, in that order.
+
+Owns: how one rank is put together, and the sizes that follow from its memory.  Does not know: actors, steps.
+"""
+
+import logging
+
+import torch
+
+from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
+from engine.config import Config
+from engine.errors import ConfigError
+from engine.execution.attention import RankAttention
+from engine.execution.device import choose_device, choose_dtype, fair_share, free_bytes, host_place, set_threads
+from engine.execution.host_pool import HostPool
+from engine.execution.rows import DeviceRows
+from engine.execution.runner import ModelRunner
+from engine.graphs.rank import RankGraphs, StepParts
+from engine.host_memory import available_bytes
+from engine.layers.comm import Comm
+from engine.layers.kv_pool import KVPool
+from engine.models.loader import load_model
+from engine.plugins.hookspecs import CommContext
+from engine.plugins.manager import Plugins
+from engine.plugins.structured import plugin_grammars
+from engine.sampling.constraints import Constraints
+from engine.sampling.sampler import Sampler
+from engine.startup.memory import (
+    MAX_CPU_POOL_BYTES,
+    MAX_HOST_SHARE,
+    Needs,
+    check_weights,
+    host_needs,
+    pool_pages,
+    report,
+    require_room,
+    run_largest_step,
+)
+from engine.text.codec import TextCodec
+from engine.text.grammars import Grammars
+from engine.text.loading import load_codec
+
+log = logging.getLogger(__name__)
+
+
+def load_runner(
+    config: Config,
+    spec: ModelSpec,
+    max_len: int,
+    plugins: Plugins,
+    *,
+    rank: int,
+    local_rank: int | None = None,
+    rendezvous: str = "",
+    progress: bool,
+    num_pages: int = 0,
+    grammars: Grammars | None = None,
+) -> ModelRunner:
+    """Everything a rank needs, ready for its first step.  Runs on the device thread, of all ranks at the same time.
+    local_rank: which GPU of this machine it takes; None for the one of its rank's number.
+    rendezvous: where this group's ranks meet, see ``CommContext``; empty for one rank.
+    num_pages: of the runner before this one, whose pages it must have; 0 for kv.num_pages, or what fits.
+    grammars: those of this process, where the text side lives in it as well.
+
+    Raises ConfigError, WeightsError, PluginError, GraphError with a message for the user."""
+    device = choose_device(config.device, rank if local_rank is None else local_rank)
+    _check_placement(config, device)
+    dtype = choose_dtype(config.model.dtype, device, spec.dtype)
+    comm = _connect(config, plugins, rank, device, rendezvous)
+    graphs = RankGraphs(config.graphs, device, comm)
+    seed, load_format = config.device.seed, config.model.load_format
+    on_cpu = device.type == "cpu"
+    place = host_place() if on_cpu else comm.rank
+    graphs.device.trim()  # of what a runner before this one has left
+    room = fair_share(free_bytes(device), place, comm, device)
+    model = load_model(
+        spec,
+        graphs.comm,
+        device,
+        dtype,
+        load_format=load_format,
+        seed=seed,
+        progress=progress,
+        check_room=lambda needed: check_weights(spec, needed, dtype, room, comm.size),
+    )
+    set_threads(config.device.threads, device, model.parameter_bytes)
+    attention_spec = model.attention_spec
+    # Before the pool takes what memory is left: a plugin may refuse, and may need some to be tried.
+    attention = RankAttention(plugins, attention_spec, config.kv.page_size, device, dtype)
+    page_size, max_rows = config.kv.page_size, config.scheduler.max_running
+    rows = DeviceRows(max_rows, max_len, page_size, device)
+    sampler = Sampler(max_rows, spec.vocab_size, max_len, device)
+
+    def parts_with(num_pages: int) -> StepParts:
+        pool = KVPool(
+            num_layers=attention_spec.num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=attention_spec.num_kv_heads,
+            head_size=attention_spec.head_size,
+            dtype=dtype,
+            device=device,
+        )
+        backend = attention.build(pool)
+        # Only now: what 'auto' comes to has been loaded by this time.
+        graphs.break_at([name for one in plugins.declarations.values() for name in one.graph_breaks])
+        return StepParts(model, pool, backend, rows, sampler)
+
+    known = bool(num_pages)  # it has fitted, and the number may be none that the user has set
+    num_pages = num_pages or config.kv.num_pages
+    needs = host_needs(config, spec.shape, max_len, dtype) if on_cpu else Needs()
+    if not num_pages and graphs.device.captures:
+        needs = _measure(config, max_len, graphs, parts_with(1))
+    graphs.device.trim()
+    page_bytes = KVPool.page_bytes(
+        attention_spec.num_layers, page_size, attention_spec.num_kv_heads, attention_spec.head_size, dtype
+    )
+    room = fair_share(free_bytes(device), place, comm, device)
+    if not num_pages:
+        room = min(room, MAX_CPU_POOL_BYTES + needs.total) if on_cpu else room
+        num_pages = _smallest(pool_pages(config, max_len, page_bytes, room, needs), comm, device)
+    elif not known:
+        asked = f"kv.num_pages={num_pages}: {num_pages * page_bytes / 1e9:.1f} GB of memory"
+        require_room(asked, num_pages, page_bytes, room, MAX_HOST_SHARE if on_cpu else 1.0, needs)
+    try:
+        parts = parts_with(num_pages)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        asked = f"{num_pages * page_bytes / 1e9:.1f} GB for a KV pool of {num_pages} pages"
+        raise ConfigError(f"{asked} cannot be had ({error}); lower kv.num_pages or kv.memory_fraction") from None
+    pool, before = parts.pool, graphs.device.memory().free_bytes
+    piecewise = graphs.piecewise(parts, config.scheduler, progress)
+    decode_graphs = graphs.decode(parts, config.scheduler, progress)
+    log.info(
+        "rank %d ready: device=%s dtype=%s weights=%.1f MB kv_pool=%.1f MB (%d pages of %d tokens)",
+        rank,
+        device,
+        str(dtype).removeprefix("torch."),
+        model.parameter_bytes / 1e6,
+        pool.data.nbytes / 1e6,
+        num_pages,
+        page_size,
+    )
+    left = graphs.device.memory().free_bytes
+    report(rank, model, pool, needs, before - left, left)
+    return ModelRunner(
+        comm=comm,
+        graphs=graphs.device,
+        model=model,
+        pool=pool,
+        host_pool=_host_pool(config.kv.num_host_pages, pool, comm, needs),
+        attention=parts.attention,
+        piecewise=piecewise,
+        decode_graphs=decode_graphs,
+        rows=rows,
+        constraints=Constraints(grammars or _own_grammars(config, spec, plugins), spec.vocab_size, device),
+        sampler=sampler,
+        eos_token_ids=spec.eos_token_ids,
+    )
+
+
+def _check_placement(config: Config, device: torch.device) -> None:
+    """A thread that waits on a GPU for a rank that is gone cannot be ended, nor can what it holds be freed."""
+    num_ranks, placement = config.device.tensor_parallel, config.placement.executor
+    if device.type == "cuda" and num_ranks > 1 and placement == "inline":
+        raise ConfigError(
+            f"device.tensor_parallel={num_ranks} with placement.executor=inline: ranks on GPUs need processes of their "
+            "own; set placement.executor=process"
+        )
+
+
+def _connect(config: Config, plugins: Plugins, rank: int, device: torch.device, rendezvous: str) -> Comm:
+    context = CommContext(
+        rank=rank,
+        size=config.device.tensor_parallel,
+        device=device.type,
+        rendezvous=rendezvous,
+        options=config.plugins.options.get(plugins.names["comm"], {}),
+    )
+    return plugins.build(plugins.names["comm"], "callboard_comm", context, Comm)
+
+
+def _own_grammars(config: Config, spec: ModelSpec, plugins: Plugins) -> Grammars:
+    """For a process that has no text side: its tokenizer is read when the first grammar comes."""
+
+    def codec() -> TextCodec:
+        return load_codec(config.model, resolve_checkpoint(config.model.path, config.model.revision))
+
+    return plugin_grammars(
+        plugins,
+        codec,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        options=config.plugins.options,
+    )
+
+
+def _smallest(number: int, comm: Comm, device: torch.device) -> int:
+    """Of all ranks' numbers: one scheduler plans for all of them."""
+    if comm.size == 1:
+        return number
+    return int(comm.all_gather(torch.tensor([number], device=device), 0).min())
+
+
+def _measure(config: Config, max_len: int, graphs: RankGraphs, parts: StepParts) -> Needs:
+    """parts: with a pool that is thrown away.  Raises ConfigError if there is no room for the largest step itself."""
+    scheduler = config.scheduler
+    try:
+        activation_bytes = graphs.device.peak(
+            lambda: run_largest_step(config, max_len, parts.model, parts.pool, parts.attention, parts.sampler)
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"scheduler.max_step_tokens={scheduler.max_step_tokens}: no room for a step of that size beside "
+            f"the weights ({error}); lower it, or scheduler.max_running"
+        ) from None
+    graphs.device.trim()
+    return Needs(activation_bytes, graphs.measure(parts, scheduler))
+
+
+def _host_pool(num_pages: int, pool: KVPool, comm: Comm, needs: Needs) -> HostPool | None:
+    """kv.num_host_pages of host memory, or None for 0.  needs: of the pool's device."""
+    if not num_pages:
+        return None
+    page_bytes = pool.data.nbytes // (pool.num_pages + 1)  # the pool has its dump page beside them
+    on_cpu = pool.data.device.type == "cpu"
+    # A pool on CPU takes its memory only as pages are written, so it is still among what is available.
+    available = fair_share(available_bytes(), host_place(), comm, pool.data.device)
+    available = max(0, available - (pool.data.nbytes if on_cpu else 0))
+    asked = f"kv.num_host_pages={num_pages}: {num_pages * page_bytes / 1e9:.1f} GB of host memory"
+    require_room(asked, num_pages, page_bytes, available, MAX_HOST_SHARE, needs if on_cpu else Needs())
+    try:
+        host_pool = HostPool(num_pages, pool)
+    except MemoryError as error:
+        raise ConfigError(f"{asked} cannot be had ({error}); lower it") from None
+    log.info(
+        "rank %d host_pool=%.1f MB (%d pages)%s",
+        comm.rank,
+        host_pool.data.nbytes / 1e6,
+        num_pages,
+        "" if on_cpu else ", page-locked",
+    )
+    return host_pool

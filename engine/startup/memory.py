@@ -1,0 +1,210 @@
+"""What a rank's memory goes to: the KV pool gets what weights, the largest step and graphs leave.
+
+Legend: T tokens of the largest step · B its sequences · N rows that are sampled
+Owns: running that step on a pool of one page, its estimate for a CPU, the arithmetic, the refusals, the report.
+Does not know: how graphs are measured.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.checkpoints.checkpoint import ModelSpec
+from engine.checkpoints.shape import DecoderShape
+from engine.config import Config
+from engine.errors import ConfigError
+from engine.execution.prompts import SCORED_ROWS
+from engine.layers.attention import AttentionBackend, AttentionBatch
+from engine.layers.kv_pool import KVPool
+from engine.layers.packing import COMPILED_BYTES, num_padded_sizes
+from engine.layers.step import StepTensors
+from engine.models.decoder import Decoder
+from engine.params import SamplingParams
+from engine.sampling.parts import PART_SCORES_CPU
+from engine.sampling.sampler import Sampler
+
+log = logging.getLogger(__name__)
+
+MAX_CPU_POOL_BYTES = 4 << 30  # other programs live there too
+MAX_HOST_SHARE = 0.9  # of the available host memory: page-locked memory cannot be swapped, and others need some
+# A process that tokenizes or serves HTTP, and this one's own growth: connections, texts, the tree of prefixes.
+PROCESS_BYTES = 64 << 20
+# Per token of the vocabulary and row of the part that is sampled: what top_p makes of it (``engine/sampling/cuts.py``).
+SAMPLING_BYTES = 40
+# Likewise per row or position of a prompt whose log probabilities are wanted, of which there are no parts: with 151,936
+# tokens 16 to 256 rows take 14 to 12 bytes, the part included.
+SCORING_BYTES = 12
+POOL_SEQUENCES = 4  # a pool beyond this many full batches buys nothing until prefixes are shared
+# What takes the most memory of all that is sampled without a line of token counts.
+SAMPLED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, logprobs=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes that must stay free beside the pool.
+
+    activation_bytes: of the largest step.  graph_bytes: of all graphs.
+    product_bytes: of the products that oneDNN compiles.  process_bytes: of what else runs in the same memory."""
+
+    activation_bytes: int = 0
+    graph_bytes: int = 0
+    product_bytes: int = 0
+    process_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.activation_bytes + self.graph_bytes + self.product_bytes + self.process_bytes
+
+    def __str__(self) -> str:
+        parts = {
+            "a step": self.activation_bytes,
+            "graphs": self.graph_bytes,
+            "compiled products": self.product_bytes,
+            "processes": self.process_bytes,
+        }
+        return ", ".join(f"{_gigabytes(num_bytes)} for {what}" for what, num_bytes in parts.items() if num_bytes)
+
+
+def pool_pages(config: Config, max_len: int, page_bytes: int, free_bytes: int, needs: Needs) -> int:
+    """Pages for the free memory.  Raises ConfigError if not even one sequence of full length fits."""
+    page_size, fraction = config.kv.page_size, config.kv.memory_fraction
+    per_sequence = -(-max_len // page_size)
+    fitting = max(0, int(free_bytes * fraction) - needs.total) // page_bytes
+    if fitting < per_sequence:
+        reserved = f" after {needs}" if needs != Needs() else ""
+        levers = ["model.max_len"]
+        if needs.activation_bytes:
+            levers += ["scheduler.max_running", "scheduler.max_step_tokens"]
+        if needs.graph_bytes:
+            levers.append("graphs.max_tokens")
+        raise ConfigError(
+            f"kv.memory_fraction={fraction}: of {_gigabytes(free_bytes)} it leaves room for {fitting} pages of "
+            f"{page_size} tokens{reserved}, one sequence of {max_len} tokens needs {per_sequence}; raise it, lower "
+            f"{' or '.join(levers)}, or set kv.num_pages"
+        )
+    return min(fitting, per_sequence * config.scheduler.max_running * POOL_SEQUENCES)
+
+
+def require_room(
+    asked: str, num_pages: int, page_bytes: int, available: int, share: float, needs: Needs = Needs()
+) -> None:
+    """Raise ConfigError if pages need more than ``share`` of what is available and not needed for something else.
+    asked: the setting and its bytes."""
+    fitting = int(max(0, available - needs.total) * share) // page_bytes
+    if num_pages > fitting:
+        reserved = f" after {needs}" if needs != Needs() else ""
+        raise ConfigError(
+            f"{asked} asked for, {available / 1e9:.1f} GB are available, of which {share:.0%} may be used{reserved}; "
+            f"lower it to {fitting} or less"
+        )
+
+
+def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.dtype) -> Needs:
+    """On a CPU the largest step cannot be tried: what passes a container's limit is killed, and it may take minutes.
+
+    So this adds up, for one rank, what a step can hold at once: all that a layer computes of T tokens, half of it
+    again for padded copies, a mask of T queries against the longest context and a copy of that context's keys and
+    values (``attention.torch``), the sampler's and prompt log probabilities' work on the vocabulary, and the host's
+    tables."""
+    scheduler, ranks = config.scheduler, config.device.tensor_parallel
+    num_tokens = min(scheduler.max_step_tokens, min(scheduler.prefill_chunk, max_len) * scheduler.max_running)
+    num_sampled = min(scheduler.max_running, num_tokens)
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
+    layer = 4 * shape.hidden_size + (4 * heads + 4 * shape.intermediate_size) // ranks
+    context = 4 * max_len * shape.num_kv_heads * shape.head_size  # a power of two that holds it, keys and values
+    masks = num_tokens * max_len * (2 if shape.window else 1)
+    in_dtype = (num_tokens * layer * 3 // 2 + context + masks) * dtype.itemsize
+    part = min(num_sampled * shape.vocab_size, max(shape.vocab_size, PART_SCORES_CPU))
+    scored = (num_sampled + min(num_tokens, SCORED_ROWS)) * shape.vocab_size
+    tables = scheduler.max_running * max_len * 8
+    weight_shapes = 5  # QKV, attention output, gate and up, down, LM head
+    others = config.placement.tokenizers + (config.placement.ingress == "process")
+    return Needs(
+        activation_bytes=in_dtype + part * SAMPLING_BYTES + scored * SCORING_BYTES + tables,
+        product_bytes=weight_shapes * num_padded_sizes(num_tokens) * COMPILED_BYTES,
+        process_bytes=(1 + others) * PROCESS_BYTES,
+    )
+
+
+@torch.inference_mode()
+def run_largest_step(
+    config: Config, max_len: int, model: Decoder, pool: KVPool, attention: AttentionBackend, sampler: Sampler
+) -> None:
+    """A step of scheduler.max_step_tokens, whose sequences are as long as can be: it takes more memory than any other.
+
+    pool: of any size; everything is read from and written to the dump page.  Rows of ``sampler`` must be free.
+    """
+    scheduler, device = config.scheduler, pool.data.device
+    num_tokens, chunk = scheduler.max_step_tokens, min(scheduler.prefill_chunk, max_len)
+    full, rest = divmod(min(num_tokens, chunk * scheduler.max_running), chunk)
+    queries = np.array([chunk] * full + [rest] * bool(rest), dtype=np.int32)
+    num_tokens = int(queries.sum())
+    lengths = np.full(len(queries), max_len, dtype=np.int32)
+    starts = np.concatenate(([0], queries.cumsum())).astype(np.int32)
+    width = -(-max_len // pool.page_size)
+    attention.begin(
+        AttentionBatch(
+            num_decodes=0,
+            page_table_BP=torch.full((len(queries), width), pool.dump_page, dtype=torch.int32, device=device),
+            lengths_B=torch.from_numpy(lengths).to(device),
+            query_starts_B1=torch.from_numpy(starts).to(device),
+            host_lengths=lengths,
+            host_query_lengths=queries,
+        )
+    )
+    rows_N = np.arange(min(scheduler.max_running, num_tokens))
+    for row in rows_N.tolist():
+        sampler.admit(row, SAMPLED, np.zeros(1, dtype=np.int32), 1, ())
+    zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    logits_NV = model.forward(
+        StepTensors(
+            token_ids_T=zeros_T,
+            positions_T=zeros_T,
+            slots_T=zeros_T + pool.dump_page * pool.page_size,
+            sample_at_N=torch.from_numpy(rows_N).to(device),
+            attention=attention,
+            pool=pool,
+        )
+    )
+    sampler.sample(logits_NV, rows_N, np.ones(len(rows_N), dtype=np.int64))
+
+
+def check_weights(spec: ModelSpec, needed_bytes: int, dtype: torch.dtype, available: int, ranks: int) -> None:
+    """Raise ConfigError, before anything is loaded, if a rank's weights cannot fit: where they do not, a CPU's system
+    kills the process without a word.  needed_bytes, available: of one of ``ranks``."""
+    if needed_bytes <= available:
+        return
+    name = str(dtype).removeprefix("torch.")
+    share = "" if ranks == 1 else f" for each of {ranks} ranks"
+    halved = ", set model.dtype = 'bfloat16'" if dtype == torch.float32 else ""
+    raise ConfigError(
+        f"model.path={spec.directory}: its weights need {_gigabytes(needed_bytes)} in {name}{share}, "
+        f"{_gigabytes(available)} are available; free some, raise the container's limit{halved}, or choose a "
+        "smaller model"
+    )
+
+
+def report(rank: int, model: Decoder, pool: KVPool, needs: Needs, graph_bytes: int, left_bytes: int) -> None:
+    """Say once, at start, where the memory went.  needs: as estimated.  graph_bytes: as it came to be."""
+    log.info(
+        "rank %d memory: weights %s, activations %s, graphs %s (expected %s), compiled products %s, processes %s, "
+        "KV pool %s (%d pages, %d tokens), left %s",
+        rank,
+        _gigabytes(model.parameter_bytes),
+        _gigabytes(needs.activation_bytes),
+        _gigabytes(graph_bytes),
+        _gigabytes(needs.graph_bytes),
+        _gigabytes(needs.product_bytes),
+        _gigabytes(needs.process_bytes),
+        _gigabytes(pool.data.nbytes),
+        pool.num_pages,
+        pool.num_pages * pool.page_size,
+        _gigabytes(left_bytes),
+    )
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

@@ -1,0 +1,302 @@
+"""The system: builds every actor and every link of one engine.
+
+Owns: who talks to whom; this is the one file that names every concrete actor.
+Does not know: what messages mean, HTTP.  Importing it does not import torch; starting it does.
+"""
+
+import logging
+import random
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engine.actors.actor import Actor
+from engine.actors.executor import Runner
+from engine.actors.front_desk import FrontCommand, FrontDesk
+from engine.actors.group import Placement, RankGroup, Terms
+from engine.actors.ingress import Ingress, Part
+from engine.actors.inline import InlinePlacement
+from engine.actors.intensity import RestartIntensity
+from engine.actors.pool import TokenizerPool
+from engine.actors.scheduler import Scheduler
+from engine.actors.step_splitting import StepSplitter
+from engine.actors.supervisor import Supervisor
+from engine.actors.tokenizer import Tokenizer
+from engine.checkpoints.checkpoint import ModelSpec, read_spec, resolve_checkpoint
+from engine.checkpoints.shards import read_shards
+from engine.config import Config, build_config, without_cluster_key
+from engine.errors import ConfigError, EngineDied
+from engine.kv.eviction import EvictionStrategy
+from engine.monitor import Monitor
+from engine.plugins.guards import GuardedPolicy, GuardedStrategy
+from engine.plugins.hookspecs import EvictionContext, PolicyContext
+from engine.plugins.manager import Plugins
+from engine.plugins.observers import Observers
+from engine.plugins.selection import check_named, expected_context
+from engine.plugins.structured import plugin_grammars
+from engine.scheduling.limits import PlannerLimits
+from engine.scheduling.planner import Planner
+from engine.scheduling.policy import SchedulingPolicy
+from engine.text.codec import TextCodec
+from engine.text.loading import load_codec, warn_of_unknown_tokens
+
+if TYPE_CHECKING:
+    from engine.processes.head import Head
+
+log = logging.getLogger(__name__)
+
+SCORED_LOGITS = 1 << 24  # logits of prompt tokens in a step, 64 MB in float32
+MIN_SCORED_CHUNK = 16
+READ_AT_ONCE = 256  # messages; no less than what a link delivers before others get their turn
+
+
+class System:
+    """One engine.  ``start``, use ``ingress``, ``stop``; ``died`` is set when an actor crashed."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        progress: bool = False,
+        head: "Head | None" = None,
+        front: FrontCommand | None = None,
+    ) -> None:
+        """Check everything that can be checked without loading weights.  Raises CallboardError.
+
+        head: of the machines that the ranks are on; None if they are all on this one.
+        front: what takes requests in a process of its own; None for an ingress here."""
+        self.config = config
+        self._head = head
+        self._front = front
+        self._progress = progress
+        directory = self._directory = resolve_checkpoint(config.model.path, config.model.revision)
+        self.spec: ModelSpec = read_spec(directory)
+        if config.model.load_format == "safetensors":
+            read_shards(directory)  # headers only: a damaged file must not cost the time of importing torch
+        self.model_name = config.model.name or Path(config.model.path).name
+        self.max_len = _max_len(config, self.spec)
+        self._codec = load_codec(config.model, directory)
+        warn_of_unknown_tokens(self._codec, self.spec.vocab_size)
+        self._plugins = Plugins(config.chosen_plugins(), config.plugins.observers, config.plugins.options)
+        check_named(self._plugins, expected_context(config, self.spec.shape))
+        if self._plugins.absent:
+            log.warning("requests with a grammar are refused: %s", self._plugins.absent)
+        self._policy = self._scheduling_policy()
+        self._observers = Observers(self._plugins, config.plugins.options, page_size=config.kv.page_size)
+        self._grammars = plugin_grammars(
+            self._plugins,
+            lambda: self._codec,
+            vocab_size=self.spec.vocab_size,
+            eos_token_ids=self.spec.eos_token_ids,
+            options=config.plugins.options,
+        )
+        self._build()
+
+    def _build(self) -> None:
+        """Create the actors in the order of the flow, then close the circle of links."""
+        config = self.config
+        # Per open request at most: its Tokenize and Abort, or its Admit and Abort, plus steps and their results.
+        # What other processes say comes as fast as it is read, some of each before the next actor's turn.
+        num_outside = config.placement.tokenizers + (self._front is not None)
+        capacity = 4 * config.limits.max_requests + 64 + READ_AT_ONCE * num_outside
+        self.tokenizer = self._tokenizer(capacity)
+        self.entrance = self._entrance(capacity)
+        placement = config.placement
+        self.executors = RankGroup(
+            num_ranks=config.device.tensor_parallel,
+            placement=self._placement(capacity),
+            intensity=RestartIntensity(placement.max_restarts, placement.restart_window_s),
+            step_timeout_s=placement.step_timeout_s,
+        )
+        self.scheduler = Scheduler(
+            capacity=capacity,
+            overlap_depth=config.scheduler.overlap_depth,
+            page_size=config.kv.page_size,
+            new_planner=self._new_planner,
+            executors=self.executors.links,
+            losses=self.executors.losses,
+            tokenizer=self.tokenizer.inbox,
+            ingress=self.entrance.inbox,
+            observers=self._observers,
+        )
+        self.executors.connect(self.scheduler.inbox)
+        self.tokenizer.connect(scheduler=self.scheduler.inbox, ingress=self.entrance.inbox)
+        # Stopped in this order: upstream first, so that no message is lost.
+        self.actors: list[Actor[Any]] = [self.tokenizer, self.scheduler, self.executors, self.entrance]
+        self._supervisor = Supervisor(self.actors, self.entrance)
+        self.monitor = Monitor(
+            ingress=self.entrance,
+            tokenizer=self.tokenizer,
+            scheduler=self.scheduler,
+            executors=self.executors,
+            observers=self._observers,
+            page_size=config.kv.page_size,
+            max_running=config.scheduler.max_running,
+            decode=self._codec.decode,
+            clock=time.monotonic,
+        )
+        if isinstance(self.entrance, FrontDesk):
+            self.entrance.connect(look=self.monitor.snapshot, watch=self.monitor.watch)
+
+    @property
+    def ingress(self) -> Ingress:
+        """Where requests enter; only of an engine whose front is not a process of its own."""
+        assert isinstance(self.entrance, Ingress), "requests enter by the front's process"
+        return self.entrance
+
+    @property
+    def codec(self) -> TextCodec:
+        """The model's tokenizer and chat template."""
+        return self._codec
+
+    @property
+    def sampling_defaults(self) -> dict[str, float | int]:
+        """What the checkpoint recommends for requests that do not say."""
+        given: dict[str, float | int | None] = msgspec.to_builtins(self.spec.sampling)
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _entrance(self, capacity: int) -> Ingress | FrontDesk:
+        config, placement = self.config, self.config.placement
+        parts: tuple[Part, ...] = ("executors", "tokenizers") if placement.tokenizers else ("executors",)
+        if self._front is None:
+            return Ingress(
+                capacity=capacity,
+                limits=config.limits,
+                max_model_len=self.max_len,
+                vocab_size=self.spec.vocab_size,
+                rng=random.Random(config.device.seed or None),
+                tokenizer=self.tokenizer.inbox,
+                parts=parts,
+            )
+        from engine.processes.fronts import ProcessFronts  # ZeroMQ is needed from here on
+
+        fronts = ProcessFronts(
+            config=self._child_config(),
+            command=self._front,
+            max_len=self.max_len,
+            vocab_size=self.spec.vocab_size,
+            capacity=capacity,
+        )
+        return FrontDesk(
+            capacity=capacity,
+            tokenizer=self.tokenizer.inbox,
+            start=fronts.start,
+            intensity=RestartIntensity(placement.max_restarts, placement.restart_window_s),
+            silence_timeout_s=placement.silence_timeout_s,
+            parts=parts,
+        )
+
+    def _child_config(self) -> Config:
+        """As processes of this machine are told it."""
+        config = without_cluster_key(self.config)
+        model = msgspec.structs.replace(config.model, path=str(self._directory))
+        config = msgspec.structs.replace(config, model=model)
+        if self._head is not None:  # placement.link is for ranks on other machines then
+            config = build_config(config, {"placement": {"link": "unix"}})
+        return config
+
+    def _tokenizer(self, capacity: int) -> Tokenizer | TokenizerPool:
+        placement = self.config.placement
+        if not placement.tokenizers:
+            return Tokenizer(
+                capacity=capacity, codec=self._codec, vocab_size=self.spec.vocab_size, grammars=self._grammars
+            )
+        from engine.processes.tokenizers import ProcessTokenizers  # ZeroMQ is needed from here on
+
+        return TokenizerPool(
+            capacity=capacity,
+            num_processes=placement.tokenizers,
+            start=ProcessTokenizers(config=self._child_config(), capacity=capacity).start,
+            intensity=RestartIntensity(placement.max_restarts, placement.restart_window_s),
+            silence_timeout_s=placement.silence_timeout_s,
+        )
+
+    def _placement(self, capacity: int) -> Placement:
+        num_ranks = self.config.device.tensor_parallel
+        if self.config.placement.executor == "process":
+            from engine.processes.placement import ProcessPlacement  # ZeroMQ is needed from here on
+
+            return ProcessPlacement(
+                config=self.config,
+                max_len=self.max_len,
+                num_ranks=num_ranks,
+                capacity=capacity,
+                progress=self._progress,
+                head=self._head,
+            )
+        return InlinePlacement(num_ranks=num_ranks, capacity=capacity, load=self._load_runner)
+
+    def _load_runner(self, rank: int, terms: Terms, rendezvous: str = "") -> Runner:
+        from engine.startup.loading import load_runner  # torch is needed from here on
+
+        runner = load_runner(
+            self.config,
+            self.spec,
+            self.max_len,
+            self._plugins,
+            rank=rank,
+            rendezvous=rendezvous,
+            progress=self._progress and not rank,
+            num_pages=terms.num_pages,
+            grammars=self._grammars,
+        )
+        return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=terms.most_tokens)
+
+    def _new_planner(self, num_pages: int) -> Planner:
+        scheduler, kv = self.config.scheduler, self.config.kv
+        limits = PlannerLimits(
+            max_running=scheduler.max_running,
+            max_step_tokens=scheduler.max_step_tokens,
+            prefill_chunk=scheduler.prefill_chunk,
+            page_size=kv.page_size,
+            num_pages=num_pages,
+            max_len=self.max_len,
+            eos_token_ids=self.spec.eos_token_ids,
+            num_host_pages=kv.num_host_pages,
+            itl_target_s=scheduler.itl_target_ms / 1000,
+            fair_prefill=scheduler.prefill_order == "round_robin",
+            record_events=self._observers.wants_kv_events,
+            scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
+        )
+        return Planner(limits, self._eviction_strategy(num_pages), self._policy, time.monotonic)
+
+    def _eviction_strategy(self, num_pages: int) -> EvictionStrategy:
+        name = self._plugins.names["eviction"]
+        options = self.config.plugins.options.get(name, {})
+        context = EvictionContext(self.config.kv.page_size, num_pages, options)
+        strategy = self._plugins.build(name, "callboard_eviction_strategy", context, EvictionStrategy)
+        return strategy if self._plugins.known[name].built_in else GuardedStrategy(name, strategy)
+
+    def _scheduling_policy(self) -> SchedulingPolicy:
+        name = self._plugins.names["policy"]
+        options = self.config.plugins.options.get(name, {})
+        context = PolicyContext(self.config.scheduler.max_running, self.config.kv.page_size, options)
+        policy = self._plugins.build(name, "callboard_scheduling_policy", context, SchedulingPolicy)
+        return policy if self._plugins.known[name].built_in else GuardedPolicy(name, policy)
+
+    async def start(self) -> None:
+        """Run the actors and wait until the model is loaded.  Raises what the loading raised."""
+        await self._supervisor.start()
+
+    async def wait(self) -> None:
+        """Wait until the engine has ended.  Raises EngineDied if an actor crashed."""
+        await self._supervisor.wait()
+
+    async def stop(self, drain_timeout_s: float = 0.0) -> None:
+        """Refuse new requests, let open ones finish for a while, cancel the rest, then end the actors in order."""
+        await self._supervisor.stop(drain_timeout_s)
+
+    @property
+    def died(self) -> EngineDied | None:
+        """Why the engine has ended, if an actor crashed."""
+        return self._supervisor.died
+
+
+def _max_len(config: Config, spec: ModelSpec) -> int:
+    if config.model.max_len > spec.max_len:
+        raise ConfigError(
+            f"model.max_len={config.model.max_len}: the model was trained for {spec.max_len} tokens; lower it or use 0"
+        )
+    return config.model.max_len or spec.max_len

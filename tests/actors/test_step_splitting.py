@@ -1,0 +1,153 @@
+"""A step that the device has no room for is cut until it fits, and nobody can tell from the tokens."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.actors.step_splitting import StepSplitter, halves, merged, num_tokens
+from engine.errors import StepTooLarge
+from engine.messages import Logprobs, PromptLogprobs, Step, StepDone
+from tests.scheduling.bench import Bench, prompt_of
+from tests.scheduling.fake_device import FakeDevice
+
+
+def ints(*values: int) -> bytes:
+    return np.array(values, dtype=np.int32).tobytes()
+
+
+EMPTY = dict.fromkeys(("decode_rows", "prefill_rows", "prefill_starts", "prefill_lengths", "prefill_samples"), b"")
+
+
+@dataclass
+class Done:
+    result: StepDone
+
+    def ready(self) -> bool:
+        return True
+
+    def collect(self) -> StepDone:
+        return self.result
+
+
+class TightRunner:
+    """A device with room for ``most`` tokens in a step."""
+
+    num_pages = 64
+
+    def __init__(self, device: FakeDevice, most: int) -> None:
+        self.device = device
+        self.most = most
+        self.num_failed = 0
+
+    def launch(self, step: Step) -> Done:
+        if num_tokens(step) > self.most:
+            self.num_failed += 1
+            self.device.run(msgspec.structs.replace(step, **EMPTY))
+            self.device.done.pop()
+            raise MemoryError("no room")
+        self.device.run(step)
+        return Done(self.device.done.pop())
+
+    def leave(self) -> None:
+        pass
+
+
+class TightDevice:
+    """As the bench wants a device."""
+
+    def __init__(self, bench: Bench, most: int) -> None:
+        self.runner = TightRunner(bench.device, most)
+        self.shrinking = StepSplitter(self.runner)
+        self.done: deque[StepDone] = deque()
+
+    def run(self, step: Step) -> None:
+        self.done.append(self.shrinking.launch(step).collect())
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    most=st.integers(1, 40),
+    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=8),
+    depth=st.integers(1, 2),
+    host=st.booleans(),
+)
+def test_streams_are_the_same_however_little_fits(
+    most: int, lengths: list[tuple[int, int]], depth: int, host: bool
+) -> None:
+    bench = Bench(depth=depth, max_running=6, max_step_tokens=48, num_pages=30, num_host_pages=8 if host else 0)
+    tight = TightDevice(bench, most)
+    bench.device = tight  # type: ignore[assignment]
+    for request, (length, max_tokens) in enumerate(lengths):
+        bench.submit(request, prompt_of(length, seed=request % 3), max_tokens=max_tokens, ignore_eos=True)
+    bench.finish()
+    assert bench.streams == bench.expected
+    assert tight.runner.num_failed == tight.shrinking.num_shrunk <= 7, "a size that failed is not tried again"
+
+
+def test_a_single_token_that_does_not_fit_is_a_fault() -> None:
+    bench = Bench()
+    tight = TightDevice(bench, most=0)
+    bench.submit(1, prompt_of(5), max_tokens=3)
+    step = bench.planner.next_step()
+    assert step is not None
+    with pytest.raises(MemoryError, match="no room"):
+        tight.run(step)
+
+
+def test_a_rank_among_others_says_how_large_the_step_was_and_cuts_only_by_the_limit_it_was_given() -> None:
+    bench = Bench(max_step_tokens=48)
+    bench.submit(1, prompt_of(40), max_tokens=3)
+    step = bench.planner.next_step()
+    assert step is not None
+    size = num_tokens(step)
+    with pytest.raises(StepTooLarge) as caught:
+        StepSplitter(TightRunner(bench.device, most=size - 1), alone=False).launch(step)
+    assert caught.value.num_tokens == size > 1
+
+    told = TightRunner(bench.device, most=size - 1)
+    StepSplitter(told, alone=False, most_tokens=size // 2).launch(step)
+    assert told.num_failed == 0
+
+
+def test_halves_keep_the_order_and_cut_a_segment_where_the_middle_is() -> None:
+    step = Step(
+        7,
+        append_rows=ints(1),
+        decode_rows=ints(4, 5, 6),
+        prefill_rows=ints(0, 1),
+        prefill_starts=ints(10, 0),
+        prefill_lengths=ints(2, 9),
+        prefill_samples=ints(1, 1),
+    )
+    first, second = halves(step)
+    assert num_tokens(first) + num_tokens(second) == num_tokens(step) == 14
+    assert first.prefill_starts == ints(10, 0)
+    assert first.prefill_lengths == ints(2, 2)
+    assert first.prefill_samples == ints(1, 0)
+    assert (second.decode_rows, second.prefill_rows, second.prefill_starts) == (b"", ints(1), ints(2))
+    assert (second.prefill_lengths, second.prefill_samples) == (ints(7), ints(1))
+
+
+def test_results_are_numbered_as_the_whole_step_numbers_them() -> None:
+    step = Step(1, decode_rows=ints(3, 4), prefill_rows=ints(7, 9), prefill_samples=ints(0, 1))
+    parts = [Step(1, decode_rows=ints(3, 4)), Step(1, prefill_rows=ints(7, 9)), Step(1, prefill_rows=ints(9))]
+    entry = [Logprobs(-float(index)) for index in range(6)]
+    done = [
+        StepDone(0, 1, ints(11, -1), {0: entry[0]}, failures={1: "no way on"}),
+        StepDone(0, 1, ints(), prompt_logprobs={0: PromptLogprobs(1, (entry[1],)), 1: PromptLogprobs(4, (entry[2],))}),
+        StepDone(0, 1, ints(13), {0: entry[3]}, {0: PromptLogprobs(5, (entry[4],))}, {0: b"vector"}),
+    ]
+    assert merged(step, list(zip(parts, done, strict=True))) == StepDone(
+        0,
+        1,
+        ints(11, -1, 13),
+        {0: entry[0], 2: entry[3]},
+        {0: PromptLogprobs(1, (entry[1],)), 1: PromptLogprobs(4, (entry[2], entry[4]))},
+        {2: b"vector"},
+        {1: "no way on"},
+    )

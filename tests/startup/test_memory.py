@@ -1,0 +1,287 @@
+"""Where the memory goes: the pool gets what the largest step and the graphs leave, measured before it is allocated."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from engine import LLM
+from engine.actors.group import Terms
+from engine.checkpoints.checkpoint import read_spec
+from engine.config import Config, build_config
+from engine.errors import ConfigError, GraphError
+from engine.graphs.capturing import Capturing
+from engine.graphs.decode import DecodeGraphs
+from engine.graphs.device import DeviceMemory
+from engine.models import loader
+from engine.models.decoder import Decoder
+from engine.plugins.comm.local import LocalComm
+from engine.processes.executor import load_rank
+from engine.startup import loading, memory, preview
+from engine.startup.memory import Needs, host_needs, pool_pages
+from engine.system import System
+from tests.graphs.engines import install
+from tests.graphs.recording import RecordingDevice
+from tests.graphs.runners import Steps, load, tokens
+from tests.models.checkpoints import build, save
+
+GB = 1_000_000_000
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+
+
+def config(**kv):
+    return build_config(
+        Config(), {"kv": {"page_size": 16, "memory_fraction": 0.5, **kv}, "scheduler": {"max_running": 8}}
+    )
+
+
+def test_the_pool_gets_its_share_less_what_others_need():
+    pages = {needs: pool_pages(config(), 1024, 1_000_000, GB, needs) for needs in (Needs(), Needs(10**8, 5 * 10**7))}
+    assert list(pages.values()) == [500, 350]
+    assert pool_pages(config(), 64, 1_000_000, GB, Needs()) == 64 // 16 * 8 * 4  # more would serve nobody
+
+
+def test_a_pool_without_room_for_one_sequence_is_refused_with_what_took_the_room():
+    with pytest.raises(
+        ConfigError, match=r"room for 0 pages .* after 0\.40 GB for a step, 0\.20 GB for graphs, one seq"
+    ):
+        pool_pages(config(), 1024, 1_000_000, GB, Needs(4 * 10**8, 2 * 10**8))
+
+
+@pytest.mark.parametrize(
+    "needs, levers",
+    [
+        (Needs(), "model.max_len, or"),
+        (Needs(8), "model.max_len or scheduler.max_running or scheduler.max_step_tokens, or"),
+        (
+            Needs(8, 8),
+            "model.max_len or scheduler.max_running or scheduler.max_step_tokens or graphs.max_tokens, or",
+        ),
+    ],
+)
+def test_what_can_be_lowered_is_what_the_room_went_to(needs, levers):
+    with pytest.raises(ConfigError, match=f"raise it, lower {levers} set kv.num_pages"):
+        pool_pages(config(), 16_000, 1_000_000, GB, needs)
+
+
+def test_a_sampler_that_works_in_parts_is_not_estimated_as_one_that_does_not():
+    shape = msgspec.structs.replace(read_spec(DEMO).shape, vocab_size=151_936)
+    small = msgspec.structs.replace(shape, vocab_size=1)
+    section = build_config(Config(), {"scheduler": {"max_running": 64, "max_step_tokens": 64}})
+    large, rest = (host_needs(section, one, 512, torch.float32).activation_bytes for one in (shape, small))
+    scored = 64 * 151_936 * memory.SCORING_BYTES
+    # The sampler alone, in a process of its own, took 120 MB.
+    assert 120_000_000 < large - rest - scored < 150_000_000
+
+
+@pytest.mark.parametrize(
+    "device, load_format, ranks, extra",
+    [
+        ("cpu", "safetensors", 1, "part"),
+        ("cpu", "safetensors", 2, "part"),
+        ("cpu", "dummy", 2, "whole"),
+        ("cuda", "safetensors", 2, "none"),
+        ("cuda", "dummy", 2, "whole"),
+    ],
+)
+def test_loading_takes_a_copy_of_the_largest_tensor_where_it_makes_one(device, load_format, ranks, extra):
+    shape = msgspec.structs.replace(read_spec(DEMO).shape, tied=False)
+    plan = Decoder(shape, preview._FirstOf(ranks), torch.device("meta"), torch.bfloat16)
+    largest = 4 * shape.vocab_size * shape.hidden_size
+    more = loader.loading_bytes(plan, torch.device(device), load_format) - plan.parameter_bytes
+    assert more == {"part": largest // ranks, "whole": largest, "none": 0}[extra]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save(build("qwen3"), tmp_path_factory.mktemp("qwen3"))
+
+
+def test_an_engine_measures_before_it_allocates_and_says_so(checkpoint, monkeypatch, caplog):
+    devices = install(monkeypatch)
+    seen = []
+    monkeypatch.setattr("engine.startup.loading.free_bytes", lambda device: 10 * GB)
+    monkeypatch.setattr(
+        "engine.startup.loading.pool_pages", lambda *args: (seen.append(args[-1]), pool_pages(*args))[1]
+    )
+    monkeypatch.setattr(RecordingDevice, "peak", lambda self, run: (run(), 7)[1])
+    with caplog.at_level(logging.INFO):
+        runner = load(checkpoint, "breakable", max_running=2, num_pages=0)
+    assert seen[0].activation_bytes == 7
+    steps = Steps(runner)
+    for row in range(2):
+        steps.prefill(row, 9)
+    tokens(steps.decode(0, 1))
+    (line,) = [one.getMessage() for one in caplog.records if " memory: " in one.getMessage()]
+    assert f"KV pool {runner._pool.data.nbytes / 1e9:.2f} GB ({runner.num_pages} pages, {4 * runner.num_pages}" in line
+    # Trial captures have a pool of their own, and nothing is left of them.
+    (device,) = devices
+    assert [bool(graphs) for graphs in device.dropped] == [True]
+    assert device.trims
+
+
+class StepSplitter(RecordingDevice):
+    """Every capture takes a tenth of what is free to begin with, and less if one was there before."""
+
+    def __init__(self):
+        super().__init__()
+        self.free = 1000
+
+    def end(self):
+        self.free -= 100 if not self.graphs else 8
+        return super().end()
+
+    def memory(self):
+        return DeviceMemory(self.free, 0)
+
+
+def test_all_graphs_are_counted_from_the_two_largest():
+    device = StepSplitter()
+    runs = []
+
+    def record(size):
+        device.begin(None, size)
+        device.end()
+
+    trial = Capturing(device, LocalComm(), torch.device("cpu"))
+    assert trial.measure((1, 2, 4, 8), runs.append, record, lambda: runs.append("forgotten"), advice="") == 100 + 3 * 8
+    assert runs == [8, 4, "forgotten"]
+    assert [graph.size for graph in device.graphs] == [8, 4]
+
+
+def test_a_trial_that_fails_turns_graphs_off_or_is_an_error(checkpoint, monkeypatch, caplog):
+    install(monkeypatch)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(DecodeGraphs, "_run", fail)
+    with pytest.raises(GraphError, match=r"a trial capture failed .*out of memory.*lower graphs.max_rows"):
+        load(checkpoint, "decode", num_pages=0)
+    runner = load(checkpoint, "auto", num_pages=0)
+    assert runner._decode_graphs is None
+    assert "graphs are off: a trial capture failed" in caplog.text
+
+
+def test_a_step_without_room_is_refused_at_start(checkpoint, monkeypatch):
+    install(monkeypatch)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("engine.startup.loading.run_largest_step", fail)
+    with pytest.raises(ConfigError, match=r"scheduler\.max_step_tokens=32: no room for a step of that size"):
+        load(checkpoint, "breakable", num_pages=0)
+
+
+def test_the_largest_step_has_as_many_tokens_and_rows_as_there_may_be(checkpoint, monkeypatch):
+    install(monkeypatch)
+    seen = []
+    sample = memory.Sampler.sample
+
+    def watching(self, logits_NV, rows_N, *rest):
+        seen.append((tuple(logits_NV.shape[:1]), rows_N.tolist()))
+        return sample(self, logits_NV, rows_N, *rest)
+
+    monkeypatch.setattr(memory.Sampler, "sample", watching)
+    load(checkpoint, "off", num_pages=0)
+    assert seen == [((8,), list(range(8)))]
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_weights_that_cannot_fit_are_refused_before_anything_is_loaded(checkpoint, monkeypatch, load_format):
+    def load_weights(*_):
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr(loading, "free_bytes", lambda device: 1 << 10)
+    for name in ("_draw", "_read"):
+        monkeypatch.setattr(loader, name, load_weights)
+    with pytest.raises(ConfigError) as refused, LLM(checkpoint, progress=False, model_=dummy(load_format)):
+        pass
+    (line,) = str(refused.value).splitlines()
+    assert f"model.path={checkpoint}: its weights need 0." in line
+    assert "in float32, 0.00 GB are available; free some, raise the container's limit, set model.dtype" in line
+
+
+def dummy(load_format):
+    return {"load_format": load_format, "tokenizer": "none", "dtype": "float32"}
+
+
+@pytest.mark.parametrize("executor", ["inline", "process"])
+def test_a_pool_larger_than_the_memory_is_one_line(checkpoint, executor):
+    pool, model = {"num_pages": 10**9}, dummy("safetensors")
+    with (
+        pytest.raises(ConfigError) as refused,
+        LLM(checkpoint, progress=False, kv=pool, model_=model, placement={"executor": executor}),
+    ):
+        pass
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith("kv.num_pages=1000000000: ")
+    assert " GB of memory asked for, " in line
+    assert " GB are available, of which 90% may be used after " in line
+    assert " GB for processes; lower it to " in line
+
+
+PAGE_BYTES = 3 * 2 * 4 * 2 * 32 * 4  # 3 layers x keys and values x 4 tokens x 2 heads x 32 numbers of 4 bytes
+
+
+def test_what_a_step_needs_on_a_cpu_is_kept_free_beside_a_given_number_of_pages(checkpoint, monkeypatch):
+    monkeypatch.setattr(loading, "host_needs", lambda *_: Needs(GB))
+    monkeypatch.setattr(loading, "free_bytes", lambda device: GB + 100 * PAGE_BYTES)
+    assert load(checkpoint, "off", num_pages=90).num_pages == 90
+    with pytest.raises(ConfigError, match=r"^kv\.num_pages=91: .* after 1\.00 GB for a step; lower it to 90 or less"):
+        load(checkpoint, "off", num_pages=91)
+
+
+@pytest.mark.parametrize("executor", ["inline", "process"])
+def test_a_runner_that_comes_back_with_its_pages_is_not_asked_whether_they_fit(checkpoint, monkeypatch, executor):
+    model = {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32", "max_len": 64}
+    sections = {"model": model, "device": {"kind": "cpu"}, "placement": {"executor": executor}}
+    system = System(build_config(Config(), sections))
+    terms = Terms(num_pages=100)
+    monkeypatch.setattr(loading, "require_room", lambda *_: pytest.fail("asked"))
+    if executor == "inline":
+        assert system._load_runner(0, terms).num_pages == 100
+        return
+    monkeypatch.setattr("engine.processes.placement.ProcessRanks", lambda assignments, *_: assignments)
+    (assignment,) = system._placement(1).start(None, terms)
+    assert assignment.config.kv.num_pages == 0
+    assert load_rank(assignment).num_pages == 100
+
+
+def test_a_pool_that_the_system_then_denies_is_one_line_as_well(checkpoint, monkeypatch):
+    def deny(**_):
+        raise MemoryError("cannot allocate")
+
+    monkeypatch.setattr(loading, "KVPool", deny)
+    deny.page_bytes = lambda *_: 1
+    with pytest.raises(
+        ConfigError, match=r"KV pool of 160 pages cannot be had \(cannot allocate\); lower kv\.num_pages"
+    ):
+        load(checkpoint, "off")
+
+
+def test_the_pool_of_a_cpu_takes_its_share_of_what_the_container_leaves(checkpoint, monkeypatch):
+    spec = read_spec(checkpoint)
+    sections = {"scheduler": {"max_running": 8, "max_step_tokens": 32}, "graphs": {"mode": "off"}}
+    needs = host_needs(build_config(Config(), sections), spec.shape, 64, torch.float32)
+    monkeypatch.setattr(loading, "free_bytes", lambda device: int((needs.total + 100 * PAGE_BYTES) / 0.85) + 1)
+    assert load(checkpoint, "off", num_pages=0).num_pages == 100
+    # A process more that tokenizes has the room that these pages had.
+    tokenizing = build_config(Config(), {**sections, "placement": {"tokenizers": 1}})
+    assert host_needs(tokenizing, spec.shape, 64, torch.float32).total - needs.total == memory.PROCESS_BYTES
+
+
+@pytest.mark.parametrize("max_len", [2048, 16384])
+def test_the_largest_step_of_a_cpu_takes_no_more_than_was_estimated(tmp_path, max_len):
+    config = json.loads((DEMO / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": max_len}))
+    command = [sys.executable, "-m", "tests.execution.largest_step", str(tmp_path), str(max_len), "2048"]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600).stdout
+    told = json.loads(output.splitlines()[-1])
+    assert told["activations"] / 4 < told["taken"] < told["estimate"], told
