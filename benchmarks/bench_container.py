@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from machine import describe_machine
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.execution import device
 from engine.host_memory import VERSIONS, available_bytes, own_groups
 from engine.startup import loading

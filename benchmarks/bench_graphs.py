@@ -34,7 +34,7 @@ from machine import describe_machine
 from rich.console import Console
 from rich.table import Table
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 
 TOKENS = (2, 8, 16, 32, 64, 128, 256, 512)
 TIMEOUT_S = 300.0

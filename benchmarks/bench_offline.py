@@ -29,7 +29,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 
 DEMO_MODEL = Path(__file__).parent.parent / "examples" / "demo_model"
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from device_rates import copied_bytes_per_s, operations_per_s
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 
 SEED, LARGEST_ID = 0, 10_000
 SHAPES: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """The offline API: the whole engine behind ordinary calls, no server needed.
 
-    from engine import LLM, SamplingParams
+    from callboard import LLM, SamplingParams
 
     with LLM("examples/demo_model") as llm:
         for completion in llm.generate(["def add(a, b):", "import "], SamplingParams(temperature=0, max_tokens=32)):

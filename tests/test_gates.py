@@ -15,7 +15,7 @@ from engine.errors import EngineDied, PluginError, WeightsError
 from server.errors import as_request_error, error_response
 
 ROOT = Path(__file__).parents[1]
-TREES = ("engine", "server", "benchmarks", "examples")
+TREES = ("callboard", "engine", "server", "benchmarks", "examples")
 # What simulations run: here time, dice and names come from outside.
 REPLAYED = ("engine/actors/", "engine/scheduling/", "engine/kv/")
 

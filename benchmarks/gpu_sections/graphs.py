@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from device_rates import copied_bytes_per_s
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.errors import PluginError
 from engine.execution.runner import LaunchedStep, ModelRunner
 from gpu_sections.rows import Row, seconds_of, skipped

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from gpu_sections.rows import Row
 
 

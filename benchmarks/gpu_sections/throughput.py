@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from gpu_sections.rows import Row
 from gpu_sections.shapes import QWEN3_06B
 from gpu_sections.stepping import checkpoint

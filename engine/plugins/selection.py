@@ -71,6 +71,12 @@ def _choose_phases(plugins: Plugins, context: AttentionContext, refused: Mapping
     return choices
 
 
+def attention_factory(name: str, context: AttentionContext) -> "AttentionFactory":
+    """Return the factory of one backend by its short name, for a plugin that wraps it.  Raises PluginError."""
+    (choice,) = choose_attention(Plugins({ATTENTION: name}), context)
+    return choice.factory
+
+
 def expected_context(
     config: Config, shape: DecoderShape | None, *, device: str = "", dtype: str = ""
 ) -> AttentionContext:

@@ -27,7 +27,7 @@ from importlib import import_module
 from gpu_sections.table import SECTIONS
 for section in SECTIONS.values():
     import_module(section.function.partition(":")[0])
-from engine import LLM
+from callboard import LLM
 with LLM(progress=False, kv={"num_pages": 64}) as llm:
     assert llm.generate(["def f("])[0].token_ids
 """

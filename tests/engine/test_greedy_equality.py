@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from tests.models.checkpoints import VARIANTS, build, random_tokens, save
 
 PROMPT_LENGTHS = (1, 7, 15, 16, 17, 33, 48, 100)

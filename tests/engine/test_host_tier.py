@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from tests.models.checkpoints import build, random_tokens, save
 
 CONVERSATIONS, TURNS = 6, 3

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.errors import ConfigError, RequestError, WeightsError
 from engine.messages import Finish
@@ -147,6 +147,6 @@ def test_dummy_weights_need_only_a_config(tmp_path_factory: pytest.TempPathFacto
 
 
 def test_a_script_that_forgets_to_close_still_ends() -> None:
-    code = "from engine import LLM; llm = LLM(progress=False); print(len(llm.generate('a')[0].token_ids) > 0)"
+    code = "from callboard import LLM; llm = LLM(progress=False); print(len(llm.generate('a')[0].token_ids) > 0)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=far(60), check=False)
     assert (result.returncode, result.stdout.strip()) == (0, "True"), result.stderr

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from tests.models.checkpoints import VOCAB, build, random_tokens, save
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

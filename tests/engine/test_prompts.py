@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.execution import prompts
 from engine.messages import Delta
 from engine.models.decoder import Decoder

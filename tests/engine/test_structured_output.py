@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.errors import RequestError
 from engine.params import Grammar
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.errors import ConfigError
 from tests.models.checkpoints import build, random_tokens, save
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.actors.step_splitting import StepSplitter
 from engine.graphs.piecewise import Piecewise
 from engine.sampling.sampler import Sampler

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.config import Config, build_config
 from engine.errors import PluginError, RequestError
 from engine.params import Grammar
@@ -121,7 +121,7 @@ def test_offline_with_an_executor_process(broken: dict[str, str], tmp_path: Path
     script = tmp_path / "script.py"
     script.write_text(
         "import json\n"
-        "from engine import LLM, Grammar, SamplingParams\n"
+        "from callboard import LLM, Grammar, SamplingParams\n"
         "with LLM(kv={'num_pages': 128}, placement={'executor': 'process'}, progress=False) as llm:\n"
         "    try:\n"
         "        llm.generate('x', SamplingParams(max_tokens=4, grammar=Grammar('regex', 'a')))\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.config import Config, build_config
 from engine.errors import PluginError, RequestError
 from engine.kv.events import KVEvent

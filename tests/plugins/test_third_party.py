@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from engine import LLM, SamplingParams, patience
+from callboard import LLM, SamplingParams
+from engine import patience
 from engine.config import AttentionNames
 from engine.errors import EngineDied, PluginError
 from engine.execution import third_party as foreign

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from tests.pace import far
 from tests.processes.executors import alive, children, send, within
 from tests.processes.machines import KEY, RANKS, environment, free_port, machine

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from tests.processes.executors import children
 from tests.processes.server import ROOT
 
@@ -26,7 +26,7 @@ def test_it_gives_what_it_gives_in_one_process_and_leaves_none_behind() -> None:
 def test_a_script_that_does_not_close_it_ends_all_the_same(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "from engine import LLM\n"
+        "from callboard import LLM\n"
         "llm = LLM(kv={'num_pages': 128}, placement={'executor': 'process'}, progress=False)\n"
         "print(llm.generate('import ')[0].finish_reason)\n"
     )

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from engine import LLM
+from callboard import LLM
 from engine.actors.group import Terms
 from engine.checkpoints.checkpoint import read_spec
 from engine.config import Config, build_config

@@ -1,6 +1,6 @@
 """The engine from prompts to tokens, with kernels and without: the same tokens, whatever is asked of the sampler."""
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.kernels import choice
 
 PROMPTS = ["def f(x):\n    return", "import numpy as", "class A:", "for i in range(", "x = [1, 2"]
