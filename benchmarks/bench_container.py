@@ -99,7 +99,7 @@ def serve(arguments: argparse.Namespace) -> None:
     if arguments.root != Path("/"):
         look_at(arguments.root)
     rng = np.random.default_rng(0)
-    with LLM(progress=False, device={"kind": "cpu"}) as llm:
+    with LLM(progress=False, config={"device": {"kind": "cpu"}}) as llm:
         print(json.dumps({"prompts": 0, "resident": resident_bytes()}), flush=True)
         for done in range(arguments.batch, arguments.prompts + 1, arguments.batch):
             lengths = rng.integers(arguments.shortest, arguments.longest + 1, arguments.batch)

@@ -352,7 +352,7 @@ def build_config(base: Config, tables: Mapping[str, Mapping[str, Any]]) -> Confi
     """``base`` with the keys of ``tables`` (section -> key -> value) laid over it.  Raises ConfigError."""
     merged: dict[str, Any] = msgspec.to_builtins(base)
     for section, keys in tables.items():
-        merged[section] = {**merged.get(section, {}), **keys}
+        merged[section] = {**merged.get(section, {}), **keys} if isinstance(keys, Mapping) else keys
     config = _decode(merged, "configuration")
     _check(config)
     return config

@@ -44,7 +44,7 @@ def broken(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.usefixtures("absent")
 def test_it_is_the_error_of_the_requests_that_need_it(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), EngineServer(model_={"name": "demo"}) as served:
+    with caplog.at_level(logging.WARNING), EngineServer(model={"name": "demo"}) as served:
         (warning,) = [record.getMessage() for record in caplog.records if "llguidance" in record.getMessage()]
         assert warning.startswith("requests with a grammar are refused: plugin grammar.llguidance ")
 
@@ -65,7 +65,7 @@ def test_it_is_the_error_of_the_requests_that_need_it(caplog: pytest.LogCaptureF
 
 @pytest.mark.usefixtures("absent")
 def test_from_python_too() -> None:
-    with LLM(kv={"num_pages": 64}, progress=False) as llm:
+    with LLM(progress=False, config={"kv": {"num_pages": 64}}) as llm:
         with pytest.raises(RequestError, match=SAID):
             llm.generate("x", SamplingParams(max_tokens=4, grammar=Grammar("regex", "[ab]{3}")))
         assert llm.generate("x", SamplingParams(max_tokens=4))[0].token_ids

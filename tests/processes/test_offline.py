@@ -16,7 +16,7 @@ PROMPTS = ["def add(a, b):", "import "]
 def test_it_gives_what_it_gives_in_one_process_and_leaves_none_behind() -> None:
     answers = []
     for executor in ("inline", "process"):
-        with LLM(kv={"num_pages": 128}, placement={"executor": executor}, progress=False) as llm:
+        with LLM(progress=False, config={"kv": {"num_pages": 128}, "placement": {"executor": executor}}) as llm:
             answers.append([completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)])
             assert len(children()) == (executor == "process")
     assert answers[0] == answers[1]

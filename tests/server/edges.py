@@ -323,12 +323,12 @@ def over_http(placement: str, num_requests: int, seed: int = 0) -> Result:
 def from_python(placement: str, num_requests: int, seed: int = 0) -> Result:
     """With ``LLM``.  Whatever is wrong is a RequestError."""
     result, dice, done = Result(), Dice(seed), threading.Event()
-    tables: dict[str, dict[str, Any]] = {"model_": {"max_len": MAX_LEN}, "kv": {"num_pages": 256}, "placement": {}}
+    tables: dict[str, dict[str, Any]] = {"model": {"max_len": MAX_LEN}, "kv": {"num_pages": 256}, "placement": {}}
     for setting in PLACEMENTS[placement]:
         key, _, value = setting.removeprefix("placement.").partition("=")
         if key != "ingress":  # requests enter in this process
             tables["placement"][key] = int(value) if value.isdigit() else value
-    with LLM(str(ROOT / "examples" / "demo_model"), progress=False, **tables) as llm:
+    with LLM(str(ROOT / "examples" / "demo_model"), progress=False, config=tables) as llm:
 
         def beside() -> None:
             params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -201,7 +201,7 @@ def test_weights_that_cannot_fit_are_refused_before_anything_is_loaded(checkpoin
     monkeypatch.setattr(loading, "free_bytes", lambda device: 1 << 10)
     for name in ("_draw", "_read"):
         monkeypatch.setattr(loader, name, load_weights)
-    with pytest.raises(ConfigError) as refused, LLM(checkpoint, progress=False, model_=dummy(load_format)):
+    with pytest.raises(ConfigError) as refused, LLM(checkpoint, progress=False, config={"model": dummy(load_format)}):
         pass
     (line,) = str(refused.value).splitlines()
     assert f"model.path={checkpoint}: its weights need 0." in line
@@ -217,7 +217,7 @@ def test_a_pool_larger_than_the_memory_is_one_line(checkpoint, executor):
     pool, model = {"num_pages": 10**9}, dummy("safetensors")
     with (
         pytest.raises(ConfigError) as refused,
-        LLM(checkpoint, progress=False, kv=pool, model_=model, placement={"executor": executor}),
+        LLM(checkpoint, progress=False, config={"kv": pool, "model": model, "placement": {"executor": executor}}),
     ):
         pass
     (line,) = str(refused.value).splitlines()
