@@ -85,7 +85,7 @@ class LLM:
             raise
 
     @property
-    def max_len(self) -> int:
+    def max_model_len(self) -> int:
         """Most tokens of prompt plus output."""
         return self._system.max_len
 

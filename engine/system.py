@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 SCORED_LOGITS = 1 << 24  # logits of prompt tokens in a step, 64 MB in float32
 MIN_SCORED_CHUNK = 16
+RESTART_WINDOW_S = 300.0  # over which restarts are counted
 READ_AT_ONCE = 256  # messages; no less than what a link delivers before others get their turn
 
 
@@ -107,7 +108,7 @@ class System:
         self.executors = RankGroup(
             num_ranks=config.device.tensor_parallel,
             placement=self._placement(capacity),
-            intensity=RestartIntensity(placement.max_restarts, placement.restart_window_s),
+            intensity=RestartIntensity(placement.max_restarts, RESTART_WINDOW_S),
             step_timeout_s=placement.step_timeout_s,
         )
         self.scheduler = Scheduler(
@@ -183,7 +184,7 @@ class System:
             capacity=capacity,
             tokenizer=self.tokenizer.inbox,
             start=fronts.start,
-            intensity=RestartIntensity(placement.max_restarts, placement.restart_window_s),
+            intensity=RestartIntensity(placement.max_restarts, RESTART_WINDOW_S),
             silence_timeout_s=placement.silence_timeout_s,
             parts=parts,
         )
@@ -209,7 +210,7 @@ class System:
             capacity=capacity,
             num_processes=placement.tokenizers,
             start=ProcessTokenizers(config=self._child_config(), capacity=capacity).start,
-            intensity=RestartIntensity(placement.max_restarts, placement.restart_window_s),
+            intensity=RestartIntensity(placement.max_restarts, RESTART_WINDOW_S),
             silence_timeout_s=placement.silence_timeout_s,
         )
 
@@ -256,7 +257,6 @@ class System:
             eos_token_ids=self.spec.eos_token_ids,
             num_host_pages=kv.num_host_pages,
             itl_target_s=scheduler.itl_target_ms / 1000,
-            fair_prefill=scheduler.prefill_order == "round_robin",
             record_events=self._observers.wants_kv_events,
             scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
         )
@@ -295,8 +295,9 @@ class System:
 
 
 def _max_len(config: Config, spec: ModelSpec) -> int:
-    if config.model.max_len > spec.max_len:
+    if config.model.max_model_len > spec.max_len:
         raise ConfigError(
-            f"model.max_len={config.model.max_len}: the model was trained for {spec.max_len} tokens; lower it or use 0"
+            f"model.max_model_len={config.model.max_model_len}: the model was trained for {spec.max_len} tokens; "
+            "lower it or use 0"
         )
-    return config.model.max_len or spec.max_len
+    return config.model.max_model_len or spec.max_len

@@ -40,7 +40,7 @@ def tokens(
     plain: list[list[list[int]]] = []
     for mode in ("off", *(modes if captures(device) else ())):
         sections: dict[str, Any] = {
-            "model": {"dtype": "float32", "max_len": 128},
+            "model": {"dtype": "float32", "max_model_len": 128},
             "kv": {"num_pages": 64},
             # Steps of up to twice what is captured: some of each kind.
             "scheduler": {"prefill_chunk": 8, "max_running": num_prompts, "max_step_tokens": 2 * max_tokens},

@@ -20,7 +20,7 @@ def greedy(
     for kind in ("cpu", device.type):
         sections = {
             "device": {"kind": kind},
-            "model": {"dtype": "float32", "max_len": 128},
+            "model": {"dtype": "float32", "max_model_len": 128},
             "scheduler": {"prefill_chunk": 8},
         }
         with LLM(progress=False, config={"kv": {"num_pages": 64}, "graphs": graphs or {}, **sections}) as llm:

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 import pluggy
 
-from engine.config import AttentionNames
 from engine.errors import CallboardError, PluginError
 from engine.patience import named_while_slow
 from engine.plugins import hookspecs
 from engine.plugins.declaration import CONSTANT, Declaration, check_api, convert_declaration, read_declaration
+from engine.sections import AttentionNames
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ def engine(checkpoint: Path, mode: str, **graphs) -> LLM:
             "kv": {"page_size": 4, "num_pages": 200},
             "device": {"kind": "cpu"},
             "scheduler": {"prefill_chunk": 16, "max_step_tokens": 24, "max_running": 6},
-            "model": {"dtype": "float32", "tokenizer": "none", "max_len": 64},
+            "model": {"dtype": "float32", "tokenizer": "none", "max_model_len": 64},
             "graphs": {"mode": mode, **graphs},
             "plugins": {"attention": "torch"},
         },

@@ -9,7 +9,6 @@ import torch
 
 from callboard import LLM, SamplingParams
 from engine import patience
-from engine.config import AttentionNames
 from engine.errors import EngineDied, PluginError
 from engine.execution import third_party as foreign
 from engine.execution.attention import RankAttention
@@ -20,6 +19,7 @@ from engine.layers.kv_pool import KVPool
 from engine.plugins import manager, selection
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.manager import Plugins
+from engine.sections import AttentionNames
 from tests.plugins.conftest import Install
 
 CPU = torch.device("cpu")

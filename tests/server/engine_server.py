@@ -59,7 +59,7 @@ class EngineServer:
             vocab_size=system.spec.vocab_size,
             created=1_700_000_000,
             tool_format=system.codec.tool_format,
-            template_variables=config.server.chat_template_kwargs,
+            template_variables=config.server.allowed_template_variables,
         )
         await system.start()
         runner = create_runner(config.server, config.limits, system.ingress, card, system.monitor, system.codec)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from engine.config import LimitsSection, ServerSection
 from engine.errors import RequestError
+from engine.sections import LimitsSection, ServerSection
 from server.openai_responses import FinishReason
 from server.probe import ProbeRoute
 from tests.server.engine_server import EngineServer

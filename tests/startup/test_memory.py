@@ -56,11 +56,11 @@ def test_a_pool_without_room_for_one_sequence_is_refused_with_what_took_the_room
 @pytest.mark.parametrize(
     "needs, levers",
     [
-        (Needs(), "model.max_len, or"),
-        (Needs(8), "model.max_len or scheduler.max_running or scheduler.max_step_tokens, or"),
+        (Needs(), "model.max_model_len, or"),
+        (Needs(8), "model.max_model_len or scheduler.max_running or scheduler.max_step_tokens, or"),
         (
             Needs(8, 8),
-            "model.max_len or scheduler.max_running or scheduler.max_step_tokens or graphs.max_tokens, or",
+            "model.max_model_len or scheduler.max_running or scheduler.max_step_tokens or graphs.max_tokens, or",
         ),
     ],
 )
@@ -240,7 +240,7 @@ def test_what_a_step_needs_on_a_cpu_is_kept_free_beside_a_given_number_of_pages(
 
 @pytest.mark.parametrize("executor", ["inline", "process"])
 def test_a_runner_that_comes_back_with_its_pages_is_not_asked_whether_they_fit(checkpoint, monkeypatch, executor):
-    model = {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32", "max_len": 64}
+    model = {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32", "max_model_len": 64}
     sections = {"model": model, "device": {"kind": "cpu"}, "placement": {"executor": executor}}
     system = System(build_config(Config(), sections))
     terms = Terms(num_pages=100)
