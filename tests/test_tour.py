@@ -1,4 +1,4 @@
-"""docs/tour.md: the core is an afternoon's reading and imports nothing around it; the README says how large both are."""
+"""docs/tour.md: the core is an afternoon's reading and imports nothing around it; README says how large both are."""
 
 import ast
 import re
