@@ -102,7 +102,7 @@ def load_config(
 
 
 def build_config(base: Config, tables: Mapping[str, Mapping[str, Any]]) -> Config:
-    """``base`` with the keys of ``tables`` (section -> key -> value) laid over it.  Raises ConfigError."""
+    """Return ``base`` with ``tables`` (section -> key -> value) laid over it.  Raises ConfigError."""
     merged: dict[str, Any] = msgspec.to_builtins(base)
     for section, keys in tables.items():
         merged[section] = {**merged.get(section, {}), **keys} if isinstance(keys, Mapping) else keys
@@ -112,7 +112,7 @@ def build_config(base: Config, tables: Mapping[str, Mapping[str, Any]]) -> Confi
 
 
 def without_cluster_key(config: Config) -> Config:
-    """``config`` as processes are told it that only need to know what to run."""
+    """Return ``config`` without the cluster's secret, for processes that need not prove anything."""
     return msgspec.structs.replace(config, placement=msgspec.structs.replace(config.placement, cluster_key=""))
 
 
@@ -139,7 +139,7 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
 
 
 def _decode(table: dict[str, Any], origin: str, text: str = "") -> Config:
-    """text: of the file that the table is, so that an error can name the line."""
+    """Check a table and return the configuration.  text: the file it came from, so that an error can name the line."""
     try:
         return msgspec.convert(table, Config, strict=True)
     except msgspec.ValidationError as error:
@@ -191,7 +191,7 @@ def _anchor_model_path(table: dict[str, Any], folder: Path) -> None:
 
 
 def _check(config: Config) -> None:
-    """Settings that contradict each other, and times without end."""
+    """Raise ConfigError for settings that contradict each other and for numbers that are not finite."""
     for section in config.__struct_fields__:
         for key, value in msgspec.structs.asdict(getattr(config, section)).items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -213,12 +213,12 @@ def _check(config: Config) -> None:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema of the configuration file."""
+    """Return the JSON Schema of the configuration file."""
     return msgspec.json.schema(Config)
 
 
 def render_toml(config: Config) -> str:
-    """The effective configuration as TOML, every key with its one-line doc, and without the cluster's secret."""
+    """Return the configuration as TOML, every key with its one-line doc, without the cluster's secret."""
     config = without_cluster_key(config)
     lines: list[str] = []
     for section_name in config.__struct_fields__:

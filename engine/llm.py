@@ -110,7 +110,7 @@ class LLM:
         *,
         progress: bool | None = None,
     ) -> list[Completion]:
-        """Answer one conversation, a list of messages like those of the OpenAI API, or several.
+        """Answer one conversation (a list of messages like those of the OpenAI API) or several.
 
         A message has a role and content, and may have a name, reasoning, tool calls or the id of the call it answers.
         """
@@ -223,7 +223,7 @@ async def _call(function: Callable[[], T]) -> T:
 
 def _as_prompts(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> list[Prompt]:
     given: Any = prompts.tolist() if isinstance(prompts, np.ndarray) else prompts
-    if isinstance(given, str) or not isinstance(given, Sequence):  # what is no prompt at all is refused as one
+    if isinstance(given, str) or not isinstance(given, Sequence):  # ingress refuses what is no prompt
         return [given]
     return [given] if len(given) > 0 and isinstance(given[0], Real) else list(given)
 

@@ -1,6 +1,6 @@
 """The system: builds every actor and every link of one engine.
 
-Owns: who talks to whom; this is the one file that names every concrete actor.
+Owns: who talks to whom.
 Does not know: what messages mean, HTTP.  Importing it does not import torch; starting it does.
 """
 
@@ -66,8 +66,8 @@ class System:
     ) -> None:
         """Check everything that can be checked without loading weights.  Raises CallboardError.
 
-        head: of the machines that the ranks are on; None if they are all on this one.
-        front: what takes requests in a process of its own; None for an ingress here."""
+        head: the head of several machines; None if all ranks are on this one.
+        front: how to start the process that takes requests; None for an ingress in this process."""
         self.config = config
         self._head = head
         self._front = front
@@ -143,7 +143,7 @@ class System:
 
     @property
     def ingress(self) -> Ingress:
-        """Where requests enter; only of an engine whose front is not a process of its own."""
+        """The actor that takes requests; an engine whose front is a process of its own has none."""
         assert isinstance(self.entrance, Ingress), "requests enter by the front's process"
         return self.entrance
 
@@ -154,7 +154,7 @@ class System:
 
     @property
     def sampling_defaults(self) -> dict[str, float | int]:
-        """What the checkpoint recommends for requests that do not say."""
+        """The sampling parameters that the checkpoint recommends."""
         given: dict[str, float | int | None] = msgspec.to_builtins(self.spec.sampling)
         return {name: value for name, value in given.items() if value is not None}
 
@@ -190,7 +190,7 @@ class System:
         )
 
     def _child_config(self) -> Config:
-        """As processes of this machine are told it."""
+        """Return the configuration that this machine's other processes get: an absolute path and no secret."""
         config = without_cluster_key(self.config)
         model = msgspec.structs.replace(config.model, path=str(self._directory))
         config = msgspec.structs.replace(config, model=model)
@@ -290,7 +290,7 @@ class System:
 
     @property
     def died(self) -> EngineDied | None:
-        """Why the engine has ended, if an actor crashed."""
+        """The error that ended the engine, if an actor crashed; otherwise None."""
         return self._supervisor.died
 
 

@@ -37,7 +37,7 @@ class Listed:
 
 
 def list_plugins(config: Config, context: AttentionContext) -> list[Listed]:
-    """Every plugin that is installed.  context: of this machine, this configuration and, if it is at hand, the model.
+    """Return a row for every installed plugin.  context: this machine, the configuration and, if known, the model.
 
     Raises PluginError if two distributions claim one name."""
     known = {info.name: info for info in available_plugins()}

@@ -28,7 +28,7 @@ from gpu_sections.table import SECTIONS
 for section in SECTIONS.values():
     import_module(section.function.partition(":")[0])
 from callboard import LLM
-with LLM(progress=False, kv={"num_pages": 64}) as llm:
+with LLM(progress=False, config={"kv": {"num_pages": 64}}) as llm:
     assert llm.generate(["def f("])[0].token_ids
 """
 

@@ -122,7 +122,7 @@ def test_offline_with_an_executor_process(broken: dict[str, str], tmp_path: Path
     script.write_text(
         "import json\n"
         "from callboard import LLM, Grammar, SamplingParams\n"
-        "with LLM(kv={'num_pages': 128}, placement={'executor': 'process'}, progress=False) as llm:\n"
+        "with LLM(config={'kv': {'num_pages': 128}, 'placement': {'executor': 'process'}}, progress=False) as llm:\n"
         "    try:\n"
         "        llm.generate('x', SamplingParams(max_tokens=4, grammar=Grammar('regex', 'a')))\n"
         "    except Exception as error:\n"

@@ -27,7 +27,7 @@ def test_a_script_that_does_not_close_it_ends_all_the_same(tmp_path: Path) -> No
     script = tmp_path / "script.py"
     script.write_text(
         "from callboard import LLM\n"
-        "llm = LLM(kv={'num_pages': 128}, placement={'executor': 'process'}, progress=False)\n"
+        "llm = LLM(config={'kv': {'num_pages': 128}, 'placement': {'executor': 'process'}}, progress=False)\n"
         "print(llm.generate('import ')[0].finish_reason)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(tmp_path)}
