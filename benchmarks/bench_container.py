@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from machine import describe_machine
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.execution import device
 from engine.host_memory import VERSIONS, available_bytes, own_groups
 from engine.startup import loading
@@ -99,7 +99,7 @@ def serve(arguments: argparse.Namespace) -> None:
     if arguments.root != Path("/"):
         look_at(arguments.root)
     rng = np.random.default_rng(0)
-    with LLM(progress=False, device={"kind": "cpu"}) as llm:
+    with LLM(progress=False, config={"device": {"kind": "cpu"}}) as llm:
         print(json.dumps({"prompts": 0, "resident": resident_bytes()}), flush=True)
         for done in range(arguments.batch, arguments.prompts + 1, arguments.batch):
             lengths = rng.integers(arguments.shortest, arguments.longest + 1, arguments.batch)

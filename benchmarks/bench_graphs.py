@@ -34,7 +34,7 @@ from machine import describe_machine
 from rich.console import Console
 from rich.table import Table
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 
 TOKENS = (2, 8, 16, 32, 64, 128, 256, 512)
 TIMEOUT_S = 300.0
@@ -88,7 +88,11 @@ def _engine(model: str, mode: str, arguments: argparse.Namespace) -> LLM:
     scheduler = {"prefill_chunk": TOKENS[-1], "max_step_tokens": TOKENS[-1]}
     kv = {"num_pages": 512}
     graphs = {"mode": mode}
-    return LLM(model, progress=False, device=device, model_=checkpoint, scheduler=scheduler, kv=kv, graphs=graphs)
+    return LLM(
+        model,
+        progress=False,
+        config={"device": device, "model": checkpoint, "scheduler": scheduler, "kv": kv, "graphs": graphs},
+    )
 
 
 def _compare(compiled: LLM, plain: LLM, num_tokens: int, turns: int) -> Row:

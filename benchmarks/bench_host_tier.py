@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from engine import SamplingParams
+from callboard import SamplingParams
 from engine.config import Config, load_config
 from engine.messages import Finish
 from engine.system import System

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 
 DEMO_MODEL = Path(__file__).parent.parent / "examples" / "demo_model"
 
@@ -82,9 +82,9 @@ def compare(
     vocab_size = reference.config.vocab_size
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     rows = []
-    sections = {"kv": {"num_pages": 1024}, "model_": {"dtype": "float32"}, "device": {"threads": threads}}
+    sections = {"kv": {"num_pages": 1024}, "model": {"dtype": "float32"}, "device": {"threads": threads}}
     torch.set_num_threads(threads)
-    with LLM(directory, progress=False, **sections) as llm:
+    with LLM(directory, progress=False, config=sections) as llm:
         for batch in batches:
             ours, theirs = [], []
             for turn in tqdm(range(turns + 1), desc=f"{label} batch {batch}", leave=False):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from device_rates import copied_bytes_per_s, operations_per_s
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 
 SEED, LARGEST_ID = 0, 10_000
 SHAPES: dict[str, dict[str, Any]] = {
@@ -65,9 +65,11 @@ def run_job(name: str, directory: Path, device: str, num_sequences: int, longest
     started = time.perf_counter()
     with LLM(
         directory,
-        device={"kind": device},
-        model_={"load_format": "dummy", "tokenizer": "none"},
-        scheduler={"max_running": max(num_sequences, 1), "max_step_tokens": 16384, "prefill_chunk": 2048},
+        config={
+            "device": {"kind": device},
+            "model": {"load_format": "dummy", "tokenizer": "none"},
+            "scheduler": {"max_running": max(num_sequences, 1), "max_step_tokens": 16384, "prefill_chunk": 2048},
+        },
     ) as llm:
         startup_s = time.perf_counter() - started
         others = np.random.default_rng(SEED)

@@ -1,12 +1,22 @@
-"""Every error the engine raises on purpose.  Anything else that escapes is a bug.
+"""The errors that users and operators meet, and the tree of all that is raised on purpose.  Others are bugs.
 
 CallboardError
-├── ConfigError        the configuration cannot be used            exit code 2
-├── WeightsError       the checkpoint cannot be used               exit code 3
-├── PluginError        a plugin is unknown, ambiguous or unfit     exit code 2
-├── GraphError         the model cannot be captured or compiled    exit code 4
-├── RequestError       one request is refused or fails; carries an HTTP status and an OpenAI-style code
-└── EngineDied         an actor crashed; every open request ends with this
+├── ConfigError             the configuration cannot be used            exit code 2
+│   └── ListenError         the port cannot be had                      exit code 98
+├── WeightsError            the checkpoint cannot be used               exit code 3
+├── PluginError             a plugin is unknown, ambiguous or unfit     exit code 2
+├── GraphError              the model cannot be captured or compiled    exit code 4
+│   └── AnotherRankFailed   likewise, on another rank of the group
+├── RequestError            one request is refused or fails; carries an HTTP status and an OpenAI-style code
+├── EngineDied              an actor crashed; every open request ends with this
+├── StepTooLarge            a device has no room for a step; a smaller one is tried
+├── GrammarFailure          a grammar cannot go on; its request ends
+├── RankLost, ProcessLost   an executor, or another process, has died or hangs; it is started anew
+├── LinkError, WireError    a socket between processes cannot be used, or brings what is no message
+└── NcclError               NCCL has failed; the rank is lost
+
+From StepTooLarge on they stay inside the engine; an error that is not here is defined beside what raises it.
+Owns: these classes.  Does not know: who raises them.
 """
 
 

@@ -1,6 +1,6 @@
 """The offline API: the whole engine behind ordinary calls, no server needed.
 
-    from engine import LLM, SamplingParams
+    from callboard import LLM, SamplingParams
 
     with LLM("examples/demo_model") as llm:
         for completion in llm.generate(["def add(a, b):", "import "], SamplingParams(temperature=0, max_tokens=32)):
@@ -27,11 +27,13 @@ from engine.actors.ingress import Prompt
 from engine.actors.stream import Stream
 from engine.config import Config, build_config
 from engine.errors import RequestError
-from engine.messages import ChatTurn, Delta, Finish, TokenLogprobs, Usage
+from engine.messages import Delta, Finish, TokenLogprobs, Usage
 from engine.params import SamplingParams
 from engine.system import System
+from engine.text.turns import read_turn
 
 T = TypeVar("T")
+Message = Mapping[str, Any]
 
 STREAM_POLL_S = 0.5  # how often a blocked caller looks up, so that Ctrl-C gets through
 
@@ -57,8 +59,7 @@ class LLM:
     """An engine in this process.  Use it as a context manager, or call ``close``.
 
     model: checkpoint directory, hub id, or None for what ``config`` (or its default, the demo model) names.
-    sections: configuration tables, e.g. ``LLM("path", kv={"page_size": 1}, model_={"dtype": "float32"})``; the table
-    [model] is spelt ``model_`` since ``model`` is the path.
+    config: the tables of a configuration file, e.g. ``LLM("path", config={"kv": {"page_size": 1}})``.
     Raises ConfigError, WeightsError or PluginError with a message that says what to do.
     """
 
@@ -66,14 +67,11 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
-        config: Config | None = None,
+        config: Config | Mapping[str, Mapping[str, Any]] | None = None,
         progress: bool = True,
-        **sections: Mapping[str, Any],
     ) -> None:
-        tables = {name.removesuffix("_"): dict(table) for name, table in sections.items()}
-        if model is not None:
-            tables.setdefault("model", {})["path"] = str(model)
-        self.config = build_config(config or Config(), tables)
+        base = config if isinstance(config, Config) else build_config(Config(), config or {})
+        self.config = base if model is None else build_config(base, {"model": {"path": str(model)}})
         self._progress = progress
         self._system = System(self.config, progress=progress)
         self._loop = uvloop.new_event_loop()
@@ -87,7 +85,7 @@ class LLM:
             raise
 
     @property
-    def max_len(self) -> int:
+    def max_model_len(self) -> int:
         """Most tokens of prompt plus output."""
         return self._system.max_len
 
@@ -107,17 +105,20 @@ class LLM:
 
     def chat(
         self,
-        conversations: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
     ) -> list[Completion]:
-        """Answer one conversation, a list of ``{"role": ..., "content": ...}``, or several."""
+        """Answer one conversation (a list of messages like those of the OpenAI API) or several.
+
+        A message has a role and content, and may have a name, reasoning, tool calls or the id of the call it answers.
+        """
         return self._run_batch(_as_conversations(conversations), params, progress)
 
     def stream(
         self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, str]],
+        prompt: str | Sequence[int] | Sequence[Message],
         params: SamplingParams | None = None,
     ) -> Iterator[Delta]:
         """Yield output as it comes; a list of messages is a conversation.  Leaving the loop cancels the request."""
@@ -222,7 +223,7 @@ async def _call(function: Callable[[], T]) -> T:
 
 def _as_prompts(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> list[Prompt]:
     given: Any = prompts.tolist() if isinstance(prompts, np.ndarray) else prompts
-    if isinstance(given, str) or not isinstance(given, Sequence):  # what is no prompt at all is refused as one
+    if isinstance(given, str) or not isinstance(given, Sequence):  # ingress refuses what is no prompt
         return [given]
     return [given] if len(given) > 0 and isinstance(given[0], Real) else list(given)
 
@@ -232,19 +233,12 @@ def _is_conversation(prompt: object) -> bool:
 
 
 def _as_conversations(
-    conversations: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+    conversations: Sequence[Message] | Sequence[Sequence[Message]],
 ) -> list[Prompt]:
     several: Sequence[Any] = [conversations] if _is_conversation(conversations) else conversations
     if not isinstance(several, Sequence) or not all(isinstance(turns, Sequence) for turns in several):
         raise RequestError(f"messages: expected a conversation or several, not {conversations!r:.100}")
-    return [tuple(map(_as_turn, turns)) for turns in several]
-
-
-def _as_turn(turn: Mapping[str, str]) -> ChatTurn:
-    role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, Mapping) else (None, None)
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise RequestError(f"messages: each must be {{'role': text, 'content': text}}, not {turn!r:.100}")
-    return ChatTurn(str.__str__(role), str.__str__(content))
+    return [tuple(map(read_turn, turns)) for turns in several]
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -1,8 +1,8 @@
-"""The monitor: what an engine is doing, for those who only look.
+"""The monitor: a read-only view of what an engine is doing.
 
 Owns: nothing; it reads the actors' state on their own event loop, where no actor is in the middle of a change.
 Does not know: HTTP, the names that metrics have elsewhere.
-Looking costs the looker: nothing is prepared for it while steps are planned.
+Nothing is prepared for it while steps are planned: whoever looks pays for it.
 """
 
 import os
@@ -24,7 +24,7 @@ from engine.scheduling.meter import Meter
 
 
 class Monitor:
-    """Of one engine.  decode: token ids as text.  clock: the planner's, in seconds."""
+    """Reads one engine's actors.  decode: turns token ids into text.  clock: the planner's, in seconds."""
 
     def __init__(
         self,
@@ -51,23 +51,23 @@ class Monitor:
 
     @property
     def now(self) -> float:
-        """Seconds of the clock that the meter's times are in."""
+        """The present time by the clock of the meter, in seconds."""
         return self._clock()
 
     @property
     def meter(self) -> Meter | None:
-        """What has been counted; None until the model is loaded.  It lives on: look, and do not change it."""
+        """The planner's own counters, to be read and not changed; None until the model is loaded."""
         planner = self._scheduler.planner
         return planner.meter if planner is not None else None
 
     def gauges(self) -> Gauges:
-        """Of this moment."""
+        """Return the present state in numbers."""
         planner, ingress = self._scheduler.planner, self._ingress
         boxes = (ingress.inbox, self._tokenizer.inbox, self._scheduler.inbox, self._executors.inbox)
         mailboxes = tuple(MailboxGauges(box.name, len(box), box.peak, box.capacity) for box in boxes)
         pool = self._tokenizer if isinstance(self._tokenizer, TokenizerPool) else None
         if pool is not None:
-            # What is in a process, as it last said.
+            # The numbers that each process reported last.
             mailboxes += tuple(
                 MailboxGauges(desk.name, desk.waiting, desk.peak, pool.inbox.capacity) for desk in pool.desks
             )
@@ -103,19 +103,19 @@ class Monitor:
         )
 
     def snapshot(self, ask: Ask) -> Snapshot:
-        """What is asked for, of this moment.  It may hold what goes on changing: read it at once, or encode it."""
+        """Return what ``ask`` asks for.  Parts of it go on changing: read or encode it at once."""
         outline = self.outline(ask.max_nodes) if ask.max_nodes else Outline()
         return Snapshot(ask.number, self.now, self.gauges(), self.meter if ask.meter else None, outline)
 
     async def look(self, *, meter: bool = False, max_nodes: int = 0, patience_s: float = 0.0) -> Snapshot:
-        """``snapshot`` for those who cannot know whether the engine is in their own process."""
+        """Return a snapshot; the same call works where the engine is in another process."""
         return self.snapshot(Ask(meter=meter, max_nodes=max_nodes))
 
     def watch(self, observer: object, name: str) -> None:
-        """Tell ``observer``, an object with observer hooks, what happens from now on."""
+        """Add an observer: an object with observer hooks, called from now on."""
         self._observers.add(observer, name)
 
     def outline(self, max_nodes: int) -> Outline:
-        """The hottest part of the prefix cache."""
+        """Return the hottest part of the prefix cache."""
         planner = self._scheduler.planner
         return planner.outline(max_nodes) if planner is not None else Outline()

@@ -1,6 +1,6 @@
 """The system: builds every actor and every link of one engine.
 
-Owns: who talks to whom; this is the one file that names every concrete actor.
+Owns: who talks to whom.
 Does not know: what messages mean, HTTP.  Importing it does not import torch; starting it does.
 """
 
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 SCORED_LOGITS = 1 << 24  # logits of prompt tokens in a step, 64 MB in float32
 MIN_SCORED_CHUNK = 16
+RESTART_WINDOW_S = 300.0  # over which restarts are counted
 READ_AT_ONCE = 256  # messages; no less than what a link delivers before others get their turn
 
 
@@ -65,8 +66,8 @@ class System:
     ) -> None:
         """Check everything that can be checked without loading weights.  Raises CallboardError.
 
-        head: of the machines that the ranks are on; None if they are all on this one.
-        front: what takes requests in a process of its own; None for an ingress here."""
+        head: the head of several machines; None if all ranks are on this one.
+        front: how to start the process that takes requests; None for an ingress in this process."""
         self.config = config
         self._head = head
         self._front = front
@@ -107,7 +108,7 @@ class System:
         self.executors = RankGroup(
             num_ranks=config.device.tensor_parallel,
             placement=self._placement(capacity),
-            intensity=RestartIntensity(placement.max_restarts, placement.restart_window_s),
+            intensity=RestartIntensity(placement.max_restarts, RESTART_WINDOW_S),
             step_timeout_s=placement.step_timeout_s,
         )
         self.scheduler = Scheduler(
@@ -142,7 +143,7 @@ class System:
 
     @property
     def ingress(self) -> Ingress:
-        """Where requests enter; only of an engine whose front is not a process of its own."""
+        """The actor that takes requests; an engine whose front is a process of its own has none."""
         assert isinstance(self.entrance, Ingress), "requests enter by the front's process"
         return self.entrance
 
@@ -153,7 +154,7 @@ class System:
 
     @property
     def sampling_defaults(self) -> dict[str, float | int]:
-        """What the checkpoint recommends for requests that do not say."""
+        """The sampling parameters that the checkpoint recommends."""
         given: dict[str, float | int | None] = msgspec.to_builtins(self.spec.sampling)
         return {name: value for name, value in given.items() if value is not None}
 
@@ -183,13 +184,13 @@ class System:
             capacity=capacity,
             tokenizer=self.tokenizer.inbox,
             start=fronts.start,
-            intensity=RestartIntensity(placement.max_restarts, placement.restart_window_s),
+            intensity=RestartIntensity(placement.max_restarts, RESTART_WINDOW_S),
             silence_timeout_s=placement.silence_timeout_s,
             parts=parts,
         )
 
     def _child_config(self) -> Config:
-        """As processes of this machine are told it."""
+        """Return the configuration that this machine's other processes get: an absolute path and no secret."""
         config = without_cluster_key(self.config)
         model = msgspec.structs.replace(config.model, path=str(self._directory))
         config = msgspec.structs.replace(config, model=model)
@@ -209,7 +210,7 @@ class System:
             capacity=capacity,
             num_processes=placement.tokenizers,
             start=ProcessTokenizers(config=self._child_config(), capacity=capacity).start,
-            intensity=RestartIntensity(placement.max_restarts, placement.restart_window_s),
+            intensity=RestartIntensity(placement.max_restarts, RESTART_WINDOW_S),
             silence_timeout_s=placement.silence_timeout_s,
         )
 
@@ -256,7 +257,6 @@ class System:
             eos_token_ids=self.spec.eos_token_ids,
             num_host_pages=kv.num_host_pages,
             itl_target_s=scheduler.itl_target_ms / 1000,
-            fair_prefill=scheduler.prefill_order == "round_robin",
             record_events=self._observers.wants_kv_events,
             scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
         )
@@ -290,13 +290,14 @@ class System:
 
     @property
     def died(self) -> EngineDied | None:
-        """Why the engine has ended, if an actor crashed."""
+        """The error that ended the engine, if an actor crashed; otherwise None."""
         return self._supervisor.died
 
 
 def _max_len(config: Config, spec: ModelSpec) -> int:
-    if config.model.max_len > spec.max_len:
+    if config.model.max_model_len > spec.max_len:
         raise ConfigError(
-            f"model.max_len={config.model.max_len}: the model was trained for {spec.max_len} tokens; lower it or use 0"
+            f"model.max_model_len={config.model.max_model_len}: the model was trained for {spec.max_len} tokens; "
+            "lower it or use 0"
         )
-    return config.model.max_len or spec.max_len
+    return config.model.max_model_len or spec.max_len

@@ -10,8 +10,8 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from engine.config import ServerSection
 from engine.errors import RequestError
+from engine.sections import ServerSection
 from server.backend import Ingress
 from server.body import BodyReader
 from server.clients import Clients

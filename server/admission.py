@@ -4,8 +4,8 @@ Owns: the reasons to say no that do not depend on the request.  Does not know: b
 ingress decides those, and decides these again when the request gets there.
 """
 
-from engine.config import LimitsSection
 from engine.errors import RequestError
+from engine.sections import LimitsSection
 from server.backend import Ingress
 
 RETRY_AFTER_S = 1  # a queue place can free up with the next step

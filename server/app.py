@@ -7,7 +7,7 @@ from importlib import metadata
 
 from aiohttp import web
 
-from engine.config import LimitsSection, ServerSection
+from engine.sections import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
 from server.administration import ABORT_PATHS, RESET_PATHS, AdministrationRoutes
 from server.auth import OPEN_ROUTES, require_key
@@ -54,7 +54,7 @@ def create_runner(
     codec: what /tokenize asks; None for a model that takes token ids only.  salts: None for new ones."""
     version = _version()
     fingerprint = f"{DISTRIBUTION}-{version}"
-    translator = Translator(card, limits)
+    translator = Translator(card)
     clients = Clients(server, limits, salts)
     traces = Traces(open_provider(server.traces, version), card.name) if server.traces else None
     guarded = clients.guard(ingress if traces is None else traces.guard(ingress))

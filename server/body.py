@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 import msgspec
 from aiohttp import web
 
-from engine.config import ServerSection
 from engine.errors import RequestError
+from engine.sections import ServerSection
 from server.unsupported import check_unsupported
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 MAX_NESTING = 128
 STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[][{}]')
-LEAST_BYTES_PER_S = 64 << 10  # of a body that takes longer than ``body_timeout_s``
+LEAST_BYTES_PER_S = 64 << 10  # of a body that takes longer than ``client_timeout_s``
 LARGE_BODY_BYTES = 64 << 10  # up to here decoding and translating take the event loop under a millisecond
 
 
@@ -83,7 +83,7 @@ async def collect(request: web.Request, server: ServerSection) -> bytes:
     """The whole body.  Raises RequestError: 400, 408 or 413.
 
     Its time grows with what has come: an upload over a slow line is served, and a drip gains nothing by each byte."""
-    most, timeout_s = server.max_body_bytes, server.body_timeout_s
+    most, timeout_s = server.max_body_bytes, server.client_timeout_s
     body = bytearray()
     try:
         if request.content_length is not None and request.content_length > most:

@@ -20,6 +20,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from engine import __version__
 from engine.config import Config, json_schema, load_config, render_toml
 from engine.errors import CallboardError, ConfigError, RequestError
 from engine.logs import LogSettings
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"callboard {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("serve", parents=[_file(), _shared("info")], help="serve a model over HTTP")
     command.add_argument("--host", help="address to listen on (server.host)")

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from engine.config import LimitsSection, ServerSection
 from engine.errors import RequestError
 from engine.params import SamplingParams
+from engine.sections import LimitsSection, ServerSection
 from server.admission import RETRY_AFTER_S
 from server.backend import Ingress, Prompt, Stream
 from server.exchange import EXCHANGE, Exchange, Handler

@@ -17,8 +17,8 @@ from aiohttp import web
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import RequestHandler
 
-from engine.config import ServerSection
 from engine.errors import ConfigError, RequestError
+from engine.sections import ServerSection
 from server.cors import Cors
 from server.errors import error_response, raw_response
 from server.exchange import EXCHANGE, Exchange
@@ -28,6 +28,7 @@ from server.traffic import Traffic
 log = logging.getLogger(__name__)
 
 WRITE_BUFFER_BYTES = 64 << 10
+KEEPALIVE_TIMEOUT_S = 75.0  # of an idle connection
 LINGERING_S = 2.0  # for a body that nobody wants to read any more
 
 
@@ -100,7 +101,7 @@ class Connection(RequestHandler):
             self._watch_header()
 
     def _watch_header(self) -> None:
-        self._header_timer = self._loop.call_later(self._settings.header_timeout_s, self._header_expired)
+        self._header_timer = self._loop.call_later(self._settings.client_timeout_s, self._header_expired)
 
     def _header_expired(self) -> None:
         self._header_timer = None
@@ -108,7 +109,7 @@ class Connection(RequestHandler):
             self._watch_header()  # pipelined behind a request that still runs, which must not suffer
             return
         self._traffic.cuts["header_timeout"] += 1
-        seconds = f"{self._settings.header_timeout_s:g} s"
+        seconds = f"{self._settings.client_timeout_s:g} s"
         error = RequestError(f"the headers did not arrive within {seconds}", status=408, code="header_timeout")
         self._refuse(error)
 
@@ -134,7 +135,7 @@ class Connection(RequestHandler):
         if self._wire is None or self._write_timer is not None:
             return
         if num_bytes := self._wire.get_write_buffer_size():
-            timeout_s = self._settings.write_timeout_s
+            timeout_s = self._settings.client_timeout_s
             self._write_timer = self._loop.call_later(timeout_s, self._check_writes, self._wire, num_bytes)
 
     def _check_writes(self, wire: asyncio.Transport, num_bytes_before: int) -> None:
@@ -142,7 +143,7 @@ class Connection(RequestHandler):
         if wire.get_write_buffer_size() < num_bytes_before:
             self._watch_writes()
             return
-        log.info("connection cut: the client has read nothing for %g s", self._settings.write_timeout_s)
+        log.info("connection cut: the client has read nothing for %g s", self._settings.client_timeout_s)
         self._traffic.cuts["write_timeout"] += 1
         # A reset, so that the kernel forgets the unread data as well.
         wire.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -217,9 +218,9 @@ class Runner(web.AppRunner):
             auto_decompress=False,
             handler_cancellation=True,
             handle_signals=False,
-            keepalive_timeout=server.keepalive_timeout_s,
+            keepalive_timeout=KEEPALIVE_TIMEOUT_S,
             lingering_time=LINGERING_S,
-            shutdown_timeout=server.write_timeout_s,
+            shutdown_timeout=server.client_timeout_s,
         )
         self._section = server
         self._traffic = Traffic() if traffic is None else traffic

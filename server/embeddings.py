@@ -12,10 +12,10 @@ import numpy as np
 from aiohttp import web
 from msgspec import Meta
 
-from engine.config import LimitsSection, ServerSection
 from engine.errors import RequestError
 from engine.messages import Finish
 from engine.params import SamplingParams
+from engine.sections import LimitsSection, ServerSection
 from server.admission import refuse_early
 from server.backend import Ingress
 from server.body import BodyReader

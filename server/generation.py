@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.config import LimitsSection
 from engine.errors import RequestError
 from engine.messages import ChatOptions
 from engine.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
@@ -22,6 +21,7 @@ from server.tools import ToolRequest, ToolUse
 T = TypeVar("T")
 DEFAULT = SamplingParams()
 LEAST_SEED = -(1 << 63)
+MAX_CHOICES = 128  # in one request
 NO_SEED = -1  # to vLLM and llama.cpp
 
 
@@ -51,9 +51,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 class Translator:
     """Turns request bodies into generations for one model."""
 
-    def __init__(self, card: ModelCard, limits: LimitsSection) -> None:
+    def __init__(self, card: ModelCard) -> None:
         self._card = card
-        self._limits = limits
 
     def translate(
         self,
@@ -111,13 +110,12 @@ class Translator:
 
     def check_count(self, num_prompts: int, num_choices: int, counted: str) -> None:
         """Raise RequestError for more choices than one request may have.  counted: the field that says how many."""
-        most = self._limits.max_choices
-        if not 1 <= num_choices <= most:
-            raise RequestError(f"{counted}={num_choices}: must be from 1 to {most}", param=counted)
-        if num_prompts * num_choices > most:
+        if not 1 <= num_choices <= MAX_CHOICES:
+            raise RequestError(f"{counted}={num_choices}: must be from 1 to {MAX_CHOICES}", param=counted)
+        if num_prompts * num_choices > MAX_CHOICES:
             raise RequestError(
                 f"{num_prompts} prompts with {counted}={num_choices} make {num_prompts * num_choices} choices; "
-                f"at most {most} are allowed in one request",
+                f"at most {MAX_CHOICES} are allowed in one request",
                 param="prompt" if num_choices == 1 and counted == "n" else counted,
             )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.config import ServerSection
+from engine.sections import ServerSection
 from engine.text.tool_format import ToolFormat
 
 if TYPE_CHECKING:
@@ -45,5 +45,5 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
             created=int(time.time()),
             chat_defaults=system.sampling_defaults,
             tool_format=system.codec.tool_format,
-            template_variables=server.chat_template_kwargs,
+            template_variables=server.allowed_template_variables,
         )

@@ -8,10 +8,10 @@ import asyncio
 
 from aiohttp import web
 
-from engine.config import LimitsSection
 from engine.errors import RequestError
 from engine.messages import Finish
 from engine.params import SamplingParams
+from engine.sections import LimitsSection
 from server.admission import RETRY_LATER_S, refuse_early
 from server.backend import Ingress, Stream
 from server.reply import json_reply

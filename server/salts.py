@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from engine.config import ServerSection
+from engine.sections import ServerSection
 from server.auth import key_list
 
 SALT_CHARS = 32

@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from engine.actors.front_desk import FrontDesk
-from engine.config import LimitsSection, ServerSection
+from engine.sections import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
 from server.app import create_runner
 from server.backend import Entrance, Ingress, Monitor

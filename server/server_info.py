@@ -6,9 +6,10 @@ Owns: what they say.  Does not know: the configuration as a whole, which is not 
 import msgspec
 from aiohttp import web
 
-from engine.config import LimitsSection
+from engine.sections import LimitsSection
 from engine.text.tool_format import ToolFormat
 from server.backend import Ingress, Monitor
+from server.generation import MAX_CHOICES
 from server.model_card import ModelCard
 from server.reply import json_reply
 
@@ -65,7 +66,7 @@ class InfoRoutes:
                 max_running=gauges.max_running,
                 max_requests=limits.max_requests,
                 max_queued_tokens=limits.max_queued_tokens,
-                max_choices=limits.max_choices,
+                max_choices=MAX_CHOICES,
                 request_timeout_s=limits.request_timeout_s,
             )
         )

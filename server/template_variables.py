@@ -20,7 +20,7 @@ def read_variables(given: Mapping[str, object] | None, reasoning_effort: str | N
     for name in variables:
         if name not in allowed:
             raise RequestError(
-                f"{FIELD}.{name[:100]}: not taken; known are {', '.join(allowed)} (server.chat_template_kwargs)",
+                f"{FIELD}.{name[:100]}: not taken; known are {', '.join(allowed)} (server.allowed_template_variables)",
                 code="unsupported_parameter",
                 param=FIELD,
             )

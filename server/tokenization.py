@@ -11,9 +11,9 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from engine.actors.ingress import MAX_CHARS_PER_TOKEN
-from engine.config import ServerSection
 from engine.errors import RequestError
 from engine.messages import ChatOptions, ChatTurn
+from engine.sections import ServerSection
 from engine.text.codec import TextCodec
 from server.body import BodyReader
 from server.conversation import read_end, read_turns

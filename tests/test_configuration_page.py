@@ -27,7 +27,7 @@ $ CALLBOARD_SERVER__API_KEY=secret callboard serve my.toml --host 0.0.0.0
 ```
 
 [scheduling.md](scheduling.md) says more about `scheduler` and `kv`, [plugins.md](plugins.md) about `plugins`. These
-tables are made from `engine/config.py` by `python -m tests.test_configuration_page`.
+tables are made from `engine/sections.py` by `python -m tests.test_configuration_page`.
 """
 
 

@@ -2,13 +2,19 @@
 
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-import engine
+import callboard
+import callboard.plugins
+import callboard.plugins.testing
 
 TORCH_FREE = [
-    "engine",
+    "callboard",
+    "callboard.plugins",
+    "callboard.plugins.testing",
     "engine.config",
     "engine.messages",
     "engine.system",
@@ -35,10 +41,14 @@ TORCH_FREE = [
 ]
 
 
+def python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize("module", TORCH_FREE)
 def test_importing_it_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = python("-c", code)
     assert result.returncode == 0, result.stderr
 
 
@@ -46,12 +56,35 @@ def test_importing_the_engine_logs_nothing_and_starts_no_thread() -> None:
     code = (
         "import threading, logging, engine.llm; assert threading.active_count() == 1; assert not logging.root.handlers"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = python("-c", code)
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
 
 
-def test_what_the_package_exports_is_there() -> None:
-    for name in engine.__all__:
-        assert getattr(engine, name) is not None
+@pytest.mark.parametrize(
+    "page", [callboard, callboard.plugins, callboard.plugins.testing], ids=lambda page: page.__name__
+)
+def test_what_a_public_page_exports_is_there(page: ModuleType) -> None:
+    for name in page.__all__:
+        assert getattr(page, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        _ = engine.nonsense
+        _ = page.nonsense
+
+
+def test_the_package_is_the_command_and_knows_its_version() -> None:
+    assert python("-m", "callboard", "--version").stdout == f"callboard {callboard.__version__}\n"
+
+
+@pytest.mark.parametrize("path", ["engine.py", "server.py", "engine/__init__.py"])
+def test_a_file_that_shadows_a_package_of_ours_is_named(tmp_path: Path, path: str) -> None:
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text("print('not ours')\n")
+    (tmp_path / "script.py").write_text("from callboard import LLM\n")
+    result = python("script.py", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert f"Python finds {tmp_path.resolve() / path} first: rename that" in result.stderr
+
+
+def test_a_folder_that_is_no_package_shadows_nothing(tmp_path: Path) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "script.py").write_text("from callboard import LLM\n")
+    assert python("script.py", cwd=tmp_path).returncode == 0

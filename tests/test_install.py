@@ -10,7 +10,16 @@ ROOT = Path(__file__).parents[1]
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 TOLD = [
     path
-    for pattern in ("*.md", "Makefile", "docs/*.md", "deploy/*", "engine/**/*.py", "server/**/*.py", "examples/**/*.md")
+    for pattern in (
+        "*.md",
+        "Makefile",
+        "docs/*.md",
+        "deploy/*",
+        "callboard/**/*.py",
+        "engine/**/*.py",
+        "server/**/*.py",
+        "examples/**/*.md",
+    )
     for path in ROOT.glob(pattern)
 ]
 COMMAND = re.compile(r"pip install (?P<options>(?:-[^\n;]*? )?)['\"]?(?:callboard|\.)\[(?P<extras>[^]]+)\]")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.llm import Completion
 from gpu_sections.rows import Row
 from gpu_sections.shapes import QWEN3_06B
@@ -41,11 +41,13 @@ def logprobs(
             with LLM(
                 path,
                 progress=False,
-                device={"kind": device.type},
-                model_={"load_format": "dummy", "tokenizer": "none"},
-                kv={"num_pages": num_pages},
-                scheduler={"max_running": len(prompts), "prefill_chunk": chunk},
-                graphs={"mode": mode, "max_tokens": chunk},
+                config={
+                    "device": {"kind": device.type},
+                    "model": {"load_format": "dummy", "tokenizer": "none"},
+                    "kv": {"num_pages": num_pages},
+                    "scheduler": {"max_running": len(prompts), "prefill_chunk": chunk},
+                    "graphs": {"mode": mode, "max_tokens": chunk},
+                },
             ) as llm:
                 said = llm.generate(prompts, params)
             if mode == "off":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from device_rates import copied_bytes_per_s
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.errors import PluginError
 from engine.execution.runner import LaunchedStep, ModelRunner
 from gpu_sections.rows import Row, seconds_of, skipped
@@ -40,13 +40,13 @@ def tokens(
     plain: list[list[list[int]]] = []
     for mode in ("off", *(modes if captures(device) else ())):
         sections: dict[str, Any] = {
-            "model_": {"dtype": "float32", "max_len": 128},
+            "model": {"dtype": "float32", "max_model_len": 128},
             "kv": {"num_pages": 64},
             # Steps of up to twice what is captured: some of each kind.
             "scheduler": {"prefill_chunk": 8, "max_running": num_prompts, "max_step_tokens": 2 * max_tokens},
             "graphs": {"mode": mode, "max_tokens": max_tokens},
         }
-        with LLM(progress=False, device={"kind": device.type}, **sections) as llm:
+        with LLM(progress=False, config={"device": {"kind": device.type}, **sections}) as llm:
             outputs = [
                 [one.token_ids for one in llm.generate(prompts, params)]
                 for params in (*asked.values(), asked["greedy"])

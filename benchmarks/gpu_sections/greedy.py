@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from gpu_sections.rows import Row
 
 
@@ -20,10 +20,10 @@ def greedy(
     for kind in ("cpu", device.type):
         sections = {
             "device": {"kind": kind},
-            "model_": {"dtype": "float32", "max_len": 128},
+            "model": {"dtype": "float32", "max_model_len": 128},
             "scheduler": {"prefill_chunk": 8},
         }
-        with LLM(progress=False, kv={"num_pages": 64}, graphs=graphs or {}, **sections) as llm:
+        with LLM(progress=False, config={"kv": {"num_pages": 64}, "graphs": graphs or {}, **sections}) as llm:
             llm.generate(prompts, params)
             start = time.perf_counter()
             outputs.append([one.token_ids for one in llm.generate(prompts, params)])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from gpu_sections.rows import Row
 from gpu_sections.shapes import QWEN3_06B
 from gpu_sections.stepping import checkpoint
@@ -24,12 +24,15 @@ def throughput(
 ) -> Iterator[Row]:
     """Random weights: output tokens per second by batch size."""
     sections = {
-        "model_": {"load_format": "dummy", "tokenizer": "none"},
+        "model": {"load_format": "dummy", "tokenizer": "none"},
         "kv": {"num_pages": num_pages},
         "graphs": graphs or {},
         "scheduler": {"max_running": max(batches), "max_step_tokens": 8192},
     }
-    with checkpoint(config) as path, LLM(path, progress=False, device={"kind": device.type}, **sections) as llm:
+    with (
+        checkpoint(config) as path,
+        LLM(path, progress=False, config={"device": {"kind": device.type}, **sections}) as llm,
+    ):
         for batch in batches:
             drawn = np.random.default_rng(batch)
             prompts = drawn.integers(0, config["vocab_size"], (batch, prompt_len)).tolist()

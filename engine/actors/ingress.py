@@ -18,7 +18,6 @@ import numpy as np
 from engine.actors.actor import Actor
 from engine.actors.mailbox import Link
 from engine.actors.stream import Stream
-from engine.config import LimitsSection
 from engine.errors import EngineDied, RequestError
 from engine.messages import (
     Abort,
@@ -37,6 +36,7 @@ from engine.messages import (
     TokenizersReady,
 )
 from engine.params import MAX_SEED, SamplingParams
+from engine.sections import LimitsSection
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from engine.config import DeviceSection
 from engine.errors import ConfigError
 from engine.host_memory import available_bytes
 from engine.layers.comm import Comm
+from engine.sections import DeviceSection
 
 log = logging.getLogger(__name__)
 

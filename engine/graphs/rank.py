@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.config import GraphsSection, SchedulerSection
 from engine.errors import ConfigError, GraphError
 from engine.execution.rows import DeviceRows
 from engine.graphs.attention import BreakingAttention
@@ -29,6 +28,7 @@ from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder
 from engine.sampling.sampler import Sampler
+from engine.sections import GraphsSection, SchedulerSection
 
 log = logging.getLogger(__name__)
 

@@ -66,11 +66,11 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     graph_breaks: tuple[str, ...] = ()
 
     def missing_packages(self) -> list[str]:
-        """Those of ``packages`` that are not installed; they are looked for, not imported."""
+        """Return the packages that are not installed.  It looks for them and imports none."""
         return [either for either in self.packages if not any(_installed(name) for name in either.split("|"))]
 
     def misfits(self, context: AttentionContext) -> list[str]:
-        """Why it cannot run here, or [].  What the context leaves empty or 0 is not held against it."""
+        """Return why the plugin cannot run here, or [].  It ignores what the context leaves empty or 0."""
         ratio = context.num_heads // context.num_kv_heads if context.num_kv_heads else 0
         wanted: list[tuple[str, object, Any]] = [
             ("device", context.device, self.devices),
@@ -92,7 +92,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return reasons
 
     def needs(self) -> str:
-        """What it needs, for people to read; '' for nothing."""
+        """Return what the plugin needs as text for people; '' for nothing."""
         parts = [", ".join(self.packages), " or ".join(self.devices), " or ".join(self.dtypes)]
         sizes = {"head": self.head_sizes, "page": self.page_sizes, "query/KV heads": self.heads_per_kv_head}
         parts += [f"{what} {_spell(allowed)}" for what, allowed in sizes.items() if allowed]
@@ -102,9 +102,9 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def read_declaration(module: str) -> Declaration | None:
-    """The declaration in a module's source; None if there is none or no source to look into.
+    """Return the declaration in a module's source; None if the module has none, or no source.
 
-    Raises PluginError, naming the module, if it is not to be found, not Python, or its declaration is none.
+    Raises PluginError, naming the module, if it does not exist, is no Python, or declares nonsense.
     """
     source = _source(module)
     if source is None:
@@ -134,7 +134,7 @@ def read_declaration(module: str) -> Declaration | None:
 
 
 def convert_declaration(module: str, table: object) -> Declaration:
-    """Check what ``CALLBOARD_PLUGIN`` was set to.  Raises PluginError naming the module and the key."""
+    """Turn the value of ``CALLBOARD_PLUGIN`` into a declaration.  Raises PluginError naming the module and the key."""
     try:
         return msgspec.convert(table, Declaration)
     except msgspec.ValidationError as error:
@@ -143,7 +143,7 @@ def convert_declaration(module: str, table: object) -> Declaration:
 
 
 def check_api(declaration: Declaration | None, *, plugin: str, module: str, distribution: str) -> Declaration:
-    """The declaration, if this callboard keeps its promise to plugins of that version.
+    """Return the declaration if this callboard supports plugins of that API version.
 
     plugin: its name and origin, for the error.  Raises PluginError that says what to add or to upgrade.
     """
@@ -171,7 +171,7 @@ def _spell(allowed: tuple[object, ...] | Multiples) -> str:
 
 
 def _installed(package: str) -> bool:
-    """Whether the top-level package could be imported; looking for it imports nothing."""
+    """Return whether the top-level package can be found; nothing is imported."""
     try:
         return find_spec(package.strip().partition(".")[0]) is not None
     except (ImportError, ValueError):  # ValueError: somebody put a stand-in without a spec into sys.modules
@@ -179,7 +179,7 @@ def _installed(package: str) -> bool:
 
 
 def _source(module: str) -> str | None:
-    """The text of a module, found as an import would find it, but without importing the packages around it."""
+    """Return a module's text.  It finds the module as an import would, but imports no package around it."""
     path: Any = None
     spec: ModuleSpec | None = None
     names = module.split(".")

@@ -1,6 +1,6 @@
-"""Ranks by plugins of others: one that raises, or answers with what is no rank, is named once and asked no more.
+"""Guards around the ranks of third-party plugins: a plugin that fails is named once and not asked again.
 
-Owns: what stands in for its ranks from then on.  Does not know: queues, trees, which order is a good one.
+Owns: the ranks that replace its own from then on.  Does not know: queues, trees, which order is a good one.
 """
 
 import logging
@@ -20,10 +20,10 @@ SLOW_S = 0.05  # as for observers: every request waits for it
 
 
 class GuardedRank(Generic[T]):
-    """name: of the plugin.  rank: its method.
+    """Calls a plugin's ``rank`` until it fails.  name: the plugin's.  rank: its method.
 
-    What it can no longer rank is last, and among themselves these go by age: nobody overtakes those who were ranked
-    before, so nobody waits for ever.  All ranks have one length, or the queues could not compare them."""
+    After a failure every newcomer gets the last rank given, so newcomers go by age behind all that were ranked before,
+    and nobody waits for ever.  All ranks have one length, or the queues could not compare them."""
 
     def __init__(self, name: str, rank: Callable[[T], Rank], clock: Callable[[], float] = time.perf_counter) -> None:
         self._name = name
@@ -59,14 +59,14 @@ class GuardedRank(Generic[T]):
 
 
 class GuardedStrategy:
-    """An eviction strategy of somebody else's."""
+    """Guards a third party's eviction strategy."""
 
     def __init__(self, name: str, strategy: EvictionStrategy) -> None:
         self.rank: Callable[[Candidate], Rank] = GuardedRank(name, strategy.rank)
 
 
 class GuardedPolicy:
-    """A scheduling policy of somebody else's."""
+    """Guards a third party's scheduling policy."""
 
     def __init__(self, name: str, policy: SchedulingPolicy) -> None:
         self.looks_at_cache = bool(policy.looks_at_cache)

@@ -1,4 +1,4 @@
-"""The one page a plugin author reads: every hook callboard asks, when it asks, and what to return.
+"""Every hook callboard asks, when it asks, and what to return.  Authors import from ``callboard.plugins``.
 
 A plugin is a module with functions marked ``@hookimpl``, published under the entry-point group
 ``callboard`` with a name ``<kind>.<name>`` (for example ``attention.mykernel``).  It is imported only when the

@@ -6,7 +6,7 @@ Owns: the rows.  Does not know: how they are printed, torch.  No plugin is impor
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from engine.config import AttentionNames, Config
+from engine.config import Config
 from engine.errors import PluginError
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import AttentionContext
@@ -22,6 +22,7 @@ from engine.plugins.manager import (
     observer_names,
 )
 from engine.plugins.selection import BOTH, first_fit
+from engine.sections import AttentionNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Listed:
 
 
 def list_plugins(config: Config, context: AttentionContext) -> list[Listed]:
-    """Every plugin that is installed.  context: of this machine, this configuration and, if it is at hand, the model.
+    """Return a row for every installed plugin.  context: this machine, the configuration and, if known, the model.
 
     Raises PluginError if two distributions claim one name."""
     known = {info.name: info for info in available_plugins()}

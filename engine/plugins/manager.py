@@ -12,16 +12,17 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 import pluggy
 
-from engine.config import AttentionNames
+from engine import __version__
 from engine.errors import CallboardError, PluginError
 from engine.patience import named_while_slow
 from engine.plugins import hookspecs
 from engine.plugins.declaration import CONSTANT, Declaration, check_api, convert_declaration, read_declaration
+from engine.sections import AttentionNames
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ AUTO: Mapping[str, tuple[str, str]] = {
     "grammar": ("llguidance", "comes with callboard"),
     "policy": ("priority", "first come, first served where nobody sends a priority"),
 }
-# Whose hook it is: two plugins of that kind share it only if both were chosen for it.
+# Hook -> the kind of plugin that answers it; two of that kind share it only if both were chosen.
 KINDS: Mapping[str, str] = {
     "callboard_attention_backend": ATTENTION,
     "callboard_comm": "comm",
@@ -103,11 +104,7 @@ def available_plugins() -> list[PluginInfo]:
 
     Raises PluginError if two distributions claim one name.
     """
-    try:
-        own = version(DISTRIBUTION)
-    except PackageNotFoundError:  # a checkout that was never installed
-        own = "unknown"
-    found = {name: PluginInfo(name, module, DISTRIBUTION, own) for name, module in BUILTIN.items()}
+    found = {name: PluginInfo(name, module, DISTRIBUTION, __version__) for name, module in BUILTIN.items()}
     for point in entry_points(group=ENTRY_POINT_GROUP):
         info = _describe(point)
         if info.name in found:
@@ -130,7 +127,7 @@ def _describe(point: EntryPoint) -> PluginInfo:
 
 
 def declared(info: PluginInfo) -> Declaration | None:
-    """What a plugin declares, without importing it; None if it declares nothing, or has no source to look into.
+    """Return what a plugin declares, without importing it; None if it declares nothing or has no source.
 
     Raises PluginError if it declares nothing usable."""
     try:
@@ -140,17 +137,17 @@ def declared(info: PluginInfo) -> Declaration | None:
 
 
 def checked(info: PluginInfo, declaration: Declaration | None) -> Declaration:
-    """The declaration, if this callboard supports the API version in it.  Raises PluginError."""
+    """Return the declaration if this callboard supports its API version.  Raises PluginError."""
     return check_api(declaration, plugin=info.label, module=info.module, distribution=info.distribution)
 
 
 def decide(kind: str, name: str) -> str:
-    """The full name of what is wanted; 'auto' of a kind that needs no device for it."""
+    """Return the full name of a choice; 'auto' becomes the default of its kind."""
     return f"{kind}.{AUTO[kind][0] if name == 'auto' else name}"
 
 
 def observer_names(wanted: Sequence[str]) -> list[str]:
-    """Full names of observers.  Raises PluginError if one is named twice."""
+    """Return the full names of observers.  Raises PluginError if one is named twice."""
     for name in wanted:
         if wanted.count(name) > 1:
             raise PluginError(f"plugins.observers names {name!r} more than once")
@@ -160,12 +157,12 @@ def observer_names(wanted: Sequence[str]) -> list[str]:
 class Plugins:
     """The chosen plugins, loaded.  ``hook`` is pluggy's caller for each hook of ``hookspecs``.
 
-    names: kind -> full name, of the kinds of which one is chosen; of attention only if one was named for both phases.
-    attention: the names wanted for its phases; what is 'auto' is loaded later, when the device is known.
+    names: kind -> full name; attention is missing from it unless one backend was named for both phases.
+    attention: the names wanted for its two phases; a backend for 'auto' is loaded later, when the device is known.
     observers: full names, in the order they are told.  options: per full name.
-    absent: why what 'auto' takes for grammars cannot be loaded; '' if it can.
-    known: everything that could be chosen, by full name.  declarations: of what is loaded.
-    choosing: to be held while declarations are read.
+    absent: why the default grammar plugin cannot be loaded; '' if it can.
+    known: every plugin that could be chosen, by full name.  declarations: those of the loaded plugins.
+    choosing: a lock; hold it while declarations are read.
     """
 
     def __init__(
@@ -227,7 +224,7 @@ class Plugins:
         return self._manager.hook
 
     def asking(self, full_name: str, hook_name: str) -> pluggy.HookCaller:
-        """A hook's caller that asks one plugin, where several of its kind are loaded; and all that wrap the hook."""
+        """Return a caller of the hook that asks this plugin alone of its kind, and every wrapper of the hook."""
         others = [
             self._manager.get_plugin(impl.plugin_name)
             for impl in self.implementations(hook_name)
@@ -236,7 +233,7 @@ class Plugins:
         return self._manager.subset_hook_caller(hook_name, others)
 
     def build(self, full_name: str, hook_name: str, context: object, kind: type[Built]) -> Built:
-        """What a plugin's constructor hook makes.  kind: the protocol that it must be of.
+        """Ask a plugin's constructor hook, and return what it builds.  kind: the protocol that the result must meet.
 
         Raises PluginError, which names the plugin whatever it did instead."""
         info = self.known[full_name]
@@ -246,10 +243,7 @@ class Plugins:
         except CallboardError:
             raise
         except (Exception, SystemExit) as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            raise PluginError(
-                f"plugin {info.label} raised {error!r} in {hook_name} ({where.filename}:{where.lineno})"
-            ) from error
+            raise self.raised(full_name, hook_name, error) from error
         if not isinstance(built, kind):
             lacking = "" if built is None else f", which is no {kind.__name__}"
             raise PluginError(
@@ -258,18 +252,18 @@ class Plugins:
         return built
 
     def raised(self, full_name: str, hook_name: str, error: BaseException) -> PluginError:
-        """What to raise when a plugin's hook did: its name, and the line in it."""
+        """Return the error for a hook that raised: it names the plugin and the line in it."""
         where = traceback.extract_tb(error.__traceback__)[-1]
         label = self.known[full_name].label if full_name in self.known else full_name
         return PluginError(f"plugin {label} raised {error!r} in {hook_name} ({where.filename}:{where.lineno})")
 
     def implementations(self, hook_name: str) -> list[pluggy.HookImpl]:
-        """Each loaded plugin's answer to a hook that several may answer, in the order in which they were loaded."""
+        """Return the hook's implementations, in the order in which their plugins were loaded; wrappers are left out."""
         caller: pluggy.HookCaller = getattr(self._manager.hook, hook_name)
         return [impl for impl in caller.get_hookimpls() if not (impl.wrapper or impl.hookwrapper)]
 
     def find(self, full_name: str) -> PluginInfo:
-        """What is known of a plugin.  Raises PluginError, listing the choices, if nobody publishes it."""
+        """Return a plugin's description.  Raises PluginError, listing the choices, if nobody publishes it."""
         info = self.known.get(full_name)
         if info is None:
             kind, _, name = full_name.partition(".")

@@ -23,9 +23,9 @@ SLOW_S = 0.05  # as long as several decode steps: clients notice
 
 
 class Observers:
-    """Every loaded plugin that implements an observer hook; see the end of ``hookspecs.py`` for the contract.
+    """Tells every loaded observer what happened; the end of ``hookspecs.py`` has the contract.
 
-    Calls from the scheduler's loop only.  Nothing an observer raises gets out of here."""
+    Call it from the scheduler's loop only.  It swallows whatever an observer raises, and logs it."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Observers:
         page_size: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Build those that want building.  options: per plugin name.  clock: seconds, to name the slow.
+        """Build the observers that have a constructor.  options: per plugin name.  clock: seconds, to find slow ones.
 
         Raises PluginError if one refuses its options or would never be told anything."""
         self._clock = clock
@@ -67,7 +67,7 @@ class Observers:
         self._on_engine_stopped = self._plugins.implementations("callboard_engine_stopped")
 
     def add(self, observer: object, name: str) -> None:
-        """One more that no configuration names, told from now on; not of KV events, if nobody was before.
+        """Add an observer that no configuration names.  It hears of KV events only if some observer did at the start.
 
         Raises PluginError if it has hooks that do not exist."""
         self._plugins.register(observer, name)
@@ -75,19 +75,19 @@ class Observers:
 
     @property
     def wants_kv_events(self) -> bool:
-        """Whether anybody is to be told what happens to cached pages; if not, nothing needs to be recorded."""
+        """Whether any observer listens to KV events; if none does, they need not be recorded."""
         return bool(self._on_kv_event)
 
     def request_finished(self, requests: Sequence[RequestMetrics]) -> None:
-        """Tell them which requests have ended."""
+        """Tell observers which requests have ended."""
         self._tell(self._on_request_finished, requests=requests)
 
     def kv_event(self, events: Sequence[KVEvent]) -> None:
-        """Tell them what happened to cached pages."""
+        """Tell observers what happened to cached pages."""
         self._tell(self._on_kv_event, events=events)
 
     def close(self) -> None:
-        """Tell them that this was all; also those that have raised, since they may hold something."""
+        """Tell every observer that the engine has ended, also one that has raised: it may hold something."""
         self._silenced.clear()
         self._tell(self._on_engine_stopped)
 
@@ -123,5 +123,5 @@ def _build(plugins: Plugins, impl: HookImpl, context: ObserverContext) -> object
 
 
 def _call(impl: HookImpl, **arguments: object) -> object:
-    """Call one plugin's hook as pluggy would: with those of the arguments that it takes."""
+    """Call one plugin's hook as pluggy does: with the arguments that it names."""
     return impl.function(*[arguments[name] for name in impl.argnames])

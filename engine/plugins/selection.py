@@ -46,10 +46,10 @@ class AttentionChoice:
 def choose_attention(
     plugins: Plugins, context: AttentionContext, refused: Mapping[str, str] | None = None
 ) -> tuple[AttentionChoice, ...]:
-    """The one backend that serves both phases, or two: for prefill and for decode.
+    """Choose one backend for both phases, or two: one for prefill and one for decode.
 
-    context: of this rank; each plugin gets it with its own options and phases.
-    refused: short name -> why, of backends that 'auto' took and that could then not be built.
+    context: this rank's; each plugin gets it with its own options and phases.
+    refused: short name -> reason, for backends that 'auto' took and that could not be built.
     Raises PluginError, naming the plugin and what could run instead.
     """
     with plugins.choosing:
@@ -71,12 +71,18 @@ def _choose_phases(plugins: Plugins, context: AttentionContext, refused: Mapping
     return choices
 
 
+def attention_factory(name: str, context: AttentionContext) -> "AttentionFactory":
+    """Return the factory of one backend by its short name, for a plugin that wraps it.  Raises PluginError."""
+    (choice,) = choose_attention(Plugins({ATTENTION: name}), context)
+    return choice.factory
+
+
 def expected_context(
     config: Config, shape: DecoderShape | None, *, device: str = "", dtype: str = ""
 ) -> AttentionContext:
-    """What backends will be told, as far as it is known before anything is loaded; '' and 0 for the rest.
+    """Return the context as far as it is known before anything is loaded; '' and 0 stand for the rest.
 
-    shape: None for a model that is not at hand.  device, dtype: what 'auto' comes to, if that has been found out."""
+    shape: None for a model that is not on this machine.  device, dtype: what 'auto' comes to, if known."""
     kind, wanted_dtype = config.device.kind, config.model.dtype
     return AttentionContext(
         device=device or (kind if kind != "auto" else ""),
@@ -90,9 +96,9 @@ def expected_context(
 
 
 def check_named(plugins: Plugins, context: AttentionContext) -> None:
-    """Refuse a backend that was named and cannot run, as far as that is known before any weight is loaded.
+    """Refuse a named backend that cannot run, before any weight is loaded.
 
-    context: with 0 or '' for what is not known yet.  Raises PluginError, naming the plugin and what could run instead.
+    context: 0 and '' stand for what is not known yet.  Raises PluginError, naming the plugin and the alternatives.
     """
     wanted = plugins.attention
     phases: dict[str, tuple[str, ...]] = {wanted.prefill: ("prefill",), wanted.decode: ("decode",)}
@@ -111,9 +117,9 @@ def check_named(plugins: Plugins, context: AttentionContext) -> None:
 def first_fit(
     known: Mapping[str, PluginInfo], context: AttentionContext, refused: Mapping[str, str]
 ) -> tuple[PluginInfo | None, list[str]]:
-    """What 'auto' takes by what the plugins declare, and why it passes over those before.  Imports none of them.
+    """Return the backend that 'auto' takes by the plugins' declarations, and why it passes over the others.
 
-    refused: short name -> why, of those that have been asked and said no."""
+    It imports no plugin.  refused: short name -> reason, for backends that were asked and said no."""
     passed_over: list[str] = []
     for name in PREFERRED.get(context.device, PREFERRED["cpu"]):
         info = known.get(f"{ATTENTION}.{name}")
@@ -127,7 +133,7 @@ def first_fit(
 
 
 def alternatives(known: Mapping[str, PluginInfo], context: AttentionContext, besides: str) -> str:
-    """The end of an error: which other backends declare that they can run here."""
+    """Return the end of an error message: which other backends declare that they can run here."""
     others = [info for info in known.values() if info.kind == ATTENTION and info.name != besides]
     fitting = [info.short for info in others if not _misfits(info, context)]
     return f"; can run here: {', '.join(fitting)}" if fitting else "; no other backend can run here"

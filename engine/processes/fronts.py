@@ -53,5 +53,5 @@ class ProcessFronts:
             capacity=self._capacity,
             keep=(listener,),
             # Its last clients may read as slowly as any.
-            end_timeout_s=config.server.write_timeout_s + END_TIMEOUT_S,
+            end_timeout_s=config.server.client_timeout_s + END_TIMEOUT_S,
         )

@@ -75,7 +75,7 @@ def pool_pages(config: Config, max_len: int, page_bytes: int, free_bytes: int, n
     fitting = max(0, int(free_bytes * fraction) - needs.total) // page_bytes
     if fitting < per_sequence:
         reserved = f" after {needs}" if needs != Needs() else ""
-        levers = ["model.max_len"]
+        levers = ["model.max_model_len"]
         if needs.activation_bytes:
             levers += ["scheduler.max_running", "scheduler.max_step_tokens"]
         if needs.graph_bytes:

@@ -6,7 +6,7 @@ Owns: where it is looked for, and when there is none.  Does not know: what it is
 import logging
 from pathlib import Path
 
-from engine.config import ModelSection
+from engine.sections import ModelSection
 from engine.text.codec import TextCodec
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def load_codec(model: ModelSection, directory: Path) -> TextCodec:
     return TextCodec.load(
         Path(setting) if setting else directory,
         tool_format=None if model.tool_format == "auto" else model.tool_format,
-        thinks=None if model.thinks == "auto" else model.thinks == "yes",
+        thinks=None if model.reasoning == "auto" else model.reasoning == "yes",
     )
 
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from aiohttp import web
 from msgspec import UNSET
 
-from engine.config import LimitsSection, ServerSection
 from engine.errors import RequestError
 from engine.messages import TokenLogprobs, TokenText
+from engine.sections import LimitsSection, ServerSection
 from server.admission import refuse_early
 from server.backend import Ingress
 from server.body import BodyReader

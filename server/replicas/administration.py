@@ -10,8 +10,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from engine.config import ServerSection
 from engine.errors import RequestError
+from engine.sections import ServerSection
 from server.administration import AbortAnswer
 from server.body import collect
 from server.cors import refuse_foreign_page

@@ -15,8 +15,8 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from engine.config import ServerSection
 from engine.errors import RequestError
+from engine.sections import ServerSection
 from server.body import collect
 from server.errors import error_body
 from server.exchange import EXCHANGE, REQUEST_ID_HEADER

@@ -11,9 +11,9 @@ import msgspec
 from aiohttp import web
 from msgspec import UnsetType
 
-from engine.config import LimitsSection, ServerSection
 from engine.errors import RequestError
 from engine.messages import ChatOptions, Delta, Finish
+from engine.sections import LimitsSection, ServerSection
 from server.admission import refuse_early
 from server.backend import Ingress
 from server.body import BodyReader

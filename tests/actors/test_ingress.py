@@ -10,7 +10,6 @@ import pytest
 
 from engine.actors.ingress import Ingress
 from engine.actors.stream import Stream
-from engine.config import LimitsSection
 from engine.errors import EngineDied, RequestError
 from engine.messages import (
     Abort,
@@ -25,6 +24,7 @@ from engine.messages import (
     Usage,
 )
 from engine.params import SamplingParams
+from engine.sections import LimitsSection
 
 USAGE = Usage(prompt_tokens=1, completion_tokens=1, cached_tokens=0)
 

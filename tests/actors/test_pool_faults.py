@@ -17,7 +17,6 @@ from engine.actors.intensity import RestartIntensity
 from engine.actors.pool import TokenizerPool
 from engine.actors.tenure import ProcessLost, Reports
 from engine.actors.tokenizer import Tokenizer
-from engine.config import LimitsSection
 from engine.errors import RequestError
 from engine.links.wire import Wire
 from engine.messages import (
@@ -31,6 +30,7 @@ from engine.messages import (
     Tokens,
 )
 from engine.params import SamplingParams
+from engine.sections import LimitsSection
 from tests.sim.codec import SimCodec, text_of
 from tests.sim.loop import SimLoop
 from tests.sim.oracle import VOCAB

@@ -186,6 +186,6 @@ def test_mistakes_are_found_before_anything_is_loaded(
         (tmp_path / "model.safetensors").write_bytes(weights[: sections["cut"]])
         checkpoint, sections = tmp_path, {}
     if "model_len" in sections:
-        sections = {"model": {"path": str(checkpoint), "tokenizer": "none", "max_len": sections["model_len"]}}
+        sections = {"model": {"path": str(checkpoint), "tokenizer": "none", "max_model_len": sections["model_len"]}}
     with pytest.raises(error, match=said):
         System(configured(checkpoint, **sections))

@@ -27,8 +27,8 @@ from importlib import import_module
 from gpu_sections.table import SECTIONS
 for section in SECTIONS.values():
     import_module(section.function.partition(":")[0])
-from engine import LLM
-with LLM(progress=False, kv={"num_pages": 64}) as llm:
+from callboard import LLM
+with LLM(progress=False, config={"kv": {"num_pages": 64}}) as llm:
     assert llm.generate(["def f("])[0].token_ids
 """
 

@@ -9,5 +9,5 @@ from tests.server.engine_server import EngineServer
 
 @pytest.fixture(scope="package")
 def url() -> Iterator[str]:
-    with EngineServer(model_={"name": "demo"}) as server:
+    with EngineServer(model={"name": "demo"}) as server:
         yield f"{server.url}/v1"

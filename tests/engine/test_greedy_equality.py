@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from tests.models.checkpoints import VARIANTS, build, random_tokens, save
 
 PROMPT_LENGTHS = (1, 7, 15, 16, 17, 33, 48, 100)
@@ -61,9 +61,11 @@ def test_greedy_tokens_equal_generate(
     with LLM(
         directory,
         progress=False,
-        kv={"page_size": page_size, "num_pages": 2048 // page_size},
-        scheduler={"prefill_chunk": prefill_chunk, "max_step_tokens": 64},
-        model_={"dtype": "float32", "tokenizer": "none"},
+        config={
+            "kv": {"page_size": page_size, "num_pages": 2048 // page_size},
+            "scheduler": {"prefill_chunk": prefill_chunk, "max_step_tokens": 64},
+            "model": {"dtype": "float32", "tokenizer": "none"},
+        },
     ) as llm:
         together = [completion.token_ids for completion in llm.generate(prompts(), params)]
         assert together == expected

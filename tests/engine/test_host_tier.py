@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from tests.models.checkpoints import build, random_tokens, save
 
 CONVERSATIONS, TURNS = 6, 3
@@ -23,7 +23,7 @@ def converse(checkpoint: Path, page_size: int, pool_len: int, host_len: int) -> 
     histories = [random_tokens(FIRST_LEN, seed) for seed in range(CONVERSATIONS)]
     cached: list[list[int]] = [[] for _ in histories]
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
-    with LLM(checkpoint, progress=False, kv=kv, model_={"dtype": "float32", "tokenizer": "none"}) as llm:
+    with LLM(checkpoint, progress=False, config={"kv": kv, "model": {"dtype": "float32", "tokenizer": "none"}}) as llm:
         for turn in range(TURNS):
             for first in range(0, CONVERSATIONS, 2):
                 pair = range(first, first + 2)

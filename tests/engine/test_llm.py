@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.errors import ConfigError, RequestError, WeightsError
 from engine.messages import Finish
+from engine.text.turns import read_turn
 from tests.pace import far
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -22,7 +23,7 @@ DEMO = resolve_checkpoint("demo", "")
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(progress=False, kv={"num_pages": 256}, limits={"max_requests": 8}) as llm:
+    with LLM(progress=False, config={"kv": {"num_pages": 256}, "limits": {"max_requests": 8}}) as llm:
         yield llm
 
 
@@ -65,6 +66,17 @@ def test_chat_answers_and_streams_a_conversation(llm: LLM) -> None:
     both = llm.chat([turns, turns], GREEDY)
     assert [one.text for one in both] == [answer.text] * 2
     assert "".join(delta.text for delta in llm.stream(turns, GREEDY)) == answer.text
+
+
+def test_a_conversation_keeps_its_calls_its_thoughts_and_its_names(llm: LLM) -> None:
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    turns = [
+        {"role": "user", "content": "add one", "name": "Ann"},
+        {"role": "assistant", "reasoning": "easy", "tool_calls": [{"id": "call_1", "function": function}]},
+        {"role": "tool", "content": "2", "tool_call_id": "call_1"},
+    ]
+    (answer,) = llm.chat(turns, GREEDY)
+    assert answer.prompt == tuple(map(read_turn, turns))
 
 
 def test_leaving_a_stream_early_cancels_it(llm: LLM) -> None:
@@ -111,7 +123,7 @@ def test_a_seed_gives_the_same_text_in_any_company(llm: LLM) -> None:
 
 def test_closing_ends_every_thread_and_a_closed_llm_says_so() -> None:
     before = set(threading.enumerate())
-    llm = LLM(progress=False, kv={"num_pages": 256})
+    llm = LLM(progress=False, config={"kv": {"num_pages": 256}})
     llm.generate("a", GREEDY)
     llm.close()
     llm.close()
@@ -121,13 +133,15 @@ def test_closing_ends_every_thread_and_a_closed_llm_says_so() -> None:
 
 
 def test_two_engines_live_in_one_process(llm: LLM) -> None:
-    with LLM(progress=False, kv={"num_pages": 64, "page_size": 4}) as other:
+    with LLM(progress=False, config={"kv": {"num_pages": 64, "page_size": 4}}) as other:
         assert other.generate("class ", GREEDY)[0].token_ids == llm.generate("class ", GREEDY)[0].token_ids
 
 
 def test_mistakes_at_the_start_are_clear() -> None:
     with pytest.raises(ConfigError, match="page_sise"):
-        LLM(kv={"page_sise": 1})
+        LLM(config={"kv": {"page_sise": 1}})
+    with pytest.raises(ConfigError, match=r"kv: Expected `object`"):
+        LLM(config={"kv": 16})
     with pytest.raises(WeightsError, match="no/such/dir"):
         LLM("/no/such/dir")
 
@@ -137,7 +151,9 @@ def test_dummy_weights_need_only_a_config(tmp_path_factory: pytest.TempPathFacto
     (directory / "config.json").write_bytes((DEMO / "config.json").read_bytes())
 
     def tokens(seed: int) -> list[int]:
-        with LLM(directory, progress=False, model_={"load_format": "dummy"}, device={"seed": seed}) as llm:
+        with LLM(
+            directory, progress=False, config={"model": {"load_format": "dummy"}, "device": {"seed": seed}}
+        ) as llm:
             with pytest.raises(RequestError, match="token ids"):
                 llm.generate("text", GREEDY)
             return llm.generate([1, 2, 3], GREEDY.replace(ignore_eos=True))[0].token_ids
@@ -147,6 +163,6 @@ def test_dummy_weights_need_only_a_config(tmp_path_factory: pytest.TempPathFacto
 
 
 def test_a_script_that_forgets_to_close_still_ends() -> None:
-    code = "from engine import LLM; llm = LLM(progress=False); print(len(llm.generate('a')[0].token_ids) > 0)"
+    code = "from callboard import LLM; llm = LLM(progress=False); print(len(llm.generate('a')[0].token_ids) > 0)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=far(60), check=False)
     assert (result.returncode, result.stdout.strip()) == (0, "True"), result.stderr

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from tests.models.checkpoints import VOCAB, build, random_tokens, save
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -24,7 +24,7 @@ def streams(directory: Path, eos_token_id: object) -> list[list[int]]:
     """Greedy streams, each beside one that holds off EOS: its row is the one before."""
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "eos_token_id": eos_token_id}))
-    with LLM(directory, progress=False, kv={"num_pages": 64}, model_={"tokenizer": "none"}) as llm:
+    with LLM(directory, progress=False, config={"kv": {"num_pages": 64}, "model": {"tokenizer": "none"}}) as llm:
         prompts = [prompt for one in PROMPTS for prompt in (one, one)]
         return [list(done.token_ids) for done in llm.generate(prompts, [HELD, GREEDY] * len(PROMPTS))]
 

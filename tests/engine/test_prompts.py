@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.execution import prompts
 from engine.messages import Delta
 from engine.models.decoder import Decoder
@@ -52,7 +52,7 @@ def test_chunks_and_the_cache_change_no_score(llm: LLM) -> None:
     assert scores(asked(llm, PROMPT, prompt_logprobs=0)) == first, (
         "what is cached is computed again, since it has no scores"
     )
-    with LLM(progress=False, scheduler={"max_step_tokens": 64, "prefill_chunk": 7}) as small:
+    with LLM(progress=False, config={"scheduler": {"max_step_tokens": 64, "prefill_chunk": 7}}) as small:
         assert scores(asked(small, PROMPT, prompt_logprobs=0)) == pytest.approx(first, abs=1e-4)
 
 
@@ -91,7 +91,7 @@ def test_an_embedding_has_length_one_and_is_the_same_however_it_is_computed(llm:
     first = vector(llm, PROMPT, pooling)
     assert np.linalg.norm(first) == pytest.approx(1.0, abs=1e-5)
     assert vector(llm, PROMPT, pooling) == pytest.approx(first, abs=1e-5), "with what is cached"
-    with LLM(progress=False, scheduler={"max_step_tokens": 64, "prefill_chunk": 7}) as small:
+    with LLM(progress=False, config={"scheduler": {"max_step_tokens": 64, "prefill_chunk": 7}}) as small:
         assert vector(small, PROMPT, pooling) == pytest.approx(first, abs=1e-5)
 
 
@@ -131,7 +131,7 @@ def test_prompts_and_outputs_share_steps(llm: LLM) -> None:
 
 
 def test_executors_in_processes_of_their_own_tell_the_same(llm: LLM) -> None:
-    with LLM(progress=False, placement={"executor": "process"}) as other:
+    with LLM(progress=False, config={"placement": {"executor": "process"}}) as other:
         for pooling in ("last", "mean"):
             assert vector(other, PROMPT, pooling) == pytest.approx(vector(llm, PROMPT, pooling), abs=1e-5)
         scored = asked(other, PROMPT, prompt_logprobs=2)

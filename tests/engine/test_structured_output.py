@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.errors import RequestError
 from engine.params import Grammar
 
@@ -76,12 +76,12 @@ def test_outputs_follow_their_grammars(llm: LLM) -> None:
     ids=["no overlap", "small steps"],
 )
 def test_nothing_about_the_batch_changes_an_output(alone: list[str], sections: dict[str, Any]) -> None:
-    with LLM(progress=False, **sections) as llm:
+    with LLM(progress=False, config=sections) as llm:
         assert [output.text for output in llm.generate(PROMPTS, mixed())] == alone
 
 
 def test_an_output_that_is_retracted_goes_on_where_it_stood(alone: list[str]) -> None:
-    with LLM(progress=False, kv={"num_pages": 15}) as llm:  # far fewer than twelve rows want
+    with LLM(progress=False, config={"kv": {"num_pages": 15}}) as llm:  # far fewer than twelve rows want
         planner = llm._system.scheduler._planned
         for _ in range(20):  # who is let in depends on who arrives when
             llm.generate(["x"] * 40, SamplingParams(max_tokens=2))  # outputs look short, so many are let in
@@ -122,7 +122,7 @@ def test_a_grammar_that_gives_out_ends_its_request_alone() -> None:
     # Every further character of the text is another state: a few more than there may be.
     states = {"grammar.llguidance": {"max_lexer_states": 300}}
     greedy = Grammar("regex", "[^\\n]*x[^\\n]{250}[^\\n]{250}")
-    with LLM(progress=False, plugins={"options": states}) as llm:
+    with LLM(progress=False, config={"plugins": {"options": states}}) as llm:
         with pytest.raises(RequestError, match="cannot go on") as failed:
             llm.generate(["xxxx"], params(greedy, 1, max_tokens=1500, temperature=2.0))
         assert failed.value.code == "grammar_failed"
@@ -130,5 +130,5 @@ def test_a_grammar_that_gives_out_ends_its_request_alone() -> None:
 
 
 def test_executors_in_processes_of_their_own_follow_grammars_too(alone: list[str]) -> None:
-    with LLM(progress=False, placement={"executor": "process"}) as llm:
+    with LLM(progress=False, config={"placement": {"executor": "process"}}) as llm:
         assert [output.text for output in llm.generate(PROMPTS[:4], mixed()[:4])] == alone[:4]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.errors import ConfigError
 from tests.models.checkpoints import build, random_tokens, save
 
@@ -48,11 +48,13 @@ def engine(directory: Path, num_ranks: int, executor: str) -> LLM:
     return LLM(
         directory,
         progress=False,
-        model_={"tokenizer": "none"},
-        device={"tensor_parallel": num_ranks, "threads": 1},
-        kv={"num_pages": 64, "page_size": 4},
-        scheduler={"max_running": 8, "prefill_chunk": 16},
-        placement={"executor": executor},
+        config={
+            "model": {"tokenizer": "none"},
+            "device": {"tensor_parallel": num_ranks, "threads": 1},
+            "kv": {"num_pages": 64, "page_size": 4},
+            "scheduler": {"max_running": 8, "prefill_chunk": 16},
+            "placement": {"executor": executor},
+        },
     )
 
 

@@ -25,7 +25,7 @@ def anonymous_and_peak() -> tuple[int, int]:
 def main() -> None:
     path, max_len, step_tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     sections = {
-        "model": {"path": path, "tokenizer": "none", "max_len": max_len, "load_format": "dummy"},
+        "model": {"path": path, "tokenizer": "none", "max_model_len": max_len, "load_format": "dummy"},
         "device": {"kind": "cpu"},
         "kv": {"num_pages": -(-max_len // 16)},
         "scheduler": {"max_step_tokens": step_tokens},

@@ -30,7 +30,7 @@ def load(
     num_ranks: int = 1,
     **graphs: int,
 ) -> ModelRunner:
-    model = {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32", "max_len": MAX_LEN}
+    model = {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32", "max_model_len": MAX_LEN}
     sections = {
         "model": model,
         "device": {"kind": "cpu", "tensor_parallel": num_ranks},

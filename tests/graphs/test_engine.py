@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.actors.step_splitting import StepSplitter
 from engine.graphs.piecewise import Piecewise
 from engine.sampling.sampler import Sampler
@@ -27,12 +27,14 @@ def engine(checkpoint: Path, mode: str, **graphs) -> LLM:
     return LLM(
         checkpoint,
         progress=False,
-        kv={"page_size": 4, "num_pages": 200},
-        device={"kind": "cpu"},
-        scheduler={"prefill_chunk": 16, "max_step_tokens": 24, "max_running": 6},
-        model_={"dtype": "float32", "tokenizer": "none", "max_len": 64},
-        graphs={"mode": mode, **graphs},
-        plugins={"attention": "torch"},
+        config={
+            "kv": {"page_size": 4, "num_pages": 200},
+            "device": {"kind": "cpu"},
+            "scheduler": {"prefill_chunk": 16, "max_step_tokens": 24, "max_running": 6},
+            "model": {"dtype": "float32", "tokenizer": "none", "max_model_len": 64},
+            "graphs": {"mode": mode, **graphs},
+            "plugins": {"attention": "torch"},
+        },
     )
 
 

@@ -4,12 +4,12 @@ import msgspec
 import pytest
 import torch
 
-from engine.config import GraphsSection
 from engine.errors import ConfigError
 from engine.graphs.device import HostDevice
 from engine.graphs.rank import RankGraphs, choose_mode
 from engine.plugins import manager
 from engine.plugins.comm.local import LocalComm
+from engine.sections import GraphsSection
 from tests.graphs.engines import install
 from tests.graphs.runners import Steps, load, tokens
 from tests.models.checkpoints import build, save

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.config import Config, build_config
 from engine.errors import PluginError, RequestError
 from engine.params import Grammar
@@ -44,7 +44,7 @@ def broken(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.usefixtures("absent")
 def test_it_is_the_error_of_the_requests_that_need_it(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), EngineServer(model_={"name": "demo"}) as served:
+    with caplog.at_level(logging.WARNING), EngineServer(model={"name": "demo"}) as served:
         (warning,) = [record.getMessage() for record in caplog.records if "llguidance" in record.getMessage()]
         assert warning.startswith("requests with a grammar are refused: plugin grammar.llguidance ")
 
@@ -65,7 +65,7 @@ def test_it_is_the_error_of_the_requests_that_need_it(caplog: pytest.LogCaptureF
 
 @pytest.mark.usefixtures("absent")
 def test_from_python_too() -> None:
-    with LLM(kv={"num_pages": 64}, progress=False) as llm:
+    with LLM(progress=False, config={"kv": {"num_pages": 64}}) as llm:
         with pytest.raises(RequestError, match=SAID):
             llm.generate("x", SamplingParams(max_tokens=4, grammar=Grammar("regex", "[ab]{3}")))
         assert llm.generate("x", SamplingParams(max_tokens=4))[0].token_ids
@@ -121,8 +121,8 @@ def test_offline_with_an_executor_process(broken: dict[str, str], tmp_path: Path
     script = tmp_path / "script.py"
     script.write_text(
         "import json\n"
-        "from engine import LLM, Grammar, SamplingParams\n"
-        "with LLM(kv={'num_pages': 128}, placement={'executor': 'process'}, progress=False) as llm:\n"
+        "from callboard import LLM, Grammar, SamplingParams\n"
+        "with LLM(config={'kv': {'num_pages': 128}, 'placement': {'executor': 'process'}}, progress=False) as llm:\n"
         "    try:\n"
         "        llm.generate('x', SamplingParams(max_tokens=4, grammar=Grammar('regex', 'a')))\n"
         "    except Exception as error:\n"

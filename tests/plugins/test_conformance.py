@@ -1,7 +1,8 @@
-"""Every built-in by the kit that third parties get.  A new backend is one line in ATTENTION."""
+"""Every built-in by the kit that third parties get, attention on every device that this machine has."""
 
 import importlib
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -21,14 +22,30 @@ from tests.kv.cache_model import strategy
 from tests.layers.thread_comm import ThreadComm
 from tests.plugins.test_policy import policy
 
-# (built-in, device): run with everything it declares.  On a machine without a GPU, 'cuda' is skipped.
-ATTENTION = [("attention.torch", "cpu"), ("attention.torch", "cuda")]
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
 def declaration(name: str) -> Declaration:
     declared = read_declaration(BUILTIN[name])
     assert declared is not None
     return declared
+
+
+def backends(devices: Sequence[str]) -> list[tuple[str, str]]:
+    """(built-in, device) of every attention backend whose packages are installed and that runs on the device."""
+    declared = {name: declaration(name) for name in BUILTIN if name.startswith("attention.")}
+    return [
+        (name, device)
+        for name, declares in declared.items()
+        for device in devices
+        if not declares.missing_packages() and (not declares.devices or device in declares.devices)
+    ]
+
+
+def test_every_backend_that_is_installed_is_tried_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backends(["cpu"]) == [("attention.torch", "cpu")]
+    monkeypatch.setattr(Declaration, "missing_packages", lambda self: [])
+    assert set(backends(["cuda"])) == {(name, "cuda") for name in BUILTIN if name.startswith("attention.")}
 
 
 def factory(name: str) -> AttentionFactory:
@@ -39,13 +56,11 @@ def factory(name: str) -> AttentionFactory:
     ("name", "device", "case"),
     [
         pytest.param(name, device, case, id=f"{name}-{device}-{case}")
-        for name, device in ATTENTION
+        for name, device in backends(DEVICES)
         for case in attention_cases(declaration(name))
     ],
 )
 def test_attention(name: str, device: str, case: AttentionCase) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
     check_case(case, factory(name), device)
 
 

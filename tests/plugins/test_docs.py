@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.config import Config, build_config
 from engine.errors import PluginError, RequestError
 from engine.kv.events import KVEvent
@@ -68,14 +68,14 @@ def test_its_attention_serves_beside_ours(acme: Path) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12)
     texts = []
     for attention in ("torch", {"prefill": "torch", "decode": "plain"}, "plain"):
-        with LLM(progress=False, plugins={"attention": attention}, kv={"num_pages": 64}) as llm:
+        with LLM(progress=False, config={"plugins": {"attention": attention}, "kv": {"num_pages": 64}}) as llm:
             texts.append(llm.generate(["def add(a, b):\n"], greedy)[0].text)
     assert texts[0] == texts[1] == texts[2]
 
 
 def test_its_grammar_engine_constrains(acme: Path) -> None:
     choice = SamplingParams(temperature=1, seed=2, max_tokens=12, grammar=Grammar("choice", '["apple", "orange"]'))
-    with LLM(progress=False, plugins={"grammar": "words"}, kv={"num_pages": 64}) as llm:
+    with LLM(progress=False, config={"plugins": {"grammar": "words"}, "kv": {"num_pages": 64}}) as llm:
         outputs = llm.generate(["fruit = "] * 8, [choice.replace(seed=seed) for seed in range(8)])
         assert {(output.text, output.finish_reason) for output in outputs} == {("apple", "stop"), ("orange", "stop")}
         with pytest.raises(RequestError, match="no grammars but choices"):

@@ -5,11 +5,12 @@ import sys
 
 import pytest
 
-from engine.config import AttentionNames, Config
+from engine.config import Config
 from engine.errors import PluginError
 from engine.plugins.hookspecs import hookimpl
 from engine.plugins.manager import ATTENTION, AUTO, BUILTIN, OBSERVER, Plugins, available_plugins, decide
 from engine.plugins.selection import PREFERRED
+from engine.sections import AttentionNames
 from tests.plugins.conftest import Install
 
 HOOKIMPL = 'from engine.plugins.hookspecs import hookimpl\n\nCALLBOARD_PLUGIN = {"api": 1}\n'

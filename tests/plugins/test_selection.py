@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import AttentionNames, Config, build_config
+from engine.config import Config, build_config
 from engine.errors import PluginError
 from engine.plugins import manager, selection
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import Plugins
 from engine.plugins.selection import check_named, choose_attention, expected_context
+from engine.sections import AttentionNames
 from tests.plugins.conftest import Install
 
 CPU = AttentionContext("cpu", "float32", page_size=16, num_heads=8, num_kv_heads=2, head_size=64)

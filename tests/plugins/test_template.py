@@ -52,13 +52,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_is_installed_tested_listed_and_served_through(environment: Path, tmp_path: Path) -> None:
     shutil.copytree(TEMPLATE / "tests", tmp_path / "tests")
     assert "9 passed" in run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", cwd=tmp_path)
-    listed = run(environment, "-m", "server.cli", "plugins", "--set", "plugins.attention=watched", cwd=tmp_path)
+    listed = run(environment, "-m", "callboard", "plugins", "--set", "plugins.attention=watched", cwd=tmp_path)
     (line,) = [line for line in listed.splitlines() if "attention.watched" in line]
     assert "callboard-template 0.1.0" in line
     assert line.count("yes") == 2, "chosen, and runs here"
     said = run(
         environment,
-        *("-m", "server.cli", "generate", "def add(a, b):", "--max-tokens", "8", "--temperature", "0"),
+        *("-m", "callboard", "generate", "def add(a, b):", "--max-tokens", "8", "--temperature", "0"),
         *("--log-level", "info", "--set", "plugins.eviction=aged_lfu", "--set", "plugins.attention=watched"),
         *("--set", 'plugins.options={"attention.watched"={every=10}}', "--set", "device.kind=cpu"),
         cwd=tmp_path,

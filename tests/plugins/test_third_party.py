@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from engine import LLM, SamplingParams, patience
-from engine.config import AttentionNames
+from callboard import LLM, SamplingParams
+from engine import patience
 from engine.errors import EngineDied, PluginError
 from engine.execution import third_party as foreign
 from engine.execution.attention import RankAttention
@@ -19,6 +19,7 @@ from engine.layers.kv_pool import KVPool
 from engine.plugins import manager, selection
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.manager import Plugins
+from engine.sections import AttentionNames
 from tests.plugins.conftest import Install
 
 CPU = torch.device("cpu")
@@ -197,7 +198,7 @@ def test_one_that_raises_while_it_serves_ends_the_engine_by_name(
     publish: Publish, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish("if num_calls > 60: raise RuntimeError('planted')")
-    with LLM(progress=False, plugins={"attention": "theirs"}, kv={"num_pages": 64}) as llm:
+    with LLM(progress=False, config={"plugins": {"attention": "theirs"}, "kv": {"num_pages": 64}}) as llm:
         greedy = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
         # Loading it anew does not help: it does not get through its trial any more.
         said = r"plugin attention\.theirs \(acme-theirs 1\.0\) .*RuntimeError: planted"

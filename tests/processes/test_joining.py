@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from tests.pace import far
 from tests.processes.executors import alive, children, send, within
 from tests.processes.machines import KEY, RANKS, environment, free_port, machine
@@ -27,7 +27,7 @@ def expected() -> list[str]:
     """The texts of the streams, from one rank."""
     requests = [request(index, TOKENS) for index in range(STREAMS)]
     names = ("max_tokens", "temperature", "seed", "top_k", "ignore_eos")
-    with LLM("demo", progress=False, kv={"num_pages": 512}) as llm:
+    with LLM("demo", progress=False, config={"kv": {"num_pages": 512}}) as llm:
         params = [SamplingParams(**{name: one[name] for name in names}) for one in requests]
         return [done.text for done in llm.generate([one["prompt"] for one in requests], params)]
 

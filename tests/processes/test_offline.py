@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from tests.processes.executors import children
 from tests.processes.server import ROOT
 
@@ -16,7 +16,7 @@ PROMPTS = ["def add(a, b):", "import "]
 def test_it_gives_what_it_gives_in_one_process_and_leaves_none_behind() -> None:
     answers = []
     for executor in ("inline", "process"):
-        with LLM(kv={"num_pages": 128}, placement={"executor": executor}, progress=False) as llm:
+        with LLM(progress=False, config={"kv": {"num_pages": 128}, "placement": {"executor": executor}}) as llm:
             answers.append([completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)])
             assert len(children()) == (executor == "process")
     assert answers[0] == answers[1]
@@ -26,8 +26,8 @@ def test_it_gives_what_it_gives_in_one_process_and_leaves_none_behind() -> None:
 def test_a_script_that_does_not_close_it_ends_all_the_same(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "from engine import LLM\n"
-        "llm = LLM(kv={'num_pages': 128}, placement={'executor': 'process'}, progress=False)\n"
+        "from callboard import LLM\n"
+        "llm = LLM(config={'kv': {'num_pages': 128}, 'placement': {'executor': 'process'}}, progress=False)\n"
         "print(llm.generate('import ')[0].finish_reason)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(tmp_path)}

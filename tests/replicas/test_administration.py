@@ -8,7 +8,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.config import Config, ServerSection, build_config
+from engine.config import Config, build_config
+from engine.sections import ServerSection
 from server.listener import bind
 from server.replicas import administration
 from server.replicas.replica import Replicas, State

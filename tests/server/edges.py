@@ -37,7 +37,7 @@ HEALTHY = {
     **{"model": MODEL, "prompt": "def add(a, b):\n", "max_tokens": 40, "temperature": 0, "ignore_eos": True},
     "priority": -(1 << 31),  # so that it is served often, beside thousands of others
 }
-SETTINGS = (f"model.max_len={MAX_LEN}", "scheduler.max_running=16", "kv.num_pages=256")
+SETTINGS = (f"model.max_model_len={MAX_LEN}", "scheduler.max_running=16", "kv.num_pages=256")
 PLACEMENTS = {
     "inline": ("placement.executor=inline",),
     "executor": ("placement.executor=process",),
@@ -323,12 +323,12 @@ def over_http(placement: str, num_requests: int, seed: int = 0) -> Result:
 def from_python(placement: str, num_requests: int, seed: int = 0) -> Result:
     """With ``LLM``.  Whatever is wrong is a RequestError."""
     result, dice, done = Result(), Dice(seed), threading.Event()
-    tables: dict[str, dict[str, Any]] = {"model_": {"max_len": MAX_LEN}, "kv": {"num_pages": 256}, "placement": {}}
+    tables: dict[str, dict[str, Any]] = {"model": {"max_model_len": MAX_LEN}, "kv": {"num_pages": 256}, "placement": {}}
     for setting in PLACEMENTS[placement]:
         key, _, value = setting.removeprefix("placement.").partition("=")
         if key != "ingress":  # requests enter in this process
             tables["placement"][key] = int(value) if value.isdigit() else value
-    with LLM(str(ROOT / "examples" / "demo_model"), progress=False, **tables) as llm:
+    with LLM(str(ROOT / "examples" / "demo_model"), progress=False, config=tables) as llm:
 
         def beside() -> None:
             params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

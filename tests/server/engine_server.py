@@ -16,11 +16,10 @@ from tests.pace import far
 
 
 class EngineServer:
-    """A context manager: serves inside of it.  sections: configuration tables, as ``LLM`` takes them."""
+    """A context manager: serves inside of it.  sections: configuration tables."""
 
     def __init__(self, **sections: dict[str, Any]) -> None:
-        tables = {name.removesuffix("_"): table for name, table in sections.items()}
-        self.config = build_config(Config(), {"device": {"kind": "cpu", "seed": 1}, **tables})
+        self.config = build_config(Config(), {"device": {"kind": "cpu", "seed": 1}, **sections})
         self.system = System(self.config)
         self.model = self.system.model_name
         self._failure: Exception | None = None
@@ -60,7 +59,7 @@ class EngineServer:
             vocab_size=system.spec.vocab_size,
             created=1_700_000_000,
             tool_format=system.codec.tool_format,
-            template_variables=config.server.chat_template_kwargs,
+            template_variables=config.server.allowed_template_variables,
         )
         await system.start()
         runner = create_runner(config.server, config.limits, system.ingress, card, system.monitor, system.codec)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import uvloop
 from aiohttp import web
 
-from engine.config import LimitsSection, ServerSection
+from engine.sections import LimitsSection, ServerSection
 from server.app import create_runner
 from server.listener import bind
 from server.model_card import ModelCard

@@ -11,8 +11,8 @@ import sys
 import msgspec
 import uvloop
 
-from engine.config import LimitsSection, ServerSection
 from engine.errors import CallboardError, EngineDied
+from engine.sections import LimitsSection, ServerSection
 from server.listener import bind
 from server.serve import serve
 from tests.server.fake_ingress import FakeIngress

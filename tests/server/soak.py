@@ -31,7 +31,7 @@ from tests.server.misuse import KINDS, MODEL, Misuse
 
 SETTINGS = (
     f"model.name={MODEL}", "placement.executor=inline", "scheduler.max_running=16", "limits.max_requests=32",
-    "server.header_timeout_s=1", "server.body_timeout_s=1", "server.write_timeout_s=1", "server.keepalive_timeout_s=3",
+    "server.client_timeout_s=1",
 )  # fmt: skip
 # What oneDNN keeps for each of a thousand shapes, and malloc for each thread, comes to a hundred megabytes in the end,
 # and would hide what this looks for.

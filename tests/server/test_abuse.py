@@ -150,7 +150,7 @@ def unsent_bytes(live: LiveSystem) -> list[int]:
 
 @pytest.mark.reliability("H2", "30 readers that stop reading streams of half a megabyte")
 def test_readers_that_stop_are_bounded_in_memory_then_dropped_and_slow_nobody(figure: Figure) -> None:
-    config = configured(server={"write_timeout_s": 0.5})
+    config = configured(server={"client_timeout_s": 0.5})
     with LiveSystem(config, NullSystem) as live, ExitStack() as stack:
         stalled = [stack.enter_context(RawClient(live.port, receive_buffer=4096)) for _ in range(30)]
         for client in stalled:
@@ -233,7 +233,7 @@ def test_idle_connections_by_the_thousand_cost_others_nothing(live: LiveSystem, 
 
 @pytest.mark.reliability("H2", "50 slow headers and 50 slow bodies")
 def test_slow_headers_and_bodies_are_cut_at_their_deadlines_while_others_are_served(figure: Figure) -> None:
-    config = configured(server={"header_timeout_s": 0.6, "body_timeout_s": 0.6})
+    config = configured(server={"client_timeout_s": 0.6})
     head = http_bytes("POST", "/v1/completions", b"", {"Content-Length": "1000"})
     with LiveSystem(config, NullSystem) as live, ExitStack() as stack:
         drips = [stack.enter_context(RawClient(live.port)) for _ in range(100)]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.config import LimitsSection, ServerSection
+from engine.sections import LimitsSection, ServerSection
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, Reply, ask, http_bytes
 from tests.server.live_server import MODEL, LiveServer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.config import ServerSection
+from engine.sections import ServerSection
 from tests.server.http_client import Reply, ask
 from tests.server.live_server import MODEL, LiveServer
 

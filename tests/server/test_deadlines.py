@@ -6,7 +6,8 @@ from contextlib import suppress
 
 import pytest
 
-from engine.config import ServerSection
+from engine.sections import ServerSection
+from server import connection
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, ask, http_bytes
 from tests.server.live_server import MODEL, LiveServer
@@ -21,7 +22,7 @@ FLOOD = json.dumps(
 
 
 def stalling_server() -> LiveServer:
-    return LiveServer(server=ServerSection(write_timeout_s=DEADLINE_S))
+    return LiveServer(server=ServerSection(client_timeout_s=DEADLINE_S))
 
 
 def drip(client: RawClient, data: bytes, every_s: float) -> float:
@@ -42,12 +43,12 @@ def drip(client: RawClient, data: bytes, every_s: float) -> float:
 
 
 def test_a_dripping_header_is_cut() -> None:
-    with LiveServer(server=ServerSection(header_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+    with LiveServer(server=ServerSection(client_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
         assert DEADLINE_S - 0.1 <= drip(client, b"GET /health HTTP/1.1\r\nX: " + b"x" * 1000, 0.05) <= LATEST_S
 
 
 def test_a_header_that_stops_is_told_why_and_cut() -> None:
-    with LiveServer(server=ServerSection(header_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+    with LiveServer(server=ServerSection(client_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
         client.send(b"GET /health HT")
         reply = client.read_reply()
         assert (reply.status, reply.error["code"]) == (408, "header_timeout")
@@ -55,7 +56,7 @@ def test_a_header_that_stops_is_told_why_and_cut() -> None:
 
 
 def test_the_header_deadline_is_that_of_each_request_not_of_the_connection() -> None:
-    with LiveServer(server=ServerSection(header_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+    with LiveServer(server=ServerSection(client_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
         for _ in range(4):
             client.send(GET[:20])
             time.sleep(DEADLINE_S / 2)
@@ -71,7 +72,7 @@ def test_the_header_deadline_is_that_of_each_request_not_of_the_connection() -> 
 
 def test_a_header_behind_a_running_request_does_not_hurt_it() -> None:
     ingress = FakeIngress(delay_s=0.2)
-    with LiveServer(ingress, server=ServerSection(header_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+    with LiveServer(ingress, server=ServerSection(client_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
         client.send(http_bytes("POST", "/v1/completions", COMPLETION))
         time.sleep(0.1)
         client.send(b"\r\n" + GET[:20])
@@ -80,7 +81,7 @@ def test_a_header_behind_a_running_request_does_not_hurt_it() -> None:
 
 
 def test_a_body_that_stops_is_told_why_and_cut() -> None:
-    with LiveServer(server=ServerSection(body_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+    with LiveServer(server=ServerSection(client_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
         client.send(http_bytes("POST", "/v1/completions", b"", {"Content-Length": "1000"}))
         started = time.monotonic()
         client.send(b"{")
@@ -98,7 +99,7 @@ def test_a_dripping_body_is_cut(path: str, chunked: bool) -> None:
     if chunked:
         head, drops = head.replace(b"Content-Length: 100000", b"Transfer-Encoding: chunked"), b"1\r\n \r\n" * 200
     answer = b""
-    with LiveServer(server=ServerSection(body_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+    with LiveServer(server=ServerSection(client_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
         client.send(head)
         client.socket.settimeout(0.05)
         try:
@@ -119,7 +120,7 @@ def test_a_dripping_body_is_cut(path: str, chunked: bool) -> None:
 
 def test_a_body_that_comes_slowly_and_steadily_is_served() -> None:
     body = COMPLETION + b" " * (512 << 10)
-    with LiveServer(server=ServerSection(body_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+    with LiveServer(server=ServerSection(client_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
         client.send(http_bytes("POST", "/v1/completions", b"", {"Content-Length": str(len(body))}))
         started = time.monotonic()
         for start in range(0, len(body), 64 << 10):
@@ -136,8 +137,9 @@ def test_a_body_that_nobody_reads_is_cut_too() -> None:
         assert client.seconds_until_closed() < 4
 
 
-def test_an_idle_connection_is_closed() -> None:
-    with LiveServer(server=ServerSection(keepalive_timeout_s=DEADLINE_S)) as live:
+def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "KEEPALIVE_TIMEOUT_S", DEADLINE_S)
+    with LiveServer() as live:
         with RawClient(live.port) as silent:
             assert DEADLINE_S - 0.1 <= silent.seconds_until_closed() <= LATEST_S
         with RawClient(live.port) as client:

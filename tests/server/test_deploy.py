@@ -56,7 +56,7 @@ def test_kubernetes_asks_the_routes_that_are_open_and_lets_the_server_drain(
     with LiveServer(server=config.server) as live:
         assert all(ask(live.port, "GET", path).status == 200 for path in probes.values())
     waits = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
-    assert pod["terminationGracePeriodSeconds"] > waits + config.server.drain_timeout_s + config.server.write_timeout_s
+    assert pod["terminationGracePeriodSeconds"] > waits + config.server.drain_timeout_s + config.server.client_timeout_s
     assert container["env"][0]["name"] == "CALLBOARD_SERVER__API_KEY"
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -88,9 +88,9 @@ def test_two_machines_have_a_configuration_that_goes_with_how_they_are_started(t
         check_cluster(cluster, config)
         assert link_place(cluster, config)[1] == told["master-addr"]
     assert stateful["replicas"] == 2
-    assert pod["terminationGracePeriodSeconds"] > in_pods.server.drain_timeout_s + in_pods.server.write_timeout_s
+    assert pod["terminationGracePeriodSeconds"] > in_pods.server.drain_timeout_s + in_pods.server.client_timeout_s
     patience = {one["name"]: one.get("value") for one in container["env"]}.pop("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-    drained_s = in_pods.server.drain_timeout_s + in_pods.server.write_timeout_s
+    drained_s = in_pods.server.drain_timeout_s + in_pods.server.client_timeout_s
     assert drained_s < int(patience) < pod["terminationGracePeriodSeconds"]
     assert {one["name"] for one in container["env"] if "value" not in one} == set(keys)
     service = by_name["Service", stateful["serviceName"]]["spec"]
@@ -107,7 +107,7 @@ def test_two_machines_have_a_configuration_that_goes_with_how_they_are_started(t
 def test_systemd_waits_for_the_drain_and_does_not_repeat_what_cannot_mend() -> None:
     settings = dict(re.findall(r"^(\w+)=(.*)$", (DEPLOY / "callboard.service").read_text(), re.MULTILINE))
     server = Config().server
-    assert int(settings["TimeoutStopSec"]) > server.drain_timeout_s + server.write_timeout_s
+    assert int(settings["TimeoutStopSec"]) > server.drain_timeout_s + server.client_timeout_s
     assert settings["KillSignal"] == "SIGTERM"
     codes = {int(code) for code in settings["RestartPreventExitStatus"].split()}
     assert codes == {kind.exit_code for kind in (ConfigError, WeightsError, GraphError, ListenError)}

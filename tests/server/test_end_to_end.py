@@ -27,7 +27,7 @@ class Server:
     """A ``callboard serve`` process on a free port."""
 
     def __init__(self, *overrides: str) -> None:
-        command = [sys.executable, "-m", "server.cli", "serve", str(DEMO), "--port", "0"]
+        command = [sys.executable, "-m", "callboard", "serve", str(DEMO), "--port", "0"]
         for override in ("kv.num_pages=512", *overrides):
             command += ["--set", override]
         # Read all the time: a pipe that nobody reads fills up, and then the server waits inside a log call.

@@ -25,7 +25,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEM
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[EngineServer]:
-    with EngineServer(model_={"name": "demo"}) as server:
+    with EngineServer(model={"name": "demo"}) as server:
         yield server
 
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import LimitsSection, ServerSection
 from engine.errors import RequestError
 from engine.params import MAX_SEED
+from engine.sections import ServerSection
 from server.body import BodyReader, name_field
 from server.chat import Chat
 from server.completions import Completions
@@ -22,14 +22,14 @@ DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty"
 def completion(chat_defaults: dict[str, float | int] | None = None, **fields: object) -> Generation:
     card = ModelCard(name="m", max_model_len=100, vocab_size=50, created=0, chat_defaults=chat_defaults or {})
     body = msgspec.convert({"model": "m", "prompt": "p", **fields}, CompletionBody)
-    return Completions(Translator(card, LimitsSection(max_choices=8))).translate(body)
+    return Completions(Translator(card)).translate(body)
 
 
 def chat(**fields: object) -> Generation:
     card = ModelCard(name="m", max_model_len=100, vocab_size=50, created=0, chat_defaults=DEFAULTS)
     messages = [{"role": "user", "content": "p"}]
     body = msgspec.convert({"model": "m", "messages": messages, **fields}, ChatBody)
-    return Chat(Translator(card, LimitsSection()), card).translate(body)
+    return Chat(Translator(card), card).translate(body)
 
 
 def test_defaults_are_those_of_the_api() -> None:
@@ -88,7 +88,7 @@ def test_chat_logprobs_need_to_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields, param", [({"n": 9}, "n"), ({"n": 4, "prompt": ["a"] * 3}, "n"), ({"prompt": ["a"] * 9}, "prompt")]
+    "fields, param", [({"n": 129}, "n"), ({"n": 64, "prompt": ["a"] * 3}, "n"), ({"prompt": ["a"] * 129}, "prompt")]
 )
 def test_too_many_choices_are_refused(fields: dict[str, object], param: str) -> None:
     with pytest.raises(RequestError) as caught:

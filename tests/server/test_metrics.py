@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.config import LimitsSection, ServerSection
 from engine.messages import Finish
 from engine.params import SamplingParams
+from engine.sections import LimitsSection, ServerSection
 from server.metrics import COUNTERS, HISTOGRAMS
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, ask
@@ -143,7 +143,7 @@ def test_requests_are_counted_by_route_and_never_by_what_clients_make_up() -> No
 
 
 def test_what_the_server_refuses_and_cuts_is_counted() -> None:
-    limits, server = LimitsSection(max_requests=1), ServerSection(header_timeout_s=0.2, max_connections=2)
+    limits, server = LimitsSection(max_requests=1), ServerSection(client_timeout_s=0.2, max_connections=2)
     with LiveServer(FakeIngress(delay_s=0.01), limits=limits, server=server) as live:
         with RawClient(live.port) as slow, RawClient(live.port), RawClient(live.port) as third:
             assert third.read_reply().status == 503

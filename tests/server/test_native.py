@@ -15,7 +15,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 8}
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[EngineServer]:
-    with EngineServer(model_={"name": "demo"}) as server:
+    with EngineServer(model={"name": "demo"}) as server:
         yield server
 
 

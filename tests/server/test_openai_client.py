@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from engine.config import LimitsSection, ServerSection
+from engine.sections import LimitsSection, ServerSection
 from tests.server.fake_ingress import FakeIngress, as_text
 from tests.server.live_server import MODEL, LiveServer, run_async
 

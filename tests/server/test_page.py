@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.config import ServerSection
+from engine.sections import ServerSection
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import ask
 from tests.server.live_server import LiveServer

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from engine.config import LimitsSection
 from engine.messages import Delta, Finish, TokenLogprobs, TokenText, Usage
 from server.chat import Chat
 from server.completions import Completions
@@ -23,7 +22,7 @@ TOKEN = TokenText(1, "x", b"x", -1.0)
 
 
 def endpoints() -> list[Any]:
-    translator = Translator(CARD, LimitsSection())
+    translator = Translator(CARD)
     return [Completions(translator), Chat(translator, CARD)]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.config import ServerSection
+from engine.sections import ServerSection
 from server.salts import Salts
 
 TWO = ServerSection(api_key=["one", "two"])

@@ -103,7 +103,7 @@ def test_without_a_grammar_tools_and_ignore_eos_go_together(live: LiveServer) ->
 @contextmanager
 def serving(form: ToolFormat) -> Iterator[openai.OpenAI]:
     with (
-        EngineServer(model_={"name": "demo", "tool_format": form}) as server,
+        EngineServer(model={"name": "demo", "tool_format": form}) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client

@@ -12,10 +12,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from benchmarks.null_engine import NullSystem
-from engine.config import Config, ServerSection, build_config
+from engine.config import Config, build_config
 from engine.errors import ConfigError
 from engine.messages import Finish
 from engine.scheduling.metrics import RequestMetrics
+from engine.sections import ServerSection
 from server import app
 from server.traces import open_provider
 from tests.server.http_client import ask

@@ -14,9 +14,9 @@ from engine.actors.ingress import Ingress
 from engine.actors.scheduler import Scheduler
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
-from engine.config import LimitsSection
 from engine.messages import LossExplained, Message
 from engine.scheduling.planner import Planner
+from engine.sections import LimitsSection
 from tests.sim.codec import SimCodec
 from tests.sim.device import SimDevice, SimExecutor
 from tests.sim.links import SimLink, SimMailbox

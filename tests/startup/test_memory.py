@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from engine import LLM
+from callboard import LLM
 from engine.actors.group import Terms
 from engine.checkpoints.checkpoint import read_spec
 from engine.config import Config, build_config
@@ -56,11 +56,11 @@ def test_a_pool_without_room_for_one_sequence_is_refused_with_what_took_the_room
 @pytest.mark.parametrize(
     "needs, levers",
     [
-        (Needs(), "model.max_len, or"),
-        (Needs(8), "model.max_len or scheduler.max_running or scheduler.max_step_tokens, or"),
+        (Needs(), "model.max_model_len, or"),
+        (Needs(8), "model.max_model_len or scheduler.max_running or scheduler.max_step_tokens, or"),
         (
             Needs(8, 8),
-            "model.max_len or scheduler.max_running or scheduler.max_step_tokens or graphs.max_tokens, or",
+            "model.max_model_len or scheduler.max_running or scheduler.max_step_tokens or graphs.max_tokens, or",
         ),
     ],
 )
@@ -201,7 +201,7 @@ def test_weights_that_cannot_fit_are_refused_before_anything_is_loaded(checkpoin
     monkeypatch.setattr(loading, "free_bytes", lambda device: 1 << 10)
     for name in ("_draw", "_read"):
         monkeypatch.setattr(loader, name, load_weights)
-    with pytest.raises(ConfigError) as refused, LLM(checkpoint, progress=False, model_=dummy(load_format)):
+    with pytest.raises(ConfigError) as refused, LLM(checkpoint, progress=False, config={"model": dummy(load_format)}):
         pass
     (line,) = str(refused.value).splitlines()
     assert f"model.path={checkpoint}: its weights need 0." in line
@@ -217,7 +217,7 @@ def test_a_pool_larger_than_the_memory_is_one_line(checkpoint, executor):
     pool, model = {"num_pages": 10**9}, dummy("safetensors")
     with (
         pytest.raises(ConfigError) as refused,
-        LLM(checkpoint, progress=False, kv=pool, model_=model, placement={"executor": executor}),
+        LLM(checkpoint, progress=False, config={"kv": pool, "model": model, "placement": {"executor": executor}}),
     ):
         pass
     (line,) = str(refused.value).splitlines()
@@ -240,7 +240,7 @@ def test_what_a_step_needs_on_a_cpu_is_kept_free_beside_a_given_number_of_pages(
 
 @pytest.mark.parametrize("executor", ["inline", "process"])
 def test_a_runner_that_comes_back_with_its_pages_is_not_asked_whether_they_fit(checkpoint, monkeypatch, executor):
-    model = {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32", "max_len": 64}
+    model = {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32", "max_model_len": 64}
     sections = {"model": model, "device": {"kind": "cpu"}, "placement": {"executor": executor}}
     system = System(build_config(Config(), sections))
     terms = Terms(num_pages=100)

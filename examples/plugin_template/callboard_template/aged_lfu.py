@@ -6,9 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from engine.kv.eviction import Candidate, Rank
-from engine.plugins.hookspecs import EvictionContext, hookimpl
-from engine.plugins.options import Options, decode_options
+from callboard.plugins import Candidate, EvictionContext, Options, Rank, decode_options, hookimpl
 
 CALLBOARD_PLUGIN = {"api": 1}
 

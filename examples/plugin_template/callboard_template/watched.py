@@ -13,14 +13,20 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from engine.errors import PluginError
-from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionFactory, AttentionSpec
-from engine.layers.kv_pool import KVPool
-from engine.plugins.hookspecs import AttentionContext, hookimpl
-from engine.plugins.manager import Plugins
-from engine.plugins.options import Options, decode_options
-from engine.plugins.testing.attention import TOLERANCES
-from engine.plugins.testing.reference import attend
+from callboard.plugins import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionContext,
+    AttentionFactory,
+    AttentionSpec,
+    KVPool,
+    Options,
+    PluginError,
+    attention_factory,
+    decode_options,
+    hookimpl,
+)
+from callboard.plugins.testing import TOLERANCES, attend
 
 # No limits of its own: what the other backend cannot do, that one says.
 CALLBOARD_PLUGIN = {"api": 1}
@@ -95,8 +101,7 @@ def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
     options = decode_options("attention.watched", context.options, WatchedOptions)
     if options.backend in ("auto", "watched"):
         raise PluginError(f"attention.watched: backend={options.backend!r}: name the backend to be watched")
-    inner = Plugins({"attention": options.backend})
-    factory: AttentionFactory = inner.hook.callboard_attention_backend(context=replace(context, options={}))
+    factory = attention_factory(options.backend, replace(context, options={}))
 
     def build(spec: AttentionSpec, pool: KVPool) -> WatchedAttention:
         return WatchedAttention(factory(spec, pool), spec, pool, options.every)

@@ -1,23 +1,24 @@
 """Both plugins by callboard's conformance kit, and what they add."""
 
+from dataclasses import replace
+
 import pytest
-import torch
 from callboard_template.aged_lfu import AgedLFU
 from callboard_template.watched import WatchedAttention, callboard_attention_backend
-from torch import Tensor
 
-from engine.errors import PluginError
-from engine.layers.attention import AttentionSpec
-from engine.layers.kv_pool import KVPool
-from engine.plugins.attention.torch import TorchAttention
-from engine.plugins.declaration import Declaration
-from engine.plugins.hookspecs import AttentionContext
-from engine.plugins.testing.attention import check_attention_backend, through_hook
-from engine.plugins.testing.attention_cases import attention_cases
-from engine.plugins.testing.eviction import check_eviction_strategy
-from engine.plugins.testing.findings import ConformanceError
+from callboard.plugins import AttentionBackend, AttentionContext, AttentionSpec, KVPool, PluginError, attention_factory
+from callboard.plugins.testing import (
+    ConformanceError,
+    Declaration,
+    attention_cases,
+    check_attention_backend,
+    check_eviction_strategy,
+    through_hook,
+)
 
+CONTEXT = AttentionContext("cpu", "float32", page_size=16, num_heads=4, num_kv_heads=2, head_size=64)
 DECLARES = Declaration(api=1, head_sizes=(64,), page_sizes=(1, 16))
+TORCH = attention_factory("torch", CONTEXT)
 
 
 def test_aged_lfu_is_a_strategy() -> None:
@@ -33,7 +34,7 @@ def test_calls_are_counted_and_every_so_many_compared() -> None:
     made: list[WatchedAttention] = []
 
     def factory(spec: AttentionSpec, pool: KVPool) -> WatchedAttention:
-        made.append(WatchedAttention(TorchAttention(spec, pool), spec, pool, every=2))
+        made.append(WatchedAttention(TORCH(spec, pool), spec, pool, every=2))
         return made[-1]
 
     check_attention_backend(factory, DECLARES)
@@ -43,16 +44,18 @@ def test_calls_are_counted_and_every_so_many_compared() -> None:
 
 @pytest.mark.parametrize("factor", [1.5, float("nan")])
 def test_a_wrong_backend_is_noticed(factor: float) -> None:
-    class Wrong(TorchAttention):
-        def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-            return super().attend(layer, q_TNH) * torch.tensor(factor, dtype=q_TNH.dtype)
+    def wrong(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
+        backend = TORCH(spec, pool)
+        right = backend.attend
+        backend.attend = lambda layer, q_TNH: right(layer, q_TNH) * factor
+        return WatchedAttention(backend, spec, pool, 1)
 
     with pytest.raises(ConformanceError) as found:
-        check_attention_backend(lambda spec, pool: WatchedAttention(Wrong(spec, pool), spec, pool, 1), DECLARES)
+        check_attention_backend(wrong, DECLARES)
     assert all("ValueError: layer 0, sequence 0" in reason for reason in found.value.failures.values())
 
 
 @pytest.mark.parametrize("backend", ["auto", "watched", "nonsense"])
 def test_it_needs_to_know_whom_to_watch(backend: str) -> None:
     with pytest.raises(PluginError, match=backend):
-        callboard_attention_backend(AttentionContext("cpu", "float32", 16, 4, 2, 64, options={"backend": backend}))
+        callboard_attention_backend(replace(CONTEXT, options={"backend": backend}))

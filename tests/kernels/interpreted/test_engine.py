@@ -1,6 +1,6 @@
 """The engine from prompts to tokens, with kernels and without: the same tokens, whatever is asked of the sampler."""
 
-from engine import LLM, SamplingParams
+from callboard import LLM, SamplingParams
 from engine.kernels import choice
 
 PROMPTS = ["def f(x):\n    return", "import numpy as", "class A:", "for i in range(", "x = [1, 2"]
@@ -19,8 +19,8 @@ def test_same_tokens(monkeypatch):
         monkeypatch.setenv(choice.VARIABLE, kind)
         wishes = [one.replace(max_tokens=5, ignore_eos=True) for one in WISHES]
         # Prompts longer than a chunk, so that steps mix both phases.
-        sections = {"model_": {"dtype": "float32"}, "scheduler": {"prefill_chunk": 4}, "device": {"kind": "cpu"}}
-        with LLM(progress=False, kv={"num_pages": 64}, **sections) as llm:
+        sections = {"model": {"dtype": "float32"}, "scheduler": {"prefill_chunk": 4}, "device": {"kind": "cpu"}}
+        with LLM(progress=False, config={"kv": {"num_pages": 64}, **sections}) as llm:
             outputs.append([one.token_ids for one in llm.generate(PROMPTS, wishes)])
     assert outputs[0] == outputs[1]
     assert all(len(one) == 5 for one in outputs[0])

@@ -1,0 +1,49 @@
+"""callboard's public face: the offline API, its errors and the version.  Plugins import ``callboard.plugins``.
+
+Owns: which names are public.  Does not know: how anything works.
+``LLM`` is imported when it is asked for, so that a plugin, which imports this package, stays light.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from callboard.shadows import refuse_shadows
+
+refuse_shadows()
+
+from engine import __version__  # noqa: E402
+from engine.errors import (  # noqa: E402
+    CallboardError,
+    ConfigError,
+    EngineDied,
+    GraphError,
+    PluginError,
+    RequestError,
+    WeightsError,
+)
+from engine.params import Grammar, SamplingParams  # noqa: E402
+
+if TYPE_CHECKING:
+    from engine.llm import LLM, Completion
+
+__all__ = [
+    "LLM",
+    "CallboardError",
+    "Completion",
+    "ConfigError",
+    "EngineDied",
+    "Grammar",
+    "GraphError",
+    "PluginError",
+    "RequestError",
+    "SamplingParams",
+    "WeightsError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("LLM", "Completion"):
+        from engine import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module 'callboard' has no attribute {name!r}")

@@ -1,0 +1,48 @@
+"""The conformance kit: one call for each kind of plugin proves one right, or lists every case in which it is not.
+
+Owns: which of its names are public.  Does not know: pytest, plugins.
+Names that need torch are imported when they are asked for: strategies and policies are proved without it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from engine.plugins.declaration import Declaration, read_declaration
+from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
+from engine.plugins.testing.eviction import check_eviction_strategy
+from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.testing.policy import check_scheduling_policy
+
+if TYPE_CHECKING:
+    from engine.plugins.testing.attention import TOLERANCES, check_attention_backend, check_case, through_hook
+    from engine.plugins.testing.comm import check_comm, check_rank
+    from engine.plugins.testing.reference import attend
+
+__all__ = [
+    "TOLERANCES",
+    "AttentionCase",
+    "ConformanceError",
+    "Declaration",
+    "attend",
+    "attention_cases",
+    "check_attention_backend",
+    "check_case",
+    "check_comm",
+    "check_eviction_strategy",
+    "check_rank",
+    "check_scheduling_policy",
+    "read_declaration",
+    "through_hook",
+]
+
+_NEED_TORCH = (
+    dict.fromkeys(("TOLERANCES", "check_attention_backend", "check_case", "through_hook"), "attention")
+    | dict.fromkeys(("check_comm", "check_rank"), "comm")
+    | {"attend": "reference"}
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NEED_TORCH:
+        return getattr(import_module(f"engine.plugins.testing.{_NEED_TORCH[name]}"), name)
+    raise AttributeError(f"module 'callboard.plugins.testing' has no attribute {name!r}")

@@ -1,0 +1,268 @@
+"""The sections of callboard.toml: every key, its type, its range, its default and its one-line doc.
+
+Owns: the tables.  Does not know: where values come from, devices, checkpoints; plugins decode their own option tables.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+# fmt: off: one line per key
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A TOML table.  Unknown keys are errors."""
+
+
+class ModelSection(Section, frozen=True):
+    """[model]: which checkpoint to serve and how to read it."""
+
+    path: Annotated[
+        str, Meta(description="Directory of a Hugging Face checkpoint (relative to this file), a hub id, or 'demo'")
+    ] = "demo"
+    revision: Annotated[str, Meta(description="Hub revision: branch, tag or commit; empty for the default branch")] = ""
+    name: Annotated[str, Meta(description="Model name in the API; empty for the last part of the path")] = ""
+    tokenizer: Annotated[
+        str,
+        Meta(
+            description="Directory of the tokenizer; empty for the checkpoint's own, 'none' to take and give token ids only"
+        ),
+    ] = ""
+    load_format: Annotated[
+        Literal["safetensors", "dummy"], Meta(description="'dummy' draws seeded random weights from config.json alone")
+    ] = "safetensors"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="'auto' is float32 on CPU and the checkpoint's own type on a GPU"),
+    ] = "auto"
+    tool_format: Annotated[
+        Literal["auto", "hermes", "llama3"],
+        Meta(description="How the model writes function calls; 'auto' goes by its chat template"),
+    ] = "auto"
+    reasoning: Annotated[
+        Literal["auto", "yes", "no"],
+        Meta(description="Whether <think> text is told apart from answers; 'auto' goes by the chat template"),
+    ] = "auto"
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="Longest prompt plus output in tokens; 0 for what the model was trained for")
+    ] = 0
+
+
+class DeviceSection(Section, frozen=True):
+    """[device]: where the model runs."""
+
+    kind: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="'auto' takes a GPU where there is one")] = "auto"
+    tensor_parallel: Annotated[
+        int, Meta(ge=1, le=64, description="Ranks that share the model, each on a GPU of its own or on the CPU")
+    ] = 1
+    threads: Annotated[
+        int, Meta(ge=0, description="CPU threads for the model; 0 for all cores, or one if the model is small")
+    ] = 0
+    seed: Annotated[
+        int, Meta(ge=0, description="Seeds dummy weights and requests that bring no seed of their own; 0 draws one")
+    ] = 0
+
+
+class KVSection(Section, frozen=True):
+    """[kv]: the paged KV cache."""
+
+    page_size: Annotated[Literal[1, 4, 8, 16, 32, 64, 128, 256], Meta(description="Tokens per page")] = 16
+    num_pages: Annotated[int, Meta(ge=0, description="Pages in the pool; 0 sizes it from memory_fraction")] = 0
+    num_host_pages: Annotated[
+        int, Meta(ge=0, description="Pages of host memory that evicted pages move to and come back from; 0 for none")
+    ] = 0
+    memory_fraction: Annotated[
+        float, Meta(gt=0, le=0.98, description="Share of free memory for the pool, on CPU at most 4 GiB")
+    ] = 0.85
+
+
+class SchedulerSection(Section, frozen=True):
+    """[scheduler]: what runs in a step."""
+
+    max_running: Annotated[int, Meta(ge=1, le=4096, description="Most sequences in a batch")] = 64
+    max_step_tokens: Annotated[
+        int, Meta(ge=1, description="Token budget of a step: decodes first, prefill chunks after")
+    ] = 2048
+    prefill_chunk: Annotated[int, Meta(ge=1, description="Most prompt tokens of one request in a step")] = 512
+    itl_target_ms: Annotated[
+        float,
+        Meta(ge=0, description="Prefills are cut so that running requests get a token this often; 0 for no target"),
+    ] = 0.0
+    overlap_depth: Annotated[
+        int, Meta(ge=1, le=2, description="Steps in flight; 2 plans a step while the one before it runs")
+    ] = 2
+
+
+class PlacementSection(Section, frozen=True):
+    """[placement]: where executors, tokenizers and HTTP run, and what happens when one is lost."""
+
+    executor: Annotated[
+        Literal["inline", "process"],
+        Meta(
+            description="'inline': a thread of the server; 'process': a process per rank, restarted if it dies or hangs"
+        ),
+    ] = "inline"
+    tokenizers: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=64,
+            description="Tokenizer processes, restarted if they die or hang; 0 for one tokenizer on the server's own event loop",
+        ),
+    ] = 0
+    ingress: Annotated[
+        Literal["inline", "process"],
+        Meta(
+            description="'inline': HTTP and ingress on the engine's own event loop; 'process': in a process, restarted if it dies or hangs"
+        ),
+    ] = "inline"
+    link: Annotated[
+        str,
+        Meta(
+            pattern=r"^(unix|unix:.+|tcp://[^/]+:[0-9]+)$",
+            description="How processes are reached: 'unix', 'unix:DIRECTORY' for sockets below it, or 'tcp://HOST:PORT' "
+            "(port 0: any), encrypted and authenticated",
+        ),
+    ] = "unix"
+    cluster_key: Annotated[
+        str,
+        Meta(
+            description="Secret of at least 32 characters that ranks on other machines prove to have; best set as "
+            "CALLBOARD_PLACEMENT__CLUSTER_KEY; never printed"
+        ),
+    ] = ""
+    join_timeout_s: Annotated[
+        float, Meta(gt=0, description="How long the ranks on other machines may take to join, and to find the server")
+    ] = 300.0
+    step_timeout_s: Annotated[
+        float, Meta(ge=0, description="An executor that takes longer than this for a step is restarted; 0 for never")
+    ] = 120.0
+    silence_timeout_s: Annotated[
+        float, Meta(gt=0, description="A process that has said nothing for longer than this is restarted")
+    ] = 10.0
+    max_restarts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Restarts within five minutes; one more ends the engine with an error. From 2 on, a request that ends executors is found and ends instead",
+        ),
+    ] = 3
+
+
+class GraphsSection(Section, frozen=True):
+    """[graphs]: steps that are captured once and replayed, without the model's Python."""
+
+    mode: Annotated[
+        Literal["auto", "off", "decode", "breakable", "compiled"],
+        Meta(
+            description="'decode' captures decode steps alone, 'breakable' also the model between attention calls for steps "
+            "with prefill, 'compiled' compiles that too; 'auto' is breakable on a GPU, off on CPU"
+        ),
+    ] = "auto"
+    max_rows: Annotated[int, Meta(ge=1, description="Largest captured decode batch; larger ones run as they are")] = 512
+    max_tokens: Annotated[
+        int, Meta(ge=1, description="Largest captured step with prefill, in tokens; larger ones run as they are")
+    ] = 4096
+
+
+class AttentionNames(Section, frozen=True):
+    """Attention backends by what a sequence does in a step: reads a part of its prompt, or writes its next token."""
+
+    prefill: str = "auto"
+    decode: str = "auto"
+
+
+class PluginsSection(Section, frozen=True):
+    """[plugins]: which implementation stands behind each hook, and their own option tables."""
+
+    attention: Annotated[
+        str | AttentionNames,
+        Meta(description="Attention backend, or { prefill = ..., decode = ... }; 'auto' picks by device and model"),
+    ] = "auto"
+    eviction: Annotated[
+        str, Meta(description="What leaves the prefix cache first: lru, lfu, fifo, slru, priority; 'auto' is lru")
+    ] = "auto"
+    policy: Annotated[
+        str, Meta(description="Who of those that wait runs first: priority, fcfs, lpm; 'auto' is priority")
+    ] = "auto"
+    grammar: Annotated[str, Meta(description="What makes output follow a schema or grammar; 'auto' is llguidance")] = (
+        "auto"
+    )
+    comm: Annotated[str, Meta(description="Communication library between ranks, 'auto' picks by world size")] = "auto"
+    observers: Annotated[
+        list[str],
+        Meta(description="Who is told of finished requests and cached pages: any number of names, e.g. ['log']"),
+    ] = []
+    options: Annotated[
+        dict[str, dict[str, Any]], Meta(description="Option table per plugin, e.g. [plugins.options.'attention.torch']")
+    ] = {}
+
+    def by_kind(self) -> dict[str, str | AttentionNames]:
+        """Plugin kind -> the name wanted for it, of the kinds of which there is one; attention may have two."""
+        names = ("attention", "eviction", "policy", "comm", "grammar")
+        return {kind: getattr(self, kind) for kind in names}
+
+
+class ServerSection(Section, frozen=True):
+    """[server]: the HTTP front."""
+
+    host: Annotated[str, Meta(description="Address to listen on; anything but loopback needs an api_key")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="TCP port, 0 for any free one")] = 8000
+    allowed_template_variables: Annotated[
+        tuple[str, ...], Meta(description="Names that clients may set in a request's chat_template_kwargs")
+    ] = ("enable_thinking", "thinking", "preserve_thinking", "reasoning_effort", "date_string")
+    api_key: Annotated[
+        str | list[str], Meta(description="Bearer token that clients must send, or a list of them; empty for none")
+    ] = ""
+    max_connections: Annotated[int, Meta(ge=1, description="Most open connections")] = 2048
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest request body")] = 4 << 20
+    client_timeout_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="How long a client may take to send headers, to send a body (and a second more for each 64 KiB), or read nothing of an answer",
+        ),
+    ] = 10.0
+    drain_timeout_s: Annotated[float, Meta(ge=0, description="After SIGTERM, how long running requests may go on")] = (
+        30.0
+    )
+    shared_cache: Annotated[
+        bool,
+        Meta(
+            description="Whether clients with different keys share cached prefixes; timing then tells of others' prompts"
+        ),
+    ] = False
+    cors_origins: Annotated[
+        list[str],
+        Meta(description="Web pages that browsers may call from, e.g. ['https://chat.example.org']; '*' for any"),
+    ] = []
+    vllm_metric_names: Annotated[
+        bool,
+        Meta(description="/metrics also gives what dashboards and autoscalers made for vLLM look for, as 'vllm:...'"),
+    ] = False
+    traces: Annotated[
+        str, Meta(description="Where OpenTelemetry spans go, e.g. 'http://127.0.0.1:4318/v1/traces'; empty for none")
+    ] = ""
+
+
+class LimitsSection(Section, frozen=True):
+    """[limits]: what is admitted; beyond it clients get 429 with Retry-After."""
+
+    max_requests: Annotated[int, Meta(ge=1, le=65536, description="Most requests open at once, running or waiting")] = (
+        512
+    )
+    max_queued_tokens: Annotated[
+        int, Meta(ge=1, description="Most prompt tokens of all open requests (estimated from text)")
+    ] = 4_000_000
+    max_requests_per_client: Annotated[
+        int,
+        Meta(ge=0, description="Most open requests of one client, by API key or else by address; 0 for no such limit"),
+    ] = 0
+    first_token_timeout_s: Annotated[
+        float,
+        Meta(ge=0, description="A request that has had no token for so long gets 503 with Retry-After; 0 for never"),
+    ] = 0.0
+    request_timeout_s: Annotated[float, Meta(gt=0, description="Longest time a request may take in all")] = 600.0
+
+
+# fmt: on

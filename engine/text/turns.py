@@ -1,0 +1,64 @@
+"""Messages of a conversation as Python programs write them: dictionaries like those of the OpenAI API.
+
+Owns: which keys are read, and the refusal of what is no message.  Does not know: chat templates, HTTP.
+"""
+
+from typing import Any
+
+import msgspec
+
+from engine.errors import RequestError
+from engine.messages import ChatTurn, ToolCall
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+    id: str = ""
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+def read_turn(message: object) -> ChatTurn:
+    """Turn a message into the engine's terms.  Raises RequestError for what is none."""
+    try:
+        read = msgspec.json.decode(msgspec.json.encode(message, enc_hook=_as_plain_text), type=_Message)
+        calls = tuple(map(_read_call, read.tool_calls or ()))
+    except (msgspec.MsgspecError, TypeError, UnicodeError, RecursionError) as error:
+        raise RequestError(f"messages: {error}; not {message!r:.100}") from None
+    reasoning = read.reasoning_content or read.reasoning or ""
+    if read.content is None and not calls and not reasoning:
+        raise RequestError(f"messages: each must be {{'role': text, 'content': text}}, not {message!r:.100}")
+    return ChatTurn(
+        read.role,
+        read.content or "",
+        reasoning=reasoning,
+        tool_calls=calls,
+        tool_call_id=read.tool_call_id or "",
+        name=read.name or "",
+    )
+
+
+def _as_plain_text(value: object) -> str:
+    """Return the text of a ``str`` of another class, which messages between processes cannot hold."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise TypeError(f"a {type(value).__name__} is neither text nor a table")
+
+
+def _read_call(call: _Call) -> ToolCall:
+    given = call.function.arguments
+    arguments = given if isinstance(given, dict) else msgspec.json.decode(given or "{}", type=dict[str, Any])
+    return ToolCall(call.id, call.function.name, msgspec.json.encode(arguments).decode())

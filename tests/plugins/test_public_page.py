@@ -1,0 +1,79 @@
+"""callboard.plugins is the one page a plugin imports from: whatever a hook or a protocol names is on it."""
+
+import ast
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import callboard.plugins
+import callboard.plugins.testing
+from engine import plugins as ours
+from engine.plugins import hookspecs
+
+ROOT = Path(__file__).parents[2]
+PAGE = callboard.plugins
+TEMPLATE = sorted((ROOT / "examples" / "plugin_template").rglob("*.py"))
+KIT = sorted(Path(ours.__file__).parent.glob("testing/*.py"))
+HOOKS = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("callboard_")}
+WORD = re.compile(r"\b[A-Z]\w+\b")
+# What is Python's, numpy's or torch's, or a value that the engine hands to nobody but itself.
+ELSEWHERE = {"Any", "Literal", "None", "Protocol", "Sequence", "Tensor", "Callable", "NDArray"}
+
+
+def named_by(thing: Any) -> set[str]:
+    """The names of types in the annotations of a function, or of a class's fields, properties and methods."""
+    if inspect.isfunction(thing):
+        return set(WORD.findall(" ".join(map(str, inspect.get_annotations(thing).values()))))
+    source = inspect.getsource(thing)
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.AnnAssign):
+            names |= set(WORD.findall(ast.unparse(node.annotation)))
+        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            every = [*node.args.args, *node.args.kwonlyargs]
+            annotations = [one.annotation for one in every if one.annotation] + [node.returns] * bool(node.returns)
+            names |= {name for one in annotations for name in WORD.findall(ast.unparse(one))}
+    return names
+
+
+def types_of(page: ModuleType) -> dict[str, type]:
+    kinds = {name: getattr(page, name) for name in page.__all__}
+    return {name: kind for name, kind in kinds.items() if inspect.isclass(kind)}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_what_a_hook_names_is_on_the_page(name: str) -> None:
+    assert named_by(HOOKS[name]) - ELSEWHERE <= set(PAGE.__all__)
+
+
+@pytest.mark.parametrize("name", types_of(PAGE))
+def test_what_a_protocol_or_a_context_names_is_on_the_page(name: str) -> None:
+    kind = types_of(PAGE)[name]
+    if dataclasses.is_dataclass(kind) or getattr(kind, "_is_protocol", False):
+        assert named_by(kind) - ELSEWHERE <= set(PAGE.__all__)
+
+
+@pytest.mark.parametrize("path", TEMPLATE, ids=lambda path: path.name)
+def test_the_template_imports_nothing_of_ours_but_the_page(path: Path) -> None:
+    allowed = {"callboard.plugins", "callboard.plugins.testing"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for module in modules:
+            assert module.partition(".")[0] not in ("callboard", "engine", "server") or module in allowed, module
+
+
+def test_every_check_of_the_kit_is_public() -> None:
+    checks = {
+        node.name
+        for path in KIT
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
+    }
+    inner = {"check_ranks", "check_steps"}  # parts of the others
+    assert checks - inner <= set(callboard.plugins.testing.__all__)
