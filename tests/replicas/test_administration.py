@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from engine.config import Config, ServerSection, build_config
-from server.listener import bind
+from server.http.listener import bind
 from server.replicas import administration
 from server.replicas.replica import Replicas, State
 from server.replicas.router import Router

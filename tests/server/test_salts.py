@@ -3,7 +3,7 @@
 import pytest
 
 from engine.config import ServerSection
-from server.salts import Salts
+from server.clients.salts import Salts
 
 TWO = ServerSection(api_key=["one", "two"])
 
