@@ -58,10 +58,10 @@ async def serve_callboard(num_pages: int, tokenizers: int, num_logprobs: int, in
 
     from engine.actors.front_desk import FrontCommand, FrontDesk
     from engine.config import Config, build_config
-    from server.app import create_runner
     from server.cli import FRONT_MODULE
-    from server.listener import bind
+    from server.http.listener import bind
     from server.model_card import ModelCard
+    from server.run.app import create_runner
 
     config = build_config(
         Config(),

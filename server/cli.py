@@ -28,11 +28,11 @@ from engine.params import SamplingParams
 from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
 from engine.processes.cluster import Cluster, check_cluster, read_cluster
-from server.listener import bind
+from server.http.listener import bind
 from server.model_card import ModelCard
-from server.serve import serve, serve_from_process
+from server.run.serve import serve, serve_from_process
 
-FRONT_MODULE = "server.front_process"  # the engine starts it, and knows it by name alone
+FRONT_MODULE = "server.run.front_process"  # the engine starts it, and knows it by name alone
 EPILOG = """\
 examples:
   callboard serve examples/demo.toml --port 8001 --set kv.page_size=64
@@ -331,7 +331,7 @@ def _plugins(parsed: argparse.Namespace, config: Config) -> None:
 
 
 def _doctor(parsed: argparse.Namespace, config: Config) -> None:
-    from server.doctor import examine
+    from server.operators.doctor import examine
 
     colours = {"good": "green", "note": "yellow", "bad": "red"}
     console = Console(highlight=False, markup=False)

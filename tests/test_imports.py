@@ -36,7 +36,7 @@ TORCH_FREE = [
     "engine.plugins.testing.eviction",
     "engine.plugins.testing.policy",
     "engine.text.codec",
-    "server.app",
+    "server.run.app",
     "server.cli",
 ]
 

@@ -18,8 +18,8 @@ from engine.actors.tokenizer import Tokenizer
 from engine.errors import RequestError
 from engine.messages import Abort, Admit, Delta, Finish, Stop, Tokenize, Tokens
 from engine.params import SamplingParams
-from server.openai_responses import CompletionChoice
-from server.sse import EventStream
+from server.http.sse import EventStream
+from server.openai.answers import CompletionChoice
 from tests.actors.test_ingress import Sent
 from tests.scheduling.bench import Bench, prompt_of
 from tests.scheduling.fake_device import expected_output

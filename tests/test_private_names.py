@@ -104,5 +104,5 @@ def test_aiohttp_takes_and_calls_them_as_we_do() -> None:
     assert taken <= set(inspect.signature(RequestHandler.__init__).parameters)
     assert list(inspect.signature(web.AppRunner._make_server).parameters) == ["self"]
     assert {"handler", "request_factory", "handler_cancellation"} <= set(inspect.signature(Server.__init__).parameters)
-    page = import_module("server.connection").__doc__ or ""
+    page = import_module("server.http.connection").__doc__ or ""
     assert all(name.removeprefix("self.") in page for names in AIOHTTP.values() for name in names)

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from engine.params import MAX_TOKEN_COUNT
-from server.openai_requests import Int, Priority, Salt, SamplingFields, Short, TokenId, TopLogprobs
-from server.openai_responses import FinishReason
+from server.openai.answers import FinishReason
+from server.openai.requests import Int, Priority, Salt, SamplingFields, Short, TokenId, TopLogprobs
 
 MaxNewTokens = Annotated[int, Meta(ge=0, le=MAX_TOKEN_COUNT)]
 Logprob = tuple[float | None, int, str | None]

@@ -15,19 +15,19 @@ from engine.messages import TokenLogprobs, TokenText
 from engine.sections import LimitsSection, ServerSection
 from server.admission import refuse_early
 from server.backend import Ingress
-from server.body import BodyReader
-from server.choices import Choices
-from server.completions import read_prompts
-from server.errors import error_body
-from server.exchange import EXCHANGE
-from server.generation import Generation, Translator
+from server.generate.choices import Choices
+from server.generate.generation import Generation, Translator
+from server.generate.output import Output, finite, unpacked
+from server.generate.usage import Tally
+from server.http.body import BodyReader
+from server.http.errors import error_body
+from server.http.exchange import EXCHANGE
+from server.http.sse import EventStream
 from server.model_card import ModelCard
 from server.native.bodies import Logprob, NativeBody, NativeFinish, NativeInfo, NativeOutput, NativeParams
-from server.openai_requests import GenerationBody, SamplingFields
-from server.output import Output, finite, unpacked
+from server.openai.completions import read_prompts
+from server.openai.requests import GenerationBody, SamplingFields
 from server.reply import json_reply
-from server.sse import EventStream
-from server.usage import Tally
 
 DEFAULT_MAX_NEW_TOKENS = 128
 # What other layers call what this endpoint calls differently.

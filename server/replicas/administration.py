@@ -12,11 +12,12 @@ from aiohttp import web
 
 from engine.errors import RequestError
 from engine.sections import ServerSection
-from server.administration import AbortAnswer
-from server.body import collect
-from server.cors import refuse_foreign_page
+from server.operators.administration import AbortAnswer
+from server.http.body import collect
+from server.http.cors import refuse_foreign_page
 from server.errors import error_body
-from server.exchange import EXCHANGE, REQUEST_ID_HEADER
+from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
+from server.http.errors import error_body
 from server.replicas.replica import CHECK_TIMEOUT_S, RETRY_AFTER_S, Replica, Replicas, State
 
 JSON = "application/json"

@@ -17,9 +17,10 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from engine.errors import RequestError
 from engine.sections import ServerSection
-from server.body import collect
+from server.http.body import collect
 from server.errors import error_body
-from server.exchange import EXCHANGE, REQUEST_ID_HEADER
+from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
+from server.http.errors import error_body
 from server.replicas.affinity import PrefixAffinity
 from server.replicas.replica import RETRY_AFTER_S, Replica, Replicas
 

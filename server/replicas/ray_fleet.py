@@ -51,8 +51,8 @@ class EngineReplica:
         from aiohttp import web
 
         from engine.system import System
-        from server.app import create_runner
-        from server.listener import BACKLOG, bind
+        from server.http.listener import BACKLOG, bind
+        from server.run.app import create_runner
 
         here = ray.get_runtime_context().get_node_id() == self._on_node
         host = LOOPBACK if here else ray.util.get_node_ip_address()

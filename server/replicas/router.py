@@ -15,17 +15,17 @@ from aiohttp import web
 
 from engine.config import Config
 from engine.errors import RequestError
-from server.administration import ABORT_PATHS, RESET_PATHS
-from server.auth import require_key
-from server.connection import Runner
-from server.exchange import note_route
-from server.listener import BACKLOG
+from server.clients.auth import require_key
+from server.http.connection import Runner
+from server.http.exchange import note_route
+from server.http.listener import BACKLOG
+from server.http.traffic import Traffic
+from server.operators.administration import ABORT_PATHS, RESET_PATHS
 from server.replicas.administration import FleetAdministration
 from server.replicas.affinity import PrefixAffinity
 from server.replicas.proxy import Proxy
 from server.replicas.replica import Fleet, Replica, Replicas, State
 from server.reply import json_reply
-from server.traffic import Traffic
 
 log = logging.getLogger(__name__)
 

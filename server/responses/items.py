@@ -9,8 +9,8 @@ import msgspec
 
 from engine.errors import RequestError
 from engine.messages import ChatTurn
-from server.conversation import ROLES, part_text, read_call
-from server.openai_requests import CallBody, CalledFunction, ContentPart
+from server.openai.conversation import ROLES, part_text, read_call
+from server.openai.requests import CallBody, CalledFunction, ContentPart
 from server.responses.requests import InputItem
 
 REASONING_TYPES = frozenset({"reasoning_text", "summary_text"})

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from server.openai_responses import TopLogprob
+from server.openai.answers import TopLogprob
 
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 

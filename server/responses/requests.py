@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from server.openai_requests import (
+from server.openai.requests import (
     ContentPart,
     FunctionName,
     GenerationBody,

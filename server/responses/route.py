@@ -16,12 +16,16 @@ from engine.messages import ChatOptions, Delta, Finish
 from engine.sections import LimitsSection, ServerSection
 from server.admission import refuse_early
 from server.backend import Ingress
-from server.body import BodyReader
-from server.choices import Choices
-from server.exchange import EXCHANGE
-from server.generation import Generation, Translator
+from server.generate.choices import Choices
+from server.generate.generation import Generation, Translator
+from server.generate.output import by_id
+from server.generate.usage import Tally
+from server.http.body import BodyReader
+from server.http.exchange import EXCHANGE
+from server.http.sse import EventStream
 from server.model_card import ModelCard
-from server.openai_requests import (
+from server.openai.answers import UsageBody
+from server.openai.requests import (
     FunctionBody,
     FunctionChoice,
     JsonSchemaFormat,
@@ -30,8 +34,8 @@ from server.openai_requests import (
     ToolChoice,
     is_given,
 )
-from server.openai_responses import UsageBody
-from server.output import by_id
+from server.openai.template_variables import read_variables
+from server.openai.tools import read_tools
 from server.reply import json_reply
 from server.responses.items import read_input
 from server.responses.objects import (
@@ -46,10 +50,6 @@ from server.responses.objects import (
 )
 from server.responses.requests import FlatToolChoice, ResponsesBody, TextFormat
 from server.responses.writer import ResponseWriter
-from server.sse import EventStream
-from server.template_variables import read_variables
-from server.tools import read_tools
-from server.usage import Tally
 
 LOGPROBS = "message.output_text.logprobs"
 Asked = tuple[ResponsesBody, Generation]

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from engine.messages import Delta, Finish, TokenLogprobs
 from engine.text.tool_calls import CallPiece, Part, ToolCallParser
-from server.openai_responses import TopLogprob
-from server.output import finite
+from server.generate.output import finite
+from server.openai.answers import TopLogprob
 from server.responses.objects import (
     CallItem,
     Event,

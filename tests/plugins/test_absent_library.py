@@ -17,7 +17,7 @@ from engine.errors import PluginError, RequestError
 from engine.params import Grammar
 from engine.plugins import declaration
 from engine.plugins.manager import Plugins
-from server.doctor import examine
+from server.operators.doctor import examine
 from tests.pace import far
 from tests.processes.server import MODEL, ROOT, Server
 from tests.server.engine_server import EngineServer

@@ -80,7 +80,7 @@ def run(arguments: list[str]) -> Ended:
 
 
 if __name__ == "__main__":
-    import server.serve  # noqa: F401
+    import server.run.serve  # noqa: F401
     from server.cli import main
 
     for line in sys.stdin:

@@ -40,7 +40,7 @@ from engine.processes.outgoing import Outgoing
 from engine.processes.switchboard import Switchboard
 from engine.scheduling.meter import Meter, StepRecord
 from engine.scheduling.metrics import RequestMetrics
-from server.front_process import EngineLink
+from server.run.front_process import EngineLink
 from tests.actors.test_ingress import Sent
 from tests.pace import far
 
@@ -154,6 +154,8 @@ def test_a_request_that_is_too_large_for_a_frame_ends_alone() -> None:
 
 
 def test_what_the_front_works_with_needs_no_torch() -> None:
-    code = "import sys\nimport server.front_process\nsys.exit('torch was imported' if 'torch' in sys.modules else 0)\n"
+    code = (
+        "import sys\nimport server.run.front_process\nsys.exit('torch was imported' if 'torch' in sys.modules else 0)\n"
+    )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -10,7 +10,7 @@ import pytest
 
 from engine.config import Config, build_config
 from engine.sections import ServerSection
-from server.listener import bind
+from server.http.listener import bind
 from server.replicas import administration
 from server.replicas.replica import Replicas, State
 from server.replicas.router import Router

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from engine.config import Config, build_config
-from server.listener import bind
+from server.http.listener import bind
 from server.replicas import proxy
 from server.replicas import replica as replica_module
 from server.replicas.replica import SLACK_REQUESTS, Replicas, State

@@ -9,9 +9,9 @@ from aiohttp import web
 
 from engine.config import Config, build_config
 from engine.system import System
-from server.app import create_runner
-from server.listener import bind
+from server.http.listener import bind
 from server.model_card import ModelCard
+from server.run.app import create_runner
 from tests.pace import far
 
 

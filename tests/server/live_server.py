@@ -9,9 +9,10 @@ import uvloop
 from aiohttp import web
 
 from engine.sections import LimitsSection, ServerSection
-from server.app import create_runner
-from server.listener import bind
+from server.run.app import create_runner
+from server.http.listener import bind
 from server.model_card import ModelCard
+from server.run.app import create_runner
 from tests.pace import far
 from tests.server.fake_ingress import FakeIngress
 from tests.server.fake_monitor import FakeMonitor

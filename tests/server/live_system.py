@@ -12,9 +12,9 @@ from aiohttp import web
 from engine.actors.snapshot import Gauges
 from engine.config import Config
 from engine.system import System
-from server.app import create_runner
-from server.listener import bind
+from server.http.listener import bind
 from server.model_card import ModelCard
+from server.run.app import create_runner
 from tests.pace import far
 from tests.server.http_client import Reply, ask
 

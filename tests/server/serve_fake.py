@@ -13,8 +13,8 @@ import uvloop
 
 from engine.errors import CallboardError, EngineDied
 from engine.sections import LimitsSection, ServerSection
-from server.listener import bind
-from server.serve import serve
+from server.http.listener import bind
+from server.run.serve import serve
 from tests.server.fake_ingress import FakeIngress
 from tests.server.fake_monitor import FakeMonitor
 from tests.server.live_server import CARD

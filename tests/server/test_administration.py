@@ -9,8 +9,8 @@ from aiohttp.test_utils import make_mocked_request
 
 from engine.errors import RequestError
 from engine.sections import LimitsSection, ServerSection
-from server.openai_responses import FinishReason
-from server.probe import ProbeRoute
+from server.openai.answers import FinishReason
+from server.operators.probe import ProbeRoute
 from tests.server.engine_server import EngineServer
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, Reply, ask, http_bytes

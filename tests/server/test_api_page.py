@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from server.administration import AbortBody
-from server.embeddings import EmbeddingBody
+from server.http.unsupported import UNSUPPORTED
 from server.native.bodies import NativeBody, NativeParams
-from server.openai_requests import ChatBody, CompletionBody, StreamOptions, StructuredOutputs
-from server.openapi import OPERATIONS
+from server.openai.embeddings import EmbeddingBody
+from server.openai.requests import ChatBody, CompletionBody, StreamOptions, StructuredOutputs
+from server.openai.tokenization import DetokenizeBody, TokenizeBody
+from server.operators.administration import AbortBody
 from server.responses.requests import ResponsesBody
-from server.tokenization import DetokenizeBody, TokenizeBody
-from server.unsupported import UNSUPPORTED
+from server.run.openapi import OPERATIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
 API = (DOCS / "api.md").read_text()

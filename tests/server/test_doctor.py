@@ -13,9 +13,9 @@ import pytest
 from engine.config import Config, build_config
 from engine.startup import inventory, preview
 from engine.startup.inventory import GPU, Inventory
-from server import doctor
 from server.cli import main
-from server.doctor import Finding, examine
+from server.operators import doctor
+from server.operators.doctor import Finding, examine
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo_model"

@@ -34,8 +34,8 @@ from engine.messages import (
 )
 from engine.processes.assignment import FrontAssignment, Ticket
 from engine.processes.outgoing import Outgoing
-from server.front_process import FrontProcess
-from server.listener import bind
+from server.http.listener import bind
+from server.run.front_process import FrontProcess
 from tests.actors.test_ingress import Sent
 from tests.pace import far
 from tests.server.live_server import CARD, MODEL

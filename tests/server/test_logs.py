@@ -34,7 +34,7 @@ def test_a_request_is_one_object_with_its_fields(live: LiveServer, lines: io.Str
     assert entry.pop("duration_ms") >= 0
     assert {key: entry[key] for key in ("level", "logger", "request", "method", "route", "status")} == {
         "level": "info",
-        "logger": "server.exchange",
+        "logger": "server.http.exchange",
         "request": 'a"b',
         "method": "POST",
         "route": "/v1/completions",

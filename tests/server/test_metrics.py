@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.messages import Finish
 from engine.params import SamplingParams
 from engine.sections import LimitsSection, ServerSection
-from server.metrics import COUNTERS, HISTOGRAMS
+from server.operators.metrics import COUNTERS, HISTOGRAMS
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, ask
 from tests.server.live_server import MODEL, LiveServer

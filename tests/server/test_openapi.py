@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.openapi import OPERATIONS, document
+from server.run.openapi import OPERATIONS, document
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer
 

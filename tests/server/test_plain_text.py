@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from engine.messages import Delta, Finish, TokenLogprobs, TokenText, Usage
-from server.chat import Chat
-from server.completions import Completions
-from server.endpoint import Head
-from server.generation import Translator
-from server.output import Cursor
-from server.plain_text import PlainText, is_plain
+from server.generate.endpoint import Head
+from server.generate.generation import Translator
+from server.generate.output import Cursor
+from server.generate.plain_text import PlainText, is_plain
+from server.openai.chat import Chat
+from server.openai.completions import Completions
 from tests.server.live_server import CARD
 
 HEAD = Head(id='cmpl-"odd\\', created=1, model="a/model δ", system_fingerprint="callboard-1")

@@ -4,6 +4,7 @@ import pytest
 
 from engine.sections import ServerSection
 from server.salts import Salts
+from server.clients.salts import Salts
 
 TWO = ServerSection(api_key=["one", "two"])
 

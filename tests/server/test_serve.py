@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from server.listener import ListenError, bind
+from server.http.listener import ListenError, bind
 from tests.pace import far
 from tests.server.http_client import RawClient, ask, http_bytes
 from tests.server.live_server import MODEL, LiveServer
@@ -184,7 +184,7 @@ def test_send_buffers_stay_small() -> None:
 
 
 def test_the_python_http_parser_is_refused() -> None:
-    code = "from server.connection import require_c_parser; require_c_parser()"
+    code = "from server.http.connection import require_c_parser; require_c_parser()"
     environment = {**os.environ, "AIOHTTP_NO_EXTENSIONS": "1"}
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ended.returncode == 1

@@ -4,7 +4,7 @@ import pytest
 
 from engine.scheduling.meter import Distribution, StepRecord
 from engine.sections import ServerSection
-from server.stats import MAX_NODES, quantile, rates
+from server.operators.stats import MAX_NODES, quantile, rates
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer
 

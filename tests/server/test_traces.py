@@ -18,7 +18,8 @@ from engine.messages import Finish
 from engine.scheduling.metrics import RequestMetrics
 from engine.sections import ServerSection
 from server import app
-from server.traces import open_provider
+from server.operators.traces import open_provider
+from server.run import app
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer
 from tests.server.live_system import MODEL as SERVED

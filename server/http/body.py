@@ -1,0 +1,157 @@
+"""A request's body: read within limits, decoded into a typed struct, turned into what it asks for.
+
+Owns: size and time limits of reading, what JSON may look like, how a bad field is named.
+Does not know: which fields there are, or what they mean.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Generic, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from engine.errors import RequestError
+from engine.sections import ServerSection
+from server.http.unsupported import check_unsupported
+
+B = TypeVar("B", bound=msgspec.Struct)
+T = TypeVar("T")
+
+MAX_NESTING = 128
+STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[][{}]')
+LEAST_BYTES_PER_S = 64 << 10  # of a body that takes longer than ``client_timeout_s``
+LARGE_BODY_BYTES = 64 << 10  # up to here decoding and translating take the event loop under a millisecond
+
+
+class BodyReader(Generic[B, T]):
+    """Reads bodies of one type and hands each to ``translate``, which may raise RequestError.
+
+    elsewhere: fields that mean something only inside of another one, which is named."""
+
+    def __init__(
+        self,
+        body_type: type[B],
+        translate: Callable[[B], T],
+        server: ServerSection,
+        *,
+        elsewhere: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._elsewhere = elsewhere
+        self._translate = translate
+        self._fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+        self._struct = msgspec.json.Decoder(body_type)
+        self._known = frozenset(body_type.__struct_fields__)
+        self._server = server
+
+    async def read(self, request: web.Request) -> T:
+        """What the body asks for.  Raises RequestError: 400, 408, 413 or 415."""
+        _check_headers(request)
+        body = await collect(request, self._server)
+        if len(body) > LARGE_BODY_BYTES:
+            return await asyncio.to_thread(self._understand, body)
+        return self._understand(body)
+
+    def _understand(self, body: bytes) -> T:
+        return self._translate(self._decode(body))
+
+    def _decode(self, body: bytes) -> B:
+        try:
+            body.decode()  # what is kept as it came, such as schemas, would show it only later
+            fields = self._fields.decode(body)
+            for name in self._elsewhere.keys() & fields.keys():
+                if bytes(fields[name]) != b"null":
+                    raise RequestError(f"{name}: belongs into {self._elsewhere[name]}", param=name)
+            check_unsupported(fields, self._known)
+            understood = self._struct.decode(body)
+            check_nesting(body)
+        except msgspec.ValidationError as error:
+            message, param = name_field(str(error))
+            raise RequestError(message, param=param) from None
+        except msgspec.MsgspecError as error:
+            raise RequestError(f"the body is not valid JSON: {error}", code="malformed_json") from None
+        except UnicodeDecodeError:
+            raise RequestError("the body is not valid UTF-8", code="malformed_json") from None
+        except RecursionError:
+            raise _too_deep() from None
+        return understood
+
+
+async def collect(request: web.Request, server: ServerSection) -> bytes:
+    """The whole body.  Raises RequestError: 400, 408 or 413.
+
+    Its time grows with what has come: an upload over a slow line is served, and a drip gains nothing by each byte."""
+    most, timeout_s = server.max_body_bytes, server.client_timeout_s
+    body = bytearray()
+    try:
+        if request.content_length is not None and request.content_length > most:
+            raise _too_large(most)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        async with asyncio.timeout_at(deadline) as timeout:
+            while chunk := await request.content.readany():
+                body += chunk
+                if len(body) > most:
+                    raise _too_large(most)
+                timeout.reschedule(deadline + len(body) / LEAST_BYTES_PER_S)
+    except TimeoutError:
+        raise RequestError(
+            f"the body did not arrive within {timeout_s:g} s and one more for each {LEAST_BYTES_PER_S >> 10} KiB of it",
+            status=408,
+            code="body_timeout",
+        ) from None
+    except web.RequestPayloadError:
+        raise RequestError("the body is not framed as HTTP demands", code="malformed_body") from None
+    return bytes(body)
+
+
+def check_nesting(body: bytes) -> None:
+    """Raise RequestError if valid JSON is nested deeper than any schema is.
+
+    Here once for all: what is kept as it came is read and written again later, inside of something else."""
+    if body.count(b"{") + body.count(b"[") <= MAX_NESTING:
+        return
+    depth = 0
+    for found in STRING_OR_BRACKET.finditer(body):
+        match body[found.start()]:
+            case 0x7B | 0x5B:
+                depth += 1
+                if depth > MAX_NESTING:
+                    raise _too_deep()
+            case 0x7D | 0x5D:
+                depth -= 1
+
+
+def _check_headers(request: web.Request) -> None:
+    for coding in request.headers.getall("Content-Encoding", ()):
+        if coding.strip().lower() != "identity":
+            raise RequestError(
+                "compressed bodies are not taken; send the JSON as it is", status=415, code="unsupported_encoding"
+            )
+    media_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    # Other types could come from any web page without the browser asking this server first.
+    if media_type != "application/json":
+        raise RequestError(
+            "the body must be sent as Content-Type: application/json", status=415, code="unsupported_media_type"
+        )
+
+
+def _too_large(most: int) -> RequestError:
+    return RequestError(f"the body is larger than {most} bytes", status=413, code="body_too_large")
+
+
+def _too_deep() -> RequestError:
+    return RequestError(f"the body is nested deeper than {MAX_NESTING} levels", code="malformed_json")
+
+
+def name_field(complaint: str) -> tuple[str, str | None]:
+    """msgspec's complaint as (message, JSON path of the field)."""
+    reason, _, where = complaint.partition(" - at ")
+    path = where[where.find("$") :].rstrip("`").removeprefix("$").removeprefix(".")
+    missing = reason.partition("missing required field `")[2].rstrip("`")
+    if missing:
+        path = f"{path}.{missing}" if path else missing
+        return f"{path}: required, but not given", path
+    reason = reason.replace("`", "")
+    return (f"{path}: {reason}" if path else f"the body: {reason}"), path or None

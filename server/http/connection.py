@@ -1,0 +1,245 @@
+"""Connections with the deadlines and the cap that aiohttp's own do not have.
+
+Owns: from a request's first byte to the end of its headers; writes that get nowhere; how many connections there are;
+what is said about bytes that are not HTTP.  Does not know: routes, bodies, the engine.
+
+Relies on what aiohttp 3.14.2 to 3.14.5 have and do not document: RequestHandler._messages, _request_count,
+_request_in_progress, _loop, _close; Server._connections, _kwargs; AppRunner._make_server.
+"""
+
+import asyncio
+import logging
+import socket
+import struct
+from typing import Any, cast
+
+from aiohttp import web
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
+from aiohttp.web_protocol import RequestHandler
+
+from engine.errors import ConfigError, RequestError
+from engine.sections import ServerSection
+from server.http.cors import Cors
+from server.errors import error_response, raw_response
+from server.http.exchange import EXCHANGE, Exchange
+from server.http.outermost import Front
+from server.http.traffic import Traffic
+from server.http.errors import error_response, raw_response
+
+log = logging.getLogger(__name__)
+
+WRITE_BUFFER_BYTES = 64 << 10
+KEEPALIVE_TIMEOUT_S = 75.0  # of an idle connection
+LINGERING_S = 2.0  # for a body that nobody wants to read any more
+
+
+class Connection(RequestHandler):
+    """One client's connection."""
+
+    def __init__(self, manager: "ConnectionServer", server: ServerSection, **options: Any) -> None:
+        super().__init__(manager, **options)
+        self._connections = manager
+        self._traffic = manager.traffic
+        self._settings = server
+        self._wire: asyncio.Transport | None = None  # unlike aiohttp's own, kept until the connection is lost
+        self._body: StreamReader = EMPTY_PAYLOAD  # of the last request whose header is complete
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._is_counted = False
+
+    # ---- life -------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._wire = cast("asyncio.Transport", transport)
+        if self._connections.num_open >= self._settings.max_connections:
+            log.warning("connection refused: %d are open", self._connections.num_open)
+            self._traffic.cuts["too_many"] += 1
+            self._close = True  # whatever it sends is dropped
+            error = RequestError("too many connections", status=503, code="too_many_connections", retry_after_s=1)
+            self._wire.write(raw_response(error))
+            self._wire.close()
+            return
+        self._wire.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self._traffic.num_connections += 1
+        self._is_counted = True
+        super().connection_made(transport)
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        self._wire = None
+        if self._is_counted:
+            self._traffic.num_connections -= 1
+        self._stop_header_timer()
+        self._stop_write_timer()
+        super().connection_lost(error)
+
+    async def start(self) -> None:
+        """Serve requests until the connection ends; what is then still unsent has its deadline too."""
+        try:
+            await super().start()
+        except Exception:
+            # aiohttp makes the request object outside of its own try, and some targets that its parser lets through
+            # (CONNECT without one) make that fail.  The connection would stay open and unserved.
+            log.info("connection closed: a request that could not be understood", exc_info=True)
+            self._refuse(_unreadable())
+        finally:
+            self._watch_writes()
+
+    def _refuse(self, error: RequestError) -> None:
+        if self.transport is not None:
+            self.transport.write(raw_response(error))
+            self.force_close()
+
+    # ---- reading ----------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        num_requests = self._request_count
+        between_requests = self._body.is_eof()
+        super().data_received(data)
+        if self._request_count > num_requests:
+            self._stop_header_timer()
+            self._body = self._messages[-1][1]
+        elif between_requests and self._header_timer is None and data.strip(b"\r\n"):
+            self._watch_header()
+
+    def _watch_header(self) -> None:
+        self._header_timer = self._loop.call_later(self._settings.client_timeout_s, self._header_expired)
+
+    def _header_expired(self) -> None:
+        self._header_timer = None
+        if self._request_in_progress or self._messages:
+            self._watch_header()  # pipelined behind a request that still runs, which must not suffer
+            return
+        self._traffic.cuts["header_timeout"] += 1
+        seconds = f"{self._settings.client_timeout_s:g} s"
+        error = RequestError(f"the headers did not arrive within {seconds}", status=408, code="header_timeout")
+        self._refuse(error)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    # ---- writing ----------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writes()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_write_timer()
+        if self._wire is not None and self._wire.is_closing():
+            self._watch_writes()
+
+    def _watch_writes(self) -> None:
+        """Called when nothing will be added to the buffer: a client that reads at all makes it shrink."""
+        if self._wire is None or self._write_timer is not None:
+            return
+        if num_bytes := self._wire.get_write_buffer_size():
+            timeout_s = self._settings.client_timeout_s
+            self._write_timer = self._loop.call_later(timeout_s, self._check_writes, self._wire, num_bytes)
+
+    def _check_writes(self, wire: asyncio.Transport, num_bytes_before: int) -> None:
+        self._write_timer = None
+        if wire.get_write_buffer_size() < num_bytes_before:
+            self._watch_writes()
+            return
+        log.info("connection cut: the client has read nothing for %g s", self._settings.client_timeout_s)
+        self._traffic.cuts["write_timeout"] += 1
+        # A reset, so that the kernel forgets the unread data as well.
+        wire.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        wire.abort()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    # ---- what is not HTTP -------------------------------------------------------------------
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Bytes that the parser refused (400), or a failure in aiohttp itself."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("an error after the response has begun")
+        if status >= 500:
+            log.error("request failed outside of its handler", exc_info=exc)
+            error = RequestError("internal error; the server log has the details", status=500, code="internal_error")
+        else:
+            error = _unreadable()
+        self._traffic.cuts["malformed"] += 1
+        exchange = request[EXCHANGE] = Exchange(request)
+        exchange.log(request, error.status, 0.0)
+        response = error_response(error)
+        response.headers.update(exchange.headers)
+        response.force_close()
+        return response
+
+
+class ConnectionServer(web.Server):
+    """Makes the connections and knows how many there are."""
+
+    def __init__(self, plain: web.Server, server: ServerSection, traffic: Traffic) -> None:
+        super().__init__(
+            Front(plain.request_handler, traffic, Cors(server.cors_origins)).handle,
+            request_factory=plain.request_factory,
+            handler_cancellation=plain.handler_cancellation,
+            **plain._kwargs,
+        )
+        self._section = server
+        self.traffic = traffic
+
+    @property
+    def num_open(self) -> int:
+        """Connections that are served now."""
+        return len(self._connections)
+
+    def __call__(self) -> RequestHandler:
+        return Connection(self, self._section, loop=asyncio.get_running_loop(), **self._kwargs)
+
+
+class Runner(web.AppRunner):
+    """aiohttp's runner with these connections.
+
+    handler_cancellation: a client that leaves cancels its handler, and so its requests in the engine.
+    traffic: where to count; by itself if nobody wants to know.
+    auto_decompress: off, since a small body could otherwise unfold into gigabytes on the event loop.
+    """
+
+    def __init__(self, app: web.Application, server: ServerSection, traffic: Traffic | None = None) -> None:
+        require_c_parser()
+        super().__init__(
+            app,
+            access_log=None,
+            auto_decompress=False,
+            handler_cancellation=True,
+            handle_signals=False,
+            keepalive_timeout=KEEPALIVE_TIMEOUT_S,
+            lingering_time=LINGERING_S,
+            shutdown_timeout=server.client_timeout_s,
+        )
+        self._section = server
+        self._traffic = Traffic() if traffic is None else traffic
+
+    async def _make_server(self) -> web.Server:
+        return ConnectionServer(await super()._make_server(), self._section, self._traffic)
+
+
+def _unreadable() -> RequestError:
+    return RequestError("this is not an HTTP request that can be read", status=400, code="malformed_http")
+
+
+def require_c_parser() -> None:
+    """Raise ConfigError if aiohttp would parse HTTP in Python: slow, and the source of most of its advisories."""
+    from aiohttp import http_parser
+
+    if http_parser.HttpRequestParser is http_parser.HttpRequestParserPy:
+        raise ConfigError(
+            "aiohttp runs without its C parser, which this server does not accept; "
+            "unset AIOHTTP_NO_EXTENSIONS or install an aiohttp wheel for this platform"
+        )

@@ -1,0 +1,111 @@
+"""A response as server-sent events.
+
+Owns: framing, headers, not running ahead of a client that reads slowly.  Does not know: what the events say.
+Events are JSON without line breaks (JSON escapes them), so no text can end an event early.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+import msgspec
+from aiohttp import HttpVersion11, web
+
+from engine.errors import CallboardError, RequestError
+from server.http.errors import as_request_error
+from server.http.exchange import EXCHANGE
+
+log = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream:
+    """Nothing is sent before the first event, so that until then an error can still have a status of its own."""
+
+    def __init__(self, request: web.Request, *, named: bool = False) -> None:
+        """named: every event is announced by its ``type``, and the last one needs no "[DONE]"."""
+        self._request = request
+        self._named = named
+        self._encoder = msgspec.json.Encoder()
+        self.response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",  # nginx would otherwise collect the events
+                **request[EXCHANGE].headers,
+            }
+        )
+        self._protocol = request.protocol
+        self._is_chunked = request.version == HttpVersion11
+        if self._is_chunked:
+            self.response.enable_chunked_encoding()
+
+    @property
+    def started(self) -> bool:
+        """Whether the status line is out."""
+        return self.response.prepared
+
+    async def send(self, events: Iterable[msgspec.Struct]) -> None:
+        """Write events; returns when the connection can take more.  Raises ConnectionError when the client is gone."""
+        await self._write(self._framed(events))
+
+    def send_now(self, events: Iterable[msgspec.Struct]) -> bool:
+        """Write events of a stream that has started, without waiting; returns whether it could take more now.
+
+        Raises ConnectionError when the client is gone."""
+        return self.write_now(self._framed(events))
+
+    def write_now(self, data: bytes) -> bool:
+        """As ``send_now``, of events that are bytes already.
+
+        Straight to the transport: aiohttp's own way costs as much as making an event, for what is one line here."""
+        transport = self._protocol.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client has left")
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        return not self._protocol.writing_paused
+
+    async def drained(self) -> None:
+        """Wait until the connection can take more."""
+        if self._protocol.writing_paused:
+            await self._request.writer.drain()
+
+    def _framed(self, events: Iterable[msgspec.Struct]) -> bytes:
+        encode = self._encoder.encode
+        if self._named:
+            return b"".join(b"event: %s\ndata: %s\n\n" % (event.type.encode(), encode(event)) for event in events)  # type: ignore[attr-defined]
+        return b"".join([b"data: %b\n\n" % encode(event) for event in events])
+
+    async def carry(
+        self, sending: Awaitable[None], last_word: Callable[[RequestError], msgspec.Struct]
+    ) -> web.StreamResponse:
+        """Wait for ``sending``, which sends the events, and say that this was all.  Returns the response.
+
+        Its error becomes the last event, since the status can no longer be changed; it is raised if nothing was sent.
+        A client that has left is no error: nobody is there to tell."""
+        try:
+            try:
+                await sending
+            except ConnectionError:
+                raise
+            except Exception as error:
+                if not self.started:
+                    raise
+                if not isinstance(error, CallboardError):
+                    log.exception("request=%s failed in its stream", self._request[EXCHANGE].id)
+                await self.send([last_word(as_request_error(error))])
+            await self._end()
+        except ConnectionError:
+            pass
+        return self.response
+
+    async def _end(self) -> None:
+        if not self._named:
+            await self._write(DONE)
+        await self.response.write_eof()
+
+    async def _write(self, data: bytes) -> None:
+        if not self.started:
+            await self.response.prepare(self._request)
+        await self.response.write(data)
+        await self.drained()  # aiohttp looks at the transport's buffer only once in 64 KiB

@@ -1,0 +1,115 @@
+"""Messages of a conversation in the engine's terms.
+
+Owns: roles, content parts, calls of earlier turns.  Does not know: chat templates, answers.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from engine.errors import RequestError
+from engine.messages import ChatTurn, ToolCall
+from server.openai.requests import CallBody, ChatMessage, ContentPart, is_given
+
+# The API renamed "system" to "developer"; templates of open models know only the old name.
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
+
+
+def read_turns(messages: Sequence[ChatMessage]) -> tuple[ChatTurn, ...]:
+    """The conversation in the engine's terms.  Raises RequestError for what only other models could read."""
+    if not messages:
+        raise RequestError("messages: an empty list; expected at least one message", param="messages")
+    return tuple(_turn(message, f"messages[{index}]") for index, message in enumerate(messages))
+
+
+def read_end(add_generation_prompt: bool | None, continue_final_message: bool | None) -> tuple[bool, bool]:
+    """(the assistant begins an answer, its last message goes on).  Raises RequestError if both are asked for."""
+    if continue_final_message and add_generation_prompt:
+        raise RequestError(
+            "add_generation_prompt: not possible together with continue_final_message", param="add_generation_prompt"
+        )
+    continues = bool(continue_final_message)
+    return (not continues if add_generation_prompt is None else add_generation_prompt), continues
+
+
+def _turn(message: ChatMessage, path: str) -> ChatTurn:
+    role = ROLES.get(message.role)
+    if role is None:
+        raise RequestError(f"{path}.role: must be one of {', '.join(ROLES)}", param=f"{path}.role")
+    if is_given(message.function_call):
+        raise RequestError(
+            f"{path}.function_call: not supported by this server; send tool_calls",
+            code="unsupported_parameter",
+            param=f"{path}.function_call",
+        )
+    calls = message.tool_calls or ()
+    if calls and role != "assistant":
+        raise RequestError(f"{path}.tool_calls: only the assistant calls functions", param=f"{path}.tool_calls")
+    if role == "tool" and not message.tool_call_id:
+        where = f"{path}.tool_call_id"
+        raise RequestError(f"{where}: required, but not given; the id of the call that this answers", param=where)
+    reasoning = message.reasoning_content or message.reasoning or ""
+    return ChatTurn(
+        role,
+        _content(message, path, required=not calls and not reasoning),
+        reasoning=reasoning,
+        tool_calls=tuple(
+            read_call(call, f"{path}.tool_calls[{index}].function.arguments") for index, call in enumerate(calls)
+        ),
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "",
+    )
+
+
+def _content(message: ChatMessage, path: str, *, required: bool) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    if not message.content:
+        if required:
+            raise RequestError(f"{path}.content: required, but not given", param=f"{path}.content")
+        return ""
+    return "".join(part_text(part, f"{path}.content[{index}]") for index, part in enumerate(message.content))
+
+
+def part_text(part: ContentPart, path: str) -> str:
+    """The text of a part.  Raises RequestError for images and the like."""
+    if part.type not in TEXT_TYPES:
+        raise RequestError(
+            f"{path}.type: only 'text' is supported by this server", code="unsupported_content", param=f"{path}.type"
+        )
+    if part.text is None:
+        raise RequestError(f"{path}.text: required, but not given", param=f"{path}.text")
+    return part.text
+
+
+def read_call(call: CallBody, path: str) -> ToolCall:
+    """A call of an earlier turn; templates want its arguments as an object.  path: of the arguments.
+
+    A call that was cut off has arguments that are none.  Its conversation goes on with an error as the call's result,
+    so the template sees a call without arguments.  Raises RequestError for what no model could have written."""
+    arguments = call.function.arguments
+    if isinstance(arguments, dict):
+        return ToolCall(call.id, call.function.name, msgspec.json.encode(arguments).decode())
+    try:
+        msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except RecursionError:
+        raise RequestError(f"{path}: nested too deep", param=path) from None
+    except msgspec.MsgspecError:
+        if _has_lone_surrogate(arguments or ""):
+            raise RequestError(f"{path}: holds half of a surrogate pair, which is no text", param=path) from None
+        arguments = None
+    return ToolCall(call.id, call.function.name, arguments or "{}")
+
+
+def _has_lone_surrogate(text: str) -> bool:
+    """Whether it would be JSON but for one."""
+    try:
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    except (ValueError, RecursionError):
+        return False
+    return False

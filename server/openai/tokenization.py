@@ -1,0 +1,141 @@
+"""POST /tokenize and /detokenize: the model's tokenizer for others, such as evaluation harnesses and agents.
+
+Owns: their bodies.  Does not know: the engine; nothing is generated.
+Encoding runs in a worker thread, after a bound on the number of characters.
+"""
+
+import asyncio
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from engine.actors.ingress import MAX_CHARS_PER_TOKEN
+from engine.errors import RequestError
+from engine.messages import ChatOptions, ChatTurn
+from engine.sections import ServerSection
+from engine.text.codec import TextCodec
+from server.generate.generation import Translator
+from server.http.body import BodyReader
+from server.model_card import ModelCard
+from server.openai.conversation import read_end, read_turns
+from server.openai.requests import ChatMessage, Scalar, Short, TokenId, Tools
+from server.openai.template_variables import read_variables
+from server.openai.tools import read_tools
+from server.reply import json_reply
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Exactly one of prompt and messages.  The other fields as in completions and chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: dict[Short, Scalar] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Token ids."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """token_strs: where asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeAnswer(msgspec.Struct, frozen=True):
+    """The text."""
+
+    prompt: str
+
+
+class TokenizationRoutes:
+    """Their handlers."""
+
+    def __init__(self, codec: TextCodec, card: ModelCard, translator: Translator, server: ServerSection) -> None:
+        self._codec = codec
+        self._card = card
+        self._translator = translator
+        self._tokenize_reader = BodyReader(TokenizeBody, self._check_tokenize, server)
+        self._detokenize_reader = BodyReader(DetokenizeBody, self._check_detokenize, server)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """aiohttp's handler."""
+        body = await self._tokenize_reader.read(request)
+        return json_reply(await asyncio.to_thread(self._encode, body))
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        """aiohttp's handler."""
+        body = await self._detokenize_reader.read(request)
+        text = await asyncio.to_thread(self._codec.decode, body.tokens, skip_special_tokens=False)
+        return json_reply(DetokenizeAnswer(text))
+
+    def _check_tokenize(self, body: TokenizeBody) -> TokenizeBody:
+        if body.model is not None:
+            self._translator.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("prompt: exactly one of prompt and messages is needed", param="prompt")
+        return body
+
+    def _check_detokenize(self, body: DetokenizeBody) -> DetokenizeBody:
+        if body.model is not None:
+            self._translator.check_model(body.model)
+        outside = next((token for token in body.tokens if token >= self._card.vocab_size), None)
+        if outside is not None:
+            most = self._card.vocab_size - 1
+            raise RequestError(f"tokens: token id {outside} is outside 0 to {most}", param="tokens")
+        return body
+
+    def _encode(self, body: TokenizeBody) -> TokenizeAnswer:
+        token_ids = self._token_ids(body)
+        return TokenizeAnswer(
+            count=len(token_ids),
+            max_model_len=self._card.max_model_len,
+            tokens=token_ids,
+            token_strs=[self._codec.token_text(token_id, 0.0).text for token_id in token_ids]
+            if body.return_token_strs
+            else UNSET,
+        )
+
+    def _token_ids(self, body: TokenizeBody) -> list[int]:
+        if body.prompt is not None:
+            self._check_chars(len(body.prompt), "prompt")
+            if not body.prompt:
+                return []
+            special = body.add_special_tokens is not False
+            ids: list[int] = self._codec.encode(body.prompt, add_special_tokens=special).tolist()
+            return ids
+        turns = read_turns(body.messages or ())
+        tools = read_tools(body.tools, None, parallel=None, form=self._card.tool_format)
+        self._check_chars(sum(map(_num_chars, turns)) + len(tools.described), "messages")
+        begins, continues = read_end(body.add_generation_prompt, body.continue_final_message)
+        variables = read_variables(body.chat_template_kwargs, None, self._card.template_variables)
+        options = ChatOptions(tools.described, variables, begins, continues)
+        ids = self._codec.encode_chat(turns, options).token_ids.tolist()
+        return ids
+
+    def _check_chars(self, num_chars: int, param: str) -> None:
+        most = MAX_CHARS_PER_TOKEN * self._card.max_model_len
+        if num_chars > most:
+            raise RequestError(
+                f"{param}: {num_chars} characters; at most {most} are taken",
+                code="context_length_exceeded",
+                param=param,
+            )
+
+
+def _num_chars(turn: ChatTurn) -> int:
+    calls = sum(len(call.name) + len(call.arguments) for call in turn.tool_calls)
+    return len(turn.content) + len(turn.reasoning) + calls

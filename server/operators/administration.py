@@ -1,0 +1,93 @@
+"""POST /abort_request and /reset_prefix_cache: for operators, routers and benchmarks.
+
+Owns: their bodies.  Does not know: how requests end, what is cached.
+With several API keys each reaches only what is its own: its requests, and the prefixes cached for it.
+"""
+
+from typing import Annotated
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from engine.errors import RequestError
+from engine.sections import ServerSection
+from server.backend import Ingress
+from server.clients.open_requests import Clients
+from server.http.body import BodyReader
+from server.http.cors import refuse_foreign_page
+from server.http.exchange import EXCHANGE
+from server.openai.requests import Short
+from server.reply import json_reply
+
+ABORT_PATHS = ("/abort_request", "/abort_requests")
+RESET_PATHS = ("/reset_prefix_cache", "/flush_cache")
+Names = Annotated[list[Short], Meta(max_length=1024)]
+
+
+class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
+    """rid, request_ids: the X-Request-Id of a request, or the id in its answer; several may have the same one.
+    abort_all: every one."""
+
+    rid: Short | Names | None = None
+    request_ids: Names | None = None
+    abort_all: bool | None = None
+
+
+class AbortAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """num_aborted: requests that were open.  unknown: names that no open request has."""
+
+    num_aborted: int
+    unknown: list[str]
+
+
+class ResetAnswer(msgspec.Struct, frozen=True):
+    """It has been done."""
+
+    success: bool = True
+
+
+class AdministrationRoutes:
+    """Their handlers."""
+
+    def __init__(self, ingress: Ingress, clients: Clients, server: ServerSection) -> None:
+        self._ingress = ingress
+        self._clients = clients
+        self._abort_reader = BodyReader(AbortBody, _names, server)
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """aiohttp's handler.  Raises RequestError: 404 if there is nothing that is called so."""
+        names = await self._abort_reader.read(request)
+        key_number = request[EXCHANGE].key_number
+        num_aborted, unknown = 0, []
+        for name in names:
+            ended = [self._abort(ids) for ids in self._clients.opened(key_number, name)]
+            num_aborted += sum(ended)
+            if name is not None and not any(ended):
+                unknown.append(name)
+        if unknown and not num_aborted:
+            raise RequestError(
+                "no open request is called so; it may have ended", status=404, code="request_not_found", param="rid"
+            )
+        return json_reply(AbortAnswer(num_aborted=num_aborted, unknown=unknown))
+
+    async def reset(self, request: web.Request) -> web.Response:
+        """aiohttp's handler.  There is nothing to say, so a body is not read.  Raises RequestError: 403."""
+        refuse_foreign_page(request)
+        self._clients.forget_cache(request[EXCHANGE].key_number)
+        return json_reply(ResetAnswer())
+
+    def _abort(self, request_ids: list[int]) -> bool:
+        """All choices of a request; returns whether one of them was open."""
+        return sum(map(self._ingress.abort, request_ids)) > 0
+
+
+def _names(body: AbortBody) -> list[str | None]:
+    """Without repetition; None for all requests.  Raises RequestError if there is none."""
+    if body.abort_all:
+        return [None]
+    rid = [body.rid] if isinstance(body.rid, str) else body.rid or []
+    names = list(dict.fromkeys([*rid, *(body.request_ids or [])]))
+    if not names or not all(names):
+        raise RequestError("rid: the id of a request is needed, or abort_all", param="rid")
+    return [*names]

@@ -1,0 +1,237 @@
+"""What ``callboard doctor`` looks at: everything that has to be there before a model is served.
+
+Owns: the checks and what to do about each that fails.  Does not know: how the findings are shown.
+Nothing is changed and no model is loaded; torch is imported only here, when asked.
+"""
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from engine.checkpoints.checkpoint import DEMO, ModelSpec, read_spec, resolve_checkpoint
+from engine.config import Config
+from engine.errors import CallboardError, ConfigError
+from engine.host_memory import available_bytes
+from server.http.connection import require_c_parser
+from server.http.listener import bind
+
+Verdict = Literal["good", "note", "bad"]
+
+OLDEST_PYTHON = (3, 11)
+REQUIRED = ("aiohttp", "msgspec", "numpy", "pluggy", "prometheus-client", "safetensors", "tokenizers", "uvloop")
+ATTENTION_PACKAGES = {"flashinfer": "flashinfer-python", "flash_attn": "flash-attn", "triton": "triton"}
+TRACING = "opentelemetry.exporter.otlp.proto.http"
+GIB = 1 << 30
+FEW_FILES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.  found: what is there.  advice: what to do, unless it is good."""
+
+    what: str
+    verdict: Verdict
+    found: str
+    advice: str = ""
+
+
+def examine(config: Config) -> list[Finding]:
+    """Every check, in the order in which a start would meet them."""
+    findings: list[Finding] = []
+    for check in (_python, _packages, _http, _torch, _plugins, _machine, _limits, _port, _model, _options):
+        findings += check(config)
+    return findings
+
+
+def _python(config: Config) -> Iterator[Finding]:
+    found = f"{platform.python_implementation()} {platform.python_version()} at {sys.executable}"
+    oldest = ".".join(map(str, OLDEST_PYTHON))
+    if sys.version_info < OLDEST_PYTHON:
+        yield Finding("Python", "bad", found, f"install Python {oldest} or later")
+    else:
+        yield Finding("Python", "good", found)
+
+
+def _packages(config: Config) -> Iterator[Finding]:
+    versions: list[str] = []
+    for name in REQUIRED:
+        try:
+            versions.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            yield Finding(name, "bad", "not installed", f"pip install {name}, or install callboard again")
+    yield Finding("packages", "good", ", ".join(versions))
+
+
+def _http(config: Config) -> Iterator[Finding]:
+    try:
+        require_c_parser()
+    except ConfigError as error:
+        yield Finding("HTTP parser", "bad", "Python", str(error))
+    else:
+        yield Finding("HTTP parser", "good", "aiohttp's C parser")
+
+
+def _torch(config: Config) -> Iterator[Finding]:
+    try:
+        from engine.startup.inventory import take_inventory
+    except (ImportError, OSError) as error:
+        yield Finding("torch", "bad", str(error), "pip install torch; https://pytorch.org says which build fits")
+        return
+    inventory = take_inventory()
+    build = f"CUDA {inventory.cuda}" if inventory.cuda else "CPU only"
+    yield Finding("torch", "good", f"{inventory.torch} ({build}), {inventory.threads} threads")
+    for number, gpu in enumerate(inventory.gpus):
+        memory = f"{gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free"
+        short = gpu.free < gpu.total / 4
+        advice = "another process holds most of its memory: nvidia-smi names it" if short else ""
+        found = f"{gpu.name}, compute {gpu.capability}, {memory}"
+        yield Finding(f"GPU {number}", "note" if short else "good", found, advice)
+    if not inventory.gpus and config.device.kind != "cpu":
+        yield _no_gpu(config, inventory.cuda)
+
+
+def _no_gpu(config: Config, cuda: str | None) -> Finding:
+    if shutil.which("nvidia-smi") is None:
+        found, advice = "no GPU driver on this machine", "the model will run on the CPU"
+    elif cuda is None:
+        found, advice = "there is a GPU driver, but torch is built for CPU only", "install torch's CUDA build"
+    else:
+        found, advice = "torch cannot reach the GPU", "compare the driver (nvidia-smi) with torch's CUDA version"
+    if config.device.kind == "cuda":
+        return Finding("GPU", "bad", found, f"device.kind = 'cuda' needs one; {advice}")
+    return Finding("GPU", "note", found, advice)
+
+
+def _plugins(config: Config) -> Iterator[Finding]:
+    from engine.plugins.listing import list_plugins
+    from engine.startup.preview import preview_context
+
+    try:
+        rows = list_plugins(config, preview_context(config))
+    except CallboardError as error:
+        yield Finding("plugins", "bad", str(error), "`callboard plugins` lists what can be chosen")
+        return
+    for row in rows:
+        if row.chosen and row.hindrances:
+            reasons = "; ".join(row.hindrances)
+            what, advice = f"plugin {row.info.name}", "choose another one: `callboard plugins`"
+            if row.info.kind == "grammar" and config.plugins.grammar == "auto":
+                advice = f"requests with a grammar will be refused: pip install {row.info.short}"
+                yield Finding(what, "note", reasons, advice)
+            else:
+                yield Finding(what, "bad", reasons, advice)
+    usable = [row.info.name for row in rows if row.info.kind == "attention" and not row.hindrances]
+    yield Finding("attention", "good" if usable else "bad", ", ".join(usable) or "no backend can run here")
+    absent = [package for module, package in ATTENTION_PACKAGES.items() if find_spec(module) is None]
+    if absent and shutil.which("nvidia-smi"):
+        advice = (
+            "on a GPU they are faster: pip install 'callboard[cuda]'; flash-attn is built against the torch that is "
+            "there: pip install --no-build-isolation 'callboard[flash-attn]'"
+        )
+        yield Finding("attention packages", "note", f"not installed: {', '.join(absent)}", advice)
+
+
+def _machine(config: Config) -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    yield Finding("cores", "good" if cores > 1 else "note", str(cores), "" if cores > 1 else _ONE_CORE)
+    yield Finding("memory", "good", f"{available_bytes() / 1e9:.2f} GB available to this process and its container")
+
+
+_ONE_CORE = "the model and the HTTP front will take turns on it"
+
+
+def _limits(config: Config) -> Iterator[Finding]:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = config.server.max_connections + 256
+    if soft < needed:
+        advice = (
+            f"raise it (ulimit -n {max(needed, FEW_FILES)}; LimitNOFILE= in systemd) or lower server.max_connections"
+        )
+        yield Finding("open files", "bad" if hard < needed else "note", f"{soft} at most, {needed} wanted", advice)
+    else:
+        yield Finding("open files", "good", f"{soft} at most")
+
+
+def _port(config: Config) -> Iterator[Finding]:
+    where = f"{config.server.host}:{config.server.port}"
+    try:
+        bind(config.server.host, config.server.port).close()
+    except CallboardError as error:
+        yield Finding("port", "bad", where, str(error))
+    else:
+        yield Finding("port", "good", f"{where} is free")
+
+
+def _model(config: Config) -> Iterator[Finding]:
+    path = config.model.path
+    if path != DEMO and not Path(path).expanduser().is_dir():
+        yield Finding(
+            "model", "note", f"{path} is no directory here", "it will be looked for on the hub and downloaded"
+        )
+        return
+    try:
+        directory = resolve_checkpoint(path, config.model.revision)
+        spec = read_spec(directory)
+    except CallboardError as error:
+        yield Finding("model", "bad", path, str(error))
+        return
+    weights = list(directory.glob("*.safetensors"))
+    yield Finding("model", "good", f"{directory}: {spec.architecture}, up to {spec.max_len} tokens")
+    if config.model.load_format == "safetensors" and not weights:
+        yield Finding(
+            "weights", "bad", f"no .safetensors in {directory}", "download or convert them; no other format is read"
+        )
+    else:
+        yield _room_for(spec, config)
+    if not (directory / "tokenizer.json").exists() and not config.model.tokenizer:
+        yield Finding(
+            "tokenizer", "bad", f"no tokenizer.json in {directory}", "set model.tokenizer, or 'none' for ids only"
+        )
+    elif not _has_template(directory):
+        yield Finding("chat template", "note", "none", "/v1/chat/completions will refuse; completions work")
+
+
+def _room_for(spec: ModelSpec, config: Config) -> Finding:
+    try:
+        from engine.startup.preview import preview_weights
+
+        needed, available = preview_weights(config, spec)
+    except CallboardError as error:
+        return Finding("weights", "bad", "they cannot be loaded here", str(error))
+    except ImportError as error:
+        return Finding("weights", "note", "not estimated", str(error))
+    found = f"{needed / 1e9:.2f} GB to load, of {available / 1e9:.2f} GB"
+    if config.model.load_format == "dummy":
+        return Finding(
+            "weights", "note", f"{found}, drawn at random", "for benchmarks only: model.load_format = 'dummy'"
+        )
+    return Finding("weights", "good", found)
+
+
+def _has_template(directory: Path) -> bool:
+    beside = (directory / "chat_template.jinja").exists()
+    settings = directory / "tokenizer_config.json"
+    return beside or (settings.exists() and '"chat_template"' in settings.read_text(errors="replace"))
+
+
+def _options(config: Config) -> Iterator[Finding]:
+    if config.server.traces and not _installed(TRACING):
+        yield Finding("traces", "bad", f"{TRACING} is not installed", "pip install 'callboard[otel]'")
+    if not config.server.api_key:
+        yield Finding("API key", "note", "none", "whoever reaches the port may use the model; set server.api_key")
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

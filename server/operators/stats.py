@@ -1,0 +1,224 @@
+"""GET /stats: the same numbers as /metrics for a person's page, with the last steps and a picture of the prefix cache.
+
+Owns: the shape of that JSON, its bounds, rates over the last seconds.  Does not know: how anything is counted, HTML.
+What prompts say is shown only where everybody who can ask is the same person: without an API key, and only prefixes
+that were not salted.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from engine.kv.outline import OutlinedNode
+from engine.messages import Finish
+from engine.scheduling.meter import Distribution, Meter, StepRecord
+from server.backend import Ingress, Monitor
+from server.operators.status import trouble
+from server.reply import json_reply
+
+MAX_NODES = 80
+MAX_PREVIEW_CHARS = 60
+RATE_WINDOW_S = 5.0
+
+
+class StepBody(msgspec.Struct, frozen=True):
+    """A step: ended ``age_s`` ago and took ``seconds``."""
+
+    id: int
+    age_s: float
+    seconds: float
+    decodes: int
+    prefills: int
+    prefill_tokens: int
+
+
+class NodeBody(msgspec.Struct, frozen=True):
+    """A part of a cached prefix, see ``engine/kv/outline.py``.  text: how it begins, where that may be shown."""
+
+    parent: int
+    first_token: int
+    tokens: int
+    host_tokens: int
+    locks: int
+    hits: int
+    idle_steps: int
+    children: int
+    namespace: int
+    salted: bool
+    text: str | None
+
+
+class MailboxBody(msgspec.Struct, frozen=True):
+    """An actor's queue."""
+
+    name: str
+    waiting: int
+    peak: int
+    capacity: int
+
+
+class QuantilesBody(msgspec.Struct, frozen=True):
+    """Seconds, interpolated within buckets; None before there was anything."""
+
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+
+class StatsBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything.  status: 'ready', or the code of the error that /ready gives.
+
+    Token counts only grow; rates are over the last seconds that had steps."""
+
+    status: str
+    model: str
+    version: str
+    requests: dict[str, int]
+    ended: dict[str, int]
+    tokens: dict[str, int]
+    tokens_per_s: dict[str, float]
+    pages: dict[str, int]
+    latency: dict[str, QuantilesBody]
+    mailboxes: list[MailboxBody]
+    steps: list[StepBody]
+    prefixes: list[NodeBody]
+    prefixes_complete: bool
+    restarts: int
+    tokenizers: int
+    tokenizer_restarts: int
+    front_restarts: int
+    retractions: int
+    stalled_s: float
+
+
+class StatsRoute:
+    """shows_text: whether parts of prompts may be seen."""
+
+    def __init__(self, monitor: Monitor, ingress: Ingress, *, version: str, model: str, shows_text: bool) -> None:
+        self._monitor = monitor
+        self._ingress = ingress
+        self._version = version
+        self._model = model
+        self._shows_text = shows_text
+
+    async def get(self, request: web.Request) -> web.Response:
+        """Costs a few milliseconds at most, whatever the engine holds."""
+        seen = await self._monitor.look(meter=True, max_nodes=MAX_NODES)
+        now, gauges, meter, outline = seen.now, seen.gauges, seen.meter, seen.outline
+        steps = meter.recent_steps if meter is not None else []
+        error = trouble(self._ingress, gauges)
+        body = StatsBody(
+            status=error.code if error is not None else "ready",
+            model=self._model,
+            version=self._version,
+            requests={
+                "open": gauges.num_open,
+                "running": gauges.num_running,
+                "waiting": gauges.num_waiting,
+                "max_running": gauges.max_running,
+            },
+            ended={finish.name.lower(): meter.num_ended[finish] for finish in Finish if finish} if meter else {},
+            tokens=_tokens(meter),
+            tokens_per_s=rates(steps, now),
+            pages={
+                "free": gauges.pages_free,
+                "cached": gauges.pages_cached,
+                "used": gauges.pages_used,
+                "host_used": gauges.host_pages_used,
+                "page_size": gauges.page_size,
+            },
+            latency=_latency(meter),
+            mailboxes=[MailboxBody(box.name, box.waiting, box.peak, box.capacity) for box in gauges.mailboxes],
+            steps=[
+                StepBody(
+                    id=step.step_id,
+                    age_s=round(now - step.completed_at, 6),
+                    seconds=round(step.completed_at - step.began_at, 6),
+                    decodes=step.num_decodes,
+                    prefills=step.num_prefills,
+                    prefill_tokens=step.num_prefill_tokens,
+                )
+                for step in steps
+            ],
+            prefixes=[self._node(node, gauges.page_size) for node in outline.nodes],
+            prefixes_complete=outline.complete,
+            restarts=gauges.num_restarts,
+            tokenizers=gauges.num_tokenizers,
+            tokenizer_restarts=gauges.num_tokenizer_restarts,
+            front_restarts=gauges.num_front_restarts,
+            retractions=meter.num_retractions if meter else 0,
+            stalled_s=round(gauges.stalled_s, 3),
+        )
+        response = json_reply(body)
+        response.headers["Cache-Control"] = "no-store"
+        return response
+
+    def _node(self, node: OutlinedNode, page_size: int) -> NodeBody:
+        text = None
+        if self._shows_text and not node.salted:
+            ids = np.frombuffer(node.first_tokens, dtype=np.int32).tolist()
+            text = self._monitor.decode(ids)[:MAX_PREVIEW_CHARS]
+        return NodeBody(
+            parent=node.parent,
+            first_token=node.first_page * page_size,
+            tokens=node.num_pages * page_size,
+            host_tokens=node.num_host_pages * page_size,
+            locks=node.locks,
+            hits=node.hits,
+            idle_steps=node.idle_steps,
+            children=node.num_children,
+            namespace=node.namespace,
+            salted=node.salted,
+            text=text,
+        )
+
+
+def rates(steps: Sequence[StepRecord], now: float) -> dict[str, float]:
+    """Tokens per second over the last seconds, as far back as the record goes."""
+    recent = [step for step in steps if step.completed_at > now - RATE_WINDOW_S]
+    if not recent:
+        return {"decode": 0.0, "prefill": 0.0}
+    # A record that is full reaches back less far than the window; a young one is not stretched to it.
+    covered_s = max(now - recent[0].began_at, 1e-3) if len(recent) == len(steps) else RATE_WINDOW_S
+    decoded = sum(step.num_decodes for step in recent)
+    prefilled = sum(step.num_prefill_tokens for step in recent)
+    return {"decode": round(decoded / covered_s, 1), "prefill": round(prefilled / covered_s, 1)}
+
+
+def quantile(distribution: Distribution, share: float) -> float | None:
+    """The size below which ``share`` of all are, interpolated within its bucket."""
+    left = distribution.num_seen * share
+    if not left:
+        return None
+    low = 0.0
+    for edge, count in zip(distribution.edges, distribution.counts, strict=False):
+        if count and left <= count:
+            return low + (edge - low) * left / count
+        left -= count
+        low = edge
+    return low
+
+
+def _tokens(meter: Meter | None) -> dict[str, int]:
+    if meter is None:
+        return {}
+    return {"prompt": meter.num_prompt_tokens, "cached": meter.num_cached_tokens, "output": meter.num_output_tokens}
+
+
+def _latency(meter: Meter | None) -> dict[str, QuantilesBody]:
+    if meter is None:
+        return {}
+    distributions = {
+        "ttft": meter.ttft_s,
+        "itl": meter.itl_s,
+        "tpot": meter.tpot_s,
+        "queue": meter.queue_s,
+        "e2e": meter.e2e_s,
+        "step": meter.step_s,
+    }
+    return {
+        name: QuantilesBody(*(quantile(one, share) for share in (0.5, 0.9, 0.99)))
+        for name, one in distributions.items()
+    }

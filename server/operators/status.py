@@ -1,0 +1,93 @@
+"""GET /health, /ready and /version: for orchestrators and people, not for API clients.
+
+Owns: what they say.  Does not know: how the server comes into these states.
+/health is 200 as long as the process can do its work, now or soon; /ready only while it takes requests.
+"""
+
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from engine.actors.snapshot import Gauges
+from engine.errors import RequestError
+from server.admission import RETRY_LATER_S, unavailable
+from server.backend import Ingress, Monitor
+from server.http.errors import error_response
+from server.reply import json_reply
+
+Status = Literal["ok", "loading", "draining", "recovering"]
+LIVE: dict[str, Status] = {"not_ready": "loading", "draining": "draining"}  # reasons not to be ready that pass
+HEALTH_PATIENCE_S = 10.0  # longer than an engine that loads may be busy
+STALLED_AFTER_S = 30.0  # requests and no step completed for so long: whoever asks should go elsewhere
+
+
+class PagesBody(msgspec.Struct, frozen=True):
+    """KV pages; free + cached + used = total."""
+
+    free: int
+    cached: int
+    used: int
+    total: int
+
+
+class HealthBody(msgspec.Struct, frozen=True):
+    """The engine's state and gauges; no gauges before its first step."""
+
+    status: Status
+    pages: PagesBody | UnsetType = UNSET
+    running: int | UnsetType = UNSET
+    waiting: int | UnsetType = UNSET
+
+
+class StatusRoutes:
+    """Their handlers."""
+
+    def __init__(self, ingress: Ingress, monitor: Monitor, version: str) -> None:
+        self._ingress = ingress
+        self._monitor = monitor
+        self._version = version
+
+    async def health(self, request: web.Request) -> web.Response:
+        error = unavailable(self._ingress)
+        if error is None or error.code in LIVE:
+            await self._monitor.look(patience_s=HEALTH_PATIENCE_S)  # an engine that hangs is not healthy
+        if error is None:
+            return json_reply(self._with_gauges("recovering" if self._ingress.recovering else "ok"))
+        if error.code not in LIVE:
+            return error_response(error)
+        return json_reply(self._with_gauges(LIVE[error.code]))
+
+    async def ready(self, request: web.Request) -> web.Response:
+        error = unavailable(self._ingress)
+        if error is None:
+            error = trouble(self._ingress, (await self._monitor.look()).gauges)
+        if error is not None:
+            return error_response(error)
+        return json_reply({"status": "ready"})
+
+    async def version(self, request: web.Request) -> web.Response:
+        return json_reply({"version": self._version})
+
+    def _with_gauges(self, status: Status) -> HealthBody:
+        stats = self._ingress.stats
+        if stats is None:
+            return HealthBody(status)
+        total = stats.pages_free + stats.pages_cached + stats.pages_used
+        pages = PagesBody(stats.pages_free, stats.pages_cached, stats.pages_used, total)
+        return HealthBody(status, pages, stats.running, stats.waiting)
+
+
+def trouble(ingress: Ingress, gauges: Gauges) -> RequestError | None:
+    """Why requests would be refused now, or taken and left waiting; None while all is well."""
+    if (error := unavailable(ingress)) is not None:
+        return error
+    if ingress.recovering:
+        reason, code = "a part of the engine is being restarted; requests are taken and wait", "recovering"
+    elif gauges.stalled_s > STALLED_AFTER_S:
+        # Not the time without a token: a long prompt may be many steps on its way to its first one.
+        reason, code = f"requests are open and no step has completed for {gauges.stalled_s:.0f} s", "stalled"
+    else:
+        return None
+    return RequestError(reason, status=503, code=code, retry_after_s=RETRY_LATER_S)

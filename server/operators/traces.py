@@ -1,0 +1,148 @@
+"""OpenTelemetry traces: a span for each request, and below it where its time went in the engine.
+
+Owns: the spans, their names and attributes.  Does not know: who collects them; requests when tracing is off.
+opentelemetry is imported here alone, and only if the configuration asks for traces: pip install 'callboard[otel]'.
+What prompts and outputs say is in no span.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from aiohttp import web
+
+from engine.errors import ConfigError
+from engine.params import SamplingParams
+from engine.plugins.hookspecs import hookimpl
+from engine.scheduling.metrics import RequestMetrics
+from server.backend import Ingress, Prompt, Stream
+from server.http.exchange import EXCHANGE, Handler
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+log = logging.getLogger(__name__)
+
+API_ROUTES = ("/v1/", "/generate")  # probes and scrapes are not worth a span
+MAX_OPEN = 65536  # requests that may not have told their end; some never will, refused by the tokenizer
+NS = 1_000_000_000
+SEND_TIMEOUT_S = 2  # also what a collector that does not answer may cost at shutdown
+
+
+def open_provider(endpoint: str, version: str) -> "TracerProvider":
+    """Spans in batches to ``endpoint``, by HTTP from a thread of their own.  Raises ConfigError without the package."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        raise ConfigError("server.operators.traces needs OpenTelemetry: pip install 'callboard[otel]'") from None
+    resource = Resource.create({"service.name": "callboard", "service.version": version})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=SEND_TIMEOUT_S)))
+    return provider
+
+
+class Traces:
+    """``middleware`` makes the spans of requests; as an observer of the engine it adds those below them.
+
+    A request that brings a ``traceparent`` header becomes part of that trace."""
+
+    def __init__(self, provider: "TracerProvider", model: str) -> None:
+        from opentelemetry import propagate, trace
+
+        self._trace = trace
+        self._extract = propagate.extract
+        self._provider = provider
+        self._tracer = provider.get_tracer("callboard")
+        self._model = model
+        self._contexts: OrderedDict[int, Any] = OrderedDict()
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """A span around the handling of an API request."""
+        exchange = request[EXCHANGE]
+        if not exchange.route.startswith(API_ROUTES):
+            return await handler(request)
+        with self._tracer.start_as_current_span(
+            f"{request.method} {exchange.route}",
+            context=self._extract(request.headers),
+            kind=self._trace.SpanKind.SERVER,
+            attributes={
+                "http.request.method": request.method,
+                "http.route": exchange.route,
+                "gen_ai.request.model": self._model,
+                "callboard.request_id": exchange.id,
+            },
+            record_exception=False,  # its text may hold parts of the request
+        ) as span:
+            try:
+                response = await handler(request)
+            except Exception as error:
+                span.set_attribute("http.response.status_code", getattr(error, "status", 500))
+                raise
+            finally:
+                if exchange.usage is not None:
+                    span.set_attribute("gen_ai.usage.input_tokens", exchange.usage.prompt_tokens)
+                    span.set_attribute("gen_ai.usage.output_tokens", exchange.usage.completion_tokens)
+            span.set_attribute("http.response.status_code", response.status)
+            return response
+
+    def guard(self, ingress: Ingress) -> Ingress:
+        """``ingress``, but that what it opens is known to belong to the span it is opened in."""
+        return cast("Ingress", _TracedIngress(ingress, self))
+
+    def note(self, stream: Stream) -> None:
+        """The engine will speak of this request by its own number."""
+        span = self._trace.get_current_span()
+        if span.is_recording():
+            self._contexts[stream.request_id] = self._trace.set_span_in_context(span)
+            if len(self._contexts) > MAX_OPEN:
+                self._contexts.popitem(last=False)
+
+    @hookimpl
+    def callboard_request_finished(self, requests: Sequence[RequestMetrics]) -> None:
+        """Spans after the fact, at the times by the engine's clock."""
+        epoch_ns = time.time_ns() - time.monotonic_ns()
+        for one in requests:
+            context = self._contexts.pop(one.request_id, None)
+            if context is None:
+                continue
+            queue_s = one.e2e_s if one.queue_s is None else one.queue_s
+            first_s = one.e2e_s if one.ttft_s is None else one.ttft_s
+            marks = [epoch_ns + int((one.arrived_at + after) * NS) for after in (0, queue_s, first_s, one.e2e_s)]
+            prefill: dict[str, int | str] = {"prompt_tokens": one.num_prompt_tokens, "cached_tokens": one.cached_tokens}
+            decode: dict[str, int | str] = {
+                "output_tokens": one.num_output_tokens,
+                "retractions": one.num_retractions,
+                "finish": one.finish.name.lower(),
+            }
+            phases = {"queue": {}, "prefill": prefill, "decode": decode}
+            for (name, about), start, end in zip(phases.items(), marks, marks[1:], strict=False):
+                attributes = {f"callboard.{key}": value for key, value in about.items()}
+                self._tracer.start_span(name, context, start_time=start, attributes=attributes).end(end)
+
+    async def close(self, app: web.Application) -> None:
+        """Send what is left, from a thread: the collector may not answer."""
+        await asyncio.to_thread(self._provider.shutdown)
+
+
+class _TracedIngress:
+    """An ingress, but for what ``open`` notes."""
+
+    def __init__(self, inner: Ingress, traces: Traces) -> None:
+        self._inner = inner
+        self._traces = traces
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def open(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Stream:
+        """As the ingress does."""
+        stream = self._inner.open(prompt, params, **options)
+        self._traces.note(stream)
+        return stream

@@ -1,0 +1,158 @@
+"""The process of the front: ``python -m server.run.front_process``, started by the engine and by nobody else.
+
+Owns: HTTP and ingress in a process of their own, from the ticket to the exit code.  Does not know: restarts, signals;
+what is drained, and when, is the engine's to say.  It imports no torch.
+"""
+
+import asyncio
+import gc
+import logging
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from engine.actors.actor import Actor
+from engine.actors.ingress import Ingress
+from engine.actors.snapshot import RequestsFinished, Snapshot
+from engine.errors import CallboardError, EngineDied
+from engine.links.wire import WireError
+from engine.messages import (
+    Abort,
+    AbortAll,
+    Drain,
+    EngineFailed,
+    Failed,
+    FrontAlive,
+    FrontDrains,
+    FrontFailed,
+    FrontKeeps,
+    FrontReady,
+    Stop,
+    Tokenize,
+)
+from engine.processes.assignment import FrontAssignment, FrontProcessInbox, Ticket
+from engine.processes.entry import enter
+from engine.processes.outgoing import Outgoing
+from engine.processes.resident import Resident
+from engine.text.loading import load_codec
+from server.clients.salts import Salts
+from server.http.connection import Runner
+from server.http.listener import BACKLOG
+from server.model_card import ModelCard
+from server.run.app import create_runner
+from server.run.remote_monitor import RemoteMonitor
+
+log = logging.getLogger("server.run.front_process")  # whatever it is started as
+
+CAPACITY = 1 << 18  # of the link, in messages: of as many requests as may be open at most, four each
+
+
+def main() -> None:
+    """Serve, and end with the process's exit code."""
+    enter(lambda ticket: FrontProcess(ticket).run())
+
+
+class FrontProcess(Resident[FrontAssignment]):
+    """An ingress actor with HTTP around it, and the link that stands for the engine."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        super().__init__(ticket, assignment=FrontAssignment, accepts=FrontProcessInbox, capacity=CAPACITY)
+
+    async def build(self, assignment: FrontAssignment, outgoing: Outgoing) -> Ingress:
+        """Listens when ingress knows what the one before it knew, so that clients who have waited are served."""
+        config, handover = assignment.config, assignment.handover
+        codec = await asyncio.to_thread(load_codec, config.model, Path(config.model.path))
+        engine = EngineLink(outgoing)
+        self._outgoing = outgoing
+        self._ingress = ingress = Ingress(
+            capacity=assignment.capacity,
+            limits=config.limits,
+            max_model_len=assignment.max_len,
+            vocab_size=assignment.vocab_size,
+            rng=random.Random(config.device.seed or None),
+            tokenizer=engine,
+            parts=("executors", "tokenizers") if assignment.has_tokenizers else ("executors",),
+            first_id=handover.first_id,
+        )
+        engine.connect(ingress)
+        for message in handover.news:
+            ingress.handle(message)
+        self._monitor = RemoteMonitor(outgoing, ingress, codec.decode)
+        self._runner: Runner = create_runner(
+            config.server,
+            config.limits,
+            ingress,
+            msgspec.msgpack.decode(handover.about, type=ModelCard),
+            self._monitor,
+            codec,
+            Salts(config.server, kept=handover.kept, keep=lambda what: outgoing.put(FrontKeeps(what))),
+        )
+        await self._runner.setup()
+        gc.collect()
+        gc.freeze()  # what loading has left lives as long as the process
+        listener = socket.socket(fileno=assignment.listener)
+        listener.setblocking(False)
+        await web.SockSite(self._runner, listener, backlog=BACKLOG).start()
+        log.info("listening on %s", self._runner.addresses[0])
+        outgoing.put(FrontReady())
+        return ingress
+
+    def deliver(self, actor: Actor[Any], message: Any) -> None:
+        """To ingress, or where else it belongs."""
+        match message:
+            case Snapshot() | RequestsFinished():
+                self._monitor.take(message)
+            case Drain():
+                self._ingress.draining = True
+                self._outgoing.put(FrontDrains())
+            case AbortAll():
+                self._ingress.abort_all()
+            case EngineFailed(reason):
+                self._ingress.fail_all(EngineDied(reason))
+            case Stop():
+                actor.spawn(self._close(actor))
+            case _:
+                actor.inbox.put(message)
+
+    async def _close(self, actor: Actor[Any]) -> None:
+        """Clients first: what is written to them still goes by way of ingress."""
+        await self._runner.cleanup()
+        actor.inbox.put(Stop())
+
+    def alive(self) -> FrontAlive:
+        if self._actor is None:
+            return FrontAlive()
+        inbox = self._actor.inbox
+        return FrontAlive(len(inbox), inbox.peak)
+
+    def failed(self, error: Exception) -> FrontFailed:
+        return FrontFailed(type(error).__name__, str(error))
+
+
+class EngineLink:
+    """Where ingress puts its requests.  One that is too large for a frame is that request's end and nobody else's."""
+
+    def __init__(self, outgoing: Outgoing) -> None:
+        self._outgoing = outgoing
+
+    def connect(self, ingress: Ingress) -> None:
+        """Who is told so; known only after it, which needs this link, is built."""
+        self._ingress = ingress
+
+    def put(self, message: Tokenize | Abort) -> None:
+        """Send."""
+        try:
+            self._outgoing.link.put(message)
+        except WireError as error:
+            reason = f"the request is too large: {error}"
+            self._ingress.inbox.put(Failed(message.request_id, reason, 413, "request_too_large"))
+        except CallboardError as error:
+            self._outgoing.fail(error)
+
+
+if __name__ == "__main__":
+    main()

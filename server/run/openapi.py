@@ -1,0 +1,123 @@
+"""GET /openapi.json: what the API takes and gives, generated from the types that decode and encode it.
+
+Owns: which types belong to which route.  Does not know: what handlers do.
+"""
+
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from server.http.errors import ErrorBody
+from server.native.bodies import NativeBody, NativeOutput
+from server.openai.answers import ChatChunk, ChatCompletion, Completion, ModelBody, ModelList
+from server.openai.embeddings import EmbeddingBody, EmbeddingList
+from server.openai.requests import ChatBody, CompletionBody
+from server.openai.tokenization import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
+from server.operators.administration import AbortAnswer, AbortBody, ResetAnswer
+from server.operators.server_info import Load, ServerInfo
+from server.operators.status import HealthBody
+from server.responses.objects import Event, ResponseObject
+from server.responses.requests import ResponsesBody
+
+REFERENCE = "#/components/schemas/{name}"
+JSON = "application/json"
+STREAM = "text/event-stream"
+ERRORS = {
+    "400": "A value or the body is wrong; param names the field.",
+    "401": "The API key is missing or wrong.",
+    "404": "There is no such model.",
+    "408": "The body did not arrive in time.",
+    "409": "The request was aborted.",
+    "413": "The body is too large.",
+    "415": "The body is not JSON, or compressed.",
+    "429": "Too many requests are open; see Retry-After.",
+    "500": "The server failed.",
+    "503": "The server cannot take requests now; see Retry-After.",
+    "504": "The request took too long.",
+}
+
+
+class Operation(NamedTuple):
+    """A route.  answer: the type of what comes in one piece.  event: what its stream is made of, if it streams."""
+
+    method: str
+    path: str
+    summary: str
+    answer: Any
+    body: type[msgspec.Struct] | None = None
+    event: type[msgspec.Struct] | None = None
+
+
+NATIVE = NativeOutput | list[NativeOutput]
+OPERATIONS = (
+    Operation("post", "/v1/chat/completions", "Answer a conversation.", ChatCompletion, ChatBody, ChatChunk),
+    Operation("post", "/v1/completions", "Continue prompts.", Completion, CompletionBody, Completion),
+    Operation("post", "/v1/responses", "Answer a conversation, as items.", ResponseObject, ResponsesBody, Event),
+    Operation("post", "/v1/embeddings", "Texts as vectors.", EmbeddingList, EmbeddingBody),
+    Operation("post", "/generate", "Continue prompts.", NATIVE, NativeBody, NativeOutput),
+    Operation("post", "/tokenize", "Text as tokens.", TokenizeAnswer, TokenizeBody),
+    Operation("post", "/detokenize", "Tokens as text.", DetokenizeAnswer, DetokenizeBody),
+    Operation("get", "/v1/models", "The served model.", ModelList),
+    Operation("get", "/v1/models/{id}", "The served model.", ModelBody),
+    Operation("post", "/abort_request", "End requests.", AbortAnswer, AbortBody),
+    Operation("post", "/reset_prefix_cache", "Forget what is cached.", ResetAnswer),
+    Operation("get", "/server_info", "What is served, and its limits.", ServerInfo),
+    Operation("get", "/load", "How many requests there are.", Load),
+    Operation("get", "/health", "Whether the process can do its work.", HealthBody),
+)
+
+
+def document(version: str) -> dict[str, Any]:
+    """The OpenAPI document."""
+    kinds = [kind for one in OPERATIONS for kind in (one.answer, one.body, one.event) if kind is not None]
+    # A field that is sent only sometimes is one that need not be there: msgspec's schema says so by itself.
+    references, components = msgspec.json.schema_components([*dict.fromkeys(kinds), ErrorBody], ref_template=REFERENCE)
+    by_kind = dict(zip([*dict.fromkeys(kinds), ErrorBody], references, strict=True))
+    paths: dict[str, Any] = {}
+    for one in OPERATIONS:
+        paths.setdefault(one.path, {})[one.method] = _operation(one, by_kind)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "callboard", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(one: Operation, by_kind: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    answers = {JSON: {"schema": by_kind[one.answer]}}
+    if one.event is not None:
+        content = {"anyOf": [by_kind[one.event], by_kind[ErrorBody]]}
+        told = {"type": "string", "contentMediaType": JSON, "contentSchema": content}
+        data = told if one.event is Event else {"anyOf": [{"const": "[DONE]"}, told]}
+        event = {"type": "object", "properties": {"data": data, "event": {"type": "string"}}, "required": ["data"]}
+        answers[STREAM] = {"schema": event}
+    failed = {JSON: {"schema": by_kind[ErrorBody]}}
+    operation: dict[str, Any] = {
+        "summary": one.summary,
+        "responses": {
+            "200": {"description": "Done.", "content": answers},
+            **{status: {"description": why, "content": failed} for status, why in ERRORS.items()},
+        },
+    }
+    if one.body is not None:
+        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": by_kind[one.body]}}}
+    if "{id}" in one.path:
+        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return operation
+
+
+class OpenAPIRoute:
+    """Its handler."""
+
+    def __init__(self, version: str) -> None:
+        self._body = msgspec.json.encode(document(version))
+
+    async def get(self, request: web.Request) -> web.Response:
+        """aiohttp's handler."""
+        return web.Response(body=self._body, content_type=JSON)
