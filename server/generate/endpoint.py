@@ -11,10 +11,9 @@ import msgspec
 from engine.messages import Delta
 from server.generate.generation import Generation
 from server.generate.output import Cursor, Output
-from server.openai.answers import OptionalUsage, UsageBody
-from server.openai.requests import GenerationBody
+from server.generate.usage import OptionalUsage, UsageBody
 
-B = TypeVar("B", bound=GenerationBody, contravariant=True)
+B = TypeVar("B", bound=msgspec.Struct, contravariant=True)
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):

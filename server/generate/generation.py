@@ -1,28 +1,31 @@
 """What one HTTP request asks of the engine, in the engine's terms.
 
-Owns: how request fields become sampling parameters, and how the choices of one prompt get their seeds.
-Does not know: JSON, prompts' formats, responses.  Every field is copied by hand: a name that clients may send
-never reaches the engine because it happens to exist there.
+Owns: what the generating endpoints' flow needs to know of a request, and how the choices of one prompt get their seeds.
+Does not know: JSON, request fields, responses.
 """
-
-from typing import TypeVar
 
 import msgspec
 
-from engine.errors import RequestError
 from engine.messages import ChatOptions
-from engine.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
+from engine.params import MAX_SEED, SamplingParams
+from engine.text.tool_calls import ToolCallParser
+from engine.text.tool_format import ToolFormat
 from server.backend import Prompt
-from server.model_card import ModelCard
-from server.openai.formats import read_grammar
-from server.openai.requests import GenerationBody
-from server.openai.tools import ToolRequest, ToolUse
 
-T = TypeVar("T")
-DEFAULT = SamplingParams()
-LEAST_SEED = -(1 << 63)
-MAX_CHOICES = 128  # in one request
-NO_SEED = -1  # to vLLM and llama.cpp
+
+class ToolUse(msgspec.Struct, frozen=True):
+    """How calls are read from an output.  max_calls: later ones are dropped; None for no limit.
+    exact: a grammar says how they are written.  forced: it allows nothing else."""
+
+    form: ToolFormat
+    names: frozenset[str]
+    max_calls: int | None
+    exact: bool = False
+    forced: bool = False
+
+    def parser(self) -> ToolCallParser:
+        """For one choice."""
+        return ToolCallParser(self.form, self.names, self.max_calls, exact=self.exact, forced=self.forced)
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,110 +51,6 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens_field: str = "max_tokens"  # in which it was given
 
 
-class Translator:
-    """Turns request bodies into generations for one model."""
-
-    def __init__(self, card: ModelCard) -> None:
-        self._card = card
-
-    def translate(
-        self,
-        body: GenerationBody,
-        prompts: tuple[Prompt, ...],
-        *,
-        max_tokens: int | None,
-        logprobs: int | None,
-        echo: bool,
-        num_choices: int | None = None,
-        counted: str = "n",
-        prompt_logprobs: int | None = None,
-        prompt_only: bool = False,
-        tools: ToolRequest = ToolRequest(),  # noqa: B008 (frozen)
-        chat: ChatOptions = ChatOptions(),  # noqa: B008 (frozen)
-    ) -> Generation:
-        """Raises RequestError for values that are wrong whatever the prompt is."""
-        if num_choices is None:
-            num_choices = 1 if body.n is None else body.n
-        self.check_count(len(prompts), num_choices, counted)
-        stream = bool(body.stream)
-        options = body.stream_options
-        if options is not None and not stream:
-            raise RequestError("stream_options: only allowed together with stream", param="stream_options")
-        params = self._sampling_params(body, max_tokens=max_tokens, logprobs=logprobs)
-        params = params.replace(grammar=_grammar(body, tools), prompt_logprobs=prompt_logprobs)
-        params.check(self._card.vocab_size)
-        return Generation(
-            prompts=prompts,
-            params=params,
-            num_choices=num_choices,
-            echo=echo,
-            stream=stream,
-            include_usage=options is not None and bool(options.include_usage),
-            continuous_usage=options is not None and bool(options.continuous_usage_stats),
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            chat=chat,
-            tools=tools.use_with(params.grammar),
-            prompt_only=prompt_only,
-            shows_token_ids=bool(body.return_token_ids),
-            names_tokens_by_id=bool(body.return_tokens_as_token_ids),
-            request_id=body.request_id or body.rid or "",
-        )
-
-    def check_model(self, name: str) -> None:
-        """Raise RequestError (404) unless ``name`` is the served model."""
-        if name != self._card.name:
-            raise RequestError(
-                f"the model '{name[:100]}' does not exist; this server has '{self._card.name}'",
-                status=404,
-                code="model_not_found",
-                param="model",
-            )
-
-    def check_count(self, num_prompts: int, num_choices: int, counted: str) -> None:
-        """Raise RequestError for more choices than one request may have.  counted: the field that says how many."""
-        if not 1 <= num_choices <= MAX_CHOICES:
-            raise RequestError(f"{counted}={num_choices}: must be from 1 to {MAX_CHOICES}", param=counted)
-        if num_prompts * num_choices > MAX_CHOICES:
-            raise RequestError(
-                f"{num_prompts} prompts with {counted}={num_choices} make {num_prompts * num_choices} choices; "
-                f"at most {MAX_CHOICES} are allowed in one request",
-                param="prompt" if num_choices == 1 and counted == "n" else counted,
-            )
-
-    def _sampling_params(self, body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        model = self._card.chat_defaults
-        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        return SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=_given(body.min_tokens, DEFAULT.min_tokens),
-            temperature=_given(body.temperature, float(model.get("temperature", DEFAULT.temperature))),
-            top_k=_given(body.top_k, int(model.get("top_k", DEFAULT.top_k))),
-            top_p=_given(body.top_p, float(model.get("top_p", DEFAULT.top_p))),
-            min_p=_given(body.min_p, DEFAULT.min_p),
-            repetition_penalty=_given(
-                body.repetition_penalty, float(model.get("repetition_penalty", DEFAULT.repetition_penalty))
-            ),
-            presence_penalty=_given(body.presence_penalty, DEFAULT.presence_penalty),
-            frequency_penalty=_given(body.frequency_penalty, DEFAULT.frequency_penalty),
-            logit_bias=body.logit_bias or {},
-            seed=own_seed(body.seed),
-            logprobs=logprobs,
-            ignore_eos=_given(body.ignore_eos, DEFAULT.ignore_eos),
-            stop=stop,
-            stop_token_ids=tuple(body.stop_token_ids or ()),
-            include_stop_str_in_output=_given(body.include_stop_str_in_output, DEFAULT.include_stop_str_in_output),
-            skip_special_tokens=_given(body.skip_special_tokens, DEFAULT.skip_special_tokens),
-        )
-
-
-def own_seed(seed: int | None) -> int | None:
-    """A client's seed as one of ours, which begin at 0.  -1 is none, as it is elsewhere."""
-    if seed == NO_SEED:
-        return None
-    return seed & MAX_SEED if seed is not None and LEAST_SEED <= seed < 0 else seed
-
-
 def choice_seed(seed: int | None, k: int) -> int | None:
     """Seed of a prompt's k-th choice.  The first keeps the request's own, so that n=1 and n=8 begin alike."""
     if seed is None or k == 0:
@@ -162,22 +61,3 @@ def choice_seed(seed: int | None, k: int) -> int | None:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
     return (x ^ (x >> 31)) & MAX_SEED
-
-
-def _grammar(body: GenerationBody, tools: ToolRequest) -> Grammar | None:
-    named = read_grammar(body)
-    grammar = tools.grammar(None if named is None else named[1])
-    if grammar is None:
-        return None
-    field = "tools" if named is None else named[0]
-    if len(grammar.source) > MAX_GRAMMAR_CHARS:
-        raise RequestError(f"{field}: longer than {MAX_GRAMMAR_CHARS} characters", param=field)
-    if body.ignore_eos:
-        raise RequestError(
-            f"ignore_eos: not possible together with {field}, which says where to end", param="ignore_eos"
-        )
-    return grammar
-
-
-def _given(value: T | None, default: T) -> T:
-    return default if value is None else value

@@ -3,14 +3,16 @@
 Owns: what is remembered of a choice, and words for how it ended.  Does not know: which endpoint it belongs to.
 """
 
+from typing import Literal
+
 import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
 from engine.messages import Delta, Finish, TokenLogprobs, TokenText
 from engine.text.tool_calls import ToolCallParser
-from server.openai.answers import FinishReason
 
+FinishReason = Literal["stop", "length", "abort", "tool_calls"]
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; this is what clients of other engines know
 FINISH_REASONS: dict[Finish, FinishReason] = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort"}
 

@@ -22,17 +22,15 @@ from server.generate.endpoint import Endpoint, Head
 from server.generate.generation import Generation
 from server.generate.output import Cursor, Output, by_id
 from server.generate.plain_text import PlainText, is_plain
-from server.generate.usage import Tally
+from server.generate.usage import OptionalUsage, Tally
 from server.http.body import BodyReader
 from server.http.errors import error_body
 from server.http.exchange import EXCHANGE
 from server.http.sse import EventStream
 from server.model_card import ModelCard
-from server.openai.answers import OptionalUsage
-from server.openai.requests import GenerationBody
 from server.reply import json_reply
 
-B = TypeVar("B", bound=GenerationBody)
+B = TypeVar("B", bound=msgspec.Struct)
 
 
 class GenerateRoute(Generic[B]):
@@ -86,7 +84,8 @@ class GenerateRoute(Generic[B]):
                 tally.add(index, delta)
                 outputs[index].add(by_id(delta) if generation.names_tokens_by_id else delta)
         finally:
-            request[EXCHANGE].usage = usage = tally.total()
+            usage = tally.total()
+            request[EXCHANGE].usage = usage.prompt_tokens, usage.completion_tokens
         return json_reply(self._endpoint.answer(head, generation, outputs, usage))
 
     async def _stream(
@@ -100,7 +99,8 @@ class GenerateRoute(Generic[B]):
                 lambda error: error_body(self._in_its_words(error, generation)),
             )
         finally:
-            request[EXCHANGE].usage = tally.total()
+            usage = tally.total()
+            request[EXCHANGE].usage = usage.prompt_tokens, usage.completion_tokens
 
     async def _send_all(
         self, events: EventStream, generation: Generation, head: Head, choices: Choices, tally: Tally

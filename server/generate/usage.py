@@ -3,13 +3,38 @@
 Owns: the sums.  Does not know: how they are shown.
 """
 
-from msgspec import UNSET
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from engine.messages import Delta, Finish
 from server.generate.generation import Generation
-from server.openai.answers import CompletionTokensDetails, PromptTokensDetails, UsageBody
 
 TOKEN_ID_BYTES = 4
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """How much of the prompt came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """How much of the completion was thought and not answer."""
+
+    reasoning_tokens: int
+
+
+class UsageBody(msgspec.Struct, frozen=True):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+OptionalUsage = UsageBody | None | UnsetType
 
 
 class Tally:

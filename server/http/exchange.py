@@ -12,7 +12,6 @@ from http import HTTPStatus
 from aiohttp import web
 
 from engine.logs import FIELDS
-from server.openai.answers import UsageBody
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +25,13 @@ CLIENT_LEFT = 499  # what nginx logs when nobody is there to read the response
 
 class Exchange:
     """id: the client's own if it sent a usable one.  route: the path's pattern, once one was matched.
-    names: what else the client may call it by; like usage set by the handlers that generate.
+    names: what else the client may call it by.  usage: prompt and completion tokens.  Handlers that generate set both.
     key_number: which of the API keys it brought, where there are any.  cors: what a browser must be told."""
 
     def __init__(self, request: web.BaseRequest) -> None:
         self.id = _request_id(request.headers.get(REQUEST_ID_HEADER, ""))
         self.route = "-"
-        self.usage: UsageBody | None = None
+        self.usage: tuple[int, int] | None = None
         self.names: set[str] = set()
         self.key_number: int | None = None
         self.cors: dict[str, str] = {}
@@ -44,14 +43,15 @@ class Exchange:
 
     def log(self, request: web.BaseRequest, status: int, duration_s: float) -> None:
         """One line per request.  The route is logged, not the path, which is the client's to choose."""
+        prompt_tokens, completion_tokens = self.usage or (0, 0)
         fields = {
             "request": self.id,
             "method": request.method,
             "route": self.route,
             "status": status,
             "duration_ms": round(duration_s * 1e3, 1),
-            "prompt_tokens": self.usage.prompt_tokens if self.usage else 0,
-            "completion_tokens": self.usage.completion_tokens if self.usage else 0,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
         }
         log.log(
             logging.DEBUG if self.route in WATCHED and status < HTTPStatus.BAD_REQUEST else logging.INFO,

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from engine.params import MAX_TOKEN_COUNT
-from server.openai.answers import FinishReason
+from server.generate.output import FinishReason
 from server.openai.requests import Int, Priority, Salt, SamplingFields, Short, TokenId, TopLogprobs
 
 MaxNewTokens = Annotated[int, Meta(ge=0, le=MAX_TOKEN_COUNT)]

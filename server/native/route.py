@@ -16,7 +16,7 @@ from engine.sections import LimitsSection, ServerSection
 from server.admission import refuse_early
 from server.backend import Ingress
 from server.generate.choices import Choices
-from server.generate.generation import Generation, Translator
+from server.generate.generation import Generation
 from server.generate.output import Output, finite, unpacked
 from server.generate.usage import Tally
 from server.http.body import BodyReader
@@ -27,6 +27,7 @@ from server.model_card import ModelCard
 from server.native.bodies import Logprob, NativeBody, NativeFinish, NativeInfo, NativeOutput, NativeParams
 from server.openai.completions import read_prompts
 from server.openai.requests import GenerationBody, SamplingFields
+from server.openai.translator import Translator
 from server.reply import json_reply
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -118,7 +119,8 @@ class NativeRoute:
         except RequestError as error:
             raise _in_its_words(error, body) from None
         finally:
-            request[EXCHANGE].usage = answer.tally.total()
+            usage = answer.tally.total()
+            request[EXCHANGE].usage = usage.prompt_tokens, usage.completion_tokens
 
     async def _stream(self, request: web.Request, answer: "_Answer", choices: Choices) -> web.StreamResponse:
         events = EventStream(request)

@@ -9,33 +9,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-FinishReason = Literal["stop", "length", "abort", "tool_calls"]
-
-
-class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """How much of the prompt came from the prefix cache."""
-
-    cached_tokens: int
-
-
-class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """How much of the completion was thought and not answer."""
-
-    reasoning_tokens: int
-
-
-class UsageBody(msgspec.Struct, frozen=True):
-    """Token counts."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-
-
-OptionalUsage = UsageBody | None | UnsetType
-
+from server.generate.output import FinishReason
+from server.generate.usage import OptionalUsage, UsageBody
 
 # ---- completions ----------------------------------------------------------------------------
 

@@ -14,8 +14,9 @@ from engine.errors import RequestError
 from engine.messages import ChatOptions, Delta, Finish, TokenLogprobs, TokenText
 from engine.text.tool_calls import CallPiece, text_and_calls
 from server.generate.endpoint import Head
-from server.generate.generation import Generation, Translator
-from server.generate.output import Cursor, Output, finish_reason, finite, ids, stop_reason
+from server.generate.generation import Generation, ToolUse
+from server.generate.output import Cursor, FinishReason, Output, finish_reason, finite, ids, stop_reason
+from server.generate.usage import OptionalUsage, UsageBody
 from server.model_card import ModelCard
 from server.openai.answers import (
     ChatAnswer,
@@ -25,20 +26,18 @@ from server.openai.answers import (
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
-    FinishReason,
     FunctionCallBody,
     FunctionDelta,
-    OptionalUsage,
     TokenLogprob,
     ToolCallBody,
     ToolCallDelta,
     TopLogprob,
-    UsageBody,
 )
 from server.openai.conversation import read_end, read_turns
 from server.openai.requests import ChatBody
 from server.openai.template_variables import read_variables
-from server.openai.tools import ToolUse, read_tools
+from server.openai.tools import read_tools
+from server.openai.translator import Translator
 
 
 class Chat:

@@ -12,10 +12,12 @@ from engine.errors import RequestError
 from engine.messages import Delta, TokenLogprobs
 from server.backend import Prompt
 from server.generate.endpoint import Head
-from server.generate.generation import DEFAULT, Generation, Translator
+from server.generate.generation import Generation
 from server.generate.output import Cursor, Output, finish_reason, finite, ids, stop_reason
-from server.openai.answers import Completion, CompletionChoice, CompletionLogprobs, OptionalUsage, UsageBody
+from server.generate.usage import OptionalUsage, UsageBody
+from server.openai.answers import Completion, CompletionChoice, CompletionLogprobs
 from server.openai.requests import CompletionBody
+from server.openai.translator import DEFAULT, Translator
 
 
 class Completions:

@@ -19,7 +19,7 @@ from engine.sections import LimitsSection, ServerSection
 from server.admission import refuse_early
 from server.backend import Ingress
 from server.generate.choices import Choices
-from server.generate.generation import Generation, Translator
+from server.generate.generation import Generation
 from server.generate.output import Output
 from server.generate.usage import Tally
 from server.http.body import BodyReader
@@ -27,6 +27,7 @@ from server.http.exchange import EXCHANGE
 from server.model_card import ModelCard
 from server.openai.completions import read_prompts
 from server.openai.requests import Priority, Salt, TokenId
+from server.openai.translator import Translator
 from server.reply import json_reply
 
 Dimensions = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -124,7 +125,8 @@ class EmbeddingRoute:
                 error.param = "input"
             raise
         finally:
-            request[EXCHANGE].usage = usage = tally.total()
+            usage = tally.total()
+            request[EXCHANGE].usage = usage.prompt_tokens, usage.completion_tokens
         entries = [EmbeddingEntry(index=one.index, embedding=_encoded(one.embedding, body)) for one in outputs]
         counts = EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens)
         return json_reply(EmbeddingList(data=entries, model=self._card.name, usage=counts))

@@ -5,9 +5,9 @@ Owns: what is said about the served model.  Does not know: how it is served.
 
 from aiohttp import web
 
-from server.generate.generation import Translator
 from server.model_card import ModelCard
 from server.openai.answers import ModelBody, ModelList
+from server.openai.translator import Translator
 from server.reply import json_reply
 
 

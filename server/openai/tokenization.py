@@ -15,13 +15,13 @@ from engine.errors import RequestError
 from engine.messages import ChatOptions, ChatTurn
 from engine.sections import ServerSection
 from engine.text.codec import TextCodec
-from server.generate.generation import Translator
 from server.http.body import BodyReader
 from server.model_card import ModelCard
 from server.openai.conversation import read_end, read_turns
 from server.openai.requests import ChatMessage, Scalar, Short, TokenId, Tools
 from server.openai.template_variables import read_variables
 from server.openai.tools import read_tools
+from server.openai.translator import Translator
 from server.reply import json_reply
 
 

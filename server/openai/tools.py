@@ -9,26 +9,11 @@ import msgspec
 
 from engine.errors import RequestError
 from engine.params import Grammar
-from engine.text.tool_calls import ToolCallParser
 from engine.text.tool_format import Tool, ToolFormat, allow_calls, demand_calls
+from server.generate.generation import ToolUse
 from server.openai.requests import ToolBody, ToolChoice
 
 Choice = str | ToolChoice | None
-
-
-class ToolUse(msgspec.Struct, frozen=True):
-    """How calls are read from an output.  max_calls: later ones are dropped; None for no limit.
-    exact: a grammar says how they are written.  forced: it allows nothing else."""
-
-    form: ToolFormat
-    names: frozenset[str]
-    max_calls: int | None
-    exact: bool = False
-    forced: bool = False
-
-    def parser(self) -> ToolCallParser:
-        """For one choice."""
-        return ToolCallParser(self.form, self.names, self.max_calls, exact=self.exact, forced=self.forced)
 
 
 class ToolRequest(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from aiohttp import web
 from engine.sections import LimitsSection
 from engine.text.tool_format import ToolFormat
 from server.backend import Ingress, Monitor
-from server.generation import MAX_CHOICES
+from server.openai.translator import MAX_CHOICES
 from server.model_card import ModelCard
 from server.reply import json_reply
 

@@ -87,8 +87,8 @@ class Traces:
                 raise
             finally:
                 if exchange.usage is not None:
-                    span.set_attribute("gen_ai.usage.input_tokens", exchange.usage.prompt_tokens)
-                    span.set_attribute("gen_ai.usage.output_tokens", exchange.usage.completion_tokens)
+                    for kind, count in zip(("input", "output"), exchange.usage, strict=True):
+                        span.set_attribute(f"gen_ai.usage.{kind}_tokens", count)
             span.set_attribute("http.response.status_code", response.status)
             return response
 

@@ -17,14 +17,13 @@ from engine.sections import LimitsSection, ServerSection
 from server.admission import refuse_early
 from server.backend import Ingress
 from server.generate.choices import Choices
-from server.generate.generation import Generation, Translator
+from server.generate.generation import Generation
 from server.generate.output import by_id
-from server.generate.usage import Tally
+from server.generate.usage import Tally, UsageBody
 from server.http.body import BodyReader
 from server.http.exchange import EXCHANGE
 from server.http.sse import EventStream
 from server.model_card import ModelCard
-from server.openai.answers import UsageBody
 from server.openai.requests import (
     FunctionBody,
     FunctionChoice,
@@ -36,6 +35,7 @@ from server.openai.requests import (
 )
 from server.openai.template_variables import read_variables
 from server.openai.tools import read_tools
+from server.openai.translator import Translator
 from server.reply import json_reply
 from server.responses.items import read_input
 from server.responses.objects import (
@@ -129,7 +129,8 @@ class ResponsesRoute:
         except RequestError as error:
             raise _in_its_words(error, body) from None
         finally:
-            request[EXCHANGE].usage = answer.tally.total()
+            usage = answer.tally.total()
+            request[EXCHANGE].usage = usage.prompt_tokens, usage.completion_tokens
 
     async def stored(self, request: web.Request) -> web.StreamResponse:
         """aiohttp's handler for whatever is asked about a response that was given before.  Raises RequestError: 404."""

@@ -13,7 +13,6 @@ from server.backend import Ingress, Monitor
 from server.clients.auth import OPEN_ROUTES, require_key
 from server.clients.open_requests import Clients
 from server.clients.salts import Salts
-from server.generate.generation import Translator
 from server.generate.route import GenerateRoute
 from server.http.connection import Runner
 from server.http.exchange import note_route
@@ -26,6 +25,7 @@ from server.openai.embeddings import EmbeddingRoute
 from server.openai.models import ModelRoutes
 from server.openai.requests import ChatBody, CompletionBody
 from server.openai.tokenization import TokenizationRoutes
+from server.openai.translator import Translator
 from server.operators.administration import ABORT_PATHS, RESET_PATHS, AdministrationRoutes
 from server.operators.metrics import MetricsRoute
 from server.operators.probe import ProbeRoute

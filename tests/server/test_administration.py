@@ -10,6 +10,7 @@ from aiohttp.test_utils import make_mocked_request
 from engine.errors import RequestError
 from engine.sections import LimitsSection, ServerSection
 from server.openai.answers import FinishReason
+from server.generate.output import FinishReason
 from server.operators.probe import ProbeRoute
 from tests.server.engine_server import EngineServer
 from tests.server.fake_ingress import FakeIngress

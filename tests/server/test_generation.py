@@ -8,16 +8,18 @@ from hypothesis import strategies as st
 from engine.errors import RequestError
 from engine.params import MAX_SEED
 from engine.sections import ServerSection
+from server.generate.generation import Generation, choice_seed
 from server.http.body import BodyReader, name_field
 from server.openai.chat import Chat
 from server.completions import Completions
-from server.generation import Generation, Translator, choice_seed, own_seed
+from server.openai.translator import Generation, Translator, choice_seed, own_seed
 from server.generate.generation import Generation, Translator, choice_seed, own_seed
 from server.http.unsupported import UNSUPPORTED
 from server.model_card import ModelCard
 from server.openai.chat import Chat
 from server.openai.completions import Completions
 from server.openai.requests import ChatBody, CompletionBody, GenerationBody
+from server.openai.translator import Translator, own_seed
 
 DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
 

@@ -10,11 +10,11 @@ from msgspec import UNSET
 
 from engine.messages import Delta, Finish, TokenLogprobs, TokenText, Usage
 from server.generate.endpoint import Head
-from server.generate.generation import Translator
 from server.generate.output import Cursor
 from server.generate.plain_text import PlainText, is_plain
 from server.openai.chat import Chat
 from server.openai.completions import Completions
+from server.openai.translator import Translator
 from tests.server.live_server import CARD
 
 HEAD = Head(id='cmpl-"odd\\', created=1, model="a/model δ", system_fingerprint="callboard-1")

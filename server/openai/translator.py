@@ -1,0 +1,149 @@
+"""Request fields as what they ask of the engine.
+
+Owns: how fields become sampling parameters, and what is wrong whatever the prompt is.
+Does not know: JSON, prompts' formats, responses.  Every field is copied by hand: a name that clients may send
+never reaches the engine because it happens to exist there.
+"""
+
+from typing import TypeVar
+
+from engine.sections import LimitsSection
+from engine.errors import RequestError
+from engine.messages import ChatOptions
+from engine.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
+from server.backend import Prompt
+from server.generate.generation import Generation
+from server.model_card import ModelCard
+from server.openai.formats import read_grammar
+from server.openai.requests import GenerationBody
+from server.openai.tools import ToolRequest
+
+T = TypeVar("T")
+DEFAULT = SamplingParams()
+LEAST_SEED = -(1 << 63)
+NO_SEED = -1  # to vLLM and llama.cpp
+
+
+class Translator:
+    """Turns request bodies into generations for one model."""
+
+    def __init__(self, card: ModelCard, limits: LimitsSection) -> None:
+        self._card = card
+        self._limits = limits
+
+    def translate(
+        self,
+        body: GenerationBody,
+        prompts: tuple[Prompt, ...],
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        echo: bool,
+        num_choices: int | None = None,
+        counted: str = "n",
+        prompt_logprobs: int | None = None,
+        prompt_only: bool = False,
+        tools: ToolRequest = ToolRequest(),  # noqa: B008 (frozen)
+        chat: ChatOptions = ChatOptions(),  # noqa: B008 (frozen)
+    ) -> Generation:
+        """Raises RequestError for values that are wrong whatever the prompt is."""
+        if num_choices is None:
+            num_choices = 1 if body.n is None else body.n
+        self.check_count(len(prompts), num_choices, counted)
+        stream = bool(body.stream)
+        options = body.stream_options
+        if options is not None and not stream:
+            raise RequestError("stream_options: only allowed together with stream", param="stream_options")
+        params = self._sampling_params(body, max_tokens=max_tokens, logprobs=logprobs)
+        params = params.replace(grammar=_grammar(body, tools), prompt_logprobs=prompt_logprobs)
+        params.check(self._card.vocab_size)
+        return Generation(
+            prompts=prompts,
+            params=params,
+            num_choices=num_choices,
+            echo=echo,
+            stream=stream,
+            include_usage=options is not None and bool(options.include_usage),
+            continuous_usage=options is not None and bool(options.continuous_usage_stats),
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            chat=chat,
+            tools=tools.use_with(params.grammar),
+            prompt_only=prompt_only,
+            shows_token_ids=bool(body.return_token_ids),
+            names_tokens_by_id=bool(body.return_tokens_as_token_ids),
+            request_id=body.request_id or body.rid or "",
+        )
+
+    def check_model(self, name: str) -> None:
+        """Raise RequestError (404) unless ``name`` is the served model."""
+        if name != self._card.name:
+            raise RequestError(
+                f"the model '{name[:100]}' does not exist; this server has '{self._card.name}'",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
+
+    def check_count(self, num_prompts: int, num_choices: int, counted: str) -> None:
+        """Raise RequestError for more choices than one request may have.  counted: the field that says how many."""
+        most = self._limits.max_choices
+        if not 1 <= num_choices <= most:
+            raise RequestError(f"{counted}={num_choices}: must be from 1 to {most}", param=counted)
+        if num_prompts * num_choices > most:
+            raise RequestError(
+                f"{num_prompts} prompts with {counted}={num_choices} make {num_prompts * num_choices} choices; "
+                f"at most {most} are allowed in one request",
+                param="prompt" if num_choices == 1 and counted == "n" else counted,
+            )
+
+    def _sampling_params(self, body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        model = self._card.chat_defaults
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=_given(body.min_tokens, DEFAULT.min_tokens),
+            temperature=_given(body.temperature, float(model.get("temperature", DEFAULT.temperature))),
+            top_k=_given(body.top_k, int(model.get("top_k", DEFAULT.top_k))),
+            top_p=_given(body.top_p, float(model.get("top_p", DEFAULT.top_p))),
+            min_p=_given(body.min_p, DEFAULT.min_p),
+            repetition_penalty=_given(
+                body.repetition_penalty, float(model.get("repetition_penalty", DEFAULT.repetition_penalty))
+            ),
+            presence_penalty=_given(body.presence_penalty, DEFAULT.presence_penalty),
+            frequency_penalty=_given(body.frequency_penalty, DEFAULT.frequency_penalty),
+            logit_bias=body.logit_bias or {},
+            seed=own_seed(body.seed),
+            logprobs=logprobs,
+            ignore_eos=_given(body.ignore_eos, DEFAULT.ignore_eos),
+            stop=stop,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            include_stop_str_in_output=_given(body.include_stop_str_in_output, DEFAULT.include_stop_str_in_output),
+            skip_special_tokens=_given(body.skip_special_tokens, DEFAULT.skip_special_tokens),
+        )
+
+
+def own_seed(seed: int | None) -> int | None:
+    """A client's seed as one of ours, which begin at 0.  -1 is none, as it is elsewhere."""
+    if seed == NO_SEED:
+        return None
+    return seed & MAX_SEED if seed is not None and LEAST_SEED <= seed < 0 else seed
+
+
+def _grammar(body: GenerationBody, tools: ToolRequest) -> Grammar | None:
+    named = read_grammar(body)
+    grammar = tools.grammar(None if named is None else named[1])
+    if grammar is None:
+        return None
+    field = "tools" if named is None else named[0]
+    if len(grammar.source) > MAX_GRAMMAR_CHARS:
+        raise RequestError(f"{field}: longer than {MAX_GRAMMAR_CHARS} characters", param=field)
+    if body.ignore_eos:
+        raise RequestError(
+            f"ignore_eos: not possible together with {field}, which says where to end", param="ignore_eos"
+        )
+    return grammar
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
