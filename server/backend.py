@@ -1,4 +1,4 @@
-"""What the HTTP layer asks of the engine: four protocols, small enough for a test to fake.
+"""What the server asks of the engine: three protocols, small enough for a test to fake.
 
 Owns: the calls and attributes that may be used.  Does not know: actors, or the messages between them.
 Everything here is called on the event loop that also runs the engine's ingress.
@@ -7,12 +7,11 @@ Everything here is called on the event loop that also runs the engine's ingress.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from engine.actors.admission import Admitting
 from engine.actors.snapshot import Snapshot
-from engine.messages import ChatOptions, ChatTurn, Delta, Stats
+from engine.actors.supervisor import Entrance
+from engine.messages import DEFAULT_OPTIONS, Delta, Prompt, RequestOptions, Stats
 from engine.params import SamplingParams
-
-PLAIN = ChatOptions()
-Prompt = str | Sequence[int] | tuple[ChatTurn, ...]
 
 
 class Stream(Protocol):
@@ -32,48 +31,18 @@ class Stream(Protocol):
         """Cancel the request unless it has ended; idempotent."""
 
 
-class Entrance(Protocol):
-    """Where requests come in, as the one sees it who shuts the server down.  draining: set when it is told to stop."""
+class Ingress(Entrance, Admitting, Protocol):
+    """Where requests enter the engine.
 
-    draining: bool
-
-    @property
-    def num_open(self) -> int:
-        """Requests accepted and not yet ended."""
-
-    async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no request is open; False if the time ran out first."""
-
-    def abort_all(self) -> None:
-        """End every open request with an error."""
-
-
-class Ingress(Entrance, Protocol):
-    """The engine's front door.
-
-    ready: the model is loaded.
     recovering: executors or tokenizers were lost, and requests wait for new ones.
-    failure: why the engine died, once it has.  stats: the scheduler's latest gauges.
+    stats: the scheduler's latest gauges.
     """
 
-    ready: bool
     recovering: bool
-    failure: str | None
     stats: Stats | None
 
-    def open(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        echo: bool = False,
-        priority: int = 0,
-        cache_salt: str = "",
-        chat: ChatOptions = PLAIN,
-        prompt_only: bool = False,
-        return_prompt_ids: bool = False,
-    ) -> Stream:
-        """Accept a request or raise RequestError; never waits.  The rest as in ``Tokenize``."""
+    def open(self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> Stream:
+        """Accept a request or raise RequestError; never waits."""
 
     def abort(self, request_id: int) -> bool:
         """End one request; its stream then ends with ``Finish.ABORT``.  Returns whether it was open."""

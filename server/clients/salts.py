@@ -1,4 +1,4 @@
-"""What keeps the cached prefixes of clients with different keys apart, and a client's old ones from its new requests.
+"""Salts that keep the cached prefixes of different keys apart, and a key's old ones from its new requests.
 
 Owns: a salt for each key.  Does not know: requests, the cache.
 """
@@ -15,10 +15,10 @@ from server.clients.auth import key_list
 SALT_CHARS = 32
 
 
-class Salts:
-    """kept: what another one of the same configuration has given to ``keep``, if there was one.
+class CacheSalts:
+    """The salt of each key.  keep: called with all of them when one has changed, as bytes.
 
-    keep: called with what has changed."""
+    kept: what an earlier process of the same configuration gave to ``keep``, if there was one."""
 
     def __init__(
         self, server: ServerSection, *, kept: bytes = b"", keep: Callable[[bytes], None] | None = None
@@ -32,15 +32,15 @@ class Salts:
         self._keep = keep
 
     def of(self, key_number: int | None) -> str:
-        """That of a client with this key."""
+        """Returns the salt of a client with this key."""
         return self._salts[self._sharers(key_number)]
 
     def renew(self, key_number: int | None) -> None:
-        """Nothing is found any more that was cached for this client, and for those it shares that with."""
+        """Change the salt of a client, and of those it shares it with: nothing is found any more that was cached."""
         self._salts[self._sharers(key_number)] = secrets.token_hex(SALT_CHARS // 2)
         if self._keep is not None:
             self._keep(msgspec.msgpack.encode(self._salts))
 
     def _sharers(self, key_number: int | None) -> int:
-        """Who shares cached prefixes with a client, as an index."""
+        """Returns the index of the salt that a client has, maybe together with others."""
         return 0 if self._share or key_number is None else key_number

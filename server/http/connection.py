@@ -20,9 +20,9 @@ from aiohttp.web_protocol import RequestHandler
 from engine.config import ServerSection
 from engine.errors import ConfigError, RequestError
 from server.http.cors import Cors
-from server.http.errors import error_response, raw_response
 from server.http.exchange import EXCHANGE, Exchange
 from server.http.outermost import Front
+from server.http.replies import error_response, raw_response
 from server.http.traffic import Traffic
 
 log = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class ConnectionServer(web.Server):
         return Connection(self, self._section, loop=asyncio.get_running_loop(), **self._kwargs)
 
 
-class Runner(web.AppRunner):
+class HttpRunner(web.AppRunner):
     """aiohttp's runner with these connections.
 
     handler_cancellation: a client that leaves cancels its handler, and so its requests in the engine.

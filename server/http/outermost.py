@@ -12,8 +12,8 @@ from aiohttp import web
 
 from engine.errors import CallboardError
 from server.http.cors import Cors
-from server.http.errors import as_request_error, error_response
 from server.http.exchange import CLIENT_LEFT, EXCHANGE, Exchange
+from server.http.replies import as_request_error, error_response
 from server.http.traffic import Traffic
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ import msgspec
 from aiohttp import HttpVersion11, web
 
 from engine.errors import CallboardError, RequestError
-from server.http.errors import as_request_error
 from server.http.exchange import EXCHANGE
+from server.http.replies import as_request_error
 
 log = logging.getLogger(__name__)
 

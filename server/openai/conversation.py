@@ -1,10 +1,10 @@
-"""Messages of a conversation in the engine's terms.
+"""A conversation in the engine's terms: its messages, and what a client may tell the chat template beside them.
 
-Owns: roles, content parts, calls of earlier turns.  Does not know: chat templates, answers.
+Owns: roles, content parts, calls of earlier turns, names of template variables.  Does not know: templates, answers.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from server.openai.requests import CallBody, ChatMessage, ContentPart, is_given
 
 # The API renamed "system" to "developer"; templates of open models know only the old name.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+VARIABLES = "chat_template_kwargs"
 TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 
 
@@ -33,6 +34,23 @@ def read_end(add_generation_prompt: bool | None, continue_final_message: bool | 
         )
     continues = bool(continue_final_message)
     return (not continues if add_generation_prompt is None else add_generation_prompt), continues
+
+
+def read_variables(given: Mapping[str, object] | None, reasoning_effort: str | None, allowed: Collection[str]) -> str:
+    """The template's variables as a JSON object; empty for none.  Raises RequestError for a name that is not allowed.
+
+    A template is a program, so clients cannot set whatever it reads: only what the configuration lists."""
+    variables = dict(given or {})
+    for name in variables:
+        if name not in allowed:
+            raise RequestError(
+                f"{VARIABLES}.{name[:100]}: not taken; known are {', '.join(allowed)} (server.chat_template_kwargs)",
+                code="unsupported_parameter",
+                param=VARIABLES,
+            )
+    if reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", reasoning_effort)
+    return msgspec.json.encode(variables).decode() if variables else ""
 
 
 def _turn(message: ChatMessage, path: str) -> ChatTurn:

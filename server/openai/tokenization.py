@@ -16,13 +16,11 @@ from engine.errors import RequestError
 from engine.messages import ChatOptions, ChatTurn
 from engine.text.codec import TextCodec
 from server.http.body import BodyReader
-from server.model_card import ModelCard
-from server.openai.conversation import read_end, read_turns
+from server.http.replies import json_reply
+from server.openai.conversation import read_end, read_turns, read_variables
 from server.openai.requests import ChatMessage, Scalar, Short, TokenId, Tools
-from server.openai.template_variables import read_variables
 from server.openai.tools import read_tools
 from server.openai.translator import Translator
-from server.reply import json_reply
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,9 +62,9 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True):
 class TokenizationRoutes:
     """Their handlers."""
 
-    def __init__(self, codec: TextCodec, card: ModelCard, translator: Translator, server: ServerSection) -> None:
+    def __init__(self, codec: TextCodec, translator: Translator, server: ServerSection) -> None:
         self._codec = codec
-        self._card = card
+        self._card = translator.card
         self._translator = translator
         self._tokenize_reader = BodyReader(TokenizeBody, self._check_tokenize, server)
         self._detokenize_reader = BodyReader(DetokenizeBody, self._check_detokenize, server)

@@ -3,50 +3,58 @@
 Owns: their rules.  Does not know: how calls are written or parsed, messages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
 from engine.errors import RequestError
 from engine.params import Grammar
+from engine.text.tool_calls import ToolCallParser
 from engine.text.tool_format import Tool, ToolFormat, allow_calls, demand_calls
-from server.generate.generation import ToolUse
 from server.openai.requests import ToolBody, ToolChoice
 
 Choice = str | ToolChoice | None
 
 
 class ToolRequest(msgspec.Struct, frozen=True):
-    """described: JSON for the template, empty for none.  use: None if no call is looked for.
-    callable_tools: what may be called, with the schemas that are to be followed.  forced: a call must come.
-    strict: some schema was asked to be followed to the letter."""
+    """The functions that may be called, as a template describes them and as a parser finds them.
+
+    described: JSON for the template; empty for none.  names: whose calls are looked for; empty for none.
+    max_calls: later ones are dropped; None for no limit.  callable_tools: what may be called, with the schemas that
+    are to be followed.  forced: a call must come.  strict: some schema was asked to be followed to the letter."""
 
     described: str = ""
-    use: ToolUse | None = None
+    form: ToolFormat = "hermes"
+    names: frozenset[str] = frozenset()
+    max_calls: int | None = None
     callable_tools: tuple[Tool, ...] = ()
     forced: bool = False
     strict: bool = False
 
-    def use_with(self, grammar: Grammar | None) -> ToolUse | None:
-        """``use`` for an output of this grammar."""
-        return None if self.use is None else msgspec.structs.replace(self.use, exact=grammar is not None)
+    def new_parser(self, grammar: Grammar | None) -> Callable[[], ToolCallParser] | None:
+        """Returns what makes a parser for an output of this grammar; None if no call is looked for."""
+        if not self.names:
+            return None
+        exact = grammar is not None
+        return partial(ToolCallParser, self.form, self.names, self.max_calls, exact=exact, forced=self.forced)
 
     def grammar(self, answer: Grammar | None) -> Grammar | None:
-        """What the output must look like.  answer: what it must look like if it is no call; None if it is free."""
-        if self.use is None:
+        """Returns what the output must look like.  answer: the same if it is no call; None if it is free."""
+        if not self.names:
             return answer
-        many = self.use.max_calls is None
+        many = self.max_calls is None
         if self.forced:
-            return demand_calls(self.callable_tools, self.use.form, many=many)
+            return demand_calls(self.callable_tools, self.form, many=many)
         if answer is None and not self.strict:
             return None
-        return allow_calls(self.callable_tools, self.use.form, answer, many=many)
+        return allow_calls(self.callable_tools, self.form, answer, many=many)
 
 
 def read_tools(
     tools: Sequence[ToolBody] | None, choice: Choice, *, parallel: bool | None, form: ToolFormat
 ) -> ToolRequest:
-    """Raises RequestError."""
+    """Returns what ``tools`` and ``tool_choice`` say together.  Raises RequestError."""
     forced = choice == "required" or isinstance(choice, ToolChoice)
     if not tools:
         if forced:
@@ -72,7 +80,9 @@ def read_tools(
     many = parallel is not False and not isinstance(choice, ToolChoice)
     return ToolRequest(
         described=msgspec.json.encode([_described(tool) for tool in tools]).decode(),
-        use=ToolUse(form, frozenset(names), None if many else 1, forced=forced),
+        form=form,
+        names=frozenset(names),
+        max_calls=None if many else 1,
         callable_tools=tuple(callable_tools),
         forced=forced,
         strict=any(tool.function.strict for tool in tools),

@@ -9,9 +9,8 @@ from typing import TypeVar
 
 from engine.config import LimitsSection
 from engine.errors import RequestError
-from engine.messages import ChatOptions
+from engine.messages import ChatOptions, Prompt, RequestOptions
 from engine.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
-from server.backend import Prompt
 from server.generate.generation import Generation
 from server.model_card import ModelCard
 from server.openai.formats import read_grammar
@@ -25,10 +24,10 @@ NO_SEED = -1  # to vLLM and llama.cpp
 
 
 class Translator:
-    """Turns request bodies into generations for one model."""
+    """Turns request bodies into generations for one model, which ``card`` describes."""
 
     def __init__(self, card: ModelCard, limits: LimitsSection) -> None:
-        self._card = card
+        self.card = card
         self._limits = limits
 
     def translate(
@@ -38,7 +37,7 @@ class Translator:
         *,
         max_tokens: int | None,
         logprobs: int | None,
-        echo: bool,
+        echo: bool = False,
         num_choices: int | None = None,
         counted: str = "n",
         prompt_logprobs: int | None = None,
@@ -46,40 +45,41 @@ class Translator:
         tools: ToolRequest = ToolRequest(),  # noqa: B008 (frozen)
         chat: ChatOptions = ChatOptions(),  # noqa: B008 (frozen)
     ) -> Generation:
-        """Raises RequestError for values that are wrong whatever the prompt is."""
+        """Returns what a request asks of the engine.
+
+        Raises RequestError for values that are wrong whatever the prompt is."""
         if num_choices is None:
             num_choices = 1 if body.n is None else body.n
         self.check_count(len(prompts), num_choices, counted)
-        stream = bool(body.stream)
-        options = body.stream_options
-        if options is not None and not stream:
+        if body.stream_options is not None and not body.stream:
             raise RequestError("stream_options: only allowed together with stream", param="stream_options")
         params = self._sampling_params(body, max_tokens=max_tokens, logprobs=logprobs)
         params = params.replace(grammar=_grammar(body, tools), prompt_logprobs=prompt_logprobs)
-        params.check(self._card.vocab_size)
-        return Generation(
-            prompts=prompts,
-            params=params,
-            num_choices=num_choices,
+        params.check(self.card.vocab_size)
+        options = RequestOptions(
             echo=echo,
-            stream=stream,
-            include_usage=options is not None and bool(options.include_usage),
-            continuous_usage=options is not None and bool(options.continuous_usage_stats),
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             chat=chat,
-            tools=tools.use_with(params.grammar),
             prompt_only=prompt_only,
-            shows_token_ids=bool(body.return_token_ids),
+            return_prompt_ids=bool(body.return_token_ids),
+        )
+        return Generation(
+            prompts=prompts,
+            params=params,
+            options=options,
+            num_choices=num_choices,
+            stream=bool(body.stream),
+            new_parser=tools.new_parser(params.grammar),
             names_tokens_by_id=bool(body.return_tokens_as_token_ids),
             request_id=body.request_id or body.rid or "",
         )
 
     def check_model(self, name: str) -> None:
         """Raise RequestError (404) unless ``name`` is the served model."""
-        if name != self._card.name:
+        if name != self.card.name:
             raise RequestError(
-                f"the model '{name[:100]}' does not exist; this server has '{self._card.name}'",
+                f"the model '{name[:100]}' does not exist; this server has '{self.card.name}'",
                 status=404,
                 code="model_not_found",
                 param="model",
@@ -98,7 +98,7 @@ class Translator:
             )
 
     def _sampling_params(self, body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        model = self._card.chat_defaults
+        model = self.card.chat_defaults
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,

@@ -16,13 +16,22 @@ from server.backend import Ingress
 from server.clients.open_requests import Clients
 from server.http.body import BodyReader
 from server.http.cors import refuse_foreign_page
-from server.http.exchange import EXCHANGE
+from server.http.exchange import EXCHANGE, Handler
+from server.http.replies import json_reply
 from server.openai.requests import Short
-from server.reply import json_reply
 
 ABORT_PATHS = ("/abort_request", "/abort_requests")
 RESET_PATHS = ("/reset_prefix_cache", "/flush_cache")
 Names = Annotated[list[Short], Meta(max_length=1024)]
+
+
+def administration_routes(abort: Handler, reset: Handler) -> list[web.RouteDef]:
+    """Returns the routes of both, under every name that they have."""
+    return [
+        *(web.post(path, abort) for path in ABORT_PATHS),
+        *(web.post(path, reset) for path in RESET_PATHS),
+        *(web.get(path, reset, allow_head=False) for path in RESET_PATHS),
+    ]
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,8 +9,8 @@ from aiohttp import web
 from engine.config import LimitsSection
 from engine.text.tool_format import ToolFormat
 from server.backend import Ingress, Monitor
+from server.http.replies import json_reply
 from server.model_card import ModelCard
-from server.reply import json_reply
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):

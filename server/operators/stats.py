@@ -15,8 +15,8 @@ from engine.kv.outline import OutlinedNode
 from engine.messages import Finish
 from engine.scheduling.meter import Distribution, Meter, StepRecord
 from server.backend import Ingress, Monitor
+from server.http.replies import json_reply
 from server.operators.status import trouble
-from server.reply import json_reply
 
 MAX_NODES = 80
 MAX_PREVIEW_CHARS = 60

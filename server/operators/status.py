@@ -10,12 +10,11 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from engine.actors.admission import RETRY_LATER_S, unavailable
 from engine.actors.snapshot import Gauges
 from engine.errors import RequestError
-from server.admission import RETRY_LATER_S, unavailable
 from server.backend import Ingress, Monitor
-from server.http.errors import error_response
-from server.reply import json_reply
+from server.http.replies import error_response, json_reply
 
 Status = Literal["ok", "loading", "draining", "recovering"]
 LIVE: dict[str, Status] = {"not_ready": "loading", "draining": "draining"}  # reasons not to be ready that pass

@@ -10,15 +10,16 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from engine.errors import ConfigError
-from engine.params import SamplingParams
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.metrics import RequestMetrics
-from server.backend import Ingress, Prompt, Stream
+from server.backend import Stream
+from server.clients.open_requests import CLIENT
 from server.http.exchange import EXCHANGE, Handler
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class Traces:
             },
             record_exception=False,  # its text may hold parts of the request
         ) as span:
+            if span.is_recording():
+                request[CLIENT].opened = partial(self._note, self._trace.set_span_in_context(span))
             try:
                 response = await handler(request)
             except Exception as error:
@@ -92,17 +95,11 @@ class Traces:
             span.set_attribute("http.response.status_code", response.status)
             return response
 
-    def guard(self, ingress: Ingress) -> Ingress:
-        """``ingress``, but that what it opens is known to belong to the span it is opened in."""
-        return cast("Ingress", _TracedIngress(ingress, self))
-
-    def note(self, stream: Stream) -> None:
-        """The engine will speak of this request by its own number."""
-        span = self._trace.get_current_span()
-        if span.is_recording():
-            self._contexts[stream.request_id] = self._trace.set_span_in_context(span)
-            if len(self._contexts) > MAX_OPEN:
-                self._contexts.popitem(last=False)
+    def _note(self, context: Any, stream: Stream) -> None:
+        """Remember whose request it is that the engine will speak of by its own number."""
+        self._contexts[stream.request_id] = context
+        if len(self._contexts) > MAX_OPEN:
+            self._contexts.popitem(last=False)
 
     @hookimpl
     def callboard_request_finished(self, requests: Sequence[RequestMetrics]) -> None:
@@ -129,20 +126,3 @@ class Traces:
     async def close(self, app: web.Application) -> None:
         """Send what is left, from a thread: the collector may not answer."""
         await asyncio.to_thread(self._provider.shutdown)
-
-
-class _TracedIngress:
-    """An ingress, but for what ``open`` notes."""
-
-    def __init__(self, inner: Ingress, traces: Traces) -> None:
-        self._inner = inner
-        self._traces = traces
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def open(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Stream:
-        """As the ingress does."""
-        stream = self._inner.open(prompt, params, **options)
-        self._traces.note(stream)
-        return stream

@@ -14,8 +14,8 @@ from engine.config import ServerSection
 from engine.errors import RequestError
 from server.http.body import collect
 from server.http.cors import refuse_foreign_page
-from server.http.errors import error_body
 from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
+from server.http.replies import error_body
 from server.operators.administration import AbortAnswer
 from server.replicas.replica import CHECK_TIMEOUT_S, RETRY_AFTER_S, Replica, Replicas, State
 

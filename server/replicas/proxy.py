@@ -18,8 +18,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from engine.config import ServerSection
 from engine.errors import RequestError
 from server.http.body import collect
-from server.http.errors import error_body
 from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
+from server.http.replies import error_body
 from server.replicas.affinity import PrefixAffinity
 from server.replicas.replica import RETRY_AFTER_S, Replica, Replicas
 

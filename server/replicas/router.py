@@ -16,16 +16,16 @@ from aiohttp import web
 from engine.config import Config
 from engine.errors import RequestError
 from server.clients.auth import require_key
-from server.http.connection import Runner
+from server.http.connection import HttpRunner
 from server.http.exchange import note_route
 from server.http.listener import BACKLOG
+from server.http.replies import json_reply
 from server.http.traffic import Traffic
-from server.operators.administration import ABORT_PATHS, RESET_PATHS
+from server.operators.administration import administration_routes
 from server.replicas.administration import FleetAdministration
 from server.replicas.affinity import PrefixAffinity
 from server.replicas.proxy import Proxy
 from server.replicas.replica import Fleet, Replica, Replicas, State
-from server.reply import json_reply
 
 log = logging.getLogger(__name__)
 
@@ -136,13 +136,11 @@ class Router:
                 web.get("/ready", routes.ready),
                 web.get("/replicas", routes.list),
                 web.post("/replicas/{name}/drain", routes.drain),
-                *(web.post(path, administration.abort) for path in ABORT_PATHS),
-                *(web.post(path, administration.reset) for path in RESET_PATHS),
-                *(web.get(path, administration.reset, allow_head=False) for path in RESET_PATHS),
+                *administration_routes(administration.abort, administration.reset),
                 web.route("*", "/{path:.*}", proxy.handle),
             ]
         )
-        runner = Runner(app, server, Traffic())
+        runner = HttpRunner(app, server, Traffic())
         await runner.setup()
         self._stack.push_async_callback(runner.cleanup)
         await web.SockSite(runner, self._listener, backlog=BACKLOG).start()

@@ -39,8 +39,8 @@ from engine.processes.entry import enter
 from engine.processes.outgoing import Outgoing
 from engine.processes.resident import Resident
 from engine.text.loading import load_codec
-from server.clients.salts import Salts
-from server.http.connection import Runner
+from server.clients.salts import CacheSalts
+from server.http.connection import HttpRunner
 from server.http.listener import BACKLOG
 from server.model_card import ModelCard
 from server.run.app import create_runner
@@ -82,14 +82,14 @@ class FrontProcess(Resident[FrontAssignment]):
         for message in handover.news:
             ingress.handle(message)
         self._monitor = RemoteMonitor(outgoing, ingress, codec.decode)
-        self._runner: Runner = create_runner(
+        self._runner: HttpRunner = create_runner(
             config.server,
             config.limits,
             ingress,
             msgspec.msgpack.decode(handover.about, type=ModelCard),
             self._monitor,
             codec,
-            Salts(config.server, kept=handover.kept, keep=lambda what: outgoing.put(FrontKeeps(what))),
+            CacheSalts(config.server, kept=handover.kept, keep=lambda what: outgoing.put(FrontKeeps(what))),
         )
         await self._runner.setup()
         gc.collect()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
-from server.http.errors import ErrorBody
+from server.http.replies import ErrorBody
 from server.native.bodies import NativeBody, NativeOutput
 from server.openai.answers import ChatChunk, ChatCompletion, Completion, ModelBody, ModelList
 from server.openai.embeddings import EmbeddingBody, EmbeddingList

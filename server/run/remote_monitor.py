@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
+from engine.actors.admission import RETRY_LATER_S
 from engine.actors.ingress import Ingress
 from engine.actors.mailbox import Link
 from engine.actors.snapshot import RequestsFinished, Snapshot
@@ -17,7 +18,6 @@ from engine.errors import RequestError
 from engine.messages import Ask, Follow
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
-from server.admission import RETRY_LATER_S
 
 MAX_ASKED = 64  # without an answer; more would only wait behind them
 

@@ -14,9 +14,10 @@ from typing import Any
 from aiohttp import web
 
 from engine.actors.front_desk import FrontDesk
+from engine.actors.supervisor import Entrance
 from engine.config import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
-from server.backend import Entrance, Ingress, Monitor
+from server.backend import Ingress, Monitor
 from server.http.listener import BACKLOG
 from server.model_card import ModelCard
 from server.run.app import create_runner

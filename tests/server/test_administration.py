@@ -9,7 +9,9 @@ from aiohttp.test_utils import make_mocked_request
 
 from engine.config import LimitsSection, ServerSection
 from engine.errors import RequestError
+from server.clients.open_requests import Clients
 from server.generate.output import FinishReason
+from server.http.exchange import EXCHANGE, Exchange
 from server.operators.probe import ProbeRoute
 from tests.server.engine_server import EngineServer
 from tests.server.fake_ingress import FakeIngress
@@ -144,7 +146,7 @@ def salts(live: LiveServer, *keys: str) -> list[object]:
     for key in keys:
         body = {"model": MODEL, "prompt": "p", "cache_salt": "own"}
         assert ask(live.port, "POST", "/v1/completions", body, bearer(key)).status == 200
-    return [options["cache_salt"] for _, _, options in live.call(lambda: live.ingress.asked[-len(keys) :])]
+    return [options.cache_salt for _, _, options in live.call(lambda: live.ingress.asked[-len(keys) :])]
 
 
 def reset(live: LiveServer, key: str = "", path: str = "/reset_prefix_cache") -> None:
@@ -292,7 +294,7 @@ def test_the_deep_probe_asks_for_a_token() -> None:
     with LiveServer() as live:
         assert ask(live.port, "GET", "/health_generate").status == 200
         prompt, params, options = live.call(lambda: live.ingress.asked[-1])
-        assert (tuple(prompt), params.max_tokens, options["priority"] < 0) == ((0,), 1, True)
+        assert (tuple(prompt), params.max_tokens, options.priority < 0) == ((0,), 1, True)
         live.call(lambda: setattr(live.ingress, "ready", False))
         assert ask(live.port, "GET", "/health_generate").error["code"] == "not_ready"
     with LiveServer(limits=LimitsSection(max_requests=1)) as live, RawClient(live.port) as client:
@@ -304,9 +306,11 @@ def test_the_deep_probe_asks_for_a_token() -> None:
 def test_the_deep_probe_does_not_wait_for_ever() -> None:
     async def ask_one_that_hangs() -> RequestError:
         ingress = FakeIngress(delay_s=60.0)
-        probe = ProbeRoute(ingress, LimitsSection(), limit_s=0.01)
+        request = make_mocked_request("GET", "/health_generate")
+        request[EXCHANGE] = Exchange(request)
+        clients = Clients(ingress, ServerSection(), LimitsSection())
         with pytest.raises(RequestError) as failed:
-            await probe.get(make_mocked_request("GET", "/health_generate"))
+            await clients.middleware(request, ProbeRoute(limit_s=0.01).get)
         assert ingress.num_open == 0
         return failed.value
 

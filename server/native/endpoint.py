@@ -1,71 +1,45 @@
 """POST /generate: text or token ids in, text and token ids out, as SGLang has it; for routers and training loops.
 
-Owns: what may be asked, the flow and the formats.  Does not know: how text is made.
+Owns: what may be asked, and the formats.  Does not know: how text is made.
 An event of a stream has what is new, text as well as tokens, beside the counts so far.
 """
 
 import uuid
 from collections.abc import Sequence
 
-from aiohttp import web
+import msgspec
 from msgspec import UNSET
 
-from engine.config import LimitsSection, ServerSection
 from engine.errors import RequestError
-from engine.messages import TokenLogprobs, TokenText
-from server.admission import refuse_early
-from server.backend import Ingress
-from server.generate.choices import Choices
+from engine.messages import Delta, TokenLogprobs, TokenText
+from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
-from server.generate.output import Output, finite, unpacked
-from server.generate.usage import Tally
-from server.http.body import BodyReader
-from server.http.errors import error_body
-from server.http.exchange import EXCHANGE
-from server.http.sse import EventStream
-from server.model_card import ModelCard
+from server.generate.output import Output, finish_reason, finite, unpacked
+from server.generate.usage import UsageCounter
 from server.native.bodies import Logprob, NativeBody, NativeFinish, NativeInfo, NativeOutput, NativeParams
 from server.openai.completions import read_prompts
 from server.openai.requests import GenerationBody, SamplingFields
 from server.openai.translator import Translator
-from server.reply import json_reply
 
 DEFAULT_MAX_NEW_TOKENS = 128
 # What other layers call what this endpoint calls differently.
 RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
-CALLED_OTHERWISE = {
-    **{theirs: f"sampling_params, as {ours}" for theirs, ours in RENAMED.items()},
-    **dict.fromkeys(("response_format", "structured_outputs"), "sampling_params, as json_schema, regex or ebnf"),
-}
-Asked = tuple[NativeBody, Generation]
 
 
-class NativeRoute:
-    """Its handler."""
+class Native(Endpoint[NativeBody]):
+    """The native endpoint."""
 
-    def __init__(
-        self,
-        translator: Translator,
-        *,
-        server: ServerSection,
-        limits: LimitsSection,
-        ingress: Ingress,
-        card: ModelCard,
-    ) -> None:
+    body_type = NativeBody
+    elsewhere = {  # noqa: RUF012
+        **dict.fromkeys(NativeParams.__struct_fields__, "sampling_params"),
+        **{theirs: f"sampling_params, as {ours}" for theirs, ours in RENAMED.items()},
+        **dict.fromkeys(("response_format", "structured_outputs"), "sampling_params, as json_schema, regex or ebnf"),
+    }
+
+    def __init__(self, translator: Translator) -> None:
         self._translator = translator
-        inside = {**dict.fromkeys(NativeParams.__struct_fields__, "sampling_params"), **CALLED_OTHERWISE}
-        self._reader = BodyReader(NativeBody, self._understand, server, elsewhere=inside)
-        self._limits = limits
-        self._ingress = ingress
-        self._card = card
 
-    def _understand(self, body: NativeBody) -> Asked:
-        try:
-            return body, self._translate(body)
-        except RequestError as error:
-            raise _in_its_words(error, body) from None
-
-    def _translate(self, body: NativeBody) -> Generation:
+    def translate(self, body: NativeBody) -> Generation:
         if body.model is not None:
             self._translator.check_model(body.model)
         if body.text is not None and body.input_ids is not None:
@@ -81,13 +55,14 @@ class NativeRoute:
         most = _most_tokens(params)
         num_top = (body.top_logprobs_num or 0) if body.return_logprob else None
         shared = GenerationBody(
-            model=self._card.name,
+            model=self._translator.card.name,
             stream=body.stream,
             min_tokens=params.min_new_tokens,
             seed=params.sampling_seed,
             include_stop_str_in_output=params.no_stop_trim,
             priority=body.priority,
             cache_salt=body.cache_salt,
+            request_id=body.request_id,
             **{name: getattr(params, name) for name in SamplingFields.__struct_fields__},
         )
         return self._translator.translate(
@@ -95,67 +70,44 @@ class NativeRoute:
             read_prompts(prompts, _prompt_field(body)),  # type: ignore[arg-type]
             max_tokens=max(1, most),
             logprobs=num_top,
-            echo=False,
             prompt_logprobs=num_top if _first_told(body) >= 0 else None,
             prompt_only=most == 0,
         )
 
-    async def post(self, request: web.Request) -> web.StreamResponse:
-        """aiohttp's handler.  Raises RequestError or EngineDied as long as nothing was sent."""
-        refuse_early(self._ingress, self._limits)
-        body, generation = await self._reader.read(request)
-        answer = _Answer(body, generation)
-        request[EXCHANGE].names |= {answer.id, body.request_id or answer.id}
-        try:
-            async with Choices(self._ingress, generation) as choices:
-                if generation.stream:
-                    return await self._stream(request, answer, choices)
-                outputs = [Output(index) for index in range(choices.num_choices)]
-                while (item := await choices.next()) is not None:
-                    index, delta = item
-                    answer.tally.add(index, delta)
-                    outputs[index].add(delta)
-                return json_reply(answer.whole(outputs))
-        except RequestError as error:
-            raise _in_its_words(error, body) from None
-        finally:
-            usage = answer.tally.total()
-            request[EXCHANGE].usage = usage.prompt_tokens, usage.completion_tokens
+    def rename(self, field: str, body: NativeBody) -> str:
+        if field == "prompt":
+            return _prompt_field(body)
+        name = RENAMED.get(field, field)
+        return f"sampling_params.{name}" if name in NativeParams.__struct_fields__ else field
 
-    async def _stream(self, request: web.Request, answer: "_Answer", choices: Choices) -> web.StreamResponse:
-        events = EventStream(request)
-        return await events.carry(
-            self._send_all(events, answer, choices), lambda error: error_body(_in_its_words(error, answer.body))
-        )
-
-    async def _send_all(self, events: EventStream, answer: "_Answer", choices: Choices) -> None:
-        while (item := await choices.next()) is not None:
-            index, delta = item
-            answer.tally.add(index, delta)
-            if delta.token_ids or delta.finish:
-                output = Output(index)
-                output.add(delta)
-                await events.send([answer.told(output)])
+    def writer(self, body: NativeBody, generation: Generation, usage: UsageCounter) -> "NativeWriter":
+        return NativeWriter(body, generation, usage)
 
 
-class _Answer:
-    """One request's answer.  id: what it is called.  tally: its token counts."""
+class NativeWriter(Writer):
+    """An output, or a list of them."""
 
-    def __init__(self, body: NativeBody, generation: Generation) -> None:
+    def __init__(self, body: NativeBody, generation: Generation, usage: UsageCounter) -> None:
         self.id = body.rid or uuid.uuid4().hex
-        self.tally = Tally(generation)
-        self.body = body
+        self._usage = usage
+        self._body = body
         self._max_tokens = _most_tokens(body.sampling_params or NativeParams())
         prompts = body.text if body.text is not None else body.input_ids
         of_one = isinstance(prompts, str) or (isinstance(prompts, list) and isinstance(prompts[0], int))
         self._is_single = of_one and generation.num_choices == 1
 
     def whole(self, outputs: Sequence[Output]) -> NativeOutput | list[NativeOutput]:
-        """In one piece."""
-        told = [self.told(output) for output in outputs]
+        told = [self._told(output) for output in outputs]
         return told[0] if self._is_single else told
 
-    def told(self, output: Output) -> NativeOutput:
+    def events(self, index: int, delta: Delta) -> list[msgspec.Struct]:
+        if not delta.token_ids and not delta.finish:
+            return []
+        output = Output(index)
+        output.add(delta)
+        return [self._told(output)]
+
+    def _told(self, output: Output) -> NativeOutput:
         """An output, or what is new of it."""
         return NativeOutput(
             text=output.text,
@@ -165,14 +117,14 @@ class _Answer:
         )
 
     def _info(self, output: Output) -> NativeInfo:
-        counts = self.tally.of_choice(output.index)
-        prompt = output.prompt_logprobs[_first_told(self.body) :] if output.prompt_logprobs else ()
+        counts = self._usage.of_choice(output.index)
+        prompt = output.prompt_logprobs[_first_told(self._body) :] if output.prompt_logprobs else ()
         values, top = self._logprobs(prompt), self._top_logprobs(prompt)
-        if prompt and _first_told(self.body) == 0:
+        if prompt and _first_told(self._body) == 0:
             # Nothing comes before a prompt's first token.
             values[0] = (None, *values[0][1:])
             top = [None, *top[1:]]
-        asked, asked_top = bool(self.body.return_logprob), bool(self.body.top_logprobs_num)
+        asked, asked_top = bool(self._body.return_logprob), bool(self._body.top_logprobs_num)
         return NativeInfo(
             id=self.id,
             finish_reason=self._finish(output),
@@ -186,7 +138,7 @@ class _Answer:
         )
 
     def _finish(self, output: Output) -> NativeFinish | None:
-        match output.finish_reason:
+        match finish_reason(output):
             case None:
                 return None
             case "stop":
@@ -203,7 +155,7 @@ class _Answer:
         return [[self._logprob(token) for token in entry.top] for entry in entries]
 
     def _logprob(self, token: TokenText) -> Logprob:
-        return finite(token.logprob), token.token_id, token.text if self.body.return_text_in_logprobs else None
+        return finite(token.logprob), token.token_id, token.text if self._body.return_text_in_logprobs else None
 
 
 def _first_told(body: NativeBody) -> int:
@@ -218,13 +170,3 @@ def _most_tokens(params: NativeParams) -> int:
 
 def _prompt_field(body: NativeBody) -> str:
     return "text" if body.text is not None else "input_ids"
-
-
-def _in_its_words(error: RequestError, body: NativeBody) -> RequestError:
-    """Named as the client named it."""
-    field = error.param or ""
-    if field == "prompt":
-        error.param = _prompt_field(body)
-    elif (name := RENAMED.get(field, field)) in NativeParams.__struct_fields__:
-        error.param = f"sampling_params.{name}"
-    return error

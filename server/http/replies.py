@@ -1,4 +1,4 @@
-"""Errors as clients see them: one JSON shape for every status, on every route.
+"""Responses in one piece of JSON, and the one shape that errors have in it, whatever their status and route.
 
 Owns: the error body, the type that goes with a status, what an unexpected exception looks like from outside.
 Does not know: requests, routes, sockets.  A body never carries a traceback or a path, nor a long echo of the input.
@@ -10,7 +10,6 @@ import msgspec
 from aiohttp import web
 
 from engine.errors import EngineDied, RequestError
-from server.reply import json_reply
 
 MAX_MESSAGE_CHARS = 400
 TYPES = {
@@ -25,6 +24,11 @@ ROUTING_MESSAGES = {
     405: ("this route does not take that method", "method_not_allowed"),
     417: ("the only expectation this server can meet is 100-continue", "expectation_failed"),
 }
+
+
+def json_reply(body: object, status: int = 200) -> web.Response:
+    """A response with ``body`` as its JSON."""
+    return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from engine.messages import Delta, Finish, TokenLogprobs
 from engine.text.tool_calls import CallPiece, Part, ToolCallParser
-from server.generate.output import finite
+from server.generate.output import Output, finite
 from server.openai.answers import TopLogprob
 from server.responses.objects import (
     CallItem,
@@ -24,7 +24,7 @@ from server.responses.objects import (
 )
 
 
-class ResponseWriter:
+class ItemWriter:
     """output: the items so far, of which the last one may still grow.  parser: finds calls, if they are looked for."""
 
     def __init__(self, parser: ToolCallParser | None) -> None:
@@ -43,8 +43,8 @@ class ResponseWriter:
         number, self._num_events = self._num_events, self._num_events + 1
         return Event(type=f"response.{kind}", sequence_number=number, **fields)  # type: ignore[arg-type]
 
-    def take(self, delta: Delta) -> list[Event]:
-        """What new output means."""
+    def take(self, delta: Delta | Output) -> list[Event]:
+        """Add new output; returns the events that tell of it."""
         if delta.reasoning:
             self._write("reasoning", delta.reasoning, ())
         # Logprobs are told with the text they belong to; a token without text waits for the next one.  Where calls are
