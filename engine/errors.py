@@ -6,6 +6,7 @@ CallboardError
 ├── PluginError        a plugin is unknown, ambiguous or unfit     exit code 2
 ├── GraphError         the model cannot be captured or compiled    exit code 4
 ├── RequestError       one request is refused or fails; carries an HTTP status and an OpenAI-style code
+│   └── FieldError     one of its fields is wrong
 └── EngineDied         an actor crashed; every open request ends with this
 """
 
@@ -64,6 +65,13 @@ class RequestError(CallboardError):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+
+
+class FieldError(RequestError):
+    """A field of a request is wrong: the message names it and says why."""
+
+    def __init__(self, field: str, reason: str, *, code: str = "invalid_value") -> None:
+        super().__init__(f"{field}: {reason}", code=code, param=field)
 
 
 class StepTooLarge(CallboardError):

@@ -20,7 +20,7 @@ from engine.actors.admission import RETRY_AFTER_S, check_admission, queue_full
 from engine.actors.mailbox import Link
 from engine.actors.stream import Stream
 from engine.config import LimitsSection
-from engine.errors import EngineDied, RequestError
+from engine.errors import EngineDied, FieldError, RequestError
 from engine.messages import (
     DEFAULT_OPTIONS,
     Abort,
@@ -188,7 +188,7 @@ class Ingress(Actor[IngressInbox]):
 
     def _check_ids(self, prompt: Sequence[int]) -> np.ndarray:
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
-            raise RequestError(f"prompt: expected a text or a list of token ids, not {prompt!r:.100}", param="prompt")
+            raise FieldError("prompt", f"expected a text or a list of token ids, not {prompt!r:.100}")
         if len(prompt) > self._max_model_len:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, the context is {self._max_model_len}",
@@ -198,15 +198,15 @@ class Ingress(Actor[IngressInbox]):
         try:
             ids = np.asarray(prompt)
         except (OverflowError, TypeError, ValueError):
-            raise RequestError("prompt: expected a list of token ids", param="prompt") from None
+            raise FieldError("prompt", "expected a list of token ids") from None
         if not ids.size:
-            raise RequestError("prompt: expected at least one token id", param="prompt")
+            raise FieldError("prompt", "expected at least one token id")
         # NumPy would make integers of floats and texts; it makes objects of integers beyond 64 bits.
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise RequestError("prompt: expected a list of token ids, which are integers", param="prompt")
+            raise FieldError("prompt", "expected a list of token ids, which are integers")
         if ids.min() < 0 or ids.max() >= self._vocab_size:
             bad = int(ids.min() if ids.min() < 0 else ids.max())
-            raise RequestError(f"prompt: token id {bad} is outside 0 to {self._vocab_size - 1}", param="prompt")
+            raise FieldError("prompt", f"token id {bad} is outside 0 to {self._vocab_size - 1}")
         return ids.astype(np.int32)
 
     def _admission_cost(self, message: tuple[str | None, bytes | None, tuple[ChatTurn, ...] | None]) -> int:

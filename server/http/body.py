@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from engine.config import ServerSection
-from engine.errors import RequestError
+from engine.errors import FieldError, RequestError
 from server.http.unsupported import check_unsupported
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -63,7 +63,7 @@ class BodyReader(Generic[B, T]):
             fields = self._fields.decode(body)
             for name in self._elsewhere.keys() & fields.keys():
                 if bytes(fields[name]) != b"null":
-                    raise RequestError(f"{name}: belongs into {self._elsewhere[name]}", param=name)
+                    raise FieldError(name, f"belongs into {self._elsewhere[name]}")
             check_unsupported(fields, self._known)
             understood = self._struct.decode(body)
             check_nesting(body)

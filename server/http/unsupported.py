@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import RequestError
+from engine.errors import FieldError
 
 NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})  # of any field below
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> what else is neutral
@@ -64,8 +64,8 @@ def check_unsupported(fields: Mapping[str, msgspec.Raw], known: Collection[str])
         neutral = (type(value) is type(one) and value == one for one in (*NEUTRAL, *UNSUPPORTED.get(name, ())))
         if not any(neutral):
             shown = name[:100]
-            raise RequestError(
-                f"{shown}: not supported by this server, and leaving it out of account would change the output",
+            raise FieldError(
+                shown,
+                "not supported by this server, and leaving it out of account would change the output",
                 code="unsupported_parameter",
-                param=shown,
             )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
-from engine.errors import RequestError
+from engine.errors import FieldError
 from engine.messages import Delta, TokenLogprobs, TokenText
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
@@ -43,15 +43,13 @@ class Native(Endpoint[NativeBody]):
         if body.model is not None:
             self._translator.check_model(body.model)
         if body.text is not None and body.input_ids is not None:
-            raise RequestError("text: not possible together with input_ids", param="text")
+            raise FieldError("text", "not possible together with input_ids")
         prompts = body.text if body.text is not None else body.input_ids
         if prompts is None:
-            raise RequestError("text: required, but not given; or input_ids", param="text")
+            raise FieldError("text", "required, but not given; or input_ids")
         params = body.sampling_params or NativeParams()
         if params.spaces_between_special_tokens is False:
-            raise RequestError(
-                "spaces_between_special_tokens: cannot be turned off", param="spaces_between_special_tokens"
-            )
+            raise FieldError("spaces_between_special_tokens", "cannot be turned off")
         most = _most_tokens(params)
         num_top = (body.top_logprobs_num or 0) if body.return_logprob else None
         shared = GenerationBody(

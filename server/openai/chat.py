@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from engine.errors import RequestError
+from engine.errors import FieldError
 from engine.messages import ChatOptions, Delta, Finish, TokenLogprobs, TokenText
 from engine.text.tool_calls import CallPiece, ToolCallParser, text_and_calls
 from server.generate.endpoint import Endpoint
@@ -51,7 +51,7 @@ class Chat(Endpoint[ChatBody]):
     def translate(self, body: ChatBody) -> Generation:
         self._translator.check_model(body.model)
         if body.top_logprobs and not body.logprobs:
-            raise RequestError("top_logprobs: only allowed together with logprobs", param="top_logprobs")
+            raise FieldError("top_logprobs", "only allowed together with logprobs")
         card = self._translator.card
         tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls, form=card.tool_format)
         begins, continues = read_end(body.add_generation_prompt, body.continue_final_message)

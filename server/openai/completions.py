@@ -8,7 +8,7 @@ from typing import cast
 
 import msgspec
 
-from engine.errors import RequestError
+from engine.errors import FieldError, RequestError
 from engine.messages import Delta, Prompt, TokenLogprobs
 from server.generate.endpoint import Endpoint
 from server.generate.generation import Generation
@@ -32,10 +32,10 @@ class Completions(Endpoint[CompletionBody]):
     def translate(self, body: CompletionBody) -> Generation:
         self._translator.check_model(body.model)
         if body.suffix:
-            raise RequestError(
-                "suffix: not supported; this server does not know how the model fills in the middle",
+            raise FieldError(
+                "suffix",
+                "not supported; this server does not know how the model fills in the middle",
                 code="unsupported_parameter",
-                param="suffix",
             )
         echo, prompt_only = bool(body.echo), body.max_tokens == 0
         if prompt_only and not echo:
@@ -127,7 +127,7 @@ def _num_choices(body: CompletionBody, num_wanted: int) -> int:
     if body.best_of < num_wanted:
         raise RequestError(f"best_of={body.best_of}: must be at least n ({num_wanted})", param="best_of")
     if body.best_of > num_wanted and body.stream:
-        raise RequestError("best_of: which is best is known at the end, so it cannot stream", param="best_of")
+        raise FieldError("best_of", "which is best is known at the end, so it cannot stream")
     return body.best_of
 
 
@@ -140,10 +140,9 @@ def read_prompts(prompt: str | list[str | int | list[int]], field: str = "prompt
         return (cast("list[int]", prompt),)
     if len(kinds) == 1:
         return tuple(cast("list[str | list[int]]", prompt))
-    raise RequestError(
-        f"{field}: {'an empty list' if not kinds else 'a mixed list'}; expected a string, token ids, "
-        "or a list of either",
-        param=field,
+    raise FieldError(
+        field,
+        f"{('an empty list' if not kinds else 'a mixed list')}; expected a string, token ids, or a list of either",
     )
 
 

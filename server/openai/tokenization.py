@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from engine.actors.ingress import MAX_CHARS_PER_TOKEN
 from engine.config import ServerSection
-from engine.errors import RequestError
+from engine.errors import FieldError
 from engine.messages import ChatOptions, ChatTurn
 from engine.text.codec import TextCodec
 from server.http.body import BodyReader
@@ -84,7 +84,7 @@ class TokenizationRoutes:
         if body.model is not None:
             self._translator.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise RequestError("prompt: exactly one of prompt and messages is needed", param="prompt")
+            raise FieldError("prompt", "exactly one of prompt and messages is needed")
         return body
 
     def _check_detokenize(self, body: DetokenizeBody) -> DetokenizeBody:
@@ -93,7 +93,7 @@ class TokenizationRoutes:
         outside = next((token for token in body.tokens if token >= self._card.vocab_size), None)
         if outside is not None:
             most = self._card.vocab_size - 1
-            raise RequestError(f"tokens: token id {outside} is outside 0 to {most}", param="tokens")
+            raise FieldError("tokens", f"token id {outside} is outside 0 to {most}")
         return body
 
     def _encode(self, body: TokenizeBody) -> TokenizeAnswer:
@@ -127,11 +127,7 @@ class TokenizationRoutes:
     def _check_chars(self, num_chars: int, param: str) -> None:
         most = MAX_CHARS_PER_TOKEN * self._card.max_model_len
         if num_chars > most:
-            raise RequestError(
-                f"{param}: {num_chars} characters; at most {most} are taken",
-                code="context_length_exceeded",
-                param=param,
-            )
+            raise FieldError(param, f"{num_chars} characters; at most {most} are taken", code="context_length_exceeded")
 
 
 def _num_chars(turn: ChatTurn) -> int:

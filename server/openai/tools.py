@@ -8,7 +8,7 @@ from functools import partial
 
 import msgspec
 
-from engine.errors import RequestError
+from engine.errors import FieldError
 from engine.params import Grammar
 from engine.text.tool_calls import ToolCallParser
 from engine.text.tool_format import Tool, ToolFormat, allow_calls, demand_calls
@@ -58,11 +58,11 @@ def read_tools(
     forced = choice == "required" or isinstance(choice, ToolChoice)
     if not tools:
         if forced:
-            raise RequestError("tool_choice: there are no tools to choose from", param="tool_choice")
+            raise FieldError("tool_choice", "there are no tools to choose from")
         return ToolRequest()
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
-        raise RequestError("tools: two of them have the same name", param="tools")
+        raise FieldError("tools", "two of them have the same name")
     if choice == "none":
         return ToolRequest()
     # A call that nobody demands keeps to a schema only where that was asked for: others may have words that are not
@@ -74,9 +74,7 @@ def read_tools(
     if isinstance(choice, ToolChoice):
         callable_tools = [tool for tool in callable_tools if tool.name == choice.function.name]
         if not callable_tools:
-            raise RequestError(
-                "tool_choice.function.name: none of the tools has this name", param="tool_choice.function.name"
-            )
+            raise FieldError("tool_choice.function.name", "none of the tools has this name")
     many = parallel is not False and not isinstance(choice, ToolChoice)
     return ToolRequest(
         described=msgspec.json.encode([_described(tool) for tool in tools]).decode(),

@@ -8,7 +8,7 @@ never reaches the engine because it happens to exist there.
 from typing import TypeVar
 
 from engine.config import LimitsSection
-from engine.errors import RequestError
+from engine.errors import FieldError, RequestError
 from engine.messages import ChatOptions, Prompt, RequestOptions
 from engine.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
 from server.generate.generation import Generation
@@ -52,7 +52,7 @@ class Translator:
             num_choices = 1 if body.n is None else body.n
         self.check_count(len(prompts), num_choices, counted)
         if body.stream_options is not None and not body.stream:
-            raise RequestError("stream_options: only allowed together with stream", param="stream_options")
+            raise FieldError("stream_options", "only allowed together with stream")
         params = self._sampling_params(body, max_tokens=max_tokens, logprobs=logprobs)
         params = params.replace(grammar=_grammar(body, tools), prompt_logprobs=prompt_logprobs)
         params.check(self.card.vocab_size)
@@ -137,11 +137,9 @@ def _grammar(body: GenerationBody, tools: ToolRequest) -> Grammar | None:
         return None
     field = "tools" if named is None else named[0]
     if len(grammar.source) > MAX_GRAMMAR_CHARS:
-        raise RequestError(f"{field}: longer than {MAX_GRAMMAR_CHARS} characters", param=field)
+        raise FieldError(field, f"longer than {MAX_GRAMMAR_CHARS} characters")
     if body.ignore_eos:
-        raise RequestError(
-            f"ignore_eos: not possible together with {field}, which says where to end", param="ignore_eos"
-        )
+        raise FieldError("ignore_eos", f"not possible together with {field}, which says where to end")
     return grammar
 
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from engine.config import ServerSection
-from engine.errors import RequestError
+from engine.errors import FieldError, RequestError
 from server.backend import Ingress
 from server.clients.open_requests import Clients
 from server.http.body import BodyReader
@@ -98,5 +98,5 @@ def _names(body: AbortBody) -> list[str | None]:
     rid = [body.rid] if isinstance(body.rid, str) else body.rid or []
     names = list(dict.fromkeys([*rid, *(body.request_ids or [])]))
     if not names or not all(names):
-        raise RequestError("rid: the id of a request is needed, or abort_all", param="rid")
+        raise FieldError("rid", "the id of a request is needed, or abort_all")
     return [*names]

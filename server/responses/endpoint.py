@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UnsetType
 
-from engine.errors import RequestError
+from engine.errors import FieldError, RequestError
 from engine.messages import ChatOptions, Delta, Finish
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
@@ -70,7 +70,7 @@ class Responses(Endpoint[ResponsesBody]):
         )
         if body.text is not None and body.text.format is not None:
             if body.response_format is not None:
-                raise RequestError("response_format: this endpoint calls it text.format", param="response_format")
+                raise FieldError("response_format", "this endpoint calls it text.format")
             body = msgspec.structs.replace(body, response_format=_response_format(body.text.format))
         effort = None if body.reasoning is None else body.reasoning.effort
         wants_logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
@@ -187,7 +187,7 @@ def _response_format(given: TextFormat) -> ResponseFormat:
     if given.type != "json_schema":
         return ResponseFormat(given.type, schema=given.schema)
     if not is_given(given.schema):
-        raise RequestError("text.format.schema: required, but not given", param="text.format.schema")
+        raise FieldError("text.format.schema", "required, but not given")
     return ResponseFormat("json_schema", JsonSchemaFormat(given.schema, given.name))
 
 
@@ -204,4 +204,4 @@ def _refuse_what_needs_a_store(body: ResponsesBody) -> None:
     }
     for field, (given, why) in asked.items():
         if given:
-            raise RequestError(f"{field}: not supported, since {why}", code="unsupported_parameter", param=field)
+            raise FieldError(field, f"not supported, since {why}", code="unsupported_parameter")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.errors import RequestError
+from engine.errors import FieldError
 from engine.messages import ChatTurn
 from server.openai.conversation import ROLES, part_text, read_call
 from server.openai.requests import CallBody, CalledFunction, ContentPart
@@ -22,7 +22,7 @@ def read_input(given: str | Sequence[InputItem], instructions: str | None) -> tu
     if isinstance(given, str):
         return (*turns, ChatTurn("user", given))
     if not given:
-        raise RequestError("input: an empty list; expected at least one item", param="input")
+        raise FieldError("input", "an empty list; expected at least one item")
     for index, item in enumerate(given):
         _add(turns, item, f"input[{index}]")
     return tuple(turns)
@@ -39,7 +39,7 @@ def _add(turns: list[ChatTurn], item: InputItem, path: str) -> None:
             turns[-1] = msgspec.structs.replace(before, tool_calls=(*before.tool_calls, call))
         case "function_call_output":
             if item.output is None:
-                raise RequestError(f"{path}.output: required, but not given", param=f"{path}.output")
+                raise FieldError(f"{path}.output", "required, but not given")
             turns.append(
                 ChatTurn(
                     "tool", _text(item.output, f"{path}.output"), tool_call_id=_needed(item.call_id, f"{path}.call_id")
@@ -48,19 +48,19 @@ def _add(turns: list[ChatTurn], item: InputItem, path: str) -> None:
         case "reasoning":
             turns.append(ChatTurn("assistant", "", reasoning=_thoughts(item)))
         case _:
-            raise RequestError(
-                f"{path}.type: only messages, function calls, their outputs and reasoning are supported",
+            raise FieldError(
+                f"{path}.type",
+                "only messages, function calls, their outputs and reasoning are supported",
                 code="unsupported_content",
-                param=f"{path}.type",
             )
 
 
 def _add_message(turns: list[ChatTurn], item: InputItem, path: str) -> None:
     role = ROLES.get(_needed(item.role, f"{path}.role"))
     if role is None or role == "tool":
-        raise RequestError(f"{path}.role: must be system, developer, user or assistant", param=f"{path}.role")
+        raise FieldError(f"{path}.role", "must be system, developer, user or assistant")
     if item.content is None:
-        raise RequestError(f"{path}.content: required, but not given", param=f"{path}.content")
+        raise FieldError(f"{path}.content", "required, but not given")
     text = _text(item.content, f"{path}.content")
     if role == "assistant" and turns and turns[-1].reasoning and not turns[-1].content:
         turns[-1] = msgspec.structs.replace(turns[-1], content=text)
@@ -88,5 +88,5 @@ def _thoughts(item: InputItem) -> str:
 
 def _needed(value: str | None, path: str) -> str:
     if value is None:
-        raise RequestError(f"{path}: required, but not given", param=path)
+        raise FieldError(path, "required, but not given")
     return value
