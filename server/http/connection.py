@@ -21,7 +21,7 @@ from engine.config import ServerSection
 from engine.errors import ConfigError, RequestError
 from server.http.cors import Cors
 from server.http.exchange import EXCHANGE, Exchange
-from server.http.outermost import Front
+from server.http.outermost import OutermostHandler
 from server.http.replies import error_response, raw_response
 from server.http.traffic import Traffic
 
@@ -184,7 +184,7 @@ class ConnectionServer(web.Server):
 
     def __init__(self, plain: web.Server, server: ServerSection, traffic: Traffic) -> None:
         super().__init__(
-            Front(plain.request_handler, traffic, Cors(server.cors_origins)).handle,
+            OutermostHandler(plain.request_handler, traffic, Cors(server.cors_origins)).handle,
             request_factory=plain.request_factory,
             handler_cancellation=plain.handler_cancellation,
             **plain._kwargs,

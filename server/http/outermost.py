@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
-class Front:
+class OutermostHandler:
     """Wraps the application's handler."""
 
     def __init__(self, inner: Handler, traffic: Traffic, cors: Cors) -> None:

@@ -9,7 +9,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from server.generate.output import FinishReason
+from engine.messages import TokenLogprobs
+from server.generate.output import FinishReason, finite
 from server.generate.usage import OptionalUsage, UsageBody
 
 # ---- completions ----------------------------------------------------------------------------
@@ -67,6 +68,13 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     logprob: float
     bytes: list[int]
     top_logprobs: list[TopLogprob]
+
+
+def token_logprob(entry: TokenLogprobs) -> TokenLogprob:
+    """Returns what the API says of a token's log probability and of its rivals'."""
+    top = [TopLogprob(one.text, finite(one.logprob), list(one.utf8)) for one in entry.top]
+    sampled = entry.sampled
+    return TokenLogprob(sampled.text, finite(sampled.logprob), list(sampled.utf8), top)
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):

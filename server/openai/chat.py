@@ -11,11 +11,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from engine.errors import FieldError
-from engine.messages import ChatOptions, Delta, Finish, TokenLogprobs, TokenText
+from engine.messages import ChatOptions, Delta, Finish, TokenLogprobs
 from engine.text.tool_calls import CallPiece, ToolCallParser, text_and_calls
 from server.generate.endpoint import Endpoint
 from server.generate.generation import Generation
-from server.generate.output import FinishReason, Output, finish_reason, finite, ids, stop_reason
+from server.generate.output import FinishReason, Output, finish_reason, ids, stop_reason
 from server.generate.usage import OptionalUsage, UsageBody, UsageCounter
 from server.openai.answers import (
     ChatAnswer,
@@ -27,10 +27,9 @@ from server.openai.answers import (
     ChatLogprobs,
     FunctionCallBody,
     FunctionDelta,
-    TokenLogprob,
     ToolCallBody,
     ToolCallDelta,
-    TopLogprob,
+    token_logprob,
 )
 from server.openai.conversation import read_end, read_turns, read_variables
 from server.openai.requests import ChatBody
@@ -187,20 +186,4 @@ def _with_calls(reason: FinishReason | None, calls: bool) -> FinishReason | None
 
 
 def _logprobs(entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
-    if not entries:
-        return None
-    return ChatLogprobs(
-        [
-            TokenLogprob(
-                token=entry.sampled.text,
-                logprob=finite(entry.sampled.logprob),
-                bytes=list(entry.sampled.utf8),
-                top_logprobs=[_top_logprob(token) for token in entry.top],
-            )
-            for entry in entries
-        ]
-    )
-
-
-def _top_logprob(token: TokenText) -> TopLogprob:
-    return TopLogprob(token=token.text, logprob=finite(token.logprob), bytes=list(token.utf8))
+    return ChatLogprobs([token_logprob(entry) for entry in entries]) if entries else None

@@ -17,11 +17,9 @@ from engine.messages import ChatOptions, Delta, Finish
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
 from server.generate.output import Output
-from server.generate.usage import UsageBody, UsageCounter
+from server.generate.usage import CompletionTokensDetails, UsageBody, UsageCounter
 from server.openai.conversation import read_variables
 from server.openai.requests import (
-    FunctionBody,
-    FunctionChoice,
     JsonSchemaFormat,
     ResponseFormat,
     ToolBody,
@@ -34,8 +32,6 @@ from server.responses.item_writer import ItemWriter
 from server.responses.items import read_input
 from server.responses.objects import (
     IncompleteDetails,
-    InputTokensDetails,
-    OutputTokensDetails,
     ResponseError,
     ResponseObject,
     ResponseUsage,
@@ -60,11 +56,8 @@ class Responses(Endpoint[ResponsesBody]):
         self._translator.check_model(body.model)
         choice = body.tool_choice
         tools = read_tools(
-            [
-                ToolBody(tool.type, FunctionBody(tool.name, tool.description, tool.parameters, tool.strict))
-                for tool in body.tools or ()
-            ],
-            ToolChoice(choice.type, FunctionChoice(choice.name)) if isinstance(choice, FlatToolChoice) else choice,
+            [ToolBody(tool.type, tool) for tool in body.tools or ()],
+            ToolChoice(choice.type, choice) if isinstance(choice, FlatToolChoice) else choice,
             parallel=body.parallel_tool_calls,
             form=self._translator.card.tool_format,
         )
@@ -176,9 +169,9 @@ def _usage(counts: UsageBody) -> ResponseUsage:
     details = counts.completion_tokens_details
     return ResponseUsage(
         input_tokens=counts.prompt_tokens,
-        input_tokens_details=InputTokensDetails(counts.prompt_tokens_details.cached_tokens),
+        input_tokens_details=counts.prompt_tokens_details,
         output_tokens=counts.completion_tokens,
-        output_tokens_details=OutputTokensDetails(0 if isinstance(details, UnsetType) else details.reasoning_tokens),
+        output_tokens_details=CompletionTokensDetails(0) if isinstance(details, UnsetType) else details,
         total_tokens=counts.total_tokens,
     )
 

@@ -7,16 +7,15 @@ The answer in one piece is what the events add up to: both are made here.
 import uuid
 from collections.abc import Sequence
 
-from engine.messages import Delta, Finish, TokenLogprobs
+from engine.messages import Delta, Finish
 from engine.text.tool_calls import CallPiece, Part, ToolCallParser
-from server.generate.output import Output, finite
-from server.openai.answers import TopLogprob
+from server.generate.output import Output
+from server.openai.answers import TokenLogprob, token_logprob
 from server.responses.objects import (
     CallItem,
     Event,
     Item,
     MessageItem,
-    OutputLogprob,
     OutputText,
     ReasoningItem,
     ReasoningText,
@@ -34,8 +33,8 @@ class ItemWriter:
         self._num_events = 0
         self._kind = ""  # of the open item
         self._text: list[str] = []
-        self._logprobs: list[OutputLogprob] = []
-        self._waiting_logprobs: list[OutputLogprob] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._waiting_logprobs: list[TokenLogprob] = []
         self._call: CallItem | None = None
 
     def event(self, kind: str, **fields: object) -> Event:
@@ -49,7 +48,7 @@ class ItemWriter:
             self._write("reasoning", delta.reasoning, ())
         # Logprobs are told with the text they belong to; a token without text waits for the next one.  Where calls are
         # looked for it is not known which tokens became one, so they wait for the end.
-        self._waiting_logprobs += [_logprob(entry) for entry in delta.logprobs]
+        self._waiting_logprobs += [token_logprob(entry) for entry in delta.logprobs]
         parts: list[Part] = [delta.text] if delta.text else []
         ended = delta.finish != Finish.RUNNING
         if self._parser is not None:
@@ -71,11 +70,11 @@ class ItemWriter:
         events, self._events = self._events, []
         return events
 
-    def _take_logprobs(self) -> list[OutputLogprob]:
+    def _take_logprobs(self) -> list[TokenLogprob]:
         waiting, self._waiting_logprobs = self._waiting_logprobs, []
         return waiting
 
-    def _write(self, kind: str, text: str, logprobs: Sequence[OutputLogprob]) -> None:
+    def _write(self, kind: str, text: str, logprobs: Sequence[TokenLogprob]) -> None:
         if self._kind != kind:
             self._close("completed")
             self._open(kind)
@@ -139,9 +138,3 @@ class ItemWriter:
     def _emit(self, kind: str, **fields: object) -> None:
         index = len(self.output) - 1
         self._events.append(self.event(kind, output_index=index, item_id=self.output[index].id, **fields))
-
-
-def _logprob(entry: TokenLogprobs) -> OutputLogprob:
-    sampled = entry.sampled
-    top = [TopLogprob(one.text, finite(one.logprob), list(one.utf8)) for one in entry.top]
-    return OutputLogprob(sampled.text, finite(sampled.logprob), list(sampled.utf8), top)

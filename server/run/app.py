@@ -30,7 +30,6 @@ from server.openai.translator import Translator
 from server.operators.administration import AdministrationRoutes, administration_routes
 from server.operators.metrics import MetricsRoute
 from server.operators.probe import ProbeRoute
-from server.operators.server_info import InfoRoutes
 from server.operators.site import FILES, SITE_ROUTES, Site
 from server.operators.stats import StatsRoute
 from server.operators.status import StatusRoutes
@@ -111,8 +110,7 @@ def _operators_routes(
     clients: Clients,
     version: str,
 ) -> list[web.RouteDef]:
-    site, status = Site(), StatusRoutes(ingress, monitor, version)
-    info = InfoRoutes(ingress, monitor, card, limits, version)
+    site, status = Site(), StatusRoutes(ingress, monitor, card, limits, version)
     stats = StatsRoute(monitor, ingress, version=version, model=card.name, shows_text=not server.api_key)
     administration = AdministrationRoutes(ingress, clients, server)
     return [
@@ -121,8 +119,8 @@ def _operators_routes(
         web.get("/health", status.health),
         web.get("/ready", status.ready),
         web.get("/version", status.version),
-        web.get("/server_info", info.info),
-        web.get("/load", info.load),
+        web.get("/server_info", status.info),
+        web.get("/load", status.load),
         web.get("/health_generate", ProbeRoute().get),
         web.get("/stats", stats.get),
         *administration_routes(administration.abort, administration.reset),

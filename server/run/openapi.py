@@ -15,8 +15,7 @@ from server.openai.embeddings import EmbeddingBody, EmbeddingList
 from server.openai.requests import ChatBody, CompletionBody
 from server.openai.tokenization import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
 from server.operators.administration import AbortAnswer, AbortBody, ResetAnswer
-from server.operators.server_info import Load, ServerInfo
-from server.operators.status import HealthBody
+from server.operators.status import HealthBody, Load, ServerInfo
 from server.responses.objects import Event, ResponseObject
 from server.responses.requests import ResponsesBody
 
