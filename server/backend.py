@@ -20,7 +20,9 @@ class Stream(Protocol):
     request_id: int
 
     async def next(self) -> Delta:
-        """All output since the last call; the last one has a finish and the usage.  Raises RequestError, EngineDied."""
+        """Returns all output since the last call; the last has a finish and the usage.
+
+        Raises RequestError, EngineDied."""
 
     async def relay(self, sink: Callable[[Delta], bool]) -> bool:
         """Give ``sink`` all output in the moment it is produced, until it says that it can take no more now.
@@ -52,12 +54,12 @@ class Monitor(Protocol):
     """What the engine shows of itself."""
 
     async def look(self, *, meter: bool = False, max_nodes: int = 0, patience_s: float = 1.0) -> Snapshot:
-        """How things stand; with what has been counted, and so much of the prefix cache, where that is asked for.
+        """Returns the engine's gauges.  meter: with what has been counted.  max_nodes: of the prefix cache to show.
 
         To be read before the next wait.  Raises RequestError: 503 if the engine has not answered in time."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Tokens as text."""
+        """Returns tokens as text."""
 
     def watch(self, observer: object, name: str) -> None:
-        """Tell an object with observer hooks what happens from now on."""
+        """Call the observer hooks of an object from now on."""

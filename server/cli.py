@@ -65,13 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our output left (``callboard config | head``): nothing to report, nobody to report it to.
+        # The reader of our output left (``callboard config | head``): there is nothing to report.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
 def _fill_standard_streams() -> None:
-    """Whoever closed a standard stream (``2>&-``) wants no output there, and no socket of ours to take its number."""
+    """Open a standard stream that is closed (``2>&-``) on nothing, so that no socket takes its number."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)

@@ -17,12 +17,12 @@ OPEN_ROUTES = frozenset({"/health", "/ready"})
 
 
 def key_list(api_key: str | Sequence[str]) -> list[str]:
-    """The configured keys; none for no protection."""
+    """Returns the configured keys; none for no protection."""
     return [api_key] if isinstance(api_key, str) and api_key else [key for key in api_key if key]
 
 
 def require_key(api_key: str | Sequence[str], open_routes: frozenset[str] = OPEN_ROUTES) -> Middleware:
-    """A middleware that lets nothing but the open routes through without one of the keys, and notes whose it was.
+    """Returns a middleware that lets only the open routes through without one of the keys, and notes which it was.
 
     It looks at the route that was matched, never at the URL: what is not matched is closed as well.
     """

@@ -1,4 +1,4 @@
-"""What one client may have open at once, and whose cached prefixes it sees.
+"""What one client may have open at once, and which cached prefixes it sees.
 
 Owns: open requests per client, their names.  Does not know: bodies, routes, what a request costs.
 A client is an API key, or an address where there are no keys.  A handler opens requests in the engine through the
@@ -24,7 +24,7 @@ from server.http.exchange import EXCHANGE, Exchange, Handler
 class ClientRequest:
     """One HTTP request of a client, and what it has opened in the engine: a stream for each choice.
 
-    opened: called with each stream, where somebody wants to know."""
+    opened: called with each stream, if it is set."""
 
     def __init__(self, clients: "Clients", client: str, salt: str, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -83,7 +83,7 @@ class Clients:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Know whose request it is while it is handled."""
+        """Give every HTTP request the client that it is from, while it is handled."""
         exchange = request[EXCHANGE]
         number = exchange.key_number
         client = request.remote or "-" if number is None else f"key {number}"
@@ -96,7 +96,7 @@ class Clients:
             one.close()
 
     def opened(self, key_number: int | None, name: str | None = None) -> list[list[int]]:
-        """The engine's numbers of what the open requests with this key have there: a list for each request.
+        """Returns the engine's request ids of the open HTTP requests with this key: a list for each of them.
 
         name: only of those that are called so."""
         return [
@@ -106,7 +106,7 @@ class Clients:
         ]
 
     def forget_cache(self, key_number: int | None) -> None:
-        """Let requests from now on find nothing that was cached before for them, and for those they share it with.
+        """Hide everything cached so far from the later requests of a key, and of those that it shares the cache with.
 
         Nothing is taken from requests that run; what was cached makes room as what is not used does."""
         self._salts.renew(key_number)

@@ -23,7 +23,7 @@ class CacheSalts:
     def __init__(
         self, server: ServerSection, *, kept: bytes = b"", keep: Callable[[bytes], None] | None = None
     ) -> None:
-        # Not the keys themselves: a salt may show up in a log one day.  With one key there is nobody to tell apart.
+        # Not the keys themselves: a salt may show up in a log one day.  With one key all clients are one.
         keys = key_list(server.api_key)
         self._share = server.shared_cache or len(keys) < 2
         self._salts = [""] if self._share else [hashlib.sha256(key.encode()).hexdigest()[:SALT_CHARS] for key in keys]

@@ -40,7 +40,7 @@ class Choices:
 
     @property
     def num_choices(self) -> int:
-        """How many there are, ended or not."""
+        """How many choices there are, ended or not."""
         return len(self._streams)
 
     async def __aenter__(self) -> "Choices":
@@ -60,7 +60,7 @@ class Choices:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     async def next(self) -> Item | None:
-        """(choice index, new output), or None when every choice has ended.  Raises what a choice failed with."""
+        """Returns (choice index, new output), or None when all have ended.  Raises what a choice failed with."""
         if self._num_running == 0:
             return None
         if self._pumps:

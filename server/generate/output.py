@@ -45,12 +45,12 @@ class Output:
 
     @property
     def text(self) -> str:
-        """Everything so far."""
+        """The text so far."""
         return "".join(self._texts)
 
     @property
     def reasoning(self) -> str:
-        """What was thought before it."""
+        """What the model thought before the text."""
         return "".join(self._thoughts)
 
     @property
@@ -81,7 +81,7 @@ def unpacked(packed: bytes) -> list[int]:
 
 
 def by_id(delta: Delta) -> Delta:
-    """The delta with every token of its log probabilities named by its id, for who cannot tell tokens by their text."""
+    """The delta with every token of its log probabilities named by its id."""
     if not delta.logprobs and not delta.prompt_logprobs:
         return delta
     return msgspec.structs.replace(

@@ -63,7 +63,7 @@ class GenerateRoute(Generic[B]):
             exchange.usage = counts.prompt_tokens, counts.completion_tokens
 
     def _renamed(self, error: RequestError, body: B) -> RequestError:
-        """The error in its client's words."""
+        """Returns the error with its field named as this endpoint's clients know it."""
         if error.param is not None:
             error.param = self._endpoint.rename(error.param, body)
         return error

@@ -21,6 +21,7 @@ from engine.config import ServerSection
 from engine.errors import ConfigError, RequestError
 from server.http.cors import Cors
 from server.http.exchange import EXCHANGE, Exchange
+from server.http.listener import BACKLOG
 from server.http.outermost import OutermostHandler
 from server.http.replies import error_response, raw_response
 from server.http.traffic import Traffic
@@ -28,7 +29,7 @@ from server.http.traffic import Traffic
 log = logging.getLogger(__name__)
 
 WRITE_BUFFER_BYTES = 64 << 10
-LINGERING_S = 2.0  # for a body that nobody wants to read any more
+LINGERING_S = 2.0  # for a body that the handler has not read
 
 
 class Connection(RequestHandler):
@@ -202,10 +203,10 @@ class ConnectionServer(web.Server):
 
 
 class HttpRunner(web.AppRunner):
-    """aiohttp's runner with these connections.
+    """aiohttp's runner, for an application behind these connections.
 
     handler_cancellation: a client that leaves cancels its handler, and so its requests in the engine.
-    traffic: where to count; by itself if nobody wants to know.
+    traffic: where to count; None for a counter of its own.
     auto_decompress: off, since a small body could otherwise unfold into gigabytes on the event loop.
     """
 
@@ -223,6 +224,12 @@ class HttpRunner(web.AppRunner):
         )
         self._section = server
         self._traffic = Traffic() if traffic is None else traffic
+
+    async def listen(self, listener: socket.socket) -> None:
+        """Set the application up, and accept connections from now on."""
+        await self.setup()
+        await web.SockSite(self, listener, backlog=BACKLOG).start()
+        log.info("listening on %s", self.addresses[0])
 
     async def _make_server(self) -> web.Server:
         return ConnectionServer(await super()._make_server(), self._section, self._traffic)

@@ -20,13 +20,13 @@ OWN_PAGES = frozenset({"none", "same-origin"})  # of Sec-Fetch-Site; 'none' is w
 
 
 class Cors:
-    """origins: exactly as browsers send them, or '*' for any."""
+    """Decides what browsers are told.  origins: exactly as browsers send them, or '*' for any."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         self._origins = frozenset(origins)
 
     def headers(self, request: web.BaseRequest) -> dict[str, str]:
-        """What the response must carry so that the page may read it."""
+        """Returns the headers that a response needs so that the page may read it."""
         origin = request.headers.get(hdrs.ORIGIN)
         if origin is None or not self._origins & {origin, ANY}:
             return {}
@@ -38,7 +38,7 @@ class Cors:
         }
 
     def preflight(self, request: web.BaseRequest) -> web.Response | None:
-        """The answer to a browser that asks before it sends something; None if this is no such question."""
+        """Returns the answer to a browser that asks before it sends something; None if this is no such question."""
         if request.method != hdrs.METH_OPTIONS or hdrs.ACCESS_CONTROL_REQUEST_METHOD not in request.headers:
             return None
         if not self.headers(request):

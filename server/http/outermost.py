@@ -1,4 +1,4 @@
-"""The outermost handler: every request passes here once, and no exception passes at all.
+"""The outermost handler: every request passes through it once, and no exception leaves it.
 
 Owns: the exchange of each request, turning exceptions into error responses, the access log.
 Does not know: routes, bodies, the engine.
@@ -22,7 +22,7 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class OutermostHandler:
-    """Wraps the application's handler."""
+    """Wraps the application's handler: makes the exchange, answers errors, counts and logs."""
 
     def __init__(self, inner: Handler, traffic: Traffic, cors: Cors) -> None:
         self._inner = inner
@@ -30,7 +30,7 @@ class OutermostHandler:
         self._traffic = traffic
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """aiohttp's request handler."""
+        """Answer a request; raises only what ends the connection."""
         exchange = request[EXCHANGE] = Exchange(request)
         exchange.cors = self._cors.headers(request)
         clock = asyncio.get_running_loop().time

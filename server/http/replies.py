@@ -47,7 +47,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def error_body(error: RequestError) -> ErrorBody:
-    """The JSON that tells ``error``."""
+    """Returns an error as JSON has it."""
     kind = TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     message = error.message
     if len(message) > MAX_MESSAGE_CHARS:
@@ -56,7 +56,7 @@ def error_body(error: RequestError) -> ErrorBody:
 
 
 def error_response(error: RequestError) -> web.Response:
-    """The HTTP response that tells ``error``."""
+    """Returns an error as an HTTP response."""
     response = json_reply(error_body(error), error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
@@ -69,7 +69,7 @@ def error_response(error: RequestError) -> web.Response:
 
 
 def raw_response(error: RequestError) -> bytes:
-    """The same response as bytes, for connections that never got as far as a request."""
+    """Returns an error response as bytes, for a connection on which no request could be read."""
     body = msgspec.json.encode(error_body(error))
     reason = HTTPStatus(error.status).phrase
     lines = [
@@ -84,7 +84,7 @@ def raw_response(error: RequestError) -> bytes:
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """Any exception as something a client may read.  What is not deliberate says nothing about its cause."""
+    """Returns any exception as what a client may read.  What is not deliberate says nothing about its cause."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, EngineDied):

@@ -27,7 +27,7 @@ RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed
 
 
 class Native(Endpoint[NativeBody]):
-    """The native endpoint."""
+    """POST /generate."""
 
     body_type = NativeBody
     elsewhere = {  # noqa: RUF012
@@ -83,7 +83,7 @@ class Native(Endpoint[NativeBody]):
 
 
 class NativeWriter(Writer):
-    """An output, or a list of them."""
+    """Writes an output, or a list of them."""
 
     def __init__(self, body: NativeBody, generation: Generation, usage: UsageCounter) -> None:
         self.id = body.rid or uuid.uuid4().hex
@@ -106,7 +106,7 @@ class NativeWriter(Writer):
         return [self._told(output)]
 
     def _told(self, output: Output) -> NativeOutput:
-        """An output, or what is new of it."""
+        """Returns an output, or what is new of it, in this format."""
         return NativeOutput(
             text=output.text,
             output_ids=unpacked(output.token_ids),
@@ -157,7 +157,7 @@ class NativeWriter(Writer):
 
 
 def _first_told(body: NativeBody) -> int:
-    """From which of the prompt's tokens on log probabilities are wanted; -1 for none."""
+    """Returns from which prompt token on log probabilities are wanted; -1 for none."""
     start = -1 if body.logprob_start_len is None else body.logprob_start_len
     return start if body.return_logprob and start >= 0 else -1
 

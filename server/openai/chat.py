@@ -39,7 +39,7 @@ from server.openai.writer import ChoicesWriter, StreamState
 
 
 class Chat(Endpoint[ChatBody]):
-    """The chat endpoint.  fingerprint: what its answers say of the system."""
+    """POST /v1/chat/completions.  fingerprint: what its answers say of the system."""
 
     body_type = ChatBody
 
@@ -79,7 +79,7 @@ class Chat(Endpoint[ChatBody]):
 
 
 class ChatWriter(ChoicesWriter):
-    """A chat completion, or its chunks."""
+    """Writes a chat completion, or its chunks."""
 
     id_prefix = "chatcmpl-"
 
@@ -154,7 +154,7 @@ class ChatWriter(ChoicesWriter):
 
 
 def read_calls(text: str, new_parser: Callable[[], ToolCallParser] | None) -> tuple[str, list[ToolCallBody], bool]:
-    """(text, calls, whether the last call is cut off) of a whole output."""
+    """Returns (text, calls, whether the last call is cut off) of a whole output."""
     if new_parser is None:
         return text, [], False
     parser = new_parser()
@@ -170,7 +170,7 @@ def read_calls(text: str, new_parser: Callable[[], ToolCallParser] | None) -> tu
 
 
 def new_call_id() -> str:
-    """By which the client's answer refers to a call."""
+    """Returns the id by which a client's answer refers to a call."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 

@@ -21,7 +21,7 @@ from server.openai.writer import ChoicesWriter, StreamState
 
 
 class Completions(Endpoint[CompletionBody]):
-    """The completions endpoint.  fingerprint: what its answers say of the system."""
+    """POST /v1/completions.  fingerprint: what its answers say of the system."""
 
     body_type = CompletionBody
 
@@ -59,7 +59,7 @@ class Completions(Endpoint[CompletionBody]):
 
 
 class CompletionWriter(ChoicesWriter):
-    """A text completion, or its chunks."""
+    """Writes a text completion, or its chunks."""
 
     id_prefix = "cmpl-"
 
@@ -105,7 +105,7 @@ class CompletionWriter(ChoicesWriter):
         return Completion(**self.head, choices=choices, usage=usage)
 
     def _best(self, outputs: Sequence[Output]) -> list[Output]:
-        """Of every prompt's outputs those that were wanted: the likeliest per token first, where there are more."""
+        """Returns as many of each prompt's outputs as were wanted: the likeliest per token, where there are more."""
         num_choices = self.generation.num_choices
         if num_choices == self._num_wanted:
             return list(outputs)
@@ -132,7 +132,7 @@ def _num_choices(body: CompletionBody, num_wanted: int) -> int:
 
 
 def read_prompts(prompt: str | list[str | int | list[int]], field: str = "prompt") -> tuple[Prompt, ...]:
-    """The four forms of a prompt as one.  Raises RequestError for an empty or mixed list."""
+    """Returns the four forms of a prompt as one.  Raises RequestError for an empty or mixed list."""
     if isinstance(prompt, str):
         return (prompt,)
     kinds = set(map(type, prompt))
@@ -149,7 +149,7 @@ def read_prompts(prompt: str | list[str | int | list[int]], field: str = "prompt
 def _logprobs(
     entries: Sequence[TokenLogprobs], offset: int, prompt: Sequence[TokenLogprobs] = ()
 ) -> CompletionLogprobs | None:
-    """prompt: of an echoed prompt, in front of the others."""
+    """Returns the log probabilities of tokens, behind those of an echoed prompt."""
     every = (*prompt, *entries)
     if not every:
         return None
@@ -170,12 +170,12 @@ def _logprobs(
 
 
 def _num_chars(entry: TokenLogprobs) -> int:
-    """Characters that begin with this token.  A token may be a part of one, and be shown as something else entirely."""
+    """Returns how many characters begin with this token, which may be a part of one, and be shown as something else."""
     return sum(byte & 0xC0 != 0x80 for byte in entry.sampled.utf8)
 
 
 def _likeliest(entry: TokenLogprobs) -> dict[str, float]:
-    """Different tokens can look the same as text; the first and likeliest one keeps the place."""
+    """Returns the likeliest tokens by text; of those that look the same, the likeliest."""
     likeliest: dict[str, float] = {}
     for token in (*entry.top, entry.sampled):
         likeliest.setdefault(token.text, finite(token.logprob))

@@ -64,7 +64,7 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Embeddings(Endpoint[EmbeddingBody]):
-    """The embeddings endpoint."""
+    """POST /v1/embeddings."""
 
     body_type = EmbeddingBody
 
@@ -89,7 +89,7 @@ class Embeddings(Endpoint[EmbeddingBody]):
 
 
 class EmbeddingWriter(Writer):
-    """A list of vectors."""
+    """Writes a list of vectors."""
 
     id = ""
 

@@ -11,7 +11,7 @@ from server.openai.translator import Translator
 
 
 class ModelRoutes:
-    """Their handlers."""
+    """Handles both."""
 
     def __init__(self, translator: Translator) -> None:
         card = translator.card

@@ -60,7 +60,7 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True):
 
 
 class TokenizationRoutes:
-    """Their handlers."""
+    """Handles both."""
 
     def __init__(self, codec: TextCodec, translator: Translator, server: ServerSection) -> None:
         self._codec = codec
@@ -70,12 +70,10 @@ class TokenizationRoutes:
         self._detokenize_reader = BodyReader(DetokenizeBody, self._check_detokenize, server)
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        """aiohttp's handler."""
         body = await self._tokenize_reader.read(request)
         return json_reply(await asyncio.to_thread(self._encode, body))
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        """aiohttp's handler."""
         body = await self._detokenize_reader.read(request)
         text = await asyncio.to_thread(self._codec.decode, body.tokens, skip_special_tokens=False)
         return json_reply(DetokenizeAnswer(text))

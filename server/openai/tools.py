@@ -20,7 +20,7 @@ Choice = str | ToolChoice | None
 class ToolRequest(msgspec.Struct, frozen=True):
     """The functions that may be called, as a template describes them and as a parser finds them.
 
-    described: JSON for the template; empty for none.  names: whose calls are looked for; empty for none.
+    described: JSON for the template; empty for none.  names: functions whose calls are looked for; empty for none.
     max_calls: later ones are dropped; None for no limit.  callable_tools: what may be called, with the schemas that
     are to be followed.  forced: a call must come.  strict: some schema was asked to be followed to the letter."""
 
@@ -65,7 +65,7 @@ def read_tools(
         raise FieldError("tools", "two of them have the same name")
     if choice == "none":
         return ToolRequest()
-    # A call that nobody demands keeps to a schema only where that was asked for: others may have words that are not
+    # A call that is not demanded keeps to a schema only where that was asked for: others may have words that are not
     # understood, which is no reason to refuse a request that would never have needed them.
     callable_tools = [
         Tool(tool.function.name, (tool.function.parameters or {}) if forced or tool.function.strict else {})
@@ -88,7 +88,7 @@ def read_tools(
 
 
 def _described(tool: ToolBody) -> dict[str, object]:
-    """Without what was not given: templates write all that is there into the prompt."""
+    """Returns a tool without what was not given: templates write all that is there into the prompt."""
     function = {
         name: value
         for name in ("name", "description", "parameters")

@@ -124,7 +124,7 @@ class Translator:
 
 
 def own_seed(seed: int | None) -> int | None:
-    """A client's seed as one of ours, which begin at 0.  -1 is none, as it is elsewhere."""
+    """Returns a client's seed as one of ours, which begin at 0.  -1 is none, as it is elsewhere."""
     if seed == NO_SEED:
         return None
     return seed & MAX_SEED if seed is not None and LEAST_SEED <= seed < 0 else seed

@@ -21,7 +21,7 @@ from server.openai.requests import GenerationBody, StreamOptions
 
 
 class StreamState:
-    """How far the stream of a choice has got.  num_chars: characters of the tokens whose logprobs were sent.
+    """How far the stream of a choice has got.  num_chars: characters in the logprobs that were sent.
 
     parser: finds calls in its text, if they are looked for."""
 
@@ -33,7 +33,7 @@ class StreamState:
 
 
 class ChoicesWriter(Writer):
-    """An answer that is a list of choices, whole or in chunks.  head: what the answer and every chunk repeat."""
+    """Writes an answer that is a list of choices, whole or in chunks.  head: what the answer and every chunk repeat."""
 
     id_prefix: str
 
@@ -60,7 +60,7 @@ class ChoicesWriter(Writer):
         raise NotImplementedError
 
     def usage_chunk(self, usage: UsageBody) -> msgspec.Struct:
-        """Returns the stream's last chunk, for who asked for it."""
+        """Returns the stream's last chunk, where it was asked for."""
         raise NotImplementedError
 
     def events(self, index: int, delta: Delta) -> list[msgspec.Struct]:

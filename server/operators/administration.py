@@ -35,8 +35,9 @@ def administration_routes(abort: Handler, reset: Handler) -> list[web.RouteDef]:
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
-    """rid, request_ids: the X-Request-Id of a request, or the id in its answer; several may have the same one.
-    abort_all: every one."""
+    """Which requests to end.  rid, request_ids: the X-Request-Id of a request, or the id in its answer.
+
+    Several requests may have the same one.  abort_all: all of them."""
 
     rid: Short | Names | None = None
     request_ids: Names | None = None
@@ -51,13 +52,13 @@ class AbortAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResetAnswer(msgspec.Struct, frozen=True):
-    """It has been done."""
+    """Says that the cache was reset."""
 
     success: bool = True
 
 
 class AdministrationRoutes:
-    """Their handlers."""
+    """Handles both."""
 
     def __init__(self, ingress: Ingress, clients: Clients, server: ServerSection) -> None:
         self._ingress = ingress
@@ -65,7 +66,7 @@ class AdministrationRoutes:
         self._abort_reader = BodyReader(AbortBody, _names, server)
 
     async def abort(self, request: web.Request) -> web.Response:
-        """aiohttp's handler.  Raises RequestError: 404 if there is nothing that is called so."""
+        """End the requests that have a name.  Raises RequestError: 404 if none has."""
         names = await self._abort_reader.read(request)
         key_number = request[EXCHANGE].key_number
         num_aborted, unknown = 0, []
@@ -81,18 +82,18 @@ class AdministrationRoutes:
         return json_reply(AbortAnswer(num_aborted=num_aborted, unknown=unknown))
 
     async def reset(self, request: web.Request) -> web.Response:
-        """aiohttp's handler.  There is nothing to say, so a body is not read.  Raises RequestError: 403."""
+        """Forget what is cached for the client.  The request's body is not read.  Raises RequestError: 403."""
         refuse_foreign_page(request)
         self._clients.forget_cache(request[EXCHANGE].key_number)
         return json_reply(ResetAnswer())
 
     def _abort(self, request_ids: list[int]) -> bool:
-        """All choices of a request; returns whether one of them was open."""
+        """End all choices of a request; returns whether one of them was open."""
         return sum(map(self._ingress.abort, request_ids)) > 0
 
 
 def _names(body: AbortBody) -> list[str | None]:
-    """Without repetition; None for all requests.  Raises RequestError if there is none."""
+    """Returns the names without repetition; None stands for all requests.  Raises RequestError if there is none."""
     if body.abort_all:
         return [None]
     rid = [body.rid] if isinstance(body.rid, str) else body.rid or []

@@ -25,13 +25,13 @@ FIRST = RequestOptions(
 
 
 class ProbeRoute:
-    """Its handler."""
+    """Handles the probe."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._limit_s = limit_s
 
     async def get(self, request: web.Request) -> web.Response:
-        """aiohttp's handler.  Raises RequestError: 503 if no token came, 429 if the queue is full."""
+        """Generate a token.  Raises RequestError: 503 if no token came, 429 if the queue is full."""
         client = request[CLIENT]
         client.check_admission()
         stream = client.open(PROMPT, ONE_TOKEN, FIRST)

@@ -23,7 +23,7 @@ from server.model_card import ModelCard
 Status = Literal["ok", "loading", "draining", "recovering"]
 LIVE: dict[str, Status] = {"not_ready": "loading", "draining": "draining"}  # reasons not to be ready that pass
 HEALTH_PATIENCE_S = 10.0  # longer than an engine that loads may be busy
-STALLED_AFTER_S = 30.0  # requests and no step completed for so long: whoever asks should go elsewhere
+STALLED_AFTER_S = 30.0  # requests and no step completed for so long: clients should go elsewhere
 
 
 class PagesBody(msgspec.Struct, frozen=True):
@@ -45,7 +45,9 @@ class HealthBody(msgspec.Struct, frozen=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """kv_tokens: how many tokens the KV pool holds; 0 while the model loads.  max_running: most rows of a step."""
+    """What is served, and its limits.
+
+    kv_tokens: how many tokens the KV pool holds; 0 while the model loads.  max_running: most rows of a step."""
 
     version: str
     model: str
@@ -62,7 +64,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """server_load: open requests, each choice counted.  running and waiting: of those in the engine."""
+    """How many requests there are.  server_load: open ones, each choice counted; running, waiting: in the engine."""
 
     server_load: int
     running: int
@@ -135,7 +137,7 @@ class StatusRoutes:
 
 
 def trouble(ingress: Ingress, gauges: Gauges) -> RequestError | None:
-    """Why requests would be refused now, or taken and left waiting; None while all is well."""
+    """Returns why requests would be refused now, or taken and left waiting; None while all is well."""
     if (error := unavailable(ingress)) is not None:
         return error
     if ingress.recovering:

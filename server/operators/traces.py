@@ -1,6 +1,6 @@
 """OpenTelemetry traces: a span for each request, and below it where its time went in the engine.
 
-Owns: the spans, their names and attributes.  Does not know: who collects them; requests when tracing is off.
+Owns: the spans, their names and attributes.  Does not know: what collects them; requests when tracing is off.
 opentelemetry is imported here alone, and only if the configuration asks for traces: pip install 'callboard[otel]'.
 What prompts and outputs say is in no span.
 """
@@ -34,7 +34,9 @@ SEND_TIMEOUT_S = 2  # also what a collector that does not answer may cost at shu
 
 
 def open_provider(endpoint: str, version: str) -> "TracerProvider":
-    """Spans in batches to ``endpoint``, by HTTP from a thread of their own.  Raises ConfigError without the package."""
+    """Returns what sends spans in batches to ``endpoint``, by HTTP from a thread of their own.
+
+    Raises ConfigError without the package."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -65,7 +67,7 @@ class Traces:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """A span around the handling of an API request."""
+        """Put a span around the handling of an API request."""
         exchange = request[EXCHANGE]
         if not exchange.route.startswith(API_ROUTES):
             return await handler(request)
@@ -96,14 +98,14 @@ class Traces:
             return response
 
     def _note(self, context: Any, stream: Stream) -> None:
-        """Remember whose request it is that the engine will speak of by its own number."""
+        """Remember the span of a request that the engine will speak of by its own number."""
         self._contexts[stream.request_id] = context
         if len(self._contexts) > MAX_OPEN:
             self._contexts.popitem(last=False)
 
     @hookimpl
     def callboard_request_finished(self, requests: Sequence[RequestMetrics]) -> None:
-        """Spans after the fact, at the times by the engine's clock."""
+        """Make the phases' spans after the fact, at the times by the engine's clock."""
         epoch_ns = time.time_ns() - time.monotonic_ns()
         for one in requests:
             context = self._contexts.pop(one.request_id, None)

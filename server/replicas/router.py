@@ -18,7 +18,6 @@ from engine.errors import RequestError
 from server.clients.auth import require_key
 from server.http.connection import HttpRunner
 from server.http.exchange import note_route
-from server.http.listener import BACKLOG
 from server.http.replies import json_reply
 from server.http.traffic import Traffic
 from server.operators.administration import administration_routes
@@ -33,7 +32,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class ReplicaBody(msgspec.Struct, frozen=True):
-    """See ``Replica``."""
+    """A ``Replica`` as JSON."""
 
     name: str
     state: str
@@ -79,7 +78,7 @@ class RouterRoutes:
         return json_reply({"name": name, "state": State.DRAINING.value}, status=202)
 
     async def ready(self, request: web.Request) -> web.Response:
-        """GET /ready: whether anybody could take a request."""
+        """GET /ready: whether some replica takes requests."""
         if not any(one.state is State.READY for one in self._replicas.all):
             raise RequestError("no replica is ready", status=503, code="not_ready", retry_after_s=1)
         return json_reply({"status": "ready"})
@@ -141,9 +140,8 @@ class Router:
             ]
         )
         runner = HttpRunner(app, server, Traffic())
-        await runner.setup()
         self._stack.push_async_callback(runner.cleanup)
-        await web.SockSite(runner, self._listener, backlog=BACKLOG).start()
+        await runner.listen(self._listener)
         for replica in replicas.all:
             watching = asyncio.create_task(self._watch(replicas, replica))
             self._stack.callback(watching.cancel)

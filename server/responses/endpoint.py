@@ -43,7 +43,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class Responses(Endpoint[ResponsesBody]):
-    """The responses endpoint."""
+    """POST /v1/responses."""
 
     body_type = ResponsesBody
     names_events = True
@@ -101,7 +101,7 @@ async def refuse_stored(request: web.Request) -> web.StreamResponse:
 
 
 class ResponsesWriter(Writer):
-    """A response object, or the events of its making."""
+    """Writes a response object, or the events of its making."""
 
     def __init__(self, body: ResponsesBody, generation: Generation, usage: UsageCounter, model: str) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
@@ -138,7 +138,7 @@ class ResponsesWriter(Writer):
         return self._items.event("failed", response=self._object("failed", error))
 
     def _object(self, status: Status | None = None, error: RequestError | None = None) -> ResponseObject:
-        """Returns what there is to say.  status: None once the output has ended."""
+        """Returns the response as it is now.  status: None once the output has ended."""
         body, params = self._body, self._params
         cut = status is None and self._finish == Finish.LENGTH
         ended: Status = "incomplete" if cut else "cancelled" if self._finish == Finish.ABORT else "completed"
@@ -185,7 +185,7 @@ def _response_format(given: TextFormat) -> ResponseFormat:
 
 
 def _refuse_what_needs_a_store(body: ResponsesBody) -> None:
-    """Nothing is kept between requests, and leaving these out of account would change the answer."""
+    """Raise RequestError for a field that needs kept state: leaving it out of account would change the answer."""
     kept = "nothing is kept between requests; send the whole conversation as input"
     asked = {
         "previous_response_id": (body.previous_response_id is not None, kept),

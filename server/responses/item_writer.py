@@ -24,7 +24,9 @@ from server.responses.objects import (
 
 
 class ItemWriter:
-    """output: the items so far, of which the last one may still grow.  parser: finds calls, if they are looked for."""
+    """Makes the items of one response.
+
+    output: the items so far, of which the last one may still grow.  parser: finds calls, if they are looked for."""
 
     def __init__(self, parser: ToolCallParser | None) -> None:
         self.output: list[Item] = []
@@ -38,7 +40,7 @@ class ItemWriter:
         self._call: CallItem | None = None
 
     def event(self, kind: str, **fields: object) -> Event:
-        """The next event of the stream."""
+        """Returns the next event of the stream."""
         number, self._num_events = self._num_events, self._num_events + 1
         return Event(type=f"response.{kind}", sequence_number=number, **fields)  # type: ignore[arg-type]
 
@@ -112,7 +114,7 @@ class ItemWriter:
         self._events.append(self.event("output_item.added", output_index=len(self.output) - 1, item=item))
 
     def _close(self, status: Status) -> None:
-        """The open item is whole, or as whole as it gets."""
+        """End the open item, if there is one."""
         if not self._kind:
             return
         kind, text = self._kind, "".join(self._text)

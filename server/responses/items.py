@@ -17,7 +17,7 @@ REASONING_TYPES = frozenset({"reasoning_text", "summary_text"})
 
 
 def read_input(given: str | Sequence[InputItem], instructions: str | None) -> tuple[ChatTurn, ...]:
-    """The conversation in the engine's terms.  Raises RequestError."""
+    """Returns the conversation in the engine's terms.  Raises RequestError."""
     turns: list[ChatTurn] = [ChatTurn("system", instructions)] if instructions else []
     if isinstance(given, str):
         return (*turns, ChatTurn("user", given))
@@ -69,7 +69,7 @@ def _add_message(turns: list[ChatTurn], item: InputItem, path: str) -> None:
 
 
 def _assistant(turns: list[ChatTurn]) -> ChatTurn:
-    """The assistant's turn that a call belongs to; calls in a row are one turn."""
+    """Returns the assistant's turn that a call belongs to; calls in a row are one turn."""
     if not turns or turns[-1].role != "assistant":
         turns.append(ChatTurn("assistant", ""))
     return turns[-1]

@@ -112,11 +112,10 @@ def _operation(one: Operation, by_kind: dict[Any, dict[str, Any]]) -> dict[str, 
 
 
 class OpenAPIRoute:
-    """Its handler."""
+    """Handles GET /openapi.json."""
 
     def __init__(self, version: str) -> None:
         self._body = msgspec.json.encode(document(version))
 
     async def get(self, request: web.Request) -> web.Response:
-        """aiohttp's handler."""
         return web.Response(body=self._body, content_type=JSON)
