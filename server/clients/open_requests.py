@@ -17,7 +17,7 @@ from engine.errors import RequestError
 from engine.messages import DEFAULT_OPTIONS, Prompt, RequestOptions
 from engine.params import SamplingParams
 from server.backend import Ingress, Stream
-from server.clients.salts import CacheSalts
+from server.clients.keys import CacheSalts
 from server.http.exchange import EXCHANGE, Exchange, Handler
 
 

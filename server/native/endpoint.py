@@ -40,8 +40,7 @@ class Native(Endpoint[NativeBody]):
         self._translator = translator
 
     def translate(self, body: NativeBody) -> Generation:
-        if body.model is not None:
-            self._translator.check_model(body.model)
+        self._translator.check_model(body.model)
         if body.text is not None and body.input_ids is not None:
             raise FieldError("text", "not possible together with input_ids")
         prompts = body.text if body.text is not None else body.input_ids

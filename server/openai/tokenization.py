@@ -79,15 +79,13 @@ class TokenizationRoutes:
         return json_reply(DetokenizeAnswer(text))
 
     def _check_tokenize(self, body: TokenizeBody) -> TokenizeBody:
-        if body.model is not None:
-            self._translator.check_model(body.model)
+        self._translator.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("prompt", "exactly one of prompt and messages is needed")
         return body
 
     def _check_detokenize(self, body: DetokenizeBody) -> DetokenizeBody:
-        if body.model is not None:
-            self._translator.check_model(body.model)
+        self._translator.check_model(body.model)
         outside = next((token for token in body.tokens if token >= self._card.vocab_size), None)
         if outside is not None:
             most = self._card.vocab_size - 1

@@ -75,9 +75,9 @@ class Translator:
             request_id=body.request_id or body.rid or "",
         )
 
-    def check_model(self, name: str) -> None:
-        """Raise RequestError (404) unless ``name`` is the served model."""
-        if name != self.card.name:
+    def check_model(self, name: str | None) -> None:
+        """Raise RequestError (404) unless ``name`` is the served model, or none is named."""
+        if name not in (None, self.card.name):
             raise RequestError(
                 f"the model '{name[:100]}' does not exist; this server has '{self.card.name}'",
                 status=404,

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from engine.config import Config
 from engine.errors import RequestError
-from server.clients.auth import require_key
+from server.clients.keys import require_key
 from server.http.connection import HttpRunner
 from server.http.exchange import note_route
 from server.http.replies import json_reply

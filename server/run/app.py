@@ -11,9 +11,8 @@ from aiohttp import web
 from engine.config import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
 from server.backend import Ingress, Monitor
-from server.clients.auth import OPEN_ROUTES, require_key
+from server.clients.keys import OPEN_ROUTES, CacheSalts, require_key
 from server.clients.open_requests import Clients
-from server.clients.salts import CacheSalts
 from server.generate.endpoint import Endpoint
 from server.generate.route import GenerateRoute
 from server.http.connection import HttpRunner
@@ -35,7 +34,7 @@ from server.operators.stats import StatsRoute
 from server.operators.status import StatusRoutes
 from server.operators.traces import Traces, open_provider
 from server.responses.endpoint import Responses, refuse_stored
-from server.run.openapi import OpenAPIRoute
+from server.run.openapi import openapi_handler
 
 STORED = "/v1/responses/{id}"
 DISTRIBUTION = "callboard"
@@ -124,7 +123,7 @@ def _operators_routes(
         web.get("/health_generate", ProbeRoute().get),
         web.get("/stats", stats.get),
         *administration_routes(administration.abort, administration.reset),
-        web.get("/openapi.json", OpenAPIRoute(version).get),
+        web.get("/openapi.json", openapi_handler(version)),
     ]
 
 

@@ -37,7 +37,7 @@ from engine.processes.entry import enter
 from engine.processes.outgoing import Outgoing
 from engine.processes.resident import Resident
 from engine.text.loading import load_codec
-from server.clients.salts import CacheSalts
+from server.clients.keys import CacheSalts
 from server.model_card import ModelCard
 from server.run.app import create_runner
 from server.run.remote_monitor import RemoteMonitor

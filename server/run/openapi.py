@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
+from server.http.exchange import Handler
 from server.http.replies import ErrorBody
 from server.native.bodies import NativeBody, NativeOutput
 from server.openai.answers import ChatChunk, ChatCompletion, Completion, ModelBody, ModelList
@@ -111,11 +112,11 @@ def _operation(one: Operation, by_kind: dict[Any, dict[str, Any]]) -> dict[str, 
     return operation
 
 
-class OpenAPIRoute:
-    """Handles GET /openapi.json."""
+def openapi_handler(version: str) -> Handler:
+    """Returns the handler of GET /openapi.json."""
+    body = msgspec.json.encode(document(version))
 
-    def __init__(self, version: str) -> None:
-        self._body = msgspec.json.encode(document(version))
+    async def handle(request: web.Request) -> web.Response:
+        return web.Response(body=body, content_type=JSON)
 
-    async def get(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._body, content_type=JSON)
+    return handle

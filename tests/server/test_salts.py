@@ -3,7 +3,7 @@
 import pytest
 
 from engine.config import ServerSection
-from server.clients.salts import CacheSalts
+from server.clients.keys import CacheSalts
 
 TWO = ServerSection(api_key=["one", "two"])
 
