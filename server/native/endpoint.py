@@ -5,7 +5,8 @@ An event of a stream has what is new, text as well as tokens, beside the counts 
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import msgspec
 from msgspec import UNSET
@@ -30,7 +31,7 @@ class Native(Endpoint[NativeBody]):
     """POST /generate."""
 
     body_type = NativeBody
-    elsewhere = {  # noqa: RUF012
+    elsewhere: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(NativeParams.__struct_fields__, "sampling_params"),
         **{theirs: f"sampling_params, as {ours}" for theirs, ours in RENAMED.items()},
         **dict.fromkeys(("response_format", "structured_outputs"), "sampling_params, as json_schema, regex or ebnf"),
@@ -64,7 +65,7 @@ class Native(Endpoint[NativeBody]):
         )
         return self._translator.translate(
             shared,
-            read_prompts(prompts, _prompt_field(body)),  # type: ignore[arg-type]
+            read_prompts(prompts, _prompt_field(body)),
             max_tokens=max(1, most),
             logprobs=num_top,
             prompt_logprobs=num_top if _first_told(body) >= 0 else None,

@@ -131,7 +131,7 @@ def _num_choices(body: CompletionBody, num_wanted: int) -> int:
     return body.best_of
 
 
-def read_prompts(prompt: str | list[str | int | list[int]], field: str = "prompt") -> tuple[Prompt, ...]:
+def read_prompts(prompt: str | Sequence[str | int | list[int]], field: str = "prompt") -> tuple[Prompt, ...]:
     """Returns the four forms of a prompt as one.  Raises RequestError for an empty or mixed list."""
     if isinstance(prompt, str):
         return (prompt,)

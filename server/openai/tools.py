@@ -5,6 +5,7 @@ Owns: their rules.  Does not know: how calls are written or parsed, messages.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 import msgspec
 
@@ -51,6 +52,9 @@ class ToolRequest(msgspec.Struct, frozen=True):
         return allow_calls(self.callable_tools, self.form, answer, many=many)
 
 
+NO_TOOLS: Final = ToolRequest()
+
+
 def read_tools(
     tools: Sequence[ToolBody] | None, choice: Choice, *, parallel: bool | None, form: ToolFormat
 ) -> ToolRequest:
@@ -59,12 +63,12 @@ def read_tools(
     if not tools:
         if forced:
             raise FieldError("tool_choice", "there are no tools to choose from")
-        return ToolRequest()
+        return NO_TOOLS
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise FieldError("tools", "two of them have the same name")
     if choice == "none":
-        return ToolRequest()
+        return NO_TOOLS
     # A call that is not demanded keeps to a schema only where that was asked for: others may have words that are not
     # understood, which is no reason to refuse a request that would never have needed them.
     callable_tools = [

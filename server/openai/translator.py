@@ -9,13 +9,13 @@ from typing import TypeVar
 
 from engine.config import LimitsSection
 from engine.errors import FieldError, RequestError
-from engine.messages import ChatOptions, Prompt, RequestOptions
+from engine.messages import DEFAULT_OPTIONS, ChatOptions, Prompt, RequestOptions
 from engine.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
 from server.generate.generation import Generation
 from server.model_card import ModelCard
 from server.openai.formats import read_grammar
 from server.openai.requests import GenerationBody
-from server.openai.tools import ToolRequest
+from server.openai.tools import NO_TOOLS, ToolRequest
 
 T = TypeVar("T")
 DEFAULT = SamplingParams()
@@ -42,8 +42,8 @@ class Translator:
         counted: str = "n",
         prompt_logprobs: int | None = None,
         prompt_only: bool = False,
-        tools: ToolRequest = ToolRequest(),  # noqa: B008 (frozen)
-        chat: ChatOptions = ChatOptions(),  # noqa: B008 (frozen)
+        tools: ToolRequest = NO_TOOLS,
+        chat: ChatOptions = DEFAULT_OPTIONS.chat,
     ) -> Generation:
         """Returns what a request asks of the engine.
 

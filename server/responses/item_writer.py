@@ -6,6 +6,7 @@ The answer in one piece is what the events add up to: both are made here.
 
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 from engine.messages import Delta, Finish
 from engine.text.tool_calls import CallPiece, Part, ToolCallParser
@@ -39,10 +40,10 @@ class ItemWriter:
         self._waiting_logprobs: list[TokenLogprob] = []
         self._call: CallItem | None = None
 
-    def event(self, kind: str, **fields: object) -> Event:
+    def event(self, kind: str, **fields: Any) -> Event:
         """Returns the next event of the stream."""
         number, self._num_events = self._num_events, self._num_events + 1
-        return Event(type=f"response.{kind}", sequence_number=number, **fields)  # type: ignore[arg-type]
+        return Event(type=f"response.{kind}", sequence_number=number, **fields)
 
     def take(self, delta: Delta | Output) -> list[Event]:
         """Add new output; returns the events that tell of it."""
@@ -137,6 +138,6 @@ class ItemWriter:
         self._events.append(self.event("output_item.done", output_index=len(self.output) - 1, item=item))
         self._kind, self._text, self._logprobs, self._call = "", [], [], None
 
-    def _emit(self, kind: str, **fields: object) -> None:
+    def _emit(self, kind: str, **fields: Any) -> None:
         index = len(self.output) - 1
         self._events.append(self.event(kind, output_index=index, item_id=self.output[index].id, **fields))
