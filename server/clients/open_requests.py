@@ -58,6 +58,10 @@ class ClientRequest:
         if not num_open[self._client]:
             del num_open[self._client]
 
+    def abort(self) -> bool:
+        """End every choice where it is; returns whether one of them was open."""
+        return sum(self._clients.ingress.abort(stream.request_id) for stream in self.streams) > 0
+
     def is_called(self, name: str) -> bool:
         """Whether ``name`` is the request's own id, or that of its answer."""
         return name == self.exchange.id or name in self.exchange.names
@@ -95,15 +99,10 @@ class Clients:
             self._requests.discard(one)
             one.close()
 
-    def opened(self, key_number: int | None, name: str | None = None) -> list[list[int]]:
-        """Returns the engine's request ids of the open HTTP requests with this key: a list for each of them.
-
-        name: only of those that are called so."""
-        return [
-            [stream.request_id for stream in one.streams]
-            for one in self._requests
-            if one.streams and one.exchange.key_number == key_number and (name is None or one.is_called(name))
-        ]
+    def abort(self, key_number: int | None, name: str | None = None) -> int:
+        """End the open requests with this key; returns how many.  name: only those that are called so."""
+        mine = [one for one in self._requests if one.exchange.key_number == key_number]
+        return sum(one.abort() for one in mine if name is None or one.is_called(name))
 
     def forget_cache(self, key_number: int | None) -> None:
         """Hide everything cached so far from the later requests of a key, and of those that it shares the cache with.

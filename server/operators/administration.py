@@ -12,7 +12,6 @@ from msgspec import Meta
 
 from engine.config import ServerSection
 from engine.errors import FieldError, RequestError
-from server.backend import Ingress
 from server.clients.open_requests import Clients
 from server.http.body import BodyReader
 from server.http.cors import refuse_foreign_page
@@ -60,8 +59,7 @@ class ResetAnswer(msgspec.Struct, frozen=True):
 class AdministrationRoutes:
     """Handles both."""
 
-    def __init__(self, ingress: Ingress, clients: Clients, server: ServerSection) -> None:
-        self._ingress = ingress
+    def __init__(self, clients: Clients, server: ServerSection) -> None:
         self._clients = clients
         self._abort_reader = BodyReader(AbortBody, _names, server)
 
@@ -71,9 +69,9 @@ class AdministrationRoutes:
         key_number = request[EXCHANGE].key_number
         num_aborted, unknown = 0, []
         for name in names:
-            ended = [self._abort(ids) for ids in self._clients.opened(key_number, name)]
-            num_aborted += sum(ended)
-            if name is not None and not any(ended):
+            num_ended = self._clients.abort(key_number, name)
+            num_aborted += num_ended
+            if name is not None and not num_ended:
                 unknown.append(name)
         if unknown and not num_aborted:
             raise RequestError(
@@ -86,10 +84,6 @@ class AdministrationRoutes:
         refuse_foreign_page(request)
         self._clients.forget_cache(request[EXCHANGE].key_number)
         return json_reply(ResetAnswer())
-
-    def _abort(self, request_ids: list[int]) -> bool:
-        """End all choices of a request; returns whether one of them was open."""
-        return sum(map(self._ingress.abort, request_ids)) > 0
 
 
 def _names(body: AbortBody) -> list[str | None]:

@@ -111,7 +111,7 @@ def _operators_routes(
 ) -> list[web.RouteDef]:
     site, status = Site(), StatusRoutes(ingress, monitor, card, limits, version)
     stats = StatsRoute(monitor, ingress, version=version, model=card.name, shows_text=not server.api_key)
-    administration = AdministrationRoutes(ingress, clients, server)
+    administration = AdministrationRoutes(clients, server)
     return [
         web.get("/", site.index),
         web.get(FILES, site.file),
