@@ -5,6 +5,7 @@ Everything here is called on the event loop that also runs the engine's ingress.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.actors.admission import Admitting
@@ -12,6 +13,8 @@ from engine.actors.snapshot import Snapshot
 from engine.actors.supervisor import Entrance
 from engine.messages import DEFAULT_OPTIONS, Delta, Prompt, RequestOptions, Stats
 from engine.params import SamplingParams
+from engine.text.codec import TextCodec
+from server.model_card import ModelCard
 
 
 class Stream(Protocol):
@@ -63,3 +66,13 @@ class Monitor(Protocol):
 
     def watch(self, observer: object, name: str) -> None:
         """Call the observer hooks of an object from now on."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An engine as the server has it.  card: its model.  codec: its tokenizer; by default, of token ids only."""
+
+    ingress: Ingress
+    monitor: Monitor
+    card: ModelCard
+    codec: TextCodec = field(default_factory=TextCodec.without_tokenizer)

@@ -28,6 +28,7 @@ from engine.params import SamplingParams
 from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
 from engine.processes.cluster import Cluster, check_cluster, read_cluster
+from server.backend import Backend
 from server.http.listener import bind
 from server.model_card import ModelCard
 from server.run.serve import serve, serve_from_process
@@ -213,16 +214,8 @@ async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> No
                 system.entrance.about = msgspec.msgpack.encode(card)
                 await serve_from_process(config.server, system.entrance, listener=listener, engine=engine)
             else:
-                await serve(
-                    config.server,
-                    config.limits,
-                    system.entrance,
-                    card,
-                    system.monitor,
-                    listener=listener,
-                    engine=engine,
-                    codec=system.codec,
-                )
+                backend = Backend(system.entrance, system.monitor, card, system.codec)
+                await serve(config.server, config.limits, backend, listener=listener, engine=engine)
         finally:
             await system.stop()
             engine.cancel()

@@ -19,7 +19,7 @@ from engine.actors.admission import unavailable
 from engine.actors.snapshot import Gauges, Snapshot
 from engine.messages import Finish
 from engine.scheduling.meter import Distribution, Meter
-from server.backend import Ingress, Monitor
+from server.backend import Backend, Ingress
 from server.http.traffic import Traffic
 
 OWN = "callboard_"
@@ -183,13 +183,10 @@ class OwnCollector(EngineCollector):
 class MetricsRoute:
     """Handles GET /metrics.  aliases: whether vLLM's names are given as well."""
 
-    def __init__(
-        self, monitor: Monitor, ingress: Ingress, traffic: Traffic, *, version: str, model: str, aliases: bool
-    ) -> None:
-        self._monitor = monitor
-        self._ingress = ingress
+    def __init__(self, backend: Backend, traffic: Traffic, *, version: str, aliases: bool) -> None:
+        self._ingress, self._monitor = backend.ingress, backend.monitor
         self._traffic = traffic
-        self._about = {"version": version, "model_name": model}
+        self._about = {"version": version, "model_name": backend.card.name}
         self._aliases = aliases
         self._process = ProcessCollector(registry=None)
 

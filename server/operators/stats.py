@@ -14,7 +14,7 @@ from aiohttp import web
 from engine.kv.outline import OutlinedNode
 from engine.messages import Finish
 from engine.scheduling.meter import Distribution, Meter, StepRecord
-from server.backend import Ingress, Monitor
+from server.backend import Backend
 from server.http.replies import json_reply
 from server.operators.status import trouble
 
@@ -96,11 +96,9 @@ class StatsBody(msgspec.Struct, frozen=True, kw_only=True):
 class StatsRoute:
     """Handles GET /stats.  shows_text: whether parts of prompts may be seen."""
 
-    def __init__(self, monitor: Monitor, ingress: Ingress, *, version: str, model: str, shows_text: bool) -> None:
-        self._monitor = monitor
-        self._ingress = ingress
+    def __init__(self, backend: Backend, *, version: str, shows_text: bool) -> None:
+        self._ingress, self._monitor, self._model = backend.ingress, backend.monitor, backend.card.name
         self._version = version
-        self._model = model
         self._shows_text = shows_text
 
     async def get(self, request: web.Request) -> web.Response:

@@ -16,9 +16,8 @@ from engine.actors.snapshot import Gauges
 from engine.config import LimitsSection
 from engine.errors import RequestError
 from engine.text.tool_format import ToolFormat
-from server.backend import Ingress, Monitor
+from server.backend import Backend, Ingress
 from server.http.replies import error_response, json_reply
-from server.model_card import ModelCard
 
 Status = Literal["ok", "loading", "draining", "recovering"]
 LIVE: dict[str, Status] = {"not_ready": "loading", "draining": "draining"}  # reasons not to be ready that pass
@@ -74,12 +73,8 @@ class Load(msgspec.Struct, frozen=True):
 class StatusRoutes:
     """Handles these routes."""
 
-    def __init__(
-        self, ingress: Ingress, monitor: Monitor, card: ModelCard, limits: LimitsSection, version: str
-    ) -> None:
-        self._ingress = ingress
-        self._monitor = monitor
-        self._card = card
+    def __init__(self, backend: Backend, limits: LimitsSection, version: str) -> None:
+        self._ingress, self._monitor, self._card = backend.ingress, backend.monitor, backend.card
         self._limits = limits
         self._version = version
 

@@ -13,6 +13,7 @@ import msgspec
 
 from engine.config import Config, build_config
 from engine.errors import ConfigError
+from server.backend import Backend
 from server.model_card import ModelCard
 
 log = logging.getLogger(__name__)
@@ -57,9 +58,9 @@ class EngineReplica:
         host = LOOPBACK if here else ray.util.get_node_ip_address()
         config = self._config
         system = System(config)
-        card = ModelCard.of(system, config.server)
+        backend = Backend(system.ingress, system.monitor, ModelCard.of(system, config.server), system.codec)
         with bind(host, 0) as listener:
-            runner = create_runner(config.server, config.limits, system.ingress, card, system.monitor, system.codec)
+            runner = create_runner(config.server, config.limits, backend)
             await runner.listen(listener)
             self._url = f"http://{host}:{listener.getsockname()[1]}"
             self._listening.set()

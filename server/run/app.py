@@ -10,7 +10,7 @@ from aiohttp import web
 
 from engine.config import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
-from server.backend import Ingress, Monitor
+from server.backend import Backend
 from server.clients.keys import OPEN_ROUTES, CacheSalts, require_key
 from server.clients.open_requests import Clients
 from server.generate.endpoint import Endpoint
@@ -18,7 +18,6 @@ from server.generate.route import GenerateRoute
 from server.http.connection import HttpRunner
 from server.http.exchange import note_route
 from server.http.traffic import Traffic
-from server.model_card import ModelCard
 from server.native.endpoint import Native
 from server.openai.chat import Chat
 from server.openai.completions import Completions
@@ -41,22 +40,16 @@ DISTRIBUTION = "callboard"
 
 
 def create_runner(
-    server: ServerSection,
-    limits: LimitsSection,
-    ingress: Ingress,
-    card: ModelCard,
-    monitor: Monitor,
-    codec: TextCodec | None = None,
-    salts: CacheSalts | None = None,
+    server: ServerSection, limits: LimitsSection, backend: Backend, salts: CacheSalts | None = None
 ) -> HttpRunner:
-    """Returns aiohttp's runner for the whole API, to be set up on the event loop that ``ingress`` runs on.
+    """Returns aiohttp's runner for the whole API, to be set up on the event loop that ingress runs on.
 
-    codec: what /tokenize asks; None for a model that takes token ids only.  salts: None for new ones."""
+    salts: None for new ones."""
     version = _version()
     fingerprint = f"{DISTRIBUTION}-{version}"
-    translator = Translator(card, limits)
-    clients = Clients(ingress, server, limits, salts)
-    traces = Traces(open_provider(server.traces, version), card.name) if server.traces else None
+    translator = Translator(backend.card, limits)
+    clients = Clients(backend.ingress, server, limits, salts)
+    traces = Traces(open_provider(server.traces, version), backend.card.name) if server.traces else None
     traffic = Traffic()
     middlewares = [
         note_route,
@@ -75,14 +68,12 @@ def create_runner(
     }
     for path, endpoint in endpoints.items():
         app.router.add_post(path, GenerateRoute(endpoint, server).post)
-    app.add_routes(_api_routes(server, translator, codec or TextCodec.without_tokenizer()))
-    metrics = MetricsRoute(
-        monitor, ingress, traffic, version=version, model=card.name, aliases=server.vllm_metric_names
-    )
+    app.add_routes(_api_routes(server, translator, backend.codec))
+    metrics = MetricsRoute(backend, traffic, version=version, aliases=server.vllm_metric_names)
     app.router.add_get("/metrics", metrics.get)
-    app.add_routes(_operators_routes(server, limits, ingress, card, monitor, clients, version))
+    app.add_routes(_operators_routes(server, limits, backend, clients, version))
     if traces is not None:
-        monitor.watch(traces, "server.traces")
+        backend.monitor.watch(traces, "server.traces")
         app.on_cleanup.append(traces.close)
     return HttpRunner(app, server, traffic)
 
@@ -101,16 +92,10 @@ def _api_routes(server: ServerSection, translator: Translator, codec: TextCodec)
 
 
 def _operators_routes(
-    server: ServerSection,
-    limits: LimitsSection,
-    ingress: Ingress,
-    card: ModelCard,
-    monitor: Monitor,
-    clients: Clients,
-    version: str,
+    server: ServerSection, limits: LimitsSection, backend: Backend, clients: Clients, version: str
 ) -> list[web.RouteDef]:
-    site, status = Site(), StatusRoutes(ingress, monitor, card, limits, version)
-    stats = StatsRoute(monitor, ingress, version=version, model=card.name, shows_text=not server.api_key)
+    site, status = Site(), StatusRoutes(backend, limits, version)
+    stats = StatsRoute(backend, version=version, shows_text=not server.api_key)
     administration = AdministrationRoutes(clients, server)
     return [
         web.get("/", site.index),

@@ -37,6 +37,7 @@ from engine.processes.entry import enter
 from engine.processes.outgoing import Outgoing
 from engine.processes.resident import Resident
 from engine.text.loading import load_codec
+from server.backend import Backend
 from server.clients.keys import CacheSalts
 from server.model_card import ModelCard
 from server.run.app import create_runner
@@ -79,10 +80,7 @@ class FrontProcess(Resident[FrontAssignment]):
         self._runner = create_runner(
             config.server,
             config.limits,
-            ingress,
-            msgspec.msgpack.decode(handover.about, type=ModelCard),
-            self._monitor,
-            codec,
+            Backend(ingress, self._monitor, msgspec.msgpack.decode(handover.about, type=ModelCard), codec),
             CacheSalts(config.server, kept=handover.kept, keep=lambda what: outgoing.put(FrontKeeps(what))),
         )
         gc.collect()

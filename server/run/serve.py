@@ -14,9 +14,7 @@ from typing import Any
 from engine.actors.front_desk import FrontDesk
 from engine.actors.supervisor import Entrance
 from engine.config import LimitsSection, ServerSection
-from engine.text.codec import TextCodec
-from server.backend import Ingress, Monitor
-from server.model_card import ModelCard
+from server.backend import Backend
 from server.run.app import create_runner
 
 log = logging.getLogger(__name__)
@@ -28,13 +26,10 @@ INTERRUPTED_EXIT_CODE = 130
 async def serve(
     server: ServerSection,
     limits: LimitsSection,
-    ingress: Ingress,
-    card: ModelCard,
-    monitor: Monitor,
+    backend: Backend,
     *,
     listener: socket.socket,
     engine: "asyncio.Future[None]",
-    codec: TextCodec | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT, or the end of ``engine`` (the task that runs it), whatever comes first.
 
@@ -44,10 +39,10 @@ async def serve(
     The engine's failure: open requests were ended by it; clients are told, then its exception is raised here.
     """
     told_to_stop = _listen_for_signals()
-    runner = create_runner(server, limits, ingress, card, monitor, codec)
+    runner = create_runner(server, limits, backend)
     try:
         await runner.listen(listener)
-        await _serve_and_drain(server, ingress, engine, told_to_stop)
+        await _serve_and_drain(server, backend.ingress, engine, told_to_stop)
     finally:
         await runner.cleanup()
     if engine.done():
