@@ -100,7 +100,7 @@ class Clients:
             one.close()
 
     def abort(self, key_number: int | None, name: str | None = None) -> int:
-        """End the open requests with this key; returns how many.  name: only those that are called so."""
+        """End the open requests with this key; returns how many.  name: only those with this name."""
         mine = [one for one in self._requests if one.exchange.key_number == key_number]
         return sum(one.abort() for one in mine if name is None or one.is_called(name))
 

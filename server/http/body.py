@@ -63,7 +63,7 @@ class BodyReader(Generic[B, T]):
             fields = self._fields.decode(body)
             for name in self._elsewhere.keys() & fields.keys():
                 if bytes(fields[name]) != b"null":
-                    raise FieldError(name, f"belongs into {self._elsewhere[name]}")
+                    raise FieldError(name, f"belongs in {self._elsewhere[name]}")
             check_unsupported(fields, self._known)
             understood = self._struct.decode(body)
             check_nesting(body)

@@ -59,7 +59,7 @@ def refuse_foreign_page(request: web.Request) -> None:
     A browser sends a request without a body of JSON before it asks whether it may, and says where it comes from."""
     if request.headers.get("Sec-Fetch-Site", "none") not in OWN_PAGES and not request[EXCHANGE].cors:
         raise RequestError(
-            "a web page of another site cannot ask for this; name its origin in server.cors_origins",
+            "a page of another site may not ask for this; name its origin in server.cors_origins",
             status=403,
             code="foreign_page",
         )

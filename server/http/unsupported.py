@@ -40,6 +40,6 @@ def check_unsupported(fields: Mapping[str, msgspec.Raw], known: Collection[str])
             shown = name[:100]
             raise FieldError(
                 shown,
-                "not supported by this server, and leaving it out of account would change the output",
+                "not supported by this server, and ignoring it would change the output",
                 code="unsupported_parameter",
             )

@@ -142,7 +142,7 @@ def read_prompts(prompt: str | Sequence[str | int | list[int]], field: str = "pr
         return tuple(cast("list[str | list[int]]", prompt))
     raise FieldError(
         field,
-        f"{('an empty list' if not kinds else 'a mixed list')}; expected a string, token ids, or a list of either",
+        f"{'a mixed list' if kinds else 'an empty list'}; expected a string, token ids, or a list of either",
     )
 
 

@@ -5,7 +5,7 @@ Owns: roles, content parts, calls of earlier turns, names of template variables.
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -13,6 +13,7 @@ from engine.errors import FieldError, RequestError
 from engine.messages import ChatTurn, ToolCall
 from server.openai.requests import CallBody, ChatMessage, ContentPart, is_given
 
+T = TypeVar("T")
 # The API renamed "system" to "developer"; templates of open models know only the old name.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 VARIABLES = "chat_template_kwargs"
@@ -92,9 +93,14 @@ def part_text(part: ContentPart, path: str) -> str:
     """The text of a part.  Raises RequestError for images and the like."""
     if part.type not in TEXT_TYPES:
         raise FieldError(f"{path}.type", "only 'text' is supported by this server", code="unsupported_content")
-    if part.text is None:
-        raise FieldError(f"{path}.text", "required, but not given")
-    return part.text
+    return needed(part.text, f"{path}.text")
+
+
+def needed(value: T | None, path: str) -> T:
+    """Returns a field's value.  Raises RequestError if it was not given."""
+    if value is None:
+        raise FieldError(path, "required, but not given")
+    return value
 
 
 def read_call(call: CallBody, path: str) -> ToolCall:

@@ -75,7 +75,7 @@ class AdministrationRoutes:
                 unknown.append(name)
         if unknown and not num_aborted:
             raise RequestError(
-                "no open request is called so; it may have ended", status=404, code="request_not_found", param="rid"
+                "no open request has this id; it may have ended", status=404, code="request_not_found", param="rid"
             )
         return json_reply(AbortAnswer(num_aborted=num_aborted, unknown=unknown))
 

@@ -185,7 +185,7 @@ def _response_format(given: TextFormat) -> ResponseFormat:
 
 
 def _refuse_what_needs_a_store(body: ResponsesBody) -> None:
-    """Raise RequestError for a field that needs kept state: leaving it out of account would change the answer."""
+    """Raise RequestError for a field that needs kept state: ignoring it would change the answer."""
     kept = "nothing is kept between requests; send the whole conversation as input"
     asked = {
         "previous_response_id": (body.previous_response_id is not None, kept),

@@ -9,7 +9,7 @@ import msgspec
 
 from engine.errors import FieldError
 from engine.messages import ChatTurn
-from server.openai.conversation import ROLES, part_text, read_call
+from server.openai.conversation import ROLES, needed, part_text, read_call
 from server.openai.requests import CallBody, CalledFunction, ContentPart
 from server.responses.requests import InputItem
 
@@ -33,18 +33,13 @@ def _add(turns: list[ChatTurn], item: InputItem, path: str) -> None:
         case "message" | None:
             _add_message(turns, item, path)
         case "function_call":
-            function = CalledFunction(_needed(item.name, f"{path}.name"), item.arguments)
+            function = CalledFunction(needed(item.name, f"{path}.name"), item.arguments)
             call = read_call(CallBody(function, id=item.call_id or ""), f"{path}.arguments")
             before = _assistant(turns)
             turns[-1] = msgspec.structs.replace(before, tool_calls=(*before.tool_calls, call))
         case "function_call_output":
-            if item.output is None:
-                raise FieldError(f"{path}.output", "required, but not given")
-            turns.append(
-                ChatTurn(
-                    "tool", _text(item.output, f"{path}.output"), tool_call_id=_needed(item.call_id, f"{path}.call_id")
-                )
-            )
+            output = _text(item.output, f"{path}.output")
+            turns.append(ChatTurn("tool", output, tool_call_id=needed(item.call_id, f"{path}.call_id")))
         case "reasoning":
             turns.append(ChatTurn("assistant", "", reasoning=_thoughts(item)))
         case _:
@@ -56,11 +51,9 @@ def _add(turns: list[ChatTurn], item: InputItem, path: str) -> None:
 
 
 def _add_message(turns: list[ChatTurn], item: InputItem, path: str) -> None:
-    role = ROLES.get(_needed(item.role, f"{path}.role"))
+    role = ROLES.get(needed(item.role, f"{path}.role"))
     if role is None or role == "tool":
         raise FieldError(f"{path}.role", "must be system, developer, user or assistant")
-    if item.content is None:
-        raise FieldError(f"{path}.content", "required, but not given")
     text = _text(item.content, f"{path}.content")
     if role == "assistant" and turns and turns[-1].reasoning and not turns[-1].content:
         turns[-1] = msgspec.structs.replace(turns[-1], content=text)
@@ -75,18 +68,12 @@ def _assistant(turns: list[ChatTurn]) -> ChatTurn:
     return turns[-1]
 
 
-def _text(content: str | list[ContentPart], path: str) -> str:
-    if isinstance(content, str):
-        return content
+def _text(content: str | list[ContentPart] | None, path: str) -> str:
+    if not isinstance(content, list):
+        return needed(content, path)
     return "".join(part_text(part, f"{path}[{index}]") for index, part in enumerate(content))
 
 
 def _thoughts(item: InputItem) -> str:
     parts = item.content if isinstance(item.content, list) else []
     return "".join(part.text or "" for part in parts if part.type in REASONING_TYPES)
-
-
-def _needed(value: str | None, path: str) -> str:
-    if value is None:
-        raise FieldError(path, "required, but not given")
-    return value
