@@ -5,7 +5,7 @@ Owns: roles, content parts, calls of earlier turns, names of template variables.
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -13,7 +13,6 @@ from engine.errors import FieldError, RequestError
 from engine.messages import ChatTurn, ToolCall
 from server.openai.requests import CallBody, ChatMessage, ContentPart, is_given
 
-T = TypeVar("T")
 # The API renamed "system" to "developer"; templates of open models know only the old name.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 VARIABLES = "chat_template_kwargs"
@@ -96,7 +95,7 @@ def part_text(part: ContentPart, path: str) -> str:
     return needed(part.text, f"{path}.text")
 
 
-def needed(value: T | None, path: str) -> T:
+def needed(value: str | None, path: str) -> str:
     """Returns a field's value.  Raises RequestError if it was not given."""
     if value is None:
         raise FieldError(path, "required, but not given")
