@@ -1,4 +1,4 @@
-"""What the server asks of the engine: three protocols, small enough for a test to fake.
+"""What the server asks of the engine: a few protocols, small enough for a test to fake, and all of them as one struct.
 
 Owns: the calls and attributes that may be used.  Does not know: actors, or the messages between them.
 Everything here is called on the event loop that also runs the engine's ingress.

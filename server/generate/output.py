@@ -1,4 +1,4 @@
-"""One choice's output on its way to the client.
+"""One choice's output on its way to the client, and how its parts are shown.
 
 Owns: what is remembered of a choice, and words for how it ended.  Does not know: which endpoint it belongs to.
 """

@@ -1,4 +1,4 @@
-"""One request and its response as the log tells them.
+"""One request and its response, as the log tells of them and middlewares know them.
 
 Owns: the request id and what the access log line says.  Does not know: bodies, the engine.
 """

@@ -1,4 +1,4 @@
-"""What has passed through the HTTP front, as numbers.
+"""What has passed through the HTTP server, as numbers.
 
 Owns: counts of requests by route and status, of connections that were cut, and how long requests took.
 Does not know: what reads the numbers.  Routes are patterns and statuses are few, so no client can make these grow.

@@ -1,6 +1,6 @@
 """Tools and tool_choice: what the model is told, what it must do, how its output is read.
 
-Owns: their rules.  Does not know: how calls are written or parsed, messages.
+Owns: their rules, and which parser an output gets.  Does not know: how calls are written or parsed, messages.
 """
 
 from collections.abc import Callable, Sequence
