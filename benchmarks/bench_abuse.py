@@ -151,7 +151,7 @@ def run(server: Server, arguments: argparse.Namespace, kinds: dict[str, float]) 
     clients = open_clients(server.port, arguments.streams, arguments.tokens, kinds)
     seconds = drive(clients)
     time.sleep(1.0)
-    stats = server.operators.stats()
+    stats = server.stats()
     healthy = [client for client in clients if client.kind == "healthy"]
     gaps = [gap for client in healthy for gap in client.gaps]
     return {

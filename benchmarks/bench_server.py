@@ -58,6 +58,7 @@ async def serve_callboard(num_pages: int, tokenizers: int, num_logprobs: int, in
 
     from engine.actors.front_desk import FrontCommand, FrontDesk
     from engine.config import Config, build_config
+    from server.backend import Backend
     from server.cli import FRONT_MODULE
     from server.http.listener import bind
     from server.model_card import ModelCard
@@ -86,7 +87,7 @@ async def serve_callboard(num_pages: int, tokenizers: int, num_logprobs: int, in
 
     async def listen() -> int:
         if front is None:
-            runner = create_runner(config.server, config.limits, system.ingress, card, system.monitor)
+            runner = create_runner(config.server, config.limits, Backend(system.ingress, system.monitor, card))
             await runner.setup()
             await web.SockSite(runner, listener, backlog=MAX_STREAMS).start()
         port: int = listener.getsockname()[1]

@@ -8,6 +8,7 @@ CallboardError
 ├── GraphError              the model cannot be captured or compiled    exit code 4
 │   └── AnotherRankFailed   likewise, on another rank of the group
 ├── RequestError            one request is refused or fails; carries an HTTP status and an OpenAI-style code
+│   └── FieldError          one of its fields is wrong
 ├── EngineDied              an actor crashed; every open request ends with this
 ├── StepTooLarge            a device has no room for a step; a smaller one is tried
 ├── GrammarFailure          a grammar cannot go on; its request ends
@@ -74,6 +75,13 @@ class RequestError(CallboardError):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+
+
+class FieldError(RequestError):
+    """A field of a request is wrong: the message names it and says why."""
+
+    def __init__(self, field: str, reason: str, *, code: str = "invalid_value") -> None:
+        super().__init__(f"{field}: {reason}", code=code, param=field)
 
 
 class StepTooLarge(CallboardError):

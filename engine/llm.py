@@ -23,11 +23,10 @@ import numpy as np
 import uvloop
 from tqdm import tqdm
 
-from engine.actors.ingress import Prompt
 from engine.actors.stream import Stream
 from engine.config import Config, build_config
 from engine.errors import RequestError
-from engine.messages import Delta, Finish, TokenLogprobs, Usage
+from engine.messages import Delta, Finish, Prompt, TokenLogprobs, Usage
 from engine.params import SamplingParams
 from engine.system import System
 from engine.text.turns import read_turn

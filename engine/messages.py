@@ -8,7 +8,9 @@ Messages are immutable plain data.  Integer columns travel as packed little-endi
 ``engine/links/wire.py`` encodes them with msgpack; nothing is ever pickled.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
+from typing import Final
 
 import msgspec
 
@@ -54,6 +56,9 @@ class ChatTurn(Message, frozen=True):
     name: str = ""
 
 
+Prompt = str | Sequence[int] | tuple[ChatTurn, ...]
+
+
 class ChatOptions(Message, frozen=True):
     """How a conversation becomes a prompt, and how its answer is read.
 
@@ -69,12 +74,29 @@ class ChatOptions(Message, frozen=True):
     split_reasoning: bool = False
 
 
+class RequestOptions(Message, frozen=True):
+    """What a request may ask beside its prompt and its sampling parameters.
+
+    echo: repeat the prompt's text in front of the output.  chat: how to read a conversation.
+    prompt_only: the prompt is all that is wanted, so the token that its last step samples is dropped.
+    return_prompt_ids: the first delta tells the prompt's token ids.
+    """
+
+    echo: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    chat: ChatOptions = ChatOptions()
+    prompt_only: bool = False
+    return_prompt_ids: bool = False
+
+
+DEFAULT_OPTIONS: Final = RequestOptions()
+
+
 class Tokenize(Message, frozen=True):
     """A new request.  Exactly one of text, token_ids, turns is given.
 
-    token_ids: int32[n].  echo: repeat the prompt's text in front of the output.  chat: how to read ``turns``.
-    prompt_only: the prompt is all that is wanted, so the token that its last step samples is dropped.
-    return_prompt_ids: the first delta tells the prompt's token ids.
+    token_ids: int32[n].
     max_model_len has been checked by nobody yet: the tokenizer counts, the scheduler decides.
     """
 
@@ -83,12 +105,7 @@ class Tokenize(Message, frozen=True):
     text: str | None = None
     token_ids: bytes | None = None
     turns: tuple[ChatTurn, ...] | None = None
-    echo: bool = False
-    priority: int = 0
-    cache_salt: str = ""
-    chat: ChatOptions = ChatOptions()
-    prompt_only: bool = False
-    return_prompt_ids: bool = False
+    options: RequestOptions = DEFAULT_OPTIONS
 
 
 class Abort(Message, frozen=True):

@@ -1,18 +1,20 @@
-"""What the HTTP layer asks of the engine: four protocols, small enough for a test to fake.
+"""What the server asks of the engine: a few protocols, small enough for a test to fake, and all of them as one struct.
 
 Owns: the calls and attributes that may be used.  Does not know: actors, or the messages between them.
 Everything here is called on the event loop that also runs the engine's ingress.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.actors.admission import Admitting
 from engine.actors.snapshot import Snapshot
-from engine.messages import ChatOptions, ChatTurn, Delta, Stats
+from engine.actors.supervisor import Entrance
+from engine.messages import DEFAULT_OPTIONS, Delta, Prompt, RequestOptions, Stats
 from engine.params import SamplingParams
-
-PLAIN = ChatOptions()
-Prompt = str | Sequence[int] | tuple[ChatTurn, ...]
+from engine.text.codec import TextCodec
+from server.model_card import ModelCard
 
 
 class Stream(Protocol):
@@ -21,7 +23,9 @@ class Stream(Protocol):
     request_id: int
 
     async def next(self) -> Delta:
-        """All output since the last call; the last one has a finish and the usage.  Raises RequestError, EngineDied."""
+        """Returns all output since the last call; the last has a finish and the usage.
+
+        Raises RequestError, EngineDied."""
 
     async def relay(self, sink: Callable[[Delta], bool]) -> bool:
         """Give ``sink`` all output in the moment it is produced, until it says that it can take no more now.
@@ -32,48 +36,18 @@ class Stream(Protocol):
         """Cancel the request unless it has ended; idempotent."""
 
 
-class Entrance(Protocol):
-    """Where requests come in, as the one sees it who shuts the server down.  draining: set when it is told to stop."""
+class Ingress(Entrance, Admitting, Protocol):
+    """Where requests enter the engine.
 
-    draining: bool
-
-    @property
-    def num_open(self) -> int:
-        """Requests accepted and not yet ended."""
-
-    async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no request is open; False if the time ran out first."""
-
-    def abort_all(self) -> None:
-        """End every open request with an error."""
-
-
-class Ingress(Entrance, Protocol):
-    """The engine's front door.
-
-    ready: the model is loaded.
     recovering: executors or tokenizers were lost, and requests wait for new ones.
-    failure: why the engine died, once it has.  stats: the scheduler's latest gauges.
+    stats: the scheduler's latest gauges.
     """
 
-    ready: bool
     recovering: bool
-    failure: str | None
     stats: Stats | None
 
-    def open(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        echo: bool = False,
-        priority: int = 0,
-        cache_salt: str = "",
-        chat: ChatOptions = PLAIN,
-        prompt_only: bool = False,
-        return_prompt_ids: bool = False,
-    ) -> Stream:
-        """Accept a request or raise RequestError; never waits.  The rest as in ``Tokenize``."""
+    def open(self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> Stream:
+        """Accept a request or raise RequestError; never waits."""
 
     def abort(self, request_id: int) -> bool:
         """End one request; its stream then ends with ``Finish.ABORT``.  Returns whether it was open."""
@@ -83,12 +57,22 @@ class Monitor(Protocol):
     """What the engine shows of itself."""
 
     async def look(self, *, meter: bool = False, max_nodes: int = 0, patience_s: float = 1.0) -> Snapshot:
-        """How things stand; with what has been counted, and so much of the prefix cache, where that is asked for.
+        """Returns the engine's gauges.  meter: with what has been counted.  max_nodes: of the prefix cache to show.
 
         To be read before the next wait.  Raises RequestError: 503 if the engine has not answered in time."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Tokens as text."""
+        """Returns tokens as text."""
 
     def watch(self, observer: object, name: str) -> None:
-        """Tell an object with observer hooks what happens from now on."""
+        """Call the observer hooks of an object from now on."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An engine as the server has it.  card: its model.  codec: its tokenizer; by default, of token ids only."""
+
+    ingress: Ingress
+    monitor: Monitor
+    card: ModelCard
+    codec: TextCodec = field(default_factory=TextCodec.without_tokenizer)

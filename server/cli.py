@@ -12,8 +12,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
@@ -28,10 +29,17 @@ from engine.params import SamplingParams
 from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
 from engine.processes.cluster import Cluster, check_cluster, read_cluster
+from server.backend import Backend
 from server.http.listener import bind
 from server.model_card import ModelCard
 from server.run.serve import serve, serve_from_process
 
+if TYPE_CHECKING:
+    from engine.llm import LLM
+    from engine.processes.head import Head
+    from engine.system import System
+
+Run = Callable[[argparse.Namespace, Config], None]
 FRONT_MODULE = "server.run.front_process"  # the engine starts it, and knows it by name alone
 EPILOG = """\
 examples:
@@ -59,13 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our output left (``callboard config | head``): nothing to report, nobody to report it to.
+        # The reader of our output left (``callboard config | head``): there is nothing to report.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
 def _fill_standard_streams() -> None:
-    """Whoever closed a standard stream (``2>&-``) wants no output there, and no socket of ours to take its number."""
+    """Open a standard stream that is closed (``2>&-``) on nothing, so that no socket takes its number."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
@@ -81,36 +89,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"callboard {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("serve", parents=[_file(), _shared("info")], help="serve a model over HTTP")
+
+    def add(name: str, run: Run, help_text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, parents=[*parents], help=help_text)
+        command.set_defaults(run=run)
+        return command
+
+    command = add("serve", _serve, "serve a model over HTTP", _file(), _shared("info"))
     command.add_argument("--host", help="address to listen on (server.host)")
     command.add_argument("--port", type=int, help="port to listen on (server.port); 0 takes any free one")
     command.add_argument("--replicas", type=int, metavar="N", help="serve N engines behind one router; needs --on")
     command.add_argument("--on", choices=["ray"], help="what runs the replicas: Ray, on all machines of its cluster")
-    command.set_defaults(run=_serve)
-    command = commands.add_parser(
-        "generate", parents=[_shared("warning"), _sampling()], help="complete a prompt and print the text"
-    )
+    command = add("generate", _generate, "complete a prompt and print the text", _shared("warning"), _sampling())
     command.add_argument("prompt", help="the text to go on from; - reads it from standard input")
     command.add_argument("--file", type=Path, metavar="FILE.toml", help="configuration; without it, the defaults")
-    command.set_defaults(run=_generate)
-    command = commands.add_parser(
-        "chat", parents=[_file(), _shared("warning"), _sampling()], help="talk to the model in the terminal"
-    )
+    command = add("chat", _chat, "talk to the model in the terminal", _file(), _shared("warning"), _sampling())
     command.add_argument("--system", help="instructions that open the conversation")
-    command.set_defaults(run=_chat)
-    command = commands.add_parser(
-        "config", parents=[_file(), _shared("warning")], help="print the effective configuration as TOML"
-    )
+    command = add("config", _config, "print the effective configuration as TOML", _file(), _shared("warning"))
     command.add_argument("--schema", action="store_true", help="print its JSON Schema instead")
-    command.set_defaults(run=_config)
-    command = commands.add_parser(
-        "plugins", parents=[_file(), _shared("warning")], help="list the plugins that can be chosen"
-    )
-    command.set_defaults(run=_plugins)
-    command = commands.add_parser(
-        "doctor", parents=[_file(), _shared("warning")], help="look for what a start would lack, and say how to get it"
-    )
-    command.set_defaults(run=_doctor)
+    add("plugins", _plugins, "list the plugins that can be chosen", _file(), _shared("warning"))
+    add("doctor", _doctor, "look for what a start would lack, and say how to get it", _file(), _shared("warning"))
     return parser
 
 
@@ -200,7 +198,7 @@ async def _serve_as_head(cluster: Cluster, config: Config) -> None:
         await _serve_until_stopped(config, head)
 
 
-async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> None:  # type: ignore[name-defined]  # noqa: F821
+async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> None:
     from engine.actors.front_desk import FrontCommand, FrontDesk
     from engine.system import System
 
@@ -218,22 +216,14 @@ async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> No
                 system.entrance.about = msgspec.msgpack.encode(card)
                 await serve_from_process(config.server, system.entrance, listener=listener, engine=engine)
             else:
-                await serve(
-                    config.server,
-                    config.limits,
-                    system.entrance,
-                    card,
-                    system.monitor,
-                    listener=listener,
-                    engine=engine,
-                    codec=system.codec,
-                )
+                backend = Backend(system.entrance, system.monitor, card, system.codec)
+                await serve(config.server, config.limits, backend, listener=listener, engine=engine)
         finally:
             await system.stop()
             engine.cancel()
 
 
-async def _run_engine(system: "System", url: str) -> None:  # type: ignore[name-defined]  # noqa: F821
+async def _run_engine(system: "System", url: str) -> None:
     started = time.perf_counter()
     await system.start()
     # What loading has left lives as long as the process: the collector need not look at it again and again.
@@ -289,7 +279,7 @@ def _chat(parsed: argparse.Namespace, config: Config) -> None:
                     turns.append({"role": "assistant", "content": answer})
 
 
-def _answer(llm: "LLM", turns: list[dict[str, str]], params: SamplingParams) -> str | None:  # type: ignore[name-defined]  # noqa: F821
+def _answer(llm: "LLM", turns: list[dict[str, str]], params: SamplingParams) -> str | None:
     """Stream one answer to the terminal; None if it was refused."""
     pieces: list[str] = []
     try:

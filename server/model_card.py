@@ -37,7 +37,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, system: "System", server: ServerSection) -> "ModelCard":
-        """What an engine serves, from now on."""
+        """Returns the card of what an engine serves, created now."""
         return cls(
             name=system.model_name,
             max_model_len=system.max_len,

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from engine.errors import EngineDied, PluginError, WeightsError
-from server.http.errors import as_request_error, error_response
+from server.http.replies import as_request_error, error_response
 
 ROOT = Path(__file__).parents[1]
 TREES = ("callboard", "engine", "server", "benchmarks", "examples")

@@ -16,12 +16,13 @@ from typing import Literal, assert_never
 import numpy as np
 
 from engine.actors.actor import Actor
+from engine.actors.admission import RETRY_AFTER_S, check_admission, queue_full
 from engine.actors.mailbox import Link
 from engine.actors.stream import Stream
-from engine.errors import EngineDied, RequestError
+from engine.errors import EngineDied, FieldError, RequestError
 from engine.messages import (
+    DEFAULT_OPTIONS,
     Abort,
-    ChatOptions,
     ChatTurn,
     Delta,
     Deltas,
@@ -30,6 +31,8 @@ from engine.messages import (
     Failed,
     Finish,
     IngressInbox,
+    Prompt,
+    RequestOptions,
     Stats,
     Tokenize,
     TokenizersLost,
@@ -40,13 +43,10 @@ from engine.sections import LimitsSection
 
 log = logging.getLogger(__name__)
 
-PLAIN = ChatOptions()
 Part = Literal["executors", "tokenizers"]
-Prompt = str | Sequence[int] | tuple[ChatTurn, ...]
 
 CHARS_PER_TOKEN = 4  # for the admission estimate only; English text and code have three to five
 MAX_CHARS_PER_TOKEN = 8  # no prompt within the context is longer than this in practice; bounds the tokenizer's work
-RETRY_AFTER_S = 1
 
 
 class _Open:
@@ -107,45 +107,25 @@ class Ingress(Actor[IngressInbox]):
         """Requests accepted and not yet ended."""
         return len(self._open)
 
-    def open(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        echo: bool = False,
-        priority: int = 0,
-        cache_salt: str = "",
-        chat: ChatOptions = PLAIN,
-        prompt_only: bool = False,
-        return_prompt_ids: bool = False,
-    ) -> Stream:
-        """Accept a request and return its stream.  Arguments as in ``Tokenize``.
+    @property
+    def num_leaving(self) -> int:
+        """Cancelled requests that the engine has not let go of."""
+        return len(self._leaving)
+
+    def open(self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> Stream:
+        """Accept a request and return its stream.
 
         Raises RequestError: 503 when not serving, 429 when full, 400 when a value is out of range.
         """
-        self._refuse_unless_serving()
+        check_admission(self, self._limits.max_requests)
         params.check(self._vocab_size)
-        message = self._read_prompt(prompt, chat)
+        message = self._read_prompt(prompt, options.chat.tools)
         estimated = self._admission_cost(message)
         if params.seed is None:
             params = params.replace(seed=self._rng.randint(0, MAX_SEED))
         request_id = next(self._ids)
         text, token_ids, turns = message
-        self._tokenizer.put(
-            Tokenize(
-                request_id,
-                params,
-                text=text,
-                token_ids=token_ids,
-                turns=turns,
-                echo=echo,
-                priority=priority,
-                cache_salt=cache_salt,
-                chat=chat,
-                prompt_only=prompt_only,
-                return_prompt_ids=return_prompt_ids,
-            )
-        )
+        self._tokenizer.put(Tokenize(request_id, params, text=text, token_ids=token_ids, turns=turns, options=options))
         stream = Stream(request_id, self._cancel)
         self._open[request_id] = _Open(stream, estimated, self._first_timer(request_id))
         self._queued_tokens += estimated
@@ -185,33 +165,14 @@ class Ingress(Actor[IngressInbox]):
         self._abandon(request_id).stream.push(Delta(request_id, "", finish=Finish.ABORT))
         return True
 
-    def _refuse_unless_serving(self) -> None:
-        if self.failure is not None:
-            raise RequestError(f"the engine has stopped: {self.failure}", status=503, code="engine_died")
-        if self.draining:
-            raise RequestError("the server is shutting down", status=503, code="draining", retry_after_s=RETRY_AFTER_S)
-        if not self.ready:
-            raise RequestError("the model is loading", status=503, code="not_ready", retry_after_s=RETRY_AFTER_S)
-        if len(self._open) + len(self._leaving) >= self._limits.max_requests:
-            leaving = f", {len(self._leaving)} cancelled ones are leaving," if self._leaving else ""
-            raise RequestError(
-                f"{len(self._open)} requests are open{leaving} and no more than {self._limits.max_requests} are "
-                "accepted; try again later",
-                status=429,
-                code="queue_full",
-                retry_after_s=RETRY_AFTER_S,
-            )
-
-    def _read_prompt(
-        self, prompt: Prompt, chat: ChatOptions
-    ) -> tuple[str | None, bytes | None, tuple[ChatTurn, ...] | None]:
+    def _read_prompt(self, prompt: Prompt, tools: str) -> tuple[str | None, bytes | None, tuple[ChatTurn, ...] | None]:
         """(text, token ids, turns), exactly one of them set."""
         if isinstance(prompt, str):
             self._check_chars(len(prompt))
             return str.__str__(prompt), None, None  # without what a subclass, such as NumPy's, adds to it
         if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], ChatTurn):
             turns: tuple[ChatTurn, ...] = prompt
-            self._check_chars(sum(map(_num_chars, turns)) + len(chat.tools))
+            self._check_chars(sum(map(_num_chars, turns)) + len(tools))
             return None, None, turns
         return None, self._check_ids(prompt).tobytes(), None  # type: ignore[arg-type]
 
@@ -227,7 +188,7 @@ class Ingress(Actor[IngressInbox]):
 
     def _check_ids(self, prompt: Sequence[int]) -> np.ndarray:
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
-            raise RequestError(f"prompt: expected a text or a list of token ids, not {prompt!r:.100}", param="prompt")
+            raise FieldError("prompt", f"expected a text or a list of token ids, not {prompt!r:.100}")
         if len(prompt) > self._max_model_len:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, the context is {self._max_model_len}",
@@ -237,15 +198,15 @@ class Ingress(Actor[IngressInbox]):
         try:
             ids = np.asarray(prompt)
         except (OverflowError, TypeError, ValueError):
-            raise RequestError("prompt: expected a list of token ids", param="prompt") from None
+            raise FieldError("prompt", "expected a list of token ids") from None
         if not ids.size:
-            raise RequestError("prompt: expected at least one token id", param="prompt")
+            raise FieldError("prompt", "expected at least one token id")
         # NumPy would make integers of floats and texts; it makes objects of integers beyond 64 bits.
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise RequestError("prompt: expected a list of token ids, which are integers", param="prompt")
+            raise FieldError("prompt", "expected a list of token ids, which are integers")
         if ids.min() < 0 or ids.max() >= self._vocab_size:
             bad = int(ids.min() if ids.min() < 0 else ids.max())
-            raise RequestError(f"prompt: token id {bad} is outside 0 to {self._vocab_size - 1}", param="prompt")
+            raise FieldError("prompt", f"token id {bad} is outside 0 to {self._vocab_size - 1}")
         return ids.astype(np.int32)
 
     def _admission_cost(self, message: tuple[str | None, bytes | None, tuple[ChatTurn, ...] | None]) -> int:
@@ -256,12 +217,9 @@ class Ingress(Actor[IngressInbox]):
             num_chars = len(text) if text is not None else sum(map(_num_chars, turns or ()))
             cost = num_chars // CHARS_PER_TOKEN + 1
         if (self._open or self._leaving) and self._queued_tokens + cost > self._limits.max_queued_tokens:
-            raise RequestError(
-                f"about {self._queued_tokens} prompt tokens are queued, at most "
-                f"{self._limits.max_queued_tokens} are accepted; try again later",
-                status=429,
-                code="queue_full",
-                retry_after_s=RETRY_AFTER_S,
+            raise queue_full(
+                f"about {self._queued_tokens} prompt tokens are queued, at most {self._limits.max_queued_tokens} are "
+                "accepted"
             )
         return cost
 

@@ -125,7 +125,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         if request.token_ids is not None:
             token_ids = np.frombuffer(request.token_ids, dtype=np.int32)
         elif request.turns is not None:
-            chat = self._codec.encode_chat(request.turns, request.chat)
+            chat = self._codec.encode_chat(request.turns, request.options.chat)
             token_ids, thinking = chat.token_ids, chat.thinking
         else:
             assert request.text is not None, f"request {request.request_id} has no prompt of any kind"
@@ -138,7 +138,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             grammar = msgspec.structs.replace(params.grammar, thinking=thinking)
             self._grammars.check(grammar)
             params = params.replace(grammar=grammar)
-        return _Encoded(request, token_ids, params, thinking if request.chat.split_reasoning else "none")
+        return _Encoded(request, token_ids, params, thinking if request.options.chat.split_reasoning else "none")
 
     def _check_known(self, token_ids: TokenIds, param: str) -> None:
         """Raise RequestError for a token that the tokenizer has and the model does not."""
@@ -162,15 +162,15 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             return
         text.num_prompt = len(encoded.token_ids)
         params = encoded.params
-        chat = request.turns is not None
+        chat, options = request.turns is not None, request.options
         try:
             text.stream = self._codec.open_stream(encoded.token_ids, params, chat=chat, thinking=encoded.thinking)
             if params.prompt_logprobs is not None:
                 text.prompt_logprobs = PromptColumns(encoded.token_ids)
-            if request.echo or request.return_prompt_ids:
+            if options.echo or options.return_prompt_ids:
                 prompt = request.text if request.text is not None else self._codec.decode(encoded.token_ids)
-                ids = encoded.token_ids.tobytes() if request.return_prompt_ids else b""
-                self._out.append(Delta(request.request_id, prompt if request.echo else "", prompt_token_ids=ids))
+                ids = encoded.token_ids.tobytes() if options.return_prompt_ids else b""
+                self._out.append(Delta(request.request_id, prompt if options.echo else "", prompt_token_ids=ids))
         except Exception as error:
             self._refuse(request.request_id, _fault(request.request_id, error))
             return
@@ -179,8 +179,8 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                 request.request_id,
                 encoded.token_ids.tobytes(),
                 params,
-                priority=request.priority,
-                cache_salt=request.cache_salt,
+                priority=options.priority,
+                cache_salt=options.cache_salt,
             )
         )
 
@@ -219,7 +219,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             text = self._texts.get(request_id)
             if text is not None:  # else it ended here already, by a stop string or a cancellation
                 try:
-                    if text.request.prompt_only:
+                    if text.request.options.prompt_only:
                         self._take_prompt(text, Finish(finish), message.embeddings.get(line, b""))
                     else:
                         self._take_token(text, token_id, Finish(finish), message.logprobs.get(line))

@@ -11,7 +11,8 @@ from functools import partial
 from types import TracebackType
 
 from engine.messages import Delta, Finish
-from server.backend import Ingress, Stream
+from server.backend import Stream
+from server.clients.open_requests import ClientRequest
 from server.generate.generation import Generation, choice_seed
 
 Item = tuple[int, Delta]
@@ -20,7 +21,7 @@ Item = tuple[int, Delta]
 class Choices:
     """An async context manager: streams are open inside of it and closed after it, however it ends."""
 
-    def __init__(self, ingress: Ingress, generation: Generation) -> None:
+    def __init__(self, client: ClientRequest, generation: Generation) -> None:
         """Raises RequestError if the engine refuses one of the choices; then none is left open."""
         self._streams: list[Stream] = []
         try:
@@ -29,18 +30,7 @@ class Choices:
                     params = generation.params
                     if k:
                         params = params.replace(seed=choice_seed(params.seed, k))
-                    self._streams.append(
-                        ingress.open(
-                            prompt,
-                            params,
-                            echo=generation.echo,
-                            priority=generation.priority,
-                            cache_salt=generation.cache_salt,
-                            chat=generation.chat,
-                            prompt_only=generation.prompt_only,
-                            return_prompt_ids=generation.shows_token_ids,
-                        )
-                    )
+                    self._streams.append(client.open(prompt, params, generation.options))
         except BaseException:
             self._close_streams()
             raise
@@ -50,7 +40,7 @@ class Choices:
 
     @property
     def num_choices(self) -> int:
-        """How many there are, ended or not."""
+        """How many choices there are, ended or not."""
         return len(self._streams)
 
     async def __aenter__(self) -> "Choices":
@@ -70,7 +60,7 @@ class Choices:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     async def next(self) -> Item | None:
-        """(choice index, new output), or None when every choice has ended.  Raises what a choice failed with."""
+        """Returns (choice index, new output), or None when all have ended.  Raises what a choice failed with."""
         if self._num_running == 0:
             return None
         if self._pumps:

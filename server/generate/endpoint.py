@@ -1,47 +1,66 @@
-"""What differs between the endpoints that generate text.
+"""What differs between the endpoints that generate: the seam between their one flow and their formats.
 
-Owns: the seam between ``generate.py``, which knows the flow, and completions and chat, which know the formats.
+Owns: what an endpoint must have, and what most of them have alike.  Does not know: the flow, which is ``route.py``'s.
+A new generating endpoint is an ``Endpoint`` for its requests and a ``Writer`` for its answers.
 """
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import ClassVar, Protocol, TypeVar
 
 import msgspec
 
+from engine.errors import RequestError
 from engine.messages import Delta
 from server.generate.generation import Generation
-from server.generate.output import Cursor, Output
-from server.generate.usage import OptionalUsage, UsageBody
+from server.generate.output import Output
+from server.generate.plain_text import PlainText
+from server.generate.usage import UsageCounter
+from server.http.replies import error_body
 
-B = TypeVar("B", bound=msgspec.Struct, contravariant=True)
+B = TypeVar("B", bound=msgspec.Struct)
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """What every chunk and answer of one request repeats."""
+class Writer(Protocol):
+    """Writes the answer to one request, whole or as the events of a stream.  id: the answer's own; "" for none."""
 
     id: str
-    created: int
-    model: str
-    system_fingerprint: str
+
+    def whole(self, outputs: Sequence[Output]) -> object:
+        """Returns the answer in one piece, as what its JSON says."""
+
+    def events(self, index: int, delta: Delta) -> list[msgspec.Struct]:
+        """Returns the stream's events for new output of a choice."""
+        return []
+
+    def plain(self, index: int) -> PlainText | None:
+        """Returns how a choice's events look from now on that tell nothing but text; None if they differ."""
+        return None
+
+    def last_events(self) -> list[msgspec.Struct]:
+        """Returns the stream's events for after every choice has ended."""
+        return []
+
+    def failure(self, error: RequestError) -> msgspec.Struct:
+        """Returns the last event of a stream that fails."""
+        return error_body(error)
 
 
 class Endpoint(Protocol[B]):
     """One generating endpoint.
 
-    id_prefix: of the ids it gives out.  prompt_field: what it calls the prompt, for errors about it.
-    """
+    elsewhere: fields that belong into another one, see ``BodyReader``.  names_events: see ``EventStream``."""
 
-    id_prefix: str
-    prompt_field: str
+    body_type: type[B]
+    elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    names_events: ClassVar[bool] = False
 
     def translate(self, body: B) -> Generation:
-        """Raises RequestError for what cannot be asked."""
+        """Returns what the body asks for.  Raises RequestError for what cannot be asked."""
 
-    def answer(self, head: Head, generation: Generation, outputs: Sequence[Output], usage: UsageBody) -> msgspec.Struct:
-        """The whole answer."""
+    def rename(self, field: str, body: B) -> str:
+        """Returns what this endpoint's clients call a field that errors of other layers call ``field``."""
+        return field
 
-    def chunks(self, head: Head, cursor: Cursor, delta: Delta, usage: OptionalUsage) -> list[msgspec.Struct]:
-        """The stream's events for one delta of one choice."""
-
-    def usage_chunk(self, head: Head, usage: UsageBody) -> msgspec.Struct:
-        """The stream's last event, for who asked for it."""
+    def writer(self, body: B, generation: Generation, usage: UsageCounter) -> Writer:
+        """Returns the writer of one request's answer.  usage: counts what the request has used so far."""

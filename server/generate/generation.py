@@ -1,54 +1,32 @@
 """What one HTTP request asks of the engine, in the engine's terms.
 
-Owns: what the generating endpoints' flow needs to know of a request, and how the choices of one prompt get their seeds.
+Owns: what every generating endpoint makes of a body, and how the choices of one prompt get their seeds.
 Does not know: JSON, request fields, responses.
 """
 
+from collections.abc import Callable
+
 import msgspec
 
-from engine.messages import ChatOptions
+from engine.messages import DEFAULT_OPTIONS, Prompt, RequestOptions
 from engine.params import MAX_SEED, SamplingParams
 from engine.text.tool_calls import ToolCallParser
-from engine.text.tool_format import ToolFormat
-from server.backend import Prompt
-
-
-class ToolUse(msgspec.Struct, frozen=True):
-    """How calls are read from an output.  max_calls: later ones are dropped; None for no limit.
-    exact: a grammar says how they are written.  forced: it allows nothing else."""
-
-    form: ToolFormat
-    names: frozenset[str]
-    max_calls: int | None
-    exact: bool = False
-    forced: bool = False
-
-    def parser(self) -> ToolCallParser:
-        """For one choice."""
-        return ToolCallParser(self.form, self.names, self.max_calls, exact=self.exact, forced=self.forced)
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """One or more prompts, ``num_choices`` outputs for each; choice i * num_choices + k is prompt i's k-th."""
+    """One or more prompts, ``num_choices`` outputs for each; choice i * num_choices + k is prompt i's k-th.
+
+    new_parser: makes the parser of a choice's function calls; None where no call is looked for.
+    names_tokens_by_id: log probabilities name tokens by their ids.  request_id: what the client calls the request."""
 
     prompts: tuple[Prompt, ...]
     params: SamplingParams
-    num_choices: int
-    echo: bool
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    priority: int
-    cache_salt: str
-    chat: ChatOptions = ChatOptions()
-    tools: ToolUse | None = None
-    prompt_only: bool = False
-    num_wanted: int | None = None  # of each prompt's choices the best ones are answered; None for all
-    shows_logprobs: bool = True
-    shows_token_ids: bool = False
+    options: RequestOptions = DEFAULT_OPTIONS
+    num_choices: int = 1
+    stream: bool = False
+    new_parser: Callable[[], ToolCallParser] | None = None
     names_tokens_by_id: bool = False
-    request_id: str = ""  # what the client calls it
-    max_tokens_field: str = "max_tokens"  # in which it was given
+    request_id: str = ""
 
 
 def choice_seed(seed: int | None, k: int) -> int | None:

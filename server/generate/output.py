@@ -1,4 +1,4 @@
-"""One choice's output on its way to the client.
+"""One choice's output on its way to the client, and how its parts are shown.
 
 Owns: what is remembered of a choice, and words for how it ended.  Does not know: which endpoint it belongs to.
 """
@@ -10,7 +10,6 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 
 from engine.messages import Delta, Finish, TokenLogprobs, TokenText
-from engine.text.tool_calls import ToolCallParser
 
 FinishReason = Literal["stop", "length", "abort", "tool_calls"]
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; this is what clients of other engines know
@@ -27,7 +26,7 @@ class Output:
         self.embedding = b""
         self.token_ids = b""
         self.prompt_token_ids = b""
-        self.finish_reason: FinishReason | None = None
+        self.finish = Finish.RUNNING
         self.stop_reason: str | int | UnsetType = UNSET
         self._texts: list[str] = []
         self._thoughts: list[str] = []
@@ -41,17 +40,17 @@ class Output:
         self.embedding += delta.embedding
         self.token_ids += delta.token_ids
         self.prompt_token_ids += delta.prompt_token_ids
-        self.finish_reason = finish_reason(delta)
+        self.finish = delta.finish
         self.stop_reason = stop_reason(delta)
 
     @property
     def text(self) -> str:
-        """Everything so far."""
+        """The text so far."""
         return "".join(self._texts)
 
     @property
     def reasoning(self) -> str:
-        """What was thought before it."""
+        """What the model thought before the text."""
         return "".join(self._thoughts)
 
     @property
@@ -60,21 +59,9 @@ class Output:
         return sum(finite(entry.sampled.logprob) for entry in self.logprobs)
 
 
-class Cursor:
-    """How far the stream of a choice has got.  num_chars: characters of the tokens whose logprobs were sent.
-    parser: finds calls in its text, if they are looked for.  shows_token_ids: they were asked for."""
-
-    def __init__(self, index: int, parser: ToolCallParser | None = None, *, shows_token_ids: bool = False) -> None:
-        self.index = index
-        self.shows_token_ids = shows_token_ids
-        self.parser = parser
-        self.started = False
-        self.num_chars = 0
-
-
-def finish_reason(delta: Delta) -> FinishReason | None:
+def finish_reason(output: Delta | Output) -> FinishReason | None:
     """The API's word for how a choice ended, None while it runs."""
-    return FINISH_REASONS.get(delta.finish)
+    return FINISH_REASONS.get(output.finish)
 
 
 def stop_reason(delta: Delta) -> str | int | UnsetType:
@@ -94,7 +81,7 @@ def unpacked(packed: bytes) -> list[int]:
 
 
 def by_id(delta: Delta) -> Delta:
-    """The delta with every token of its log probabilities named by its id, for who cannot tell tokens by their text."""
+    """The delta with every token of its log probabilities named by its id."""
     if not delta.logprobs and not delta.prompt_logprobs:
         return delta
     return msgspec.structs.replace(

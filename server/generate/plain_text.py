@@ -1,7 +1,7 @@
 """Events that say no more than a piece of text: most of a stream, and alike but for that piece.
 
-Owns: what is the same in all of them, encoded once for each choice.  Does not know: endpoints' formats; it lets one be
-made and looks where the text is.  Saves three quarters of what an event costs to make.
+Owns: what is the same in all of them, encoded once for each choice.  Does not know: endpoints' formats; it finds the
+text in an event that they make.  Saves three quarters of what an event costs to make.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ TOKENS = (b"\0\0\0\0", b"\1\0\0\0\2\0\0\0")  # one, and two others
 
 
 class PlainText:
-    """The events of one choice."""
+    """Makes the events of one choice from parts that are encoded once."""
 
     def __init__(self, before: bytes, after: bytes) -> None:
         self._before = before
@@ -24,7 +24,7 @@ class PlainText:
 
     @classmethod
     def like(cls, render: Callable[[Delta], Sequence[msgspec.Struct]]) -> "PlainText | None":
-        """From what ``render`` makes of a piece of text in the middle of a stream.
+        """Returns the parts of what ``render`` makes of a piece of text in the middle of a stream.
 
         None if that is not one event, or one that says more of a token than its text."""
         one, other = (render(Delta(0, MARK, token_ids)) for token_ids in TOKENS)

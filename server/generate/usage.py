@@ -37,7 +37,7 @@ class UsageBody(msgspec.Struct, frozen=True):
 OptionalUsage = UsageBody | None | UnsetType
 
 
-class Tally:
+class UsageCounter:
     """Counts deltas as they pass.
 
     A prompt counts once however many choices it has, and so do its cached tokens: they are those of its first

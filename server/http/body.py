@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import msgspec
 from aiohttp import web
 
-from engine.errors import RequestError
+from engine.errors import FieldError, RequestError
 from engine.sections import ServerSection
 from server.http.unsupported import check_unsupported
 
@@ -47,7 +47,7 @@ class BodyReader(Generic[B, T]):
         self._server = server
 
     async def read(self, request: web.Request) -> T:
-        """What the body asks for.  Raises RequestError: 400, 408, 413 or 415."""
+        """Returns what the body asks for.  Raises RequestError: 400, 408, 413 or 415."""
         _check_headers(request)
         body = await collect(request, self._server)
         if len(body) > LARGE_BODY_BYTES:
@@ -63,7 +63,7 @@ class BodyReader(Generic[B, T]):
             fields = self._fields.decode(body)
             for name in self._elsewhere.keys() & fields.keys():
                 if bytes(fields[name]) != b"null":
-                    raise RequestError(f"{name}: belongs into {self._elsewhere[name]}", param=name)
+                    raise FieldError(name, f"belongs in {self._elsewhere[name]}")
             check_unsupported(fields, self._known)
             understood = self._struct.decode(body)
             check_nesting(body)
@@ -80,7 +80,7 @@ class BodyReader(Generic[B, T]):
 
 
 async def collect(request: web.Request, server: ServerSection) -> bytes:
-    """The whole body.  Raises RequestError: 400, 408 or 413.
+    """Returns the whole body.  Raises RequestError: 400, 408 or 413.
 
     Its time grows with what has come: an upload over a slow line is served, and a drip gains nothing by each byte."""
     most, timeout_s = server.max_body_bytes, server.client_timeout_s
@@ -146,7 +146,7 @@ def _too_deep() -> RequestError:
 
 
 def name_field(complaint: str) -> tuple[str, str | None]:
-    """msgspec's complaint as (message, JSON path of the field)."""
+    """Returns msgspec's complaint as (message, JSON path of the field)."""
     reason, _, where = complaint.partition(" - at ")
     path = where[where.find("$") :].rstrip("`").removeprefix("$").removeprefix(".")
     missing = reason.partition("missing required field `")[2].rstrip("`")

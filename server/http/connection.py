@@ -20,17 +20,17 @@ from aiohttp.web_protocol import RequestHandler
 from engine.errors import ConfigError, RequestError
 from engine.sections import ServerSection
 from server.http.cors import Cors
-from server.errors import error_response, raw_response
 from server.http.exchange import EXCHANGE, Exchange
-from server.http.outermost import Front
+from server.http.listener import BACKLOG
+from server.http.outermost import OutermostHandler
+from server.http.replies import error_response, raw_response
 from server.http.traffic import Traffic
-from server.http.errors import error_response, raw_response
 
 log = logging.getLogger(__name__)
 
 WRITE_BUFFER_BYTES = 64 << 10
 KEEPALIVE_TIMEOUT_S = 75.0  # of an idle connection
-LINGERING_S = 2.0  # for a body that nobody wants to read any more
+LINGERING_S = 2.0  # for a body that the handler has not read
 
 
 class Connection(RequestHandler):
@@ -186,7 +186,7 @@ class ConnectionServer(web.Server):
 
     def __init__(self, plain: web.Server, server: ServerSection, traffic: Traffic) -> None:
         super().__init__(
-            Front(plain.request_handler, traffic, Cors(server.cors_origins)).handle,
+            OutermostHandler(plain.request_handler, traffic, Cors(server.cors_origins)).handle,
             request_factory=plain.request_factory,
             handler_cancellation=plain.handler_cancellation,
             **plain._kwargs,
@@ -203,11 +203,11 @@ class ConnectionServer(web.Server):
         return Connection(self, self._section, loop=asyncio.get_running_loop(), **self._kwargs)
 
 
-class Runner(web.AppRunner):
-    """aiohttp's runner with these connections.
+class HttpRunner(web.AppRunner):
+    """aiohttp's runner, for an application behind these connections.
 
     handler_cancellation: a client that leaves cancels its handler, and so its requests in the engine.
-    traffic: where to count; by itself if nobody wants to know.
+    traffic: where to count; None for a counter of its own.
     auto_decompress: off, since a small body could otherwise unfold into gigabytes on the event loop.
     """
 
@@ -225,6 +225,12 @@ class Runner(web.AppRunner):
         )
         self._section = server
         self._traffic = Traffic() if traffic is None else traffic
+
+    async def listen(self, listener: socket.socket) -> None:
+        """Set the application up, and accept connections from now on."""
+        await self.setup()
+        await web.SockSite(self, listener, backlog=BACKLOG).start()
+        log.info("listening on %s", self.addresses[0])
 
     async def _make_server(self) -> web.Server:
         return ConnectionServer(await super()._make_server(), self._section, self._traffic)

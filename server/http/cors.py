@@ -20,13 +20,13 @@ OWN_PAGES = frozenset({"none", "same-origin"})  # of Sec-Fetch-Site; 'none' is w
 
 
 class Cors:
-    """origins: exactly as browsers send them, or '*' for any."""
+    """Decides what browsers are told.  origins: exactly as browsers send them, or '*' for any."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         self._origins = frozenset(origins)
 
     def headers(self, request: web.BaseRequest) -> dict[str, str]:
-        """What the response must carry so that the page may read it."""
+        """Returns the headers that a response needs so that the page may read it."""
         origin = request.headers.get(hdrs.ORIGIN)
         if origin is None or not self._origins & {origin, ANY}:
             return {}
@@ -38,7 +38,7 @@ class Cors:
         }
 
     def preflight(self, request: web.BaseRequest) -> web.Response | None:
-        """The answer to a browser that asks before it sends something; None if this is no such question."""
+        """Returns the answer to a browser that asks before it sends something; None if this is no such question."""
         if request.method != hdrs.METH_OPTIONS or hdrs.ACCESS_CONTROL_REQUEST_METHOD not in request.headers:
             return None
         if not self.headers(request):
@@ -59,7 +59,7 @@ def refuse_foreign_page(request: web.Request) -> None:
     A browser sends a request without a body of JSON before it asks whether it may, and says where it comes from."""
     if request.headers.get("Sec-Fetch-Site", "none") not in OWN_PAGES and not request[EXCHANGE].cors:
         raise RequestError(
-            "a web page of another site cannot ask for this; name its origin in server.cors_origins",
+            "a page of another site may not ask for this; name its origin in server.cors_origins",
             status=403,
             code="foreign_page",
         )

@@ -1,4 +1,4 @@
-"""One request and its response as the log tells them.
+"""One request and its response, as the log tells of them and middlewares know them.
 
 Owns: the request id and what the access log line says.  Does not know: bodies, the engine.
 """
@@ -20,11 +20,13 @@ MAX_REQUEST_ID_CHARS = 128
 PRINTABLE = frozenset(string.ascii_letters + string.digits + string.punctuation + " ")
 # Asked every second: no news while all is well.
 WATCHED = frozenset({"/health", "/ready", "/metrics", "/stats", "/load"})
-CLIENT_LEFT = 499  # what nginx logs when nobody is there to read the response
+CLIENT_LEFT = 499  # what nginx logs for a client that left before the response
 
 
 class Exchange:
-    """id: the client's own if it sent a usable one.  route: the path's pattern, once one was matched.
+    """What is known of a request besides its body.
+
+    id: the client's own if it sent a usable one.  route: the path's pattern, once one was matched.
     names: what else the client may call it by.  usage: prompt and completion tokens.  Handlers that generate set both.
     key_number: which of the API keys it brought, where there are any.  cors: what a browser must be told."""
 

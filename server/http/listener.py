@@ -1,6 +1,6 @@
 """The listening socket, taken before the model is loaded: a port in use must not cost minutes to find out.
 
-Owns: the socket's options and the errors of getting it.  Does not know: who will serve on it.
+Owns: the socket's options and the errors of getting it.  Does not know: what will serve on it.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""The outermost handler: every request passes here once, and no exception passes at all.
+"""The outermost handler: every request passes through it once, and no exception leaves it.
 
 Owns: the exchange of each request, turning exceptions into error responses, the access log.
 Does not know: routes, bodies, the engine.
@@ -12,8 +12,8 @@ from aiohttp import web
 
 from engine.errors import CallboardError
 from server.http.cors import Cors
-from server.http.errors import as_request_error, error_response
 from server.http.exchange import CLIENT_LEFT, EXCHANGE, Exchange
+from server.http.replies import as_request_error, error_response
 from server.http.traffic import Traffic
 
 log = logging.getLogger(__name__)
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
-class Front:
-    """Wraps the application's handler."""
+class OutermostHandler:
+    """Wraps the application's handler: makes the exchange, answers errors, counts and logs."""
 
     def __init__(self, inner: Handler, traffic: Traffic, cors: Cors) -> None:
         self._inner = inner
@@ -30,7 +30,7 @@ class Front:
         self._traffic = traffic
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """aiohttp's request handler."""
+        """Answer a request; raises only what ends the connection."""
         exchange = request[EXCHANGE] = Exchange(request)
         exchange.cors = self._cors.headers(request)
         clock = asyncio.get_running_loop().time

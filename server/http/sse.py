@@ -11,8 +11,8 @@ import msgspec
 from aiohttp import HttpVersion11, web
 
 from engine.errors import CallboardError, RequestError
-from server.http.errors import as_request_error
 from server.http.exchange import EXCHANGE
+from server.http.replies import as_request_error
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream:
-    """Nothing is sent before the first event, so that until then an error can still have a status of its own."""
+    """Sends events.  Nothing goes out before the first one, so that an error until then has a status of its own."""
 
     def __init__(self, request: web.Request, *, named: bool = False) -> None:
         """named: every event is announced by its ``type``, and the last one needs no "[DONE]"."""
@@ -56,7 +56,7 @@ class EventStream:
         return self.write_now(self._framed(events))
 
     def write_now(self, data: bytes) -> bool:
-        """As ``send_now``, of events that are bytes already.
+        """Write events that are encoded already, as ``send_now`` does.
 
         Straight to the transport: aiohttp's own way costs as much as making an event, for what is one line here."""
         transport = self._protocol.transport
@@ -82,7 +82,7 @@ class EventStream:
         """Wait for ``sending``, which sends the events, and say that this was all.  Returns the response.
 
         Its error becomes the last event, since the status can no longer be changed; it is raised if nothing was sent.
-        A client that has left is no error: nobody is there to tell."""
+        A client that has left is no error."""
         try:
             try:
                 await sending

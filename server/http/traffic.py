@@ -1,7 +1,7 @@
-"""What has passed through the HTTP front, as numbers.
+"""What has passed through the HTTP server, as numbers.
 
 Owns: counts of requests by route and status, of connections that were cut, and how long requests took.
-Does not know: who reads the numbers.  Routes are patterns and statuses are few, so no client can make these grow.
+Does not know: what reads the numbers.  Routes are patterns and statuses are few, so no client can make these grow.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ Cut = Literal["too_many", "header_timeout", "write_timeout", "malformed"]
 
 
 class Traffic:
-    """requests: (method, route, status) -> how many have ended.  refusals: error code -> how many.
+    """Counts.  requests: (method, route, status) -> how many have ended.  refusals: error code -> how many.
     num_in_flight: requests being handled now."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Traffic:
         self.num_in_flight = 0
 
     def ended(self, method: str, route: str, status: int, duration_s: float) -> None:
-        """A request has had its response, or its client has left."""
+        """Count a request that has had its response, or whose client has left."""
         self.requests[method if method in METHODS else "other", route, status] += 1
         durations = self.durations.get(route)
         if durations is None:

@@ -10,47 +10,21 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import RequestError
+from engine.errors import FieldError
 
 NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})  # of any field below
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> what else is neutral
-    "allowed_token_ids": (),
-    "audio": (),
-    "audio_data": (),
-    "bad_words": (),
-    "best_of": (1,),
-    "chat_template": (),
-    "custom_logit_processor": (),
-    "documents": (),
-    "echo": (),
-    "extra_key": (),
-    "function_call": ("none", "auto"),
-    "functions": (),
-    "grammar": (),
-    "image_data": (),
-    "input_embeds": (),
-    "logits_processors": (),
-    "logprob_token_ids": (),
-    "lora_path": (),
-    "max_new_tokens": (),
-    "min_new_tokens": (),
-    "modalities": (["text"],),
-    "no_stop_trim": (),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "return_hidden_states": (),
-    "session_params": (),
-    "stop_regex": (),
-    "structural_tag": (),
-    "suffix": (),
-    "thinking_token_budget": (),
-    "token_ids_logprob": (),
-    "tools": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (),
-    "video_data": (),
-    "web_search_options": (),
-}
+# Field -> which other values are neutral.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys((
+        "allowed_token_ids", "audio", "audio_data", "bad_words", "chat_template", "custom_logit_processor",
+        "documents", "echo", "extra_key", "functions", "grammar", "image_data", "input_embeds", "logits_processors",
+        "logprob_token_ids", "lora_path", "max_new_tokens", "min_new_tokens", "no_stop_trim", "prompt_embeds",
+        "prompt_logprobs", "return_hidden_states", "session_params", "stop_regex", "structural_tag", "suffix",
+        "thinking_token_budget", "token_ids_logprob", "tools", "truncate_prompt_tokens", "use_beam_search",
+        "video_data", "web_search_options",
+    ), ()),
+    "best_of": (1,), "function_call": ("none", "auto"), "modalities": (["text"],),
+}  # fmt: skip
 UNSUPPORTED_PREFIX = "guided_"
 
 
@@ -64,8 +38,8 @@ def check_unsupported(fields: Mapping[str, msgspec.Raw], known: Collection[str])
         neutral = (type(value) is type(one) and value == one for one in (*NEUTRAL, *UNSUPPORTED.get(name, ())))
         if not any(neutral):
             shown = name[:100]
-            raise RequestError(
-                f"{shown}: not supported by this server, and leaving it out of account would change the output",
+            raise FieldError(
+                shown,
+                "not supported by this server, and ignoring it would change the output",
                 code="unsupported_parameter",
-                param=shown,
             )

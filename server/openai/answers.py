@@ -9,8 +9,19 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from server.generate.output import FinishReason
+from engine.messages import TokenLogprobs
+from server.generate.output import FinishReason, finite
 from server.generate.usage import OptionalUsage, UsageBody
+
+
+class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answer to a request and every chunk of it repeat."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
 
 # ---- completions ----------------------------------------------------------------------------
 
@@ -37,14 +48,10 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
+class Completion(ResponseHead, frozen=True, kw_only=True):
     """The answer of /v1/completions, and every chunk of its stream."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: OptionalUsage = UNSET
 
@@ -67,6 +74,13 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     logprob: float
     bytes: list[int]
     top_logprobs: list[TopLogprob]
+
+
+def token_logprob(entry: TokenLogprobs) -> TokenLogprob:
+    """Returns what the API says of a token's log probability and of its rivals'."""
+    top = [TopLogprob(one.text, finite(one.logprob), list(one.utf8)) for one in entry.top]
+    sampled = entry.sampled
+    return TokenLogprob(sampled.text, finite(sampled.logprob), list(sampled.utf8), top)
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
@@ -114,14 +128,10 @@ class ChatChoice(msgspec.Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+class ChatCompletion(ResponseHead, frozen=True, kw_only=True):
     """The answer of /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageBody
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -164,14 +174,10 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+class ChatChunk(ResponseHead, frozen=True, kw_only=True):
     """One event of a chat stream."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: OptionalUsage = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET

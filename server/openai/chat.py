@@ -5,19 +5,18 @@ Does not know: messages, chat templates, sockets, the engine.
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from engine.errors import RequestError
-from engine.messages import ChatOptions, Delta, Finish, TokenLogprobs, TokenText
-from engine.text.tool_calls import CallPiece, text_and_calls
-from server.generate.endpoint import Head
-from server.generate.generation import Generation, ToolUse
-from server.generate.output import Cursor, FinishReason, Output, finish_reason, finite, ids, stop_reason
-from server.generate.usage import OptionalUsage, UsageBody
-from server.model_card import ModelCard
+from engine.errors import FieldError
+from engine.messages import ChatOptions, Delta, Finish, TokenLogprobs
+from engine.text.tool_calls import CallPiece, ToolCallParser, text_and_calls
+from server.generate.endpoint import Endpoint
+from server.generate.generation import Generation
+from server.generate.output import FinishReason, Output, finish_reason, ids, stop_reason
+from server.generate.usage import OptionalUsage, UsageBody, UsageCounter
 from server.openai.answers import (
     ChatAnswer,
     ChatChoice,
@@ -28,60 +27,66 @@ from server.openai.answers import (
     ChatLogprobs,
     FunctionCallBody,
     FunctionDelta,
-    TokenLogprob,
     ToolCallBody,
     ToolCallDelta,
-    TopLogprob,
+    token_logprob,
 )
-from server.openai.conversation import read_end, read_turns
+from server.openai.conversation import read_end, read_turns, read_variables
 from server.openai.requests import ChatBody
-from server.openai.template_variables import read_variables
 from server.openai.tools import read_tools
 from server.openai.translator import Translator
+from server.openai.writer import ChoicesWriter, StreamState
 
 
-class Chat:
-    """The chat endpoint."""
+class Chat(Endpoint[ChatBody]):
+    """POST /v1/chat/completions.  fingerprint: what its answers say of the system."""
 
-    id_prefix = "chatcmpl-"
-    prompt_field = "messages"
+    body_type = ChatBody
 
-    def __init__(self, translator: Translator, card: ModelCard) -> None:
+    def __init__(self, translator: Translator, fingerprint: str) -> None:
         self._translator = translator
-        self._card = card
+        self._fingerprint = fingerprint
 
     def translate(self, body: ChatBody) -> Generation:
         self._translator.check_model(body.model)
         if body.top_logprobs and not body.logprobs:
-            raise RequestError("top_logprobs: only allowed together with logprobs", param="top_logprobs")
-        tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls, form=self._card.tool_format)
-        generation = self._translator.translate(
+            raise FieldError("top_logprobs", "only allowed together with logprobs")
+        card = self._translator.card
+        tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls, form=card.tool_format)
+        begins, continues = read_end(body.add_generation_prompt, body.continue_final_message)
+        return self._translator.translate(
             body,
             (read_turns(body.messages),),
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            echo=False,
             tools=tools,
-            chat=self._options(body, tools.described),
-        )
-        if body.max_completion_tokens is None:
-            return generation
-        return msgspec.structs.replace(generation, max_tokens_field="max_completion_tokens")
-
-    def _options(self, body: ChatBody, tools: str) -> ChatOptions:
-        begins, continues = read_end(body.add_generation_prompt, body.continue_final_message)
-        return ChatOptions(
-            tools=tools,
-            variables=read_variables(body.chat_template_kwargs, body.reasoning_effort, self._card.template_variables),
-            add_generation_prompt=begins,
-            continue_final=continues,
-            split_reasoning=body.separate_reasoning is not False,
+            chat=ChatOptions(
+                tools=tools.described,
+                variables=read_variables(body.chat_template_kwargs, body.reasoning_effort, card.template_variables),
+                add_generation_prompt=begins,
+                continue_final=continues,
+                split_reasoning=body.separate_reasoning is not False,
+            ),
         )
 
-    def answer(self, head: Head, generation: Generation, outputs: Sequence[Output], usage: UsageBody) -> msgspec.Struct:
+    def rename(self, field: str, body: ChatBody) -> str:
+        if field == "max_tokens" and body.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return "messages" if field == "prompt" else field
+
+    def writer(self, body: ChatBody, generation: Generation, usage: UsageCounter) -> "ChatWriter":
+        return ChatWriter(body, generation, usage, self._translator.card.name, self._fingerprint)
+
+
+class ChatWriter(ChoicesWriter):
+    """Writes a chat completion, or its chunks."""
+
+    id_prefix = "chatcmpl-"
+
+    def whole(self, outputs: Sequence[Output]) -> ChatCompletion:
         choices = []
         for output in outputs:
-            content, calls, cut_off = read_calls(output.text, generation.tools)
+            content, calls, cut_off = read_calls(output.text, self.generation.new_parser)
             choices.append(
                 ChatChoice(
                     index=output.index,
@@ -92,32 +97,29 @@ class Chat:
                         reasoning=output.reasoning or UNSET,
                     ),
                     logprobs=_logprobs(output.logprobs),
-                    finish_reason=_with_calls(output.finish_reason, bool(calls) and not cut_off),
+                    finish_reason=_with_calls(finish_reason(output), bool(calls) and not cut_off),
                     stop_reason=output.stop_reason,
-                    token_ids=ids(output.token_ids, generation.shows_token_ids),
+                    token_ids=ids(output.token_ids, self.shows_token_ids),
                 )
             )
         return ChatCompletion(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            system_fingerprint=head.system_fingerprint,
+            **self.head,
             choices=choices,
-            usage=usage,
-            prompt_token_ids=ids(outputs[0].prompt_token_ids, generation.shows_token_ids),
+            usage=self.usage.total(),
+            prompt_token_ids=ids(outputs[0].prompt_token_ids, self.shows_token_ids),
         )
 
-    def chunks(self, head: Head, cursor: Cursor, delta: Delta, usage: OptionalUsage) -> list[msgspec.Struct]:
+    def chunks(self, state: StreamState, delta: Delta, usage: OptionalUsage) -> list[msgspec.Struct]:
         chunks: list[msgspec.Struct] = []
-        if not cursor.started:
-            cursor.started = True
-            first = ChatChunkChoice(index=cursor.index, delta=ChatDelta(role="assistant", content=""))
+        if not state.started:
+            state.started = True
+            first = ChatChunkChoice(index=state.index, delta=ChatDelta(role="assistant", content=""))
             prompt_ids = ids(delta.prompt_token_ids, bool(delta.prompt_token_ids))
-            chunks.append(msgspec.structs.replace(_chunk(head, [first], usage), prompt_token_ids=prompt_ids))
+            chunks.append(msgspec.structs.replace(self._chunk([first], usage), prompt_token_ids=prompt_ids))
         text = delta.text
         calls: list[ToolCallDelta] | UnsetType = UNSET
         reason = finish_reason(delta)
-        if (parser := cursor.parser) is not None:
+        if (parser := state.parser) is not None:
             parts = parser.push(text)
             if delta.finish != Finish.RUNNING:
                 parts += parser.finish()
@@ -125,9 +127,9 @@ class Chat:
             calls = [_call_delta(piece) for piece in pieces] or UNSET
             reason = _with_calls(reason, parser.num_calls > 0 and not parser.cut_off)
         thoughts = delta.reasoning or UNSET
-        shows_text = text or (delta.token_ids and not thoughts and cursor.parser is None)
+        shows_text = text or (delta.token_ids and not thoughts and state.parser is None)
         choice = ChatChunkChoice(
-            index=cursor.index,
+            index=state.index,
             delta=ChatDelta(
                 content=text if shows_text else UNSET,
                 tool_calls=calls,
@@ -137,22 +139,25 @@ class Chat:
             logprobs=_logprobs(delta.logprobs),
             finish_reason=reason,
             stop_reason=stop_reason(delta),
-            token_ids=ids(delta.token_ids, cursor.shows_token_ids and bool(delta.token_ids)),
+            token_ids=ids(delta.token_ids, self.shows_token_ids and bool(delta.token_ids)),
         )
-        held_back = cursor.parser is not None and choice == ChatChunkChoice(index=cursor.index, delta=ChatDelta())
+        held_back = state.parser is not None and choice == ChatChunkChoice(index=state.index, delta=ChatDelta())
         if not held_back:
-            chunks.append(_chunk(head, [choice], usage))
+            chunks.append(self._chunk([choice], usage))
         return chunks
 
-    def usage_chunk(self, head: Head, usage: UsageBody) -> msgspec.Struct:
-        return _chunk(head, [], usage)
+    def usage_chunk(self, usage: UsageBody) -> ChatChunk:
+        return self._chunk([], usage)
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: OptionalUsage) -> ChatChunk:
+        return ChatChunk(**self.head, choices=choices, usage=usage)
 
 
-def read_calls(text: str, tools: ToolUse | None) -> tuple[str, list[ToolCallBody], bool]:
-    """(text, calls, whether the last call is cut off) of a whole output."""
-    if tools is None:
+def read_calls(text: str, new_parser: Callable[[], ToolCallParser] | None) -> tuple[str, list[ToolCallBody], bool]:
+    """Returns (text, calls, whether the last call is cut off) of a whole output."""
+    if new_parser is None:
         return text, [], False
-    parser = tools.parser()
+    parser = new_parser()
     content, pieces = text_and_calls([*parser.push(text), *parser.finish()])
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}
@@ -165,7 +170,7 @@ def read_calls(text: str, tools: ToolUse | None) -> tuple[str, list[ToolCallBody
 
 
 def new_call_id() -> str:
-    """By which the client's answer refers to a call."""
+    """Returns the id by which a client's answer refers to a call."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -180,32 +185,5 @@ def _with_calls(reason: FinishReason | None, calls: bool) -> FinishReason | None
     return "tool_calls" if calls and reason == "stop" else reason
 
 
-def _chunk(head: Head, choices: list[ChatChunkChoice], usage: OptionalUsage) -> ChatChunk:
-    return ChatChunk(
-        id=head.id,
-        created=head.created,
-        model=head.model,
-        system_fingerprint=head.system_fingerprint,
-        choices=choices,
-        usage=usage,
-    )
-
-
 def _logprobs(entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
-    if not entries:
-        return None
-    return ChatLogprobs(
-        [
-            TokenLogprob(
-                token=entry.sampled.text,
-                logprob=finite(entry.sampled.logprob),
-                bytes=list(entry.sampled.utf8),
-                top_logprobs=[_top_logprob(token) for token in entry.top],
-            )
-            for entry in entries
-        ]
-    )
-
-
-def _top_logprob(token: TokenText) -> TopLogprob:
-    return TopLogprob(token=token.text, logprob=finite(token.logprob), bytes=list(token.utf8))
+    return ChatLogprobs([token_logprob(entry) for entry in entries]) if entries else None

@@ -8,99 +8,131 @@ from typing import cast
 
 import msgspec
 
-from engine.errors import RequestError
-from engine.messages import Delta, TokenLogprobs
-from server.backend import Prompt
-from server.generate.endpoint import Head
+from engine.errors import FieldError, RequestError
+from engine.messages import Delta, Prompt, TokenLogprobs
+from server.generate.endpoint import Endpoint
 from server.generate.generation import Generation
-from server.generate.output import Cursor, Output, finish_reason, finite, ids, stop_reason
-from server.generate.usage import OptionalUsage, UsageBody
+from server.generate.output import Output, finish_reason, finite, ids, stop_reason
+from server.generate.usage import OptionalUsage, UsageBody, UsageCounter
 from server.openai.answers import Completion, CompletionChoice, CompletionLogprobs
 from server.openai.requests import CompletionBody
 from server.openai.translator import DEFAULT, Translator
+from server.openai.writer import ChoicesWriter, StreamState
 
 
-class Completions:
-    """The completions endpoint."""
+class Completions(Endpoint[CompletionBody]):
+    """POST /v1/completions.  fingerprint: what its answers say of the system."""
 
-    id_prefix = "cmpl-"
-    prompt_field = "prompt"
+    body_type = CompletionBody
 
-    def __init__(self, translator: Translator) -> None:
+    def __init__(self, translator: Translator, fingerprint: str) -> None:
         self._translator = translator
+        self._fingerprint = fingerprint
 
     def translate(self, body: CompletionBody) -> Generation:
         self._translator.check_model(body.model)
         if body.suffix:
-            raise RequestError(
-                "suffix: not supported; this server does not know how the model fills in the middle",
+            raise FieldError(
+                "suffix",
+                "not supported; this server does not know how the model fills in the middle",
                 code="unsupported_parameter",
-                param="suffix",
             )
         echo, prompt_only = bool(body.echo), body.max_tokens == 0
         if prompt_only and not echo:
             raise RequestError("max_tokens=0: only allowed together with echo", param="max_tokens")
-        num_wanted = 1 if body.n is None else body.n
-        num_choices = self._num_choices(body, num_wanted)
-        ranked = num_choices > num_wanted
-        generation = self._translator.translate(
+        num_wanted = _num_wanted(body)
+        num_choices = _num_choices(body, num_wanted)
+        return self._translator.translate(
             body,
             read_prompts(body.prompt),
             max_tokens=1 if prompt_only else DEFAULT.max_tokens if body.max_tokens is None else body.max_tokens,
-            logprobs=0 if ranked and body.logprobs is None else body.logprobs,
+            logprobs=0 if num_choices > num_wanted and body.logprobs is None else body.logprobs,
             echo=echo,
             num_choices=num_choices,
             counted="n" if body.best_of is None else "best_of",
             prompt_logprobs=body.logprobs if echo else None,
             prompt_only=prompt_only,
         )
-        if not ranked:
-            return generation
-        return msgspec.structs.replace(generation, num_wanted=num_wanted, shows_logprobs=body.logprobs is not None)
 
-    def _num_choices(self, body: CompletionBody, num_wanted: int) -> int:
-        if body.best_of is None:
-            return num_wanted
-        if body.best_of < num_wanted:
-            raise RequestError(f"best_of={body.best_of}: must be at least n ({num_wanted})", param="best_of")
-        if body.best_of > num_wanted and body.stream:
-            raise RequestError("best_of: which is best is known at the end, so it cannot stream", param="best_of")
-        return body.best_of
+    def writer(self, body: CompletionBody, generation: Generation, usage: UsageCounter) -> "CompletionWriter":
+        return CompletionWriter(body, generation, usage, self._translator.card.name, self._fingerprint)
 
-    def answer(self, head: Head, generation: Generation, outputs: Sequence[Output], usage: UsageBody) -> msgspec.Struct:
+
+class CompletionWriter(ChoicesWriter):
+    """Writes a text completion, or its chunks."""
+
+    id_prefix = "cmpl-"
+
+    def __init__(
+        self, body: CompletionBody, generation: Generation, usage: UsageCounter, model: str, fingerprint: str
+    ) -> None:
+        super().__init__(body, generation, usage, model, fingerprint)
+        self._num_wanted = _num_wanted(body)
+        self._shows_logprobs = body.logprobs is not None
+
+    def whole(self, outputs: Sequence[Output]) -> Completion:
         choices = [
             CompletionChoice(
                 index=index,
                 text=output.text,
-                logprobs=_logprobs(output.logprobs, 0, output.prompt_logprobs) if generation.shows_logprobs else None,
-                finish_reason=output.finish_reason,
+                logprobs=_logprobs(output.logprobs, 0, output.prompt_logprobs) if self._shows_logprobs else None,
+                finish_reason=finish_reason(output),
                 stop_reason=output.stop_reason,
-                token_ids=ids(output.token_ids, generation.shows_token_ids),
-                prompt_token_ids=ids(output.prompt_token_ids, generation.shows_token_ids),
+                token_ids=ids(output.token_ids, self.shows_token_ids),
+                prompt_token_ids=ids(output.prompt_token_ids, self.shows_token_ids),
             )
-            for index, output in enumerate(_best(outputs, generation))
+            for index, output in enumerate(self._best(outputs))
         ]
-        return _completion(head, choices, usage)
+        return self._completion(choices, self.usage.total())
 
-    def chunks(self, head: Head, cursor: Cursor, delta: Delta, usage: OptionalUsage) -> list[msgspec.Struct]:
+    def chunks(self, state: StreamState, delta: Delta, usage: OptionalUsage) -> list[msgspec.Struct]:
         choice = CompletionChoice(
-            index=cursor.index,
+            index=state.index,
             text=delta.text,
-            logprobs=_logprobs(delta.logprobs, cursor.num_chars, delta.prompt_logprobs),
+            logprobs=_logprobs(delta.logprobs, state.num_chars, delta.prompt_logprobs),
             finish_reason=finish_reason(delta),
             stop_reason=stop_reason(delta),
-            token_ids=ids(delta.token_ids, cursor.shows_token_ids),
+            token_ids=ids(delta.token_ids, self.shows_token_ids),
             prompt_token_ids=ids(delta.prompt_token_ids, bool(delta.prompt_token_ids)),
         )
-        cursor.num_chars += sum(map(_num_chars, (*delta.prompt_logprobs, *delta.logprobs)))
-        return [_completion(head, [choice], usage)]
+        state.num_chars += sum(map(_num_chars, (*delta.prompt_logprobs, *delta.logprobs)))
+        return [self._completion([choice], usage)]
 
-    def usage_chunk(self, head: Head, usage: UsageBody) -> msgspec.Struct:
-        return _completion(head, [], usage)
+    def usage_chunk(self, usage: UsageBody) -> Completion:
+        return self._completion([], usage)
+
+    def _completion(self, choices: list[CompletionChoice], usage: OptionalUsage) -> Completion:
+        return Completion(**self.head, choices=choices, usage=usage)
+
+    def _best(self, outputs: Sequence[Output]) -> list[Output]:
+        """Returns as many of each prompt's outputs as were wanted: the likeliest per token, where there are more."""
+        num_choices = self.generation.num_choices
+        if num_choices == self._num_wanted:
+            return list(outputs)
+        best: list[Output] = []
+        for start in range(0, len(outputs), num_choices):
+            candidates = outputs[start : start + num_choices]
+            ranked = sorted(candidates, key=lambda output: -output.total_logprob / max(1, len(output.logprobs)))
+            best += ranked[: self._num_wanted]
+        return best
 
 
-def read_prompts(prompt: str | list[str | int | list[int]], field: str = "prompt") -> tuple[Prompt, ...]:
-    """The four forms of a prompt as one.  Raises RequestError for an empty or mixed list."""
+def _num_wanted(body: CompletionBody) -> int:
+    return 1 if body.n is None else body.n
+
+
+def _num_choices(body: CompletionBody, num_wanted: int) -> int:
+    if body.best_of is None:
+        return num_wanted
+    if body.best_of < num_wanted:
+        raise RequestError(f"best_of={body.best_of}: must be at least n ({num_wanted})", param="best_of")
+    if body.best_of > num_wanted and body.stream:
+        raise FieldError("best_of", "which is best is known at the end, so it cannot stream")
+    return body.best_of
+
+
+def read_prompts(prompt: str | Sequence[str | int | list[int]], field: str = "prompt") -> tuple[Prompt, ...]:
+    """Returns the four forms of a prompt as one.  Raises RequestError for an empty or mixed list."""
     if isinstance(prompt, str):
         return (prompt,)
     kinds = set(map(type, prompt))
@@ -108,40 +140,16 @@ def read_prompts(prompt: str | list[str | int | list[int]], field: str = "prompt
         return (cast("list[int]", prompt),)
     if len(kinds) == 1:
         return tuple(cast("list[str | list[int]]", prompt))
-    raise RequestError(
-        f"{field}: {'an empty list' if not kinds else 'a mixed list'}; expected a string, token ids, "
-        "or a list of either",
-        param=field,
+    raise FieldError(
+        field,
+        f"{'a mixed list' if kinds else 'an empty list'}; expected a string, token ids, or a list of either",
     )
-
-
-def _completion(head: Head, choices: list[CompletionChoice], usage: OptionalUsage) -> Completion:
-    return Completion(
-        id=head.id,
-        created=head.created,
-        model=head.model,
-        system_fingerprint=head.system_fingerprint,
-        choices=choices,
-        usage=usage,
-    )
-
-
-def _best(outputs: Sequence[Output], generation: Generation) -> list[Output]:
-    """Of every prompt's outputs those that were wanted: the likeliest per token first."""
-    if generation.num_wanted is None:
-        return list(outputs)
-    best: list[Output] = []
-    for start in range(0, len(outputs), generation.num_choices):
-        candidates = outputs[start : start + generation.num_choices]
-        ranked = sorted(candidates, key=lambda output: -output.total_logprob / max(1, len(output.logprobs)))
-        best += ranked[: generation.num_wanted]
-    return best
 
 
 def _logprobs(
     entries: Sequence[TokenLogprobs], offset: int, prompt: Sequence[TokenLogprobs] = ()
 ) -> CompletionLogprobs | None:
-    """prompt: of an echoed prompt, in front of the others."""
+    """Returns the log probabilities of tokens, behind those of an echoed prompt."""
     every = (*prompt, *entries)
     if not every:
         return None
@@ -162,12 +170,12 @@ def _logprobs(
 
 
 def _num_chars(entry: TokenLogprobs) -> int:
-    """Characters that begin with this token.  A token may be a part of one, and be shown as something else entirely."""
+    """Returns how many characters begin with this token, which may be a part of one, and be shown as something else."""
     return sum(byte & 0xC0 != 0x80 for byte in entry.sampled.utf8)
 
 
 def _likeliest(entry: TokenLogprobs) -> dict[str, float]:
-    """Different tokens can look the same as text; the first and likeliest one keeps the place."""
+    """Returns the likeliest tokens by text; of those that look the same, the likeliest."""
     likeliest: dict[str, float] = {}
     for token in (*entry.top, entry.sampled):
         likeliest.setdefault(token.text, finite(token.logprob))

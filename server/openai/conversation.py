@@ -1,56 +1,71 @@
-"""Messages of a conversation in the engine's terms.
+"""A conversation in the engine's terms: its messages, and what a client may tell the chat template beside them.
 
-Owns: roles, content parts, calls of earlier turns.  Does not know: chat templates, answers.
+Owns: roles, content parts, calls of earlier turns, names of template variables.  Does not know: templates, answers.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from engine.errors import RequestError
+from engine.errors import FieldError, RequestError
 from engine.messages import ChatTurn, ToolCall
 from server.openai.requests import CallBody, ChatMessage, ContentPart, is_given
 
 # The API renamed "system" to "developer"; templates of open models know only the old name.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+VARIABLES = "chat_template_kwargs"
 TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 
 
 def read_turns(messages: Sequence[ChatMessage]) -> tuple[ChatTurn, ...]:
     """The conversation in the engine's terms.  Raises RequestError for what only other models could read."""
     if not messages:
-        raise RequestError("messages: an empty list; expected at least one message", param="messages")
+        raise FieldError("messages", "an empty list; expected at least one message")
     return tuple(_turn(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
 def read_end(add_generation_prompt: bool | None, continue_final_message: bool | None) -> tuple[bool, bool]:
     """(the assistant begins an answer, its last message goes on).  Raises RequestError if both are asked for."""
     if continue_final_message and add_generation_prompt:
-        raise RequestError(
-            "add_generation_prompt: not possible together with continue_final_message", param="add_generation_prompt"
-        )
+        raise FieldError("add_generation_prompt", "not possible together with continue_final_message")
     continues = bool(continue_final_message)
     return (not continues if add_generation_prompt is None else add_generation_prompt), continues
+
+
+def read_variables(given: Mapping[str, object] | None, reasoning_effort: str | None, allowed: Collection[str]) -> str:
+    """The template's variables as a JSON object; empty for none.  Raises RequestError for a name that is not allowed.
+
+    A template is a program, so clients cannot set whatever it reads: only what the configuration lists."""
+    variables = dict(given or {})
+    for name in variables:
+        if name not in allowed:
+            raise RequestError(
+                f"{VARIABLES}.{name[:100]}: not taken; known are {', '.join(allowed)} "
+                "(server.allowed_template_variables)",
+                code="unsupported_parameter",
+                param=VARIABLES,
+            )
+    if reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", reasoning_effort)
+    return msgspec.json.encode(variables).decode() if variables else ""
 
 
 def _turn(message: ChatMessage, path: str) -> ChatTurn:
     role = ROLES.get(message.role)
     if role is None:
-        raise RequestError(f"{path}.role: must be one of {', '.join(ROLES)}", param=f"{path}.role")
+        raise FieldError(f"{path}.role", f"must be one of {', '.join(ROLES)}")
     if is_given(message.function_call):
-        raise RequestError(
-            f"{path}.function_call: not supported by this server; send tool_calls",
-            code="unsupported_parameter",
-            param=f"{path}.function_call",
+        raise FieldError(
+            f"{path}.function_call", "not supported by this server; send tool_calls", code="unsupported_parameter"
         )
     calls = message.tool_calls or ()
     if calls and role != "assistant":
-        raise RequestError(f"{path}.tool_calls: only the assistant calls functions", param=f"{path}.tool_calls")
+        raise FieldError(f"{path}.tool_calls", "only the assistant calls functions")
     if role == "tool" and not message.tool_call_id:
         where = f"{path}.tool_call_id"
-        raise RequestError(f"{where}: required, but not given; the id of the call that this answers", param=where)
+        raise FieldError(where, "required, but not given; the id of the call that this answers")
     reasoning = message.reasoning_content or message.reasoning or ""
     return ChatTurn(
         role,
@@ -69,7 +84,7 @@ def _content(message: ChatMessage, path: str, *, required: bool) -> str:
         return message.content
     if not message.content:
         if required:
-            raise RequestError(f"{path}.content: required, but not given", param=f"{path}.content")
+            raise FieldError(f"{path}.content", "required, but not given")
         return ""
     return "".join(part_text(part, f"{path}.content[{index}]") for index, part in enumerate(message.content))
 
@@ -77,12 +92,15 @@ def _content(message: ChatMessage, path: str, *, required: bool) -> str:
 def part_text(part: ContentPart, path: str) -> str:
     """The text of a part.  Raises RequestError for images and the like."""
     if part.type not in TEXT_TYPES:
-        raise RequestError(
-            f"{path}.type: only 'text' is supported by this server", code="unsupported_content", param=f"{path}.type"
-        )
-    if part.text is None:
-        raise RequestError(f"{path}.text: required, but not given", param=f"{path}.text")
-    return part.text
+        raise FieldError(f"{path}.type", "only 'text' is supported by this server", code="unsupported_content")
+    return needed(part.text, f"{path}.text")
+
+
+def needed(value: str | None, path: str) -> str:
+    """Returns a field's value.  Raises RequestError if it was not given."""
+    if value is None:
+        raise FieldError(path, "required, but not given")
+    return value
 
 
 def read_call(call: CallBody, path: str) -> ToolCall:
@@ -96,10 +114,10 @@ def read_call(call: CallBody, path: str) -> ToolCall:
     try:
         msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except RecursionError:
-        raise RequestError(f"{path}: nested too deep", param=path) from None
+        raise FieldError(path, "nested too deep") from None
     except msgspec.MsgspecError:
         if _has_lone_surrogate(arguments or ""):
-            raise RequestError(f"{path}: holds half of a surrogate pair, which is no text", param=path) from None
+            raise FieldError(path, "holds half of a surrogate pair, which is no text") from None
         arguments = None
     return ToolCall(call.id, call.function.name, arguments or "{}")
 

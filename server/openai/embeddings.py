@@ -1,34 +1,27 @@
 """POST /v1/embeddings: texts as vectors of length 1.
 
-Owns: its bodies and its flow.  Does not know: how a model's output is pooled.
+Owns: its bodies.  Does not know: how a model's output is pooled.
 The vector is the last layer's output of the last token, or the mean over all tokens where ``pooling`` says so.
 """
 
 import base64
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
-from aiohttp import web
 from msgspec import Meta
 
 from engine.errors import RequestError
-from engine.messages import Finish
+from engine.messages import Finish, RequestOptions
 from engine.params import SamplingParams
-from engine.sections import LimitsSection, ServerSection
-from server.admission import refuse_early
-from server.backend import Ingress
-from server.generate.choices import Choices
+from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
 from server.generate.output import Output
-from server.generate.usage import Tally
-from server.http.body import BodyReader
-from server.http.exchange import EXCHANGE
-from server.model_card import ModelCard
+from server.generate.usage import UsageCounter
 from server.openai.completions import read_prompts
 from server.openai.requests import Priority, Salt, TokenId
 from server.openai.translator import Translator
-from server.reply import json_reply
 
 Dimensions = Annotated[int, Meta(ge=1, le=1 << 20)]
 
@@ -70,66 +63,47 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     usage: EmbeddingUsage
 
 
-class EmbeddingRoute:
-    """Its handler."""
+class Embeddings(Endpoint[EmbeddingBody]):
+    """POST /v1/embeddings."""
 
-    def __init__(
-        self,
-        translator: Translator,
-        *,
-        server: ServerSection,
-        limits: LimitsSection,
-        ingress: Ingress,
-        card: ModelCard,
-    ) -> None:
+    body_type = EmbeddingBody
+
+    def __init__(self, translator: Translator) -> None:
         self._translator = translator
-        self._reader = BodyReader(EmbeddingBody, self._translate, server)
-        self._limits = limits
-        self._ingress = ingress
-        self._card = card
 
-    def _translate(self, body: EmbeddingBody) -> tuple[EmbeddingBody, Generation]:
+    def translate(self, body: EmbeddingBody) -> Generation:
         self._translator.check_model(body.model)
         prompts = read_prompts(body.input, "input")
         self._translator.check_count(len(prompts), 1, "input")
-        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=body.pooling or "last")
-        return body, Generation(
+        return Generation(
             prompts=prompts,
-            params=params,
-            num_choices=1,
-            echo=False,
-            stream=False,
-            include_usage=False,
-            continuous_usage=False,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            prompt_only=True,
+            params=SamplingParams(max_tokens=1, temperature=0.0, pooling=body.pooling or "last"),
+            options=RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or "", prompt_only=True),
         )
 
-    async def post(self, request: web.Request) -> web.StreamResponse:
-        """aiohttp's handler.  Raises RequestError or EngineDied."""
-        refuse_early(self._ingress, self._limits)
-        body, generation = await self._reader.read(request)
-        tally = Tally(generation)
-        try:
-            async with Choices(self._ingress, generation) as choices:
-                outputs = [Output(index) for index in range(choices.num_choices)]
-                while (item := await choices.next()) is not None:
-                    index, delta = item
-                    tally.add(index, delta)
-                    outputs[index].add(delta)
-                    if delta.finish == Finish.ABORT:
-                        raise RequestError("the request was aborted", status=409, code="aborted")
-        except RequestError as error:
-            if error.param == "prompt":
-                error.param = "input"
-            raise
-        finally:
-            usage = tally.total()
-            request[EXCHANGE].usage = usage.prompt_tokens, usage.completion_tokens
-        entries = [EmbeddingEntry(index=one.index, embedding=_encoded(one.embedding, body)) for one in outputs]
-        counts = EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens)
-        return json_reply(EmbeddingList(data=entries, model=self._card.name, usage=counts))
+    def rename(self, field: str, body: EmbeddingBody) -> str:
+        return "input" if field == "prompt" else field
+
+    def writer(self, body: EmbeddingBody, generation: Generation, usage: UsageCounter) -> "EmbeddingWriter":
+        return EmbeddingWriter(body, usage, self._translator.card.name)
+
+
+class EmbeddingWriter(Writer):
+    """Writes a list of vectors."""
+
+    id = ""
+
+    def __init__(self, body: EmbeddingBody, usage: UsageCounter, model: str) -> None:
+        self._body = body
+        self._usage = usage
+        self._model = model
+
+    def whole(self, outputs: Sequence[Output]) -> EmbeddingList:
+        if any(output.finish == Finish.ABORT for output in outputs):
+            raise RequestError("the request was aborted", status=409, code="aborted")
+        num_tokens = self._usage.total().prompt_tokens
+        data = [EmbeddingEntry(index=one.index, embedding=_encoded(one.embedding, self._body)) for one in outputs]
+        return EmbeddingList(data=data, model=self._model, usage=EmbeddingUsage(num_tokens, num_tokens))
 
 
 def _encoded(embedding: bytes, body: EmbeddingBody) -> list[float] | str:

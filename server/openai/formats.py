@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from engine.errors import RequestError
+from engine.errors import FieldError, RequestError
 from engine.params import Grammar
 from server.openai.requests import GenerationBody, ResponseFormat, StructuredOutputs, is_given
 
@@ -54,14 +54,10 @@ def _of_format(given: ResponseFormat) -> Grammar | None:
             return JSON_OBJECT if asks_nothing else _of_schema(given.schema)
         case "json_schema":
             if given.json_schema is None:
-                raise RequestError(
-                    "response_format.json_schema: required, but not given", param="response_format.json_schema"
-                )
+                raise FieldError("response_format.json_schema", "required, but not given")
             return _of_schema(given.json_schema.schema)
-    raise RequestError(
-        "response_format.type: must be 'text', 'json_object' or 'json_schema'",
-        code="unsupported_parameter",
-        param="response_format.type",
+    raise FieldError(
+        "response_format.type", "must be 'text', 'json_object' or 'json_schema'", code="unsupported_parameter"
     )
 
 

@@ -5,16 +5,16 @@ Owns: what is said about the served model.  Does not know: how it is served.
 
 from aiohttp import web
 
-from server.model_card import ModelCard
+from server.http.replies import json_reply
 from server.openai.answers import ModelBody, ModelList
 from server.openai.translator import Translator
-from server.reply import json_reply
 
 
 class ModelRoutes:
-    """Their handlers."""
+    """Handles both."""
 
-    def __init__(self, card: ModelCard, translator: Translator) -> None:
+    def __init__(self, translator: Translator) -> None:
+        card = translator.card
         self._model = ModelBody(id=card.name, created=card.created, max_model_len=card.max_model_len)
         self._translator = translator
 

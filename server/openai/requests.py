@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from engine.params import MAX_LOGPROBS, MAX_TOKEN_COUNT
 
-# Ranges that JSON numbers must keep to whatever they are for: a longer integer is an attack on whoever prints it.
+# Ranges that JSON numbers must keep to whatever they are for: a longer integer is an attack on what prints it.
 Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Priority = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]

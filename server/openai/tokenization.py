@@ -11,18 +11,16 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from engine.actors.ingress import MAX_CHARS_PER_TOKEN
-from engine.errors import RequestError
+from engine.errors import FieldError
 from engine.messages import ChatOptions, ChatTurn
 from engine.sections import ServerSection
 from engine.text.codec import TextCodec
 from server.http.body import BodyReader
-from server.model_card import ModelCard
-from server.openai.conversation import read_end, read_turns
+from server.http.replies import json_reply
+from server.openai.conversation import read_end, read_turns, read_variables
 from server.openai.requests import ChatMessage, Scalar, Short, TokenId, Tools
-from server.openai.template_variables import read_variables
 from server.openai.tools import read_tools
 from server.openai.translator import Translator
-from server.reply import json_reply
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,40 +60,36 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True):
 
 
 class TokenizationRoutes:
-    """Their handlers."""
+    """Handles both."""
 
-    def __init__(self, codec: TextCodec, card: ModelCard, translator: Translator, server: ServerSection) -> None:
+    def __init__(self, codec: TextCodec, translator: Translator, server: ServerSection) -> None:
         self._codec = codec
-        self._card = card
+        self._card = translator.card
         self._translator = translator
         self._tokenize_reader = BodyReader(TokenizeBody, self._check_tokenize, server)
         self._detokenize_reader = BodyReader(DetokenizeBody, self._check_detokenize, server)
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        """aiohttp's handler."""
         body = await self._tokenize_reader.read(request)
         return json_reply(await asyncio.to_thread(self._encode, body))
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        """aiohttp's handler."""
         body = await self._detokenize_reader.read(request)
         text = await asyncio.to_thread(self._codec.decode, body.tokens, skip_special_tokens=False)
         return json_reply(DetokenizeAnswer(text))
 
     def _check_tokenize(self, body: TokenizeBody) -> TokenizeBody:
-        if body.model is not None:
-            self._translator.check_model(body.model)
+        self._translator.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise RequestError("prompt: exactly one of prompt and messages is needed", param="prompt")
+            raise FieldError("prompt", "exactly one of prompt and messages is needed")
         return body
 
     def _check_detokenize(self, body: DetokenizeBody) -> DetokenizeBody:
-        if body.model is not None:
-            self._translator.check_model(body.model)
+        self._translator.check_model(body.model)
         outside = next((token for token in body.tokens if token >= self._card.vocab_size), None)
         if outside is not None:
             most = self._card.vocab_size - 1
-            raise RequestError(f"tokens: token id {outside} is outside 0 to {most}", param="tokens")
+            raise FieldError("tokens", f"token id {outside} is outside 0 to {most}")
         return body
 
     def _encode(self, body: TokenizeBody) -> TokenizeAnswer:
@@ -129,11 +123,7 @@ class TokenizationRoutes:
     def _check_chars(self, num_chars: int, param: str) -> None:
         most = MAX_CHARS_PER_TOKEN * self._card.max_model_len
         if num_chars > most:
-            raise RequestError(
-                f"{param}: {num_chars} characters; at most {most} are taken",
-                code="context_length_exceeded",
-                param=param,
-            )
+            raise FieldError(param, f"{num_chars} characters; at most {most} are taken", code="context_length_exceeded")
 
 
 def _num_chars(turn: ChatTurn) -> int:

@@ -7,16 +7,14 @@ never reaches the engine because it happens to exist there.
 
 from typing import TypeVar
 
-from engine.sections import LimitsSection
-from engine.errors import RequestError
-from engine.messages import ChatOptions
+from engine.errors import FieldError, RequestError
+from engine.messages import DEFAULT_OPTIONS, ChatOptions, Prompt, RequestOptions
 from engine.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
-from server.backend import Prompt
-from server.generate.generation import Generation
+from server.generate.generation import MAX_CHOICES, Generation
 from server.model_card import ModelCard
 from server.openai.formats import read_grammar
 from server.openai.requests import GenerationBody
-from server.openai.tools import ToolRequest
+from server.openai.tools import NO_TOOLS, ToolRequest
 
 T = TypeVar("T")
 DEFAULT = SamplingParams()
@@ -25,11 +23,10 @@ NO_SEED = -1  # to vLLM and llama.cpp
 
 
 class Translator:
-    """Turns request bodies into generations for one model."""
+    """Turns request bodies into generations for one model, which ``card`` describes."""
 
-    def __init__(self, card: ModelCard, limits: LimitsSection) -> None:
-        self._card = card
-        self._limits = limits
+    def __init__(self, card: ModelCard) -> None:
+        self.card = card
 
     def translate(
         self,
@@ -38,48 +35,49 @@ class Translator:
         *,
         max_tokens: int | None,
         logprobs: int | None,
-        echo: bool,
+        echo: bool = False,
         num_choices: int | None = None,
         counted: str = "n",
         prompt_logprobs: int | None = None,
         prompt_only: bool = False,
-        tools: ToolRequest = ToolRequest(),  # noqa: B008 (frozen)
-        chat: ChatOptions = ChatOptions(),  # noqa: B008 (frozen)
+        tools: ToolRequest = NO_TOOLS,
+        chat: ChatOptions = DEFAULT_OPTIONS.chat,
     ) -> Generation:
-        """Raises RequestError for values that are wrong whatever the prompt is."""
+        """Returns what a request asks of the engine.
+
+        Raises RequestError for values that are wrong whatever the prompt is."""
         if num_choices is None:
             num_choices = 1 if body.n is None else body.n
         self.check_count(len(prompts), num_choices, counted)
-        stream = bool(body.stream)
-        options = body.stream_options
-        if options is not None and not stream:
-            raise RequestError("stream_options: only allowed together with stream", param="stream_options")
+        if body.stream_options is not None and not body.stream:
+            raise FieldError("stream_options", "only allowed together with stream")
         params = self._sampling_params(body, max_tokens=max_tokens, logprobs=logprobs)
         params = params.replace(grammar=_grammar(body, tools), prompt_logprobs=prompt_logprobs)
-        params.check(self._card.vocab_size)
-        return Generation(
-            prompts=prompts,
-            params=params,
-            num_choices=num_choices,
+        params.check(self.card.vocab_size)
+        options = RequestOptions(
             echo=echo,
-            stream=stream,
-            include_usage=options is not None and bool(options.include_usage),
-            continuous_usage=options is not None and bool(options.continuous_usage_stats),
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             chat=chat,
-            tools=tools.use_with(params.grammar),
             prompt_only=prompt_only,
-            shows_token_ids=bool(body.return_token_ids),
+            return_prompt_ids=bool(body.return_token_ids),
+        )
+        return Generation(
+            prompts=prompts,
+            params=params,
+            options=options,
+            num_choices=num_choices,
+            stream=bool(body.stream),
+            new_parser=tools.new_parser(params.grammar),
             names_tokens_by_id=bool(body.return_tokens_as_token_ids),
             request_id=body.request_id or body.rid or "",
         )
 
-    def check_model(self, name: str) -> None:
-        """Raise RequestError (404) unless ``name`` is the served model."""
-        if name != self._card.name:
+    def check_model(self, name: str | None) -> None:
+        """Raise RequestError (404) unless ``name`` is the served model, or none is named."""
+        if name not in (None, self.card.name):
             raise RequestError(
-                f"the model '{name[:100]}' does not exist; this server has '{self._card.name}'",
+                f"the model '{name[:100]}' does not exist; this server has '{self.card.name}'",
                 status=404,
                 code="model_not_found",
                 param="model",
@@ -87,18 +85,17 @@ class Translator:
 
     def check_count(self, num_prompts: int, num_choices: int, counted: str) -> None:
         """Raise RequestError for more choices than one request may have.  counted: the field that says how many."""
-        most = self._limits.max_choices
-        if not 1 <= num_choices <= most:
-            raise RequestError(f"{counted}={num_choices}: must be from 1 to {most}", param=counted)
-        if num_prompts * num_choices > most:
+        if not 1 <= num_choices <= MAX_CHOICES:
+            raise RequestError(f"{counted}={num_choices}: must be from 1 to {MAX_CHOICES}", param=counted)
+        if num_prompts * num_choices > MAX_CHOICES:
             raise RequestError(
                 f"{num_prompts} prompts with {counted}={num_choices} make {num_prompts * num_choices} choices; "
-                f"at most {most} are allowed in one request",
+                f"at most {MAX_CHOICES} are allowed in one request",
                 param="prompt" if num_choices == 1 and counted == "n" else counted,
             )
 
     def _sampling_params(self, body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        model = self._card.chat_defaults
+        model = self.card.chat_defaults
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,
@@ -124,7 +121,7 @@ class Translator:
 
 
 def own_seed(seed: int | None) -> int | None:
-    """A client's seed as one of ours, which begin at 0.  -1 is none, as it is elsewhere."""
+    """Returns a client's seed as one of ours, which begin at 0.  -1 is none, as it is elsewhere."""
     if seed == NO_SEED:
         return None
     return seed & MAX_SEED if seed is not None and LEAST_SEED <= seed < 0 else seed
@@ -137,11 +134,9 @@ def _grammar(body: GenerationBody, tools: ToolRequest) -> Grammar | None:
         return None
     field = "tools" if named is None else named[0]
     if len(grammar.source) > MAX_GRAMMAR_CHARS:
-        raise RequestError(f"{field}: longer than {MAX_GRAMMAR_CHARS} characters", param=field)
+        raise FieldError(field, f"longer than {MAX_GRAMMAR_CHARS} characters")
     if body.ignore_eos:
-        raise RequestError(
-            f"ignore_eos: not possible together with {field}, which says where to end", param="ignore_eos"
-        )
+        raise FieldError("ignore_eos", f"not possible together with {field}, which says where to end")
     return grammar
 
 

@@ -10,24 +10,33 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from engine.errors import RequestError
+from engine.errors import FieldError, RequestError
 from engine.sections import ServerSection
-from server.backend import Ingress
 from server.clients.open_requests import Clients
 from server.http.body import BodyReader
 from server.http.cors import refuse_foreign_page
-from server.http.exchange import EXCHANGE
+from server.http.exchange import EXCHANGE, Handler
+from server.http.replies import json_reply
 from server.openai.requests import Short
-from server.reply import json_reply
 
 ABORT_PATHS = ("/abort_request", "/abort_requests")
 RESET_PATHS = ("/reset_prefix_cache", "/flush_cache")
 Names = Annotated[list[Short], Meta(max_length=1024)]
 
 
+def administration_routes(abort: Handler, reset: Handler) -> list[web.RouteDef]:
+    """Returns the routes of both, under every name that they have."""
+    return [
+        *(web.post(path, abort) for path in ABORT_PATHS),
+        *(web.post(path, reset) for path in RESET_PATHS),
+        *(web.get(path, reset, allow_head=False) for path in RESET_PATHS),
+    ]
+
+
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
-    """rid, request_ids: the X-Request-Id of a request, or the id in its answer; several may have the same one.
-    abort_all: every one."""
+    """Which requests to end.  rid, request_ids: the X-Request-Id of a request, or the id in its answer.
+
+    Several requests may have the same one.  abort_all: all of them."""
 
     rid: Short | Names | None = None
     request_ids: Names | None = None
@@ -42,52 +51,47 @@ class AbortAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResetAnswer(msgspec.Struct, frozen=True):
-    """It has been done."""
+    """Says that the cache was reset."""
 
     success: bool = True
 
 
 class AdministrationRoutes:
-    """Their handlers."""
+    """Handles both."""
 
-    def __init__(self, ingress: Ingress, clients: Clients, server: ServerSection) -> None:
-        self._ingress = ingress
+    def __init__(self, clients: Clients, server: ServerSection) -> None:
         self._clients = clients
         self._abort_reader = BodyReader(AbortBody, _names, server)
 
     async def abort(self, request: web.Request) -> web.Response:
-        """aiohttp's handler.  Raises RequestError: 404 if there is nothing that is called so."""
+        """End the requests that have a name.  Raises RequestError: 404 if none has."""
         names = await self._abort_reader.read(request)
         key_number = request[EXCHANGE].key_number
         num_aborted, unknown = 0, []
         for name in names:
-            ended = [self._abort(ids) for ids in self._clients.opened(key_number, name)]
-            num_aborted += sum(ended)
-            if name is not None and not any(ended):
+            num_ended = self._clients.abort(key_number, name)
+            num_aborted += num_ended
+            if name is not None and not num_ended:
                 unknown.append(name)
         if unknown and not num_aborted:
             raise RequestError(
-                "no open request is called so; it may have ended", status=404, code="request_not_found", param="rid"
+                "no open request has this id; it may have ended", status=404, code="request_not_found", param="rid"
             )
         return json_reply(AbortAnswer(num_aborted=num_aborted, unknown=unknown))
 
     async def reset(self, request: web.Request) -> web.Response:
-        """aiohttp's handler.  There is nothing to say, so a body is not read.  Raises RequestError: 403."""
+        """Forget what is cached for the client.  The request's body is not read.  Raises RequestError: 403."""
         refuse_foreign_page(request)
         self._clients.forget_cache(request[EXCHANGE].key_number)
         return json_reply(ResetAnswer())
 
-    def _abort(self, request_ids: list[int]) -> bool:
-        """All choices of a request; returns whether one of them was open."""
-        return sum(map(self._ingress.abort, request_ids)) > 0
-
 
 def _names(body: AbortBody) -> list[str | None]:
-    """Without repetition; None for all requests.  Raises RequestError if there is none."""
+    """Returns the names without repetition; None stands for all requests.  Raises RequestError if there is none."""
     if body.abort_all:
         return [None]
     rid = [body.rid] if isinstance(body.rid, str) else body.rid or []
     names = list(dict.fromkeys([*rid, *(body.request_ids or [])]))
     if not names or not all(names):
-        raise RequestError("rid: the id of a request is needed, or abort_all", param="rid")
+        raise FieldError("rid", "the id of a request is needed, or abort_all")
     return [*names]

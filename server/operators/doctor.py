@@ -43,7 +43,7 @@ class Finding:
 
 
 def examine(config: Config) -> list[Finding]:
-    """Every check, in the order in which a start would meet them."""
+    """Returns the findings of every check, in the order in which a start would meet them."""
     findings: list[Finding] = []
     for check in (_python, _packages, _http, _torch, _plugins, _machine, _limits, _port, _model, _options):
         findings += check(config)
@@ -227,7 +227,7 @@ def _options(config: Config) -> Iterator[Finding]:
     if config.server.traces and not _installed(TRACING):
         yield Finding("traces", "bad", f"{TRACING} is not installed", "pip install 'callboard[otel]'")
     if not config.server.api_key:
-        yield Finding("API key", "note", "none", "whoever reaches the port may use the model; set server.api_key")
+        yield Finding("API key", "note", "none", "all that can reach the port may use the model; set server.api_key")
 
 
 def _installed(module: str) -> bool:

@@ -15,11 +15,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from engine.actors.admission import unavailable
 from engine.actors.snapshot import Gauges, Snapshot
 from engine.messages import Finish
 from engine.scheduling.meter import Distribution, Meter
-from server.admission import unavailable
-from server.backend import Ingress, Monitor
+from server.backend import Backend, Ingress
 from server.http.traffic import Traffic
 
 OWN = "callboard_"
@@ -67,7 +67,7 @@ class EngineCollector(Collector):
         self._values = list(labels.values())
 
     def collect(self) -> Iterator[Metric]:
-        """What other engines have as well."""
+        """Make the samples that other engines have as well."""
         gauges, meter = self._seen.gauges, self._seen.meter
         yield self._gauge("num_requests_running", "Requests in the batch.", gauges.num_running)
         yield self._gauge("num_requests_waiting", "Requests without a place in the batch.", gauges.num_waiting)
@@ -104,7 +104,7 @@ class EngineCollector(Collector):
 
 
 class OwnCollector(EngineCollector):
-    """What there is to say beyond that."""
+    """Samples that only this engine has, after the common ones.  about: labels of what is running."""
 
     def __init__(self, seen: Snapshot, ingress: Ingress, traffic: Traffic, about: dict[str, str]) -> None:
         super().__init__(seen, OWN, {})
@@ -181,20 +181,17 @@ class OwnCollector(EngineCollector):
 
 
 class MetricsRoute:
-    """aliases: whether vLLM's names are given as well."""
+    """Handles GET /metrics.  aliases: whether vLLM's names are given as well."""
 
-    def __init__(
-        self, monitor: Monitor, ingress: Ingress, traffic: Traffic, *, version: str, model: str, aliases: bool
-    ) -> None:
-        self._monitor = monitor
-        self._ingress = ingress
+    def __init__(self, backend: Backend, traffic: Traffic, *, version: str, aliases: bool) -> None:
+        self._ingress, self._monitor = backend.ingress, backend.monitor
         self._traffic = traffic
-        self._about = {"version": version, "model_name": model}
+        self._about = {"version": version, "model_name": backend.card.name}
         self._aliases = aliases
         self._process = ProcessCollector(registry=None)
 
     async def get(self, request: web.Request) -> web.Response:
-        """In the format that the scraper asks for."""
+        """Answer in the format that the scraper asks for."""
         seen = await self._monitor.look(meter=True)
         registry = CollectorRegistry()
         registry.register(self._process)
@@ -208,13 +205,13 @@ class MetricsRoute:
 
 
 def usage(gauges: Gauges) -> float:
-    """Share of the pages that requests need; cached ones count as free, since they can be had at once."""
+    """Returns the share of the pages that requests need; cached ones count as free, since they can be had at once."""
     total = gauges.pages_free + gauges.pages_cached + gauges.pages_used
     return gauges.pages_used / total if total else 0.0
 
 
 def buckets(distribution: Distribution) -> list[tuple[str, float]]:
-    """Cumulated, as Prometheus wants them."""
+    """Returns the cumulated counts of a distribution's buckets, as Prometheus wants them."""
     cumulated, entries = 0, []
     for edge, count in zip((*distribution.edges, float("inf")), distribution.counts, strict=True):
         cumulated += count

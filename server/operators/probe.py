@@ -8,32 +8,33 @@ import asyncio
 
 from aiohttp import web
 
+from engine.actors.admission import RETRY_LATER_S
 from engine.errors import RequestError
-from engine.messages import Finish
+from engine.messages import Finish, RequestOptions
 from engine.params import SamplingParams
-from engine.sections import LimitsSection
-from server.admission import RETRY_LATER_S, refuse_early
-from server.backend import Ingress, Stream
-from server.reply import json_reply
+from server.backend import Stream
+from server.clients.open_requests import CLIENT
+from server.http.replies import json_reply
 
 LIMIT_S = 20.0
 PROMPT = (0,)
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-FIRST = -(1 << 31)  # before whatever else waits: the question is whether tokens come, not how long the queue is
+FIRST = RequestOptions(
+    priority=-(1 << 31)
+)  # before whatever else waits: the question is whether tokens come, not how long the queue is
 
 
 class ProbeRoute:
-    """Its handler."""
+    """Handles the probe."""
 
-    def __init__(self, ingress: Ingress, limits: LimitsSection, limit_s: float = LIMIT_S) -> None:
-        self._ingress = ingress
-        self._limits = limits
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._limit_s = limit_s
 
     async def get(self, request: web.Request) -> web.Response:
-        """aiohttp's handler.  Raises RequestError: 503 if no token came, 429 if the queue is full."""
-        refuse_early(self._ingress, self._limits)
-        stream = self._ingress.open(PROMPT, ONE_TOKEN, priority=FIRST)
+        """Generate a token.  Raises RequestError: 503 if no token came, 429 if the queue is full."""
+        client = request[CLIENT]
+        client.check_admission()
+        stream = client.open(PROMPT, ONE_TOKEN, FIRST)
         try:
             async with asyncio.timeout(self._limit_s):
                 finish = await _end_of(stream)

@@ -1,8 +1,8 @@
 """GET /stats: the same numbers as /metrics for a person's page, with the last steps and a picture of the prefix cache.
 
 Owns: the shape of that JSON, its bounds, rates over the last seconds.  Does not know: how anything is counted, HTML.
-What prompts say is shown only where everybody who can ask is the same person: without an API key, and only prefixes
-that were not salted.
+What prompts say is shown only without an API key, where all clients are one person, and only of prefixes that were not
+salted.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from aiohttp import web
 from engine.kv.outline import OutlinedNode
 from engine.messages import Finish
 from engine.scheduling.meter import Distribution, Meter, StepRecord
-from server.backend import Ingress, Monitor
+from server.backend import Backend
+from server.http.replies import json_reply
 from server.operators.status import trouble
-from server.reply import json_reply
 
 MAX_NODES = 80
 MAX_PREVIEW_CHARS = 60
@@ -68,7 +68,7 @@ class QuantilesBody(msgspec.Struct, frozen=True):
 
 
 class StatsBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything.  status: 'ready', or the code of the error that /ready gives.
+    """What the page shows.  status: 'ready', or the code of the error that /ready gives.
 
     Token counts only grow; rates are over the last seconds that had steps."""
 
@@ -94,17 +94,15 @@ class StatsBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatsRoute:
-    """shows_text: whether parts of prompts may be seen."""
+    """Handles GET /stats.  shows_text: whether parts of prompts may be seen."""
 
-    def __init__(self, monitor: Monitor, ingress: Ingress, *, version: str, model: str, shows_text: bool) -> None:
-        self._monitor = monitor
-        self._ingress = ingress
+    def __init__(self, backend: Backend, *, version: str, shows_text: bool) -> None:
+        self._ingress, self._monitor, self._model = backend.ingress, backend.monitor, backend.card.name
         self._version = version
-        self._model = model
         self._shows_text = shows_text
 
     async def get(self, request: web.Request) -> web.Response:
-        """Costs a few milliseconds at most, whatever the engine holds."""
+        """Answer within a few milliseconds, whatever the engine holds."""
         seen = await self._monitor.look(meter=True, max_nodes=MAX_NODES)
         now, gauges, meter, outline = seen.now, seen.gauges, seen.meter, seen.outline
         steps = meter.recent_steps if meter is not None else []
@@ -176,7 +174,7 @@ class StatsRoute:
 
 
 def rates(steps: Sequence[StepRecord], now: float) -> dict[str, float]:
-    """Tokens per second over the last seconds, as far back as the record goes."""
+    """Returns tokens per second over the last seconds, as far back as the record goes."""
     recent = [step for step in steps if step.completed_at > now - RATE_WINDOW_S]
     if not recent:
         return {"decode": 0.0, "prefill": 0.0}
@@ -188,7 +186,7 @@ def rates(steps: Sequence[StepRecord], now: float) -> dict[str, float]:
 
 
 def quantile(distribution: Distribution, share: float) -> float | None:
-    """The size below which ``share`` of all are, interpolated within its bucket."""
+    """Returns the size below which ``share`` of all are, interpolated within its bucket."""
     left = distribution.num_seen * share
     if not left:
         return None

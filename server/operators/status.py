@@ -1,6 +1,7 @@
-"""GET /health, /ready and /version: for orchestrators and people, not for API clients.
+"""GET /health, /ready, /version, /server_info and /load: what orchestrators, routers and people in need of help ask.
 
-Owns: what they say.  Does not know: how the server comes into these states.
+Owns: what they say.  Does not know: how the server comes into these states; the configuration as a whole, which is not
+a client's business.
 /health is 200 as long as the process can do its work, now or soon; /ready only while it takes requests.
 """
 
@@ -10,17 +11,19 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from engine.actors.admission import RETRY_LATER_S, unavailable
 from engine.actors.snapshot import Gauges
 from engine.errors import RequestError
-from server.admission import RETRY_LATER_S, unavailable
-from server.backend import Ingress, Monitor
-from server.http.errors import error_response
-from server.reply import json_reply
+from engine.sections import LimitsSection
+from engine.text.tool_format import ToolFormat
+from server.backend import Backend, Ingress
+from server.generate.generation import MAX_CHOICES
+from server.http.replies import error_response, json_reply
 
 Status = Literal["ok", "loading", "draining", "recovering"]
 LIVE: dict[str, Status] = {"not_ready": "loading", "draining": "draining"}  # reasons not to be ready that pass
 HEALTH_PATIENCE_S = 10.0  # longer than an engine that loads may be busy
-STALLED_AFTER_S = 30.0  # requests and no step completed for so long: whoever asks should go elsewhere
+STALLED_AFTER_S = 30.0  # requests and no step completed for so long: clients should go elsewhere
 
 
 class PagesBody(msgspec.Struct, frozen=True):
@@ -41,12 +44,39 @@ class HealthBody(msgspec.Struct, frozen=True):
     waiting: int | UnsetType = UNSET
 
 
-class StatusRoutes:
-    """Their handlers."""
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What is served, and its limits.
 
-    def __init__(self, ingress: Ingress, monitor: Monitor, version: str) -> None:
-        self._ingress = ingress
-        self._monitor = monitor
+    kv_tokens: how many tokens the KV pool holds; 0 while the model loads.  max_running: most rows of a step."""
+
+    version: str
+    model: str
+    max_model_len: int
+    vocab_size: int
+    tool_format: ToolFormat
+    kv_tokens: int
+    kv_page_tokens: int
+    max_running: int
+    max_requests: int
+    max_queued_tokens: int
+    max_choices: int
+    request_timeout_s: float
+
+
+class Load(msgspec.Struct, frozen=True):
+    """How many requests there are.  server_load: open ones, each choice counted; running, waiting: in the engine."""
+
+    server_load: int
+    running: int
+    waiting: int
+
+
+class StatusRoutes:
+    """Handles these routes."""
+
+    def __init__(self, backend: Backend, limits: LimitsSection, version: str) -> None:
+        self._ingress, self._monitor, self._card = backend.ingress, backend.monitor, backend.card
+        self._limits = limits
         self._version = version
 
     async def health(self, request: web.Request) -> web.Response:
@@ -70,6 +100,29 @@ class StatusRoutes:
     async def version(self, request: web.Request) -> web.Response:
         return json_reply({"version": self._version})
 
+    async def info(self, request: web.Request) -> web.Response:
+        card, limits, gauges = self._card, self._limits, (await self._monitor.look()).gauges
+        return json_reply(
+            ServerInfo(
+                version=self._version,
+                model=card.name,
+                max_model_len=card.max_model_len,
+                vocab_size=card.vocab_size,
+                tool_format=card.tool_format,
+                kv_tokens=gauges.page_size * (gauges.pages_free + gauges.pages_cached + gauges.pages_used),
+                kv_page_tokens=gauges.page_size,
+                max_running=gauges.max_running,
+                max_requests=limits.max_requests,
+                max_queued_tokens=limits.max_queued_tokens,
+                max_choices=MAX_CHOICES,
+                request_timeout_s=limits.request_timeout_s,
+            )
+        )
+
+    async def load(self, request: web.Request) -> web.Response:
+        gauges = (await self._monitor.look()).gauges
+        return json_reply(Load(self._ingress.num_open, gauges.num_running, gauges.num_waiting))
+
     def _with_gauges(self, status: Status) -> HealthBody:
         stats = self._ingress.stats
         if stats is None:
@@ -80,7 +133,7 @@ class StatusRoutes:
 
 
 def trouble(ingress: Ingress, gauges: Gauges) -> RequestError | None:
-    """Why requests would be refused now, or taken and left waiting; None while all is well."""
+    """Returns why requests would be refused now, or taken and left waiting; None while all is well."""
     if (error := unavailable(ingress)) is not None:
         return error
     if ingress.recovering:

@@ -1,6 +1,6 @@
 """OpenTelemetry traces: a span for each request, and below it where its time went in the engine.
 
-Owns: the spans, their names and attributes.  Does not know: who collects them; requests when tracing is off.
+Owns: the spans, their names and attributes.  Does not know: what collects them; requests when tracing is off.
 opentelemetry is imported here alone, and only if the configuration asks for traces: pip install 'callboard[otel]'.
 What prompts and outputs say is in no span.
 """
@@ -10,15 +10,16 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from engine.errors import ConfigError
-from engine.params import SamplingParams
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.metrics import RequestMetrics
-from server.backend import Ingress, Prompt, Stream
+from server.backend import Stream
+from server.clients.open_requests import CLIENT
 from server.http.exchange import EXCHANGE, Handler
 
 if TYPE_CHECKING:
@@ -33,14 +34,16 @@ SEND_TIMEOUT_S = 2  # also what a collector that does not answer may cost at shu
 
 
 def open_provider(endpoint: str, version: str) -> "TracerProvider":
-    """Spans in batches to ``endpoint``, by HTTP from a thread of their own.  Raises ConfigError without the package."""
+    """Returns what sends spans in batches to ``endpoint``, by HTTP from a thread of their own.
+
+    Raises ConfigError without the package."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        raise ConfigError("server.operators.traces needs OpenTelemetry: pip install 'callboard[otel]'") from None
+        raise ConfigError("server.traces needs OpenTelemetry: pip install 'callboard[otel]'") from None
     resource = Resource.create({"service.name": "callboard", "service.version": version})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=SEND_TIMEOUT_S)))
@@ -64,7 +67,7 @@ class Traces:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """A span around the handling of an API request."""
+        """Put a span around the handling of an API request."""
         exchange = request[EXCHANGE]
         if not exchange.route.startswith(API_ROUTES):
             return await handler(request)
@@ -80,6 +83,8 @@ class Traces:
             },
             record_exception=False,  # its text may hold parts of the request
         ) as span:
+            if span.is_recording():
+                request[CLIENT].opened = partial(self._note, self._trace.set_span_in_context(span))
             try:
                 response = await handler(request)
             except Exception as error:
@@ -92,21 +97,15 @@ class Traces:
             span.set_attribute("http.response.status_code", response.status)
             return response
 
-    def guard(self, ingress: Ingress) -> Ingress:
-        """``ingress``, but that what it opens is known to belong to the span it is opened in."""
-        return cast("Ingress", _TracedIngress(ingress, self))
-
-    def note(self, stream: Stream) -> None:
-        """The engine will speak of this request by its own number."""
-        span = self._trace.get_current_span()
-        if span.is_recording():
-            self._contexts[stream.request_id] = self._trace.set_span_in_context(span)
-            if len(self._contexts) > MAX_OPEN:
-                self._contexts.popitem(last=False)
+    def _note(self, context: Any, stream: Stream) -> None:
+        """Remember the span of a request that the engine will speak of by its own number."""
+        self._contexts[stream.request_id] = context
+        if len(self._contexts) > MAX_OPEN:
+            self._contexts.popitem(last=False)
 
     @hookimpl
     def callboard_request_finished(self, requests: Sequence[RequestMetrics]) -> None:
-        """Spans after the fact, at the times by the engine's clock."""
+        """Make the phases' spans after the fact, at the times by the engine's clock."""
         epoch_ns = time.time_ns() - time.monotonic_ns()
         for one in requests:
             context = self._contexts.pop(one.request_id, None)
@@ -129,20 +128,3 @@ class Traces:
     async def close(self, app: web.Application) -> None:
         """Send what is left, from a thread: the collector may not answer."""
         await asyncio.to_thread(self._provider.shutdown)
-
-
-class _TracedIngress:
-    """An ingress, but for what ``open`` notes."""
-
-    def __init__(self, inner: Ingress, traces: Traces) -> None:
-        self._inner = inner
-        self._traces = traces
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def open(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Stream:
-        """As the ingress does."""
-        stream = self._inner.open(prompt, params, **options)
-        self._traces.note(stream)
-        return stream

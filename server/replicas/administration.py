@@ -1,4 +1,4 @@
-"""POST /abort_request and /reset_prefix_cache of a router: asked of every replica, any of which may have what is meant.
+"""POST /abort_request and /reset_prefix_cache of a router: asked of every replica.
 
 Owns: how their answers become one.  Does not know: what the replicas do; requests that go to one of them.
 """
@@ -12,12 +12,11 @@ from aiohttp import web
 
 from engine.errors import RequestError
 from engine.sections import ServerSection
-from server.operators.administration import AbortAnswer
 from server.http.body import collect
 from server.http.cors import refuse_foreign_page
-from server.errors import error_body
 from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
-from server.http.errors import error_body
+from server.http.replies import error_body
+from server.operators.administration import AbortAnswer
 from server.replicas.replica import CHECK_TIMEOUT_S, RETRY_AFTER_S, Replica, Replicas, State
 
 JSON = "application/json"
@@ -30,7 +29,7 @@ class _Answer(NamedTuple):
 
 
 class FleetAdministration:
-    """Its handlers."""
+    """Handles both."""
 
     def __init__(self, server: ServerSection, replicas: Replicas, session: aiohttp.ClientSession) -> None:
         self._server = server
@@ -38,7 +37,7 @@ class FleetAdministration:
         self._session = session
 
     async def abort(self, request: web.Request) -> web.Response:
-        """Aborted is what some replica had; unknown is what none has."""
+        """End requests everywhere: aborted is what some replica had, unknown is what none has."""
         answers = await self._ask_all(request)
         told = [msgspec.json.decode(one.body, type=AbortAnswer) for one in answers if one.status == 200]
         if not told:
@@ -48,12 +47,12 @@ class FleetAdministration:
         return web.Response(body=msgspec.json.encode(whole), content_type=JSON)
 
     async def reset(self, request: web.Request) -> web.Response:
-        """Done if all have done it."""
+        """Reset every replica's cache."""
         refuse_foreign_page(request)
         return _worst(await self._ask_all(request))
 
     async def _ask_all(self, request: web.Request) -> list[_Answer]:
-        """What the replicas say that are there, ready or not: one that recovers has its requests, maybe its cache.
+        """Returns what every replica says, ready or not: one that recovers still has its requests, maybe its cache.
 
         Raises RequestError, a 503, if none is there."""
         body = await collect(request, self._server)
@@ -73,7 +72,7 @@ class FleetAdministration:
                 return _Answer(response.status, await response.read())
         except aiohttp.ClientConnectorError as error:
             self._replicas.lose(replica, repr(error))
-            return None  # nobody listens there: it has neither requests nor a cache any more
+            return None  # nothing listens there: it has neither requests nor a cache any more
         except (aiohttp.ClientError, TimeoutError) as error:
             self._replicas.lose(replica, repr(error))
             silent = RequestError(

@@ -1,6 +1,6 @@
 """A request on its way to a replica and back.
 
-Owns: what is sent on, which failures are tried again elsewhere.  Does not know: who is chosen, and why.
+Owns: what is sent on, which failures are tried again elsewhere.  Does not know: which replica is chosen, and why.
 
 Nothing a request does outlives it, so it may be sent again as long as the client has not seen any of its response.  A
 response in one piece is therefore held until it is complete, and one that streams until its first bytes are there.
@@ -18,9 +18,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from engine.errors import RequestError
 from engine.sections import ServerSection
 from server.http.body import collect
-from server.errors import error_body
 from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
-from server.http.errors import error_body
+from server.http.replies import error_body
 from server.replicas.affinity import PrefixAffinity
 from server.replicas.replica import RETRY_AFTER_S, Replica, Replicas
 
@@ -77,7 +76,7 @@ class Proxy:
             return response
 
     async def _send(self, request: web.Request, body: bytes, replica: Replica) -> web.StreamResponse:
-        """One attempt.  Raises _ReplicaLost if that happens before the client has seen anything."""
+        """Send it once.  Raises _ReplicaLost if that happens before the client has seen anything."""
         headers = _sent_on(request.headers)
         headers[REQUEST_ID_HEADER] = request[EXCHANGE].id
         url = replica.url + str(request.rel_url)
@@ -98,13 +97,13 @@ class Proxy:
                 await self._pass_on(first, answer.content, response, replica)
                 await response.write_eof()
             except ConnectionError:
-                pass  # the client's: nobody is left to tell
+                pass  # the client has left
             return response
 
     async def _pass_on(
         self, chunk: bytes, content: aiohttp.StreamReader, response: web.StreamResponse, replica: Replica
     ) -> None:
-        """A stream from its first chunk on."""
+        """Pass a stream on, from its first chunk."""
         while chunk:
             await response.write(chunk)
             try:
@@ -117,7 +116,7 @@ class Proxy:
 
 
 class _ReplicaLost(Exception):
-    """Its side of a request failed, not the client's, for which aiohttp has the same exceptions."""
+    """The replica's side of a request failed; for the client's side aiohttp has the same exceptions."""
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Replicas as Ray actors: Ray places them on its machines, and starts one again that has died.
 
-Owns: what runs in such an actor.  Does not know: requests, who is sent where.
+Owns: what runs in such an actor.  Does not know: requests, where they are sent.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import msgspec
 
 from engine.config import Config, build_config
 from engine.errors import ConfigError
+from server.backend import Backend
 from server.model_card import ModelCard
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class EngineReplica:
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     def url(self) -> str:
-        """Where it listens; waits until it does."""
+        """Returns where it listens; waits until it does."""
         self._listening.wait()
         assert self._url is not None
         return self._url
@@ -48,21 +49,19 @@ class EngineReplica:
 
     async def _serve(self) -> None:
         import ray
-        from aiohttp import web
 
         from engine.system import System
-        from server.http.listener import BACKLOG, bind
+        from server.http.listener import bind
         from server.run.app import create_runner
 
         here = ray.get_runtime_context().get_node_id() == self._on_node
         host = LOOPBACK if here else ray.util.get_node_ip_address()
         config = self._config
         system = System(config)
-        card = ModelCard.of(system, config.server)
+        backend = Backend(system.ingress, system.monitor, ModelCard.of(system, config.server), system.codec)
         with bind(host, 0) as listener:
-            runner = create_runner(config.server, config.limits, system.ingress, card, system.monitor, system.codec)
-            await runner.setup()
-            await web.SockSite(runner, listener, backlog=BACKLOG).start()
+            runner = create_runner(config.server, config.limits, backend)
+            await runner.listen(listener)
             self._url = f"http://{host}:{listener.getsockname()[1]}"
             self._listening.set()
             await system.start()
@@ -70,9 +69,9 @@ class EngineReplica:
 
 
 class RayFleet:
-    """See ``Fleet``.  Joins the cluster at RAY_ADDRESS, or starts Ray on this machine.
+    """A ``Fleet`` of Ray actors.  Joins the cluster at RAY_ADDRESS, or starts Ray on this machine.
 
-    Raises ConfigError if Ray is not installed, or replicas on other machines would be open to anybody."""
+    Raises ConfigError if Ray is not installed, or replicas on other machines would be open to everyone."""
 
     def __init__(self, config: Config, size: int) -> None:
         try:
@@ -93,7 +92,7 @@ class RayFleet:
         log.info("ray: %d replicas on %d nodes", size, len(ray.nodes()))
 
     async def url(self, number: int) -> str:
-        """Where the replica listens.  Waits until it has been started, or started again."""
+        """Returns where the replica listens.  Waits until it has been started, or started again."""
         where: str = await self._actors[number].url.remote()
         return where
 

@@ -27,7 +27,9 @@ SLACK_FACTOR = 1.5
 
 
 class State(Enum):
-    """STARTING: not yet, or not again.  DRAINING: finishes what it has, then it is stopped.  STOPPED: for good."""
+    """A replica's state.
+
+    STARTING: not yet, or not again.  DRAINING: finishes what it has, then it is stopped.  STOPPED: for good."""
 
     STARTING = "starting"
     READY = "ready"
@@ -41,7 +43,7 @@ class Fleet(Protocol):
     size: int
 
     async def url(self, number: int) -> str:
-        """Where the replica listens.  Waits until it has been started, or started again."""
+        """Returns where the replica listens.  Waits until it has been started, or started again."""
         ...
 
     async def stop(self, number: int) -> None:
@@ -55,7 +57,7 @@ class Fleet(Protocol):
 
 @dataclass
 class Replica:
-    """num_open: requests that the router has sent and that have not ended.  num_lost: how often it was lost."""
+    """One replica.  num_open: requests that were sent to it and have not ended.  num_lost: how often it was lost."""
 
     name: str
     url: str = ""
@@ -67,7 +69,7 @@ class Replica:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """While a request is there."""
+        """Count a request that is with the replica."""
         self.num_open += 1
         self.num_sent += 1
         self.idle.clear()
@@ -80,7 +82,7 @@ class Replica:
 
 
 class Replicas:
-    """All of them.  Run ``watch`` as a task each."""
+    """All replicas.  Run ``watch`` as a task for each."""
 
     def __init__(self, fleet: Fleet, session: aiohttp.ClientSession, affinity: PrefixAffinity) -> None:
         self.all = [Replica(f"replica{number}") for number in range(fleet.size)]
@@ -91,9 +93,9 @@ class Replicas:
         self._affinity = affinity
 
     def choose(self, blocks: list[bytes], besides: list[Replica]) -> Replica:
-        """Who gets a request: the one that has its prefix, unless that is far busier than another.
+        """Returns which replica gets a request: the one that has its prefix, unless that is far busier than another.
 
-        besides: who has been tried.  Raises RequestError, a 503, if nobody is left."""
+        besides: those that were tried.  Raises RequestError, a 503, if none is left."""
         ready = {one.name: one for one in self.all if one.state is State.READY and one not in besides}
         if not ready:
             raise RequestError(
@@ -111,7 +113,7 @@ class Replicas:
         return chosen
 
     def lose(self, replica: Replica, reason: object) -> None:
-        """It does not answer: nobody is sent there until ``watch`` has found it again."""
+        """Send nothing to a replica that does not answer, until ``watch`` has found it again."""
         if replica.state is State.READY:
             log.warning("%s is lost: %s", replica.name, reason)
             replica.state = State.STARTING
@@ -129,7 +131,7 @@ class Replicas:
         log.info("%s is stopped", replica.name)
 
     async def watch(self, replica: Replica) -> None:
-        """Find out where it is, and whether it still is there, for ever."""
+        """Keep its address and its state up to date until it is stopped."""
         number = self.all.index(replica)
         while replica.state is not State.STOPPED:
             if replica.state is State.STARTING:

@@ -15,17 +15,16 @@ from aiohttp import web
 
 from engine.config import Config
 from engine.errors import RequestError
-from server.clients.auth import require_key
-from server.http.connection import Runner
+from server.clients.keys import require_key
+from server.http.connection import HttpRunner
 from server.http.exchange import note_route
-from server.http.listener import BACKLOG
+from server.http.replies import json_reply
 from server.http.traffic import Traffic
-from server.operators.administration import ABORT_PATHS, RESET_PATHS
+from server.operators.administration import administration_routes
 from server.replicas.administration import FleetAdministration
 from server.replicas.affinity import PrefixAffinity
 from server.replicas.proxy import Proxy
 from server.replicas.replica import Fleet, Replica, Replicas, State
-from server.reply import json_reply
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class ReplicaBody(msgspec.Struct, frozen=True):
-    """See ``Replica``."""
+    """A ``Replica`` as JSON."""
 
     name: str
     state: str
@@ -79,7 +78,7 @@ class RouterRoutes:
         return json_reply({"name": name, "state": State.DRAINING.value}, status=202)
 
     async def ready(self, request: web.Request) -> web.Response:
-        """GET /ready: whether anybody could take a request."""
+        """GET /ready: whether some replica takes requests."""
         if not any(one.state is State.READY for one in self._replicas.all):
             raise RequestError("no replica is ready", status=503, code="not_ready", retry_after_s=1)
         return json_reply({"status": "ready"})
@@ -136,16 +135,13 @@ class Router:
                 web.get("/ready", routes.ready),
                 web.get("/replicas", routes.list),
                 web.post("/replicas/{name}/drain", routes.drain),
-                *(web.post(path, administration.abort) for path in ABORT_PATHS),
-                *(web.post(path, administration.reset) for path in RESET_PATHS),
-                *(web.get(path, administration.reset, allow_head=False) for path in RESET_PATHS),
+                *administration_routes(administration.abort, administration.reset),
                 web.route("*", "/{path:.*}", proxy.handle),
             ]
         )
-        runner = Runner(app, server, Traffic())
-        await runner.setup()
+        runner = HttpRunner(app, server, Traffic())
         self._stack.push_async_callback(runner.cleanup)
-        await web.SockSite(runner, self._listener, backlog=BACKLOG).start()
+        await runner.listen(self._listener)
         for replica in replicas.all:
             watching = asyncio.create_task(self._watch(replicas, replica))
             self._stack.callback(watching.cancel)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.errors import RequestError
+from engine.errors import FieldError
 from engine.messages import ChatTurn
-from server.openai.conversation import ROLES, part_text, read_call
+from server.openai.conversation import ROLES, needed, part_text, read_call
 from server.openai.requests import CallBody, CalledFunction, ContentPart
 from server.responses.requests import InputItem
 
@@ -17,12 +17,12 @@ REASONING_TYPES = frozenset({"reasoning_text", "summary_text"})
 
 
 def read_input(given: str | Sequence[InputItem], instructions: str | None) -> tuple[ChatTurn, ...]:
-    """The conversation in the engine's terms.  Raises RequestError."""
+    """Returns the conversation in the engine's terms.  Raises RequestError."""
     turns: list[ChatTurn] = [ChatTurn("system", instructions)] if instructions else []
     if isinstance(given, str):
         return (*turns, ChatTurn("user", given))
     if not given:
-        raise RequestError("input: an empty list; expected at least one item", param="input")
+        raise FieldError("input", "an empty list; expected at least one item")
     for index, item in enumerate(given):
         _add(turns, item, f"input[{index}]")
     return tuple(turns)
@@ -33,34 +33,27 @@ def _add(turns: list[ChatTurn], item: InputItem, path: str) -> None:
         case "message" | None:
             _add_message(turns, item, path)
         case "function_call":
-            function = CalledFunction(_needed(item.name, f"{path}.name"), item.arguments)
+            function = CalledFunction(needed(item.name, f"{path}.name"), item.arguments)
             call = read_call(CallBody(function, id=item.call_id or ""), f"{path}.arguments")
             before = _assistant(turns)
             turns[-1] = msgspec.structs.replace(before, tool_calls=(*before.tool_calls, call))
         case "function_call_output":
-            if item.output is None:
-                raise RequestError(f"{path}.output: required, but not given", param=f"{path}.output")
-            turns.append(
-                ChatTurn(
-                    "tool", _text(item.output, f"{path}.output"), tool_call_id=_needed(item.call_id, f"{path}.call_id")
-                )
-            )
+            output = _text(item.output, f"{path}.output")
+            turns.append(ChatTurn("tool", output, tool_call_id=needed(item.call_id, f"{path}.call_id")))
         case "reasoning":
             turns.append(ChatTurn("assistant", "", reasoning=_thoughts(item)))
         case _:
-            raise RequestError(
-                f"{path}.type: only messages, function calls, their outputs and reasoning are supported",
+            raise FieldError(
+                f"{path}.type",
+                "only messages, function calls, their outputs and reasoning are supported",
                 code="unsupported_content",
-                param=f"{path}.type",
             )
 
 
 def _add_message(turns: list[ChatTurn], item: InputItem, path: str) -> None:
-    role = ROLES.get(_needed(item.role, f"{path}.role"))
+    role = ROLES.get(needed(item.role, f"{path}.role"))
     if role is None or role == "tool":
-        raise RequestError(f"{path}.role: must be system, developer, user or assistant", param=f"{path}.role")
-    if item.content is None:
-        raise RequestError(f"{path}.content: required, but not given", param=f"{path}.content")
+        raise FieldError(f"{path}.role", "must be system, developer, user or assistant")
     text = _text(item.content, f"{path}.content")
     if role == "assistant" and turns and turns[-1].reasoning and not turns[-1].content:
         turns[-1] = msgspec.structs.replace(turns[-1], content=text)
@@ -69,24 +62,18 @@ def _add_message(turns: list[ChatTurn], item: InputItem, path: str) -> None:
 
 
 def _assistant(turns: list[ChatTurn]) -> ChatTurn:
-    """The assistant's turn that a call belongs to; calls in a row are one turn."""
+    """Returns the assistant's turn that a call belongs to; calls in a row are one turn."""
     if not turns or turns[-1].role != "assistant":
         turns.append(ChatTurn("assistant", ""))
     return turns[-1]
 
 
-def _text(content: str | list[ContentPart], path: str) -> str:
-    if isinstance(content, str):
-        return content
+def _text(content: str | list[ContentPart] | None, path: str) -> str:
+    if not isinstance(content, list):
+        return needed(content, path)
     return "".join(part_text(part, f"{path}[{index}]") for index, part in enumerate(content))
 
 
 def _thoughts(item: InputItem) -> str:
     parts = item.content if isinstance(item.content, list) else []
     return "".join(part.text or "" for part in parts if part.type in REASONING_TYPES)
-
-
-def _needed(value: str | None, path: str) -> str:
-    if value is None:
-        raise RequestError(f"{path}: required, but not given", param=path)
-    return value

@@ -8,18 +8,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from server.openai.answers import TopLogprob
+from server.generate.usage import CompletionTokensDetails, PromptTokensDetails
+from server.openai.answers import TokenLogprob
 
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
-
-
-class OutputLogprob(msgspec.Struct, frozen=True):
-    """A token of the answer."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
 
 
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
@@ -27,7 +19,7 @@ class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 
     text: str
     annotations: list[str] = []
-    logprobs: list[OutputLogprob] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"):
@@ -67,25 +59,13 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 Item = MessageItem | CallItem | ReasoningItem
 
 
-class InputTokensDetails(msgspec.Struct, frozen=True):
-    """How much of the input came from the prefix cache."""
-
-    cached_tokens: int
-
-
-class OutputTokensDetails(msgspec.Struct, frozen=True):
-    """How much of the output was thought."""
-
-    reasoning_tokens: int
-
-
 class ResponseUsage(msgspec.Struct, frozen=True):
     """Token counts."""
 
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: CompletionTokensDetails
     total_tokens: int
 
 
@@ -147,4 +127,4 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     text: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
-    logprobs: list[OutputLogprob] | UnsetType = UNSET
+    logprobs: list[TokenLogprob] | UnsetType = UNSET

@@ -4,14 +4,15 @@ Owns: field names and JSON types.  Does not know: what the items mean.
 Nothing is stored between requests: a conversation is sent as a whole each time.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from server.openai.requests import (
     ContentPart,
-    FunctionName,
+    FunctionBody,
+    FunctionChoice,
     GenerationBody,
     Scalar,
     Short,
@@ -21,21 +22,16 @@ from server.openai.requests import (
 )
 
 
-class FlatTool(msgspec.Struct, frozen=True):
-    """A function that the model may call.  parameters: JSON Schema of its arguments."""
+class FlatTool(FunctionBody, frozen=True, kw_only=True):
+    """A function that the model may call."""
 
     type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
-class FlatToolChoice(msgspec.Struct, frozen=True):
+class FlatToolChoice(FunctionChoice, frozen=True, kw_only=True):
     """The function that must be called."""
 
     type: Literal["function"]
-    name: Short
 
 
 class TextFormat(msgspec.Struct, frozen=True):

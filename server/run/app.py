@@ -4,94 +4,53 @@ Owns: the routes.  Does not know: what they do; sockets, signals.
 """
 
 from importlib import metadata
+from typing import Any
 
 from aiohttp import web
 
 from engine.sections import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
-from server.backend import Ingress, Monitor
-from server.clients.auth import OPEN_ROUTES, require_key
+from server.backend import Backend
+from server.clients.keys import OPEN_ROUTES, CacheSalts, require_key
 from server.clients.open_requests import Clients
-from server.clients.salts import Salts
+from server.generate.endpoint import Endpoint
 from server.generate.route import GenerateRoute
-from server.http.connection import Runner
+from server.http.connection import HttpRunner
 from server.http.exchange import note_route
 from server.http.traffic import Traffic
-from server.model_card import ModelCard
-from server.native.route import NativeRoute
+from server.native.endpoint import Native
 from server.openai.chat import Chat
 from server.openai.completions import Completions
-from server.openai.embeddings import EmbeddingRoute
+from server.openai.embeddings import Embeddings
 from server.openai.models import ModelRoutes
-from server.openai.requests import ChatBody, CompletionBody
 from server.openai.tokenization import TokenizationRoutes
 from server.openai.translator import Translator
-from server.operators.administration import ABORT_PATHS, RESET_PATHS, AdministrationRoutes
+from server.operators.administration import AdministrationRoutes, administration_routes
 from server.operators.metrics import MetricsRoute
 from server.operators.probe import ProbeRoute
-from server.operators.server_info import InfoRoutes
 from server.operators.site import FILES, SITE_ROUTES, Site
 from server.operators.stats import StatsRoute
 from server.operators.status import StatusRoutes
 from server.operators.traces import Traces, open_provider
-from server.responses.route import ResponsesRoute
-from server.run.openapi import OpenAPIRoute
+from server.responses.endpoint import Responses, refuse_stored
+from server.run.openapi import openapi_handler
 
 STORED = "/v1/responses/{id}"
 DISTRIBUTION = "callboard"
 
 
 def create_runner(
-    server: ServerSection,
-    limits: LimitsSection,
-    ingress: Ingress,
-    card: ModelCard,
-    monitor: Monitor,
-    codec: TextCodec | None = None,
-    salts: Salts | None = None,
-) -> Runner:
-    """aiohttp's runner for the whole API.  To be set up on the event loop that ``ingress`` runs on.
-    codec: what /tokenize asks; None for a model that takes token ids only.  salts: None for new ones."""
+    server: ServerSection, limits: LimitsSection, backend: Backend, salts: CacheSalts | None = None
+) -> HttpRunner:
+    """Returns aiohttp's runner for the whole API, to be set up on the event loop that ingress runs on.
+
+    salts: None for new ones."""
     version = _version()
     fingerprint = f"{DISTRIBUTION}-{version}"
-    translator = Translator(card)
-    clients = Clients(server, limits, salts)
-    traces = Traces(open_provider(server.operators.traces, version), card.name) if server.operators.traces else None
-    guarded = clients.guard(ingress if traces is None else traces.guard(ingress))
+    translator = Translator(backend.card)
+    clients = Clients(backend.ingress, server, limits, salts)
+    traces = Traces(open_provider(server.traces, version), backend.card.name) if server.traces else None
     traffic = Traffic()
-    status = StatusRoutes(ingress, monitor, version)
-    metrics = MetricsRoute(
-        monitor, ingress, traffic, version=version, model=card.name, aliases=server.vllm_metric_names
-    )
-    stats = StatsRoute(monitor, ingress, version=version, model=card.name, shows_text=not server.api_key)
-    site = Site()
-    models = ModelRoutes(card, translator)
-    tokenization = TokenizationRoutes(codec or TextCodec.without_tokenizer(), card, translator, server)
-    responses = ResponsesRoute(translator, server=server, limits=limits, ingress=guarded, card=card)
-    native = NativeRoute(translator, server=server, limits=limits, ingress=guarded, card=card)
-    embeddings = EmbeddingRoute(translator, server=server, limits=limits, ingress=guarded, card=card)
-    info = InfoRoutes(ingress, monitor, card, limits, version)
-    probe = ProbeRoute(guarded, limits)
-    administration = AdministrationRoutes(ingress, clients, server)
-    openapi = OpenAPIRoute(version)
-    completions = GenerateRoute(
-        Completions(translator),
-        CompletionBody,
-        server=server,
-        limits=limits,
-        ingress=guarded,
-        card=card,
-        system_fingerprint=fingerprint,
-    )
-    chat = GenerateRoute(
-        Chat(translator, card),
-        ChatBody,
-        server=server,
-        limits=limits,
-        ingress=guarded,
-        card=card,
-        system_fingerprint=fingerprint,
-    )
     middlewares = [
         note_route,
         *([require_key(server.api_key, OPEN_ROUTES | SITE_ROUTES)] if server.api_key else []),
@@ -100,40 +59,57 @@ def create_runner(
     if traces is not None:
         middlewares.append(traces.middleware)
     app = web.Application(middlewares=middlewares)
-    app.add_routes(
-        [
-            web.get("/health", status.health),
-            web.get("/ready", status.ready),
-            web.get("/", site.index),
-            web.get(FILES, site.file),
-            web.get("/version", status.version),
-            web.get("/server_info", info.info),
-            web.get("/load", info.load),
-            web.get("/health_generate", probe.get),
-            web.get("/metrics", metrics.get),
-            web.get("/stats", stats.get),
-            web.get("/v1/models", models.all),
-            web.get("/v1/models/{id:.+}", models.one),
-            web.post("/v1/completions", completions.post),
-            web.post("/v1/chat/completions", chat.post),
-            web.post("/v1/responses", responses.post),
-            *(web.route(method, STORED, responses.stored) for method in ("GET", "DELETE")),
-            web.post(f"{STORED}/cancel", responses.stored),
-            web.get(f"{STORED}/input_items", responses.stored),
-            web.post("/v1/embeddings", embeddings.post),
-            web.post("/generate", native.post),
-            *(web.post(prefix + "/tokenize", tokenization.tokenize) for prefix in ("", "/v1")),
-            *(web.post(prefix + "/detokenize", tokenization.detokenize) for prefix in ("", "/v1")),
-            *(web.post(path, administration.abort) for path in ABORT_PATHS),
-            *(web.post(path, administration.reset) for path in RESET_PATHS),
-            *(web.get(path, administration.reset, allow_head=False) for path in RESET_PATHS),
-            web.get("/openapi.json", openapi.get),
-        ]
-    )
+    endpoints: dict[str, Endpoint[Any]] = {
+        "/v1/completions": Completions(translator, fingerprint),
+        "/v1/chat/completions": Chat(translator, fingerprint),
+        "/v1/responses": Responses(translator),
+        "/v1/embeddings": Embeddings(translator),
+        "/generate": Native(translator),
+    }
+    for path, endpoint in endpoints.items():
+        app.router.add_post(path, GenerateRoute(endpoint, server).post)
+    app.add_routes(_api_routes(server, translator, backend.codec))
+    metrics = MetricsRoute(backend, traffic, version=version, aliases=server.vllm_metric_names)
+    app.router.add_get("/metrics", metrics.get)
+    app.add_routes(_operators_routes(server, limits, backend, clients, version))
     if traces is not None:
-        monitor.watch(traces, "server.operators.traces")
+        backend.monitor.watch(traces, "server.traces")
         app.on_cleanup.append(traces.close)
-    return Runner(app, server, traffic)
+    return HttpRunner(app, server, traffic)
+
+
+def _api_routes(server: ServerSection, translator: Translator, codec: TextCodec) -> list[web.RouteDef]:
+    models, tokenization = ModelRoutes(translator), TokenizationRoutes(codec, translator, server)
+    return [
+        web.get("/v1/models", models.all),
+        web.get("/v1/models/{id:.+}", models.one),
+        *(web.route(method, STORED, refuse_stored) for method in ("GET", "DELETE")),
+        web.post(f"{STORED}/cancel", refuse_stored),
+        web.get(f"{STORED}/input_items", refuse_stored),
+        *(web.post(prefix + "/tokenize", tokenization.tokenize) for prefix in ("", "/v1")),
+        *(web.post(prefix + "/detokenize", tokenization.detokenize) for prefix in ("", "/v1")),
+    ]
+
+
+def _operators_routes(
+    server: ServerSection, limits: LimitsSection, backend: Backend, clients: Clients, version: str
+) -> list[web.RouteDef]:
+    site, status = Site(), StatusRoutes(backend, limits, version)
+    stats = StatsRoute(backend, version=version, shows_text=not server.api_key)
+    administration = AdministrationRoutes(clients, server)
+    return [
+        web.get("/", site.index),
+        web.get(FILES, site.file),
+        web.get("/health", status.health),
+        web.get("/ready", status.ready),
+        web.get("/version", status.version),
+        web.get("/server_info", status.info),
+        web.get("/load", status.load),
+        web.get("/health_generate", ProbeRoute().get),
+        web.get("/stats", stats.get),
+        *administration_routes(administration.abort, administration.reset),
+        web.get("/openapi.json", openapi_handler(version)),
+    ]
 
 
 def _version() -> str:

@@ -1,4 +1,4 @@
-"""The process of the front: ``python -m server.run.front_process``, started by the engine and by nobody else.
+"""The process of the front: ``python -m server.run.front_process``, which the engine starts.
 
 Owns: HTTP and ingress in a process of their own, from the ticket to the exit code.  Does not know: restarts, signals;
 what is drained, and when, is the engine's to say.  It imports no torch.
@@ -6,14 +6,12 @@ what is drained, and when, is the engine's to say.  It imports no torch.
 
 import asyncio
 import gc
-import logging
 import random
 import socket
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from engine.actors.actor import Actor
 from engine.actors.ingress import Ingress
@@ -39,14 +37,11 @@ from engine.processes.entry import enter
 from engine.processes.outgoing import Outgoing
 from engine.processes.resident import Resident
 from engine.text.loading import load_codec
-from server.clients.salts import Salts
-from server.http.connection import Runner
-from server.http.listener import BACKLOG
+from server.backend import Backend
+from server.clients.keys import CacheSalts
 from server.model_card import ModelCard
 from server.run.app import create_runner
 from server.run.remote_monitor import RemoteMonitor
-
-log = logging.getLogger("server.run.front_process")  # whatever it is started as
 
 CAPACITY = 1 << 18  # of the link, in messages: of as many requests as may be open at most, four each
 
@@ -63,7 +58,7 @@ class FrontProcess(Resident[FrontAssignment]):
         super().__init__(ticket, assignment=FrontAssignment, accepts=FrontProcessInbox, capacity=CAPACITY)
 
     async def build(self, assignment: FrontAssignment, outgoing: Outgoing) -> Ingress:
-        """Listens when ingress knows what the one before it knew, so that clients who have waited are served."""
+        """Returns ingress, with HTTP listening: only now, when it knows what the one before it knew."""
         config, handover = assignment.config, assignment.handover
         codec = await asyncio.to_thread(load_codec, config.model, Path(config.model.path))
         engine = EngineLink(outgoing)
@@ -82,27 +77,22 @@ class FrontProcess(Resident[FrontAssignment]):
         for message in handover.news:
             ingress.handle(message)
         self._monitor = RemoteMonitor(outgoing, ingress, codec.decode)
-        self._runner: Runner = create_runner(
+        self._runner = create_runner(
             config.server,
             config.limits,
-            ingress,
-            msgspec.msgpack.decode(handover.about, type=ModelCard),
-            self._monitor,
-            codec,
-            Salts(config.server, kept=handover.kept, keep=lambda what: outgoing.put(FrontKeeps(what))),
+            Backend(ingress, self._monitor, msgspec.msgpack.decode(handover.about, type=ModelCard), codec),
+            CacheSalts(config.server, kept=handover.kept, keep=lambda what: outgoing.put(FrontKeeps(what))),
         )
-        await self._runner.setup()
         gc.collect()
         gc.freeze()  # what loading has left lives as long as the process
         listener = socket.socket(fileno=assignment.listener)
         listener.setblocking(False)
-        await web.SockSite(self._runner, listener, backlog=BACKLOG).start()
-        log.info("listening on %s", self._runner.addresses[0])
+        await self._runner.listen(listener)
         outgoing.put(FrontReady())
         return ingress
 
     def deliver(self, actor: Actor[Any], message: Any) -> None:
-        """To ingress, or where else it belongs."""
+        """Hand a message of the engine to ingress, or to what else it is for."""
         match message:
             case Snapshot() | RequestsFinished():
                 self._monitor.take(message)
@@ -119,7 +109,7 @@ class FrontProcess(Resident[FrontAssignment]):
                 actor.inbox.put(message)
 
     async def _close(self, actor: Actor[Any]) -> None:
-        """Clients first: what is written to them still goes by way of ingress."""
+        """End the connections, then ingress, through which the last output goes."""
         await self._runner.cleanup()
         actor.inbox.put(Stop())
 
@@ -134,17 +124,17 @@ class FrontProcess(Resident[FrontAssignment]):
 
 
 class EngineLink:
-    """Where ingress puts its requests.  One that is too large for a frame is that request's end and nobody else's."""
+    """Where ingress puts its requests.  A request that is too large for a frame fails alone."""
 
     def __init__(self, outgoing: Outgoing) -> None:
         self._outgoing = outgoing
 
     def connect(self, ingress: Ingress) -> None:
-        """Who is told so; known only after it, which needs this link, is built."""
+        """Set ingress, which needs this link to be built first, and is told of such failures."""
         self._ingress = ingress
 
     def put(self, message: Tokenize | Abort) -> None:
-        """Send."""
+        """Send a message to the engine."""
         try:
             self._outgoing.link.put(message)
         except WireError as error:

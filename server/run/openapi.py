@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
-from server.http.errors import ErrorBody
+from server.http.exchange import Handler
+from server.http.replies import ErrorBody
 from server.native.bodies import NativeBody, NativeOutput
 from server.openai.answers import ChatChunk, ChatCompletion, Completion, ModelBody, ModelList
 from server.openai.embeddings import EmbeddingBody, EmbeddingList
 from server.openai.requests import ChatBody, CompletionBody
 from server.openai.tokenization import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
 from server.operators.administration import AbortAnswer, AbortBody, ResetAnswer
-from server.operators.server_info import Load, ServerInfo
-from server.operators.status import HealthBody
+from server.operators.status import HealthBody, Load, ServerInfo
 from server.responses.objects import Event, ResponseObject
 from server.responses.requests import ResponsesBody
 
@@ -112,12 +112,11 @@ def _operation(one: Operation, by_kind: dict[Any, dict[str, Any]]) -> dict[str, 
     return operation
 
 
-class OpenAPIRoute:
-    """Its handler."""
+def openapi_handler(version: str) -> Handler:
+    """Returns the handler of GET /openapi.json."""
+    body = msgspec.json.encode(document(version))
 
-    def __init__(self, version: str) -> None:
-        self._body = msgspec.json.encode(document(version))
+    async def handle(request: web.Request) -> web.Response:
+        return web.Response(body=body, content_type=JSON)
 
-    async def get(self, request: web.Request) -> web.Response:
-        """aiohttp's handler."""
-        return web.Response(body=self._body, content_type=JSON)
+    return handle

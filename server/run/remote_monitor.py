@@ -1,6 +1,6 @@
 """A monitor of an engine in another process: asks it, and waits for the answer, but not for long.
 
-Owns: what has been asked and not been answered, and who follows what the engine finishes.
+Owns: what has been asked and not been answered, and the observers of what the engine finishes.
 Does not know: what the numbers mean, processes.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
+from engine.actors.admission import RETRY_LATER_S
 from engine.actors.ingress import Ingress
 from engine.actors.mailbox import Link
 from engine.actors.snapshot import RequestsFinished, Snapshot
@@ -17,13 +18,12 @@ from engine.errors import RequestError
 from engine.messages import Ask, Follow
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
-from server.admission import RETRY_LATER_S
 
 MAX_ASKED = 64  # without an answer; more would only wait behind them
 
 
 class RemoteMonitor:
-    """See ``Monitor``.  ingress: of this process, which knows its own part best.  decode: token ids as text."""
+    """A ``Monitor`` of another process.  ingress: this process's, for its own part.  decode: token ids as text."""
 
     def __init__(self, engine: Link[Ask | Follow], ingress: Ingress, decode: Callable[[Sequence[int]], str]) -> None:
         self.decode = decode
@@ -34,7 +34,7 @@ class RemoteMonitor:
         self._observers: Observers | None = None
 
     async def look(self, *, meter: bool = False, max_nodes: int = 0, patience_s: float = 1.0) -> Snapshot:
-        """As the engine's own monitor.  Raises RequestError: 503 if the engine has not answered in time."""
+        """Returns what the engine's own monitor sees.  Raises RequestError: 503 if it does not answer in time."""
         if len(self._asked) >= MAX_ASKED:
             raise _silent()
         number = next(self._numbers)
@@ -65,7 +65,7 @@ class RemoteMonitor:
         self._observers.add(observer, name)
 
     def take(self, message: Snapshot | RequestsFinished) -> None:
-        """From the engine."""
+        """Take a message of the engine."""
         if isinstance(message, RequestsFinished):
             if self._observers is not None:
                 self._observers.request_finished(message.requests)

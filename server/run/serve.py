@@ -11,14 +11,10 @@ import socket
 from collections.abc import Coroutine
 from typing import Any
 
-from aiohttp import web
-
 from engine.actors.front_desk import FrontDesk
+from engine.actors.supervisor import Entrance
 from engine.sections import LimitsSection, ServerSection
-from engine.text.codec import TextCodec
-from server.backend import Entrance, Ingress, Monitor
-from server.http.listener import BACKLOG
-from server.model_card import ModelCard
+from server.backend import Backend
 from server.run.app import create_runner
 
 log = logging.getLogger(__name__)
@@ -30,30 +26,23 @@ INTERRUPTED_EXIT_CODE = 130
 async def serve(
     server: ServerSection,
     limits: LimitsSection,
-    ingress: Ingress,
-    card: ModelCard,
-    monitor: Monitor,
+    backend: Backend,
     *,
     listener: socket.socket,
     engine: "asyncio.Future[None]",
-    codec: TextCodec | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT, or the end of ``engine`` (the task that runs it), whatever comes first.
 
     A signal: new requests get 503 while open ones go on for up to ``drain_timeout_s``; then they end with an error.
     A SIGINT after that, until the event loop is closed: the process exits at once with code 130.  Another SIGTERM says
-    nothing new: whoever stops a group of processes may reach this one twice.
+    nothing new: stopping a group of processes may reach this one twice.
     The engine's failure: open requests were ended by it; clients are told, then its exception is raised here.
     """
     told_to_stop = _listen_for_signals()
-    runner = create_runner(server, limits, ingress, card, monitor, codec)
+    runner = create_runner(server, limits, backend)
     try:
-        await runner.setup()
-        await web.SockSite(runner, listener, backlog=BACKLOG).start()
-        log.info("listening on %s", runner.addresses[0])
-        await _either(told_to_stop.wait(), engine)
-        if told_to_stop.is_set() and not engine.done():
-            await _drain(server, ingress, engine)
+        await runner.listen(listener)
+        await _serve_and_drain(server, backend.ingress, engine, told_to_stop)
     finally:
         await runner.cleanup()
     if engine.done():
@@ -63,15 +52,13 @@ async def serve(
 async def serve_from_process(
     server: ServerSection, desk: FrontDesk, *, listener: socket.socket, engine: "asyncio.Future[None]"
 ) -> None:
-    """The same while a process of its own has the connections: it is told, and ends before this returns."""
+    """Serve as ``serve`` does while a process of its own has the connections; that ends before this returns."""
     told_to_stop = _listen_for_signals()
     try:
-        await _either(told_to_stop.wait(), engine)
-        if told_to_stop.is_set() and not engine.done():
-            await _drain(server, desk, engine)
+        await _serve_and_drain(server, desk, engine, told_to_stop)
     finally:
         await desk.leave()
-        listener.close()  # nobody accepts on it any more
+        listener.close()  # that process has ended
     if engine.done():
         engine.result()
 
@@ -84,7 +71,12 @@ def _listen_for_signals() -> asyncio.Event:
     return told_to_stop
 
 
-async def _drain(server: ServerSection, ingress: Entrance, engine: "asyncio.Future[None]") -> None:
+async def _serve_and_drain(
+    server: ServerSection, ingress: Entrance, engine: "asyncio.Future[None]", told_to_stop: asyncio.Event
+) -> None:
+    await _either(told_to_stop.wait(), engine)
+    if engine.done():
+        return
     log.info("draining: %d requests are open, up to %g s", ingress.num_open, server.drain_timeout_s)
     ingress.draining = True
     await _either(ingress.wait_idle(server.drain_timeout_s), engine)
@@ -94,7 +86,7 @@ async def _drain(server: ServerSection, ingress: Entrance, engine: "asyncio.Futu
 
 
 async def _either(event: Coroutine[Any, Any, bool], engine: "asyncio.Future[None]") -> None:
-    """Wait for the event or the end of the engine; the engine goes on."""
+    """Wait for the event or the end of the engine, without ending the engine."""
     task = asyncio.create_task(event)
     waited_for: set[asyncio.Future[Any]] = {task, engine}
     await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)

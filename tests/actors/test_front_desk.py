@@ -334,7 +334,7 @@ def test_a_crashed_engine_is_told_to_clients_although_its_actors_have_ended() ->
 
 def test_a_first_front_that_fails_says_why_and_is_not_tried_again() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.front.dies(ConfigError("server.operators.traces needs OpenTelemetry"))
+        stage.front.dies(ConfigError("server.traces needs OpenTelemetry"))
         with pytest.raises(ConfigError, match="OpenTelemetry"):
             await stage.end()
         assert len(stage.started) == 1

@@ -284,7 +284,7 @@ def test_not_ready_and_draining_are_503_with_retry_after() -> None:
         with pytest.raises(RequestError) as draining:
             ingress.open("hello", SamplingParams())
         for refused in (loading, draining):
-            assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
+            assert (refused.value.status, refused.value.retry_after_s) == (503, 5)
 
     with_ingress(scenario)
 

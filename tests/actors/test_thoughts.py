@@ -10,7 +10,19 @@ import pytest
 
 from engine.actors.tokenizer import Tokenizer
 from engine.errors import RequestError
-from engine.messages import Abort, Admit, ChatOptions, ChatTurn, Deltas, Failed, Finish, Stop, Tokenize, Tokens
+from engine.messages import (
+    Abort,
+    Admit,
+    ChatOptions,
+    ChatTurn,
+    Deltas,
+    Failed,
+    Finish,
+    RequestOptions,
+    Stop,
+    Tokenize,
+    Tokens,
+)
 from engine.params import Grammar, SamplingParams
 from engine.text.codec import TextCodec
 from engine.text.grammars import Grammars
@@ -69,7 +81,7 @@ def converse(
         tokenizer.connect(scheduler=scheduler, ingress=ingress)
         running = asyncio.create_task(tokenizer.run())
         request = SamplingParams(max_tokens=100, **params)
-        tokenizer.inbox.put(Tokenize(1, request, turns=(ChatTurn("user", "hi"),), chat=options))
+        tokenizer.inbox.put(Tokenize(1, request, turns=(ChatTurn("user", "hi"),), options=RequestOptions(chat=options)))
         while not scheduler.messages and not ingress.messages:
             await asyncio.sleep(0)
         admitted = scheduler.messages[0] if scheduler.messages else None

@@ -8,7 +8,7 @@ import torch
 
 from callboard import LLM, SamplingParams
 from engine.execution import prompts
-from engine.messages import Delta
+from engine.messages import Delta, RequestOptions
 from engine.models.decoder import Decoder
 
 PROMPT = list(range(40, 140))
@@ -19,7 +19,7 @@ def asked(llm: LLM, prompt: list[int], prompt_only: bool = True, **params: objec
 
     async def ask() -> Delta:
         one = SamplingParams(max_tokens=1, temperature=0.0, **params)
-        return await llm._system.ingress.open(prompt, one, prompt_only=prompt_only).collect()
+        return await llm._system.ingress.open(prompt, one, RequestOptions(prompt_only=prompt_only)).collect()
 
     return llm._await(ask())
 
@@ -113,12 +113,15 @@ def test_prompts_and_outputs_share_steps(llm: LLM) -> None:
         kinds = [(plain, False), (scored, True), (pooled, True)]
         prompts = [PROMPT[n : n + 40] for n in range(9)]
         streams = [
-            ingress.open(prompt, kinds[n % 3][0], prompt_only=kinds[n % 3][1]) for n, prompt in enumerate(prompts)
+            ingress.open(prompt, kinds[n % 3][0], RequestOptions(prompt_only=kinds[n % 3][1]))
+            for n, prompt in enumerate(prompts)
         ]
         together = [await stream.collect() for stream in streams]
         alone = []
         for n, prompt in enumerate(prompts):
-            alone.append(await ingress.open(prompt, kinds[n % 3][0], prompt_only=kinds[n % 3][1]).collect())
+            alone.append(
+                await ingress.open(prompt, kinds[n % 3][0], RequestOptions(prompt_only=kinds[n % 3][1])).collect()
+            )
         return together, alone
 
     together, alone = llm._await(ask())

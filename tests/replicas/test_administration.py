@@ -102,7 +102,7 @@ def test_all_of_them_forget() -> None:
     async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
         assert await ask("/reset_prefix_cache", {}) == (200, {"success": True})
         tasks = await open_everywhere(servers, ask)
-        salts = {server.ingress.asked[-1][2]["cache_salt"] for server in servers}
+        salts = {server.ingress.asked[-1][2].cache_salt for server in servers}
         assert len(salts) == NUM_REPLICAS
         assert "" not in salts
         await ask("/abort_request", {"abort_all": True})
@@ -118,7 +118,7 @@ def test_all_of_them_forget_without_a_body(method: str) -> None:
         assert (await ask("/flush_cache", method=method, **page))[0] == 403
         assert await ask("/flush_cache?timeout=0", method=method) == (200, {"success": True})
         tasks = await open_everywhere(servers, ask)
-        salts = {server.ingress.asked[-1][2]["cache_salt"] for server in servers}
+        salts = {server.ingress.asked[-1][2].cache_salt for server in servers}
         assert len(salts - {""}) == NUM_REPLICAS
         await ask("/abort_request", {"abort_all": True})
         await asyncio.gather(*tasks)

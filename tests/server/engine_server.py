@@ -9,6 +9,7 @@ from aiohttp import web
 
 from engine.config import Config, build_config
 from engine.system import System
+from server.backend import Backend
 from server.http.listener import bind
 from server.model_card import ModelCard
 from server.run.app import create_runner
@@ -62,7 +63,8 @@ class EngineServer:
             template_variables=config.server.allowed_template_variables,
         )
         await system.start()
-        runner = create_runner(config.server, config.limits, system.ingress, card, system.monitor, system.codec)
+        backend = Backend(system.ingress, system.monitor, card, system.codec)
+        runner = create_runner(config.server, config.limits, backend)
         await runner.setup()
         await web.SockSite(runner, self._listener, backlog=1024).start()
         self._started.set()

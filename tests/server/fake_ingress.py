@@ -9,13 +9,23 @@ token), !hang (no output until cancelled).  !think begins with thoughts, !call a
 import asyncio
 import itertools
 import zlib
-from collections.abc import Sequence
 
 import numpy as np
 
 from engine.actors.stream import Stream
 from engine.errors import CallboardError, EngineDied, RequestError
-from engine.messages import ChatOptions, ChatTurn, Delta, Finish, Stats, TokenLogprobs, TokenText, Usage
+from engine.messages import (
+    DEFAULT_OPTIONS,
+    ChatTurn,
+    Delta,
+    Finish,
+    Prompt,
+    RequestOptions,
+    Stats,
+    TokenLogprobs,
+    TokenText,
+    Usage,
+)
 from engine.params import SamplingParams
 
 # Everything that a careless framing or decoding would trip over.
@@ -34,8 +44,6 @@ WORDS = (
 )
 CALL = 'Sure.\n<tool_call>\n{"name": "look", "arguments": {"at": "δ", "n": [1, 2]}}\n</tool_call>'
 EOS_AFTER = 12
-PLAIN = ChatOptions()
-Prompt = str | Sequence[int] | tuple[ChatTurn, ...]
 
 
 class FakeIngress:
@@ -51,8 +59,9 @@ class FakeIngress:
         self.stalled_s = 0.0  # what the fake monitor says
         self.failure: str | None = None
         self.stats: Stats | None = Stats(7, running=1, waiting=2, pages_free=50, pages_cached=30, pages_used=20)
+        self.num_leaving = 0
         self.opened: list[Stream] = []
-        self.asked: list[tuple[Prompt, SamplingParams, dict[str, object]]] = []
+        self.asked: list[tuple[Prompt, SamplingParams, RequestOptions]] = []
         self._max_requests = max_requests
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -63,18 +72,7 @@ class FakeIngress:
     def num_open(self) -> int:
         return len(self._open)
 
-    def open(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        echo: bool = False,
-        priority: int = 0,
-        cache_salt: str = "",
-        chat: ChatOptions = PLAIN,
-        prompt_only: bool = False,
-        return_prompt_ids: bool = False,
-    ) -> Stream:
+    def open(self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> Stream:
         if self.num_open >= self._max_requests:
             raise RequestError("full", status=429, code="queue_full", retry_after_s=1)
         params.check(self._vocab_size)
@@ -92,9 +90,8 @@ class FakeIngress:
         request_id = next(self._ids)
         stream = Stream(request_id, self._cancel)
         self.opened.append(stream)
-        others = {"echo": echo, "priority": priority, "cache_salt": cache_salt, "chat": chat}
-        self.asked.append((prompt, params, {**others, "prompt_only": prompt_only}))
-        task = asyncio.get_running_loop().create_task(self._produce(stream, text, params, echo))
+        self.asked.append((prompt, params, options))
+        task = asyncio.get_running_loop().create_task(self._produce(stream, text, params, options.echo))
         self._open[request_id] = stream, task
         return stream
 

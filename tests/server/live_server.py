@@ -9,7 +9,7 @@ import uvloop
 from aiohttp import web
 
 from engine.sections import LimitsSection, ServerSection
-from server.run.app import create_runner
+from server.backend import Backend
 from server.http.listener import bind
 from server.model_card import ModelCard
 from server.run.app import create_runner
@@ -85,7 +85,7 @@ class LiveServer:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(lambda _, context: self.loop_errors.append(context))
         self._stopping = asyncio.Event()
-        self.runner = create_runner(self._server, self._limits, self.ingress, self._card, self.monitor)
+        self.runner = create_runner(self._server, self._limits, Backend(self.ingress, self.monitor, self._card))
         await self.runner.setup()
         await web.SockSite(self.runner, self._listener, backlog=1024).start()
         self._started.set()

@@ -12,6 +12,7 @@ from aiohttp import web
 from engine.actors.snapshot import Gauges
 from engine.config import Config
 from engine.system import System
+from server.backend import Backend
 from server.http.listener import bind
 from server.model_card import ModelCard
 from server.run.app import create_runner
@@ -101,7 +102,9 @@ class LiveSystem:
             name=MODEL, max_model_len=self.system.max_len, vocab_size=self.system.spec.vocab_size, created=0
         )
         config = self._config
-        self.runner = create_runner(config.server, config.limits, self.system.ingress, card, self.system.monitor)
+        self.runner = create_runner(
+            config.server, config.limits, Backend(self.system.ingress, self.system.monitor, card)
+        )
         await self.system.start()
         await self.runner.setup()
         await web.SockSite(self.runner, self._listener, backlog=2048).start()

@@ -13,6 +13,7 @@ import uvloop
 
 from engine.errors import CallboardError, EngineDied
 from engine.sections import LimitsSection, ServerSection
+from server.backend import Backend
 from server.http.listener import bind
 from server.run.serve import serve
 from tests.server.fake_ingress import FakeIngress
@@ -34,7 +35,7 @@ async def main(options: dict) -> None:
     ingress = FakeIngress(delay_s=options.get("delay_s", 0.0))
     ingress.ready = options.get("ready", True)
     engine = asyncio.create_task(run_engine(ingress, options.get("die_after_s", 3600)))
-    await serve(server, LimitsSection(), ingress, CARD, FakeMonitor(ingress), listener=listener, engine=engine)
+    await serve(server, LimitsSection(), Backend(ingress, FakeMonitor(ingress), CARD), listener=listener, engine=engine)
 
 
 if __name__ == "__main__":

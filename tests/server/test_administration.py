@@ -9,8 +9,9 @@ from aiohttp.test_utils import make_mocked_request
 
 from engine.errors import RequestError
 from engine.sections import LimitsSection, ServerSection
-from server.openai.answers import FinishReason
+from server.clients.open_requests import Clients
 from server.generate.output import FinishReason
+from server.http.exchange import EXCHANGE, Exchange
 from server.operators.probe import ProbeRoute
 from tests.server.engine_server import EngineServer
 from tests.server.fake_ingress import FakeIngress
@@ -145,7 +146,7 @@ def salts(live: LiveServer, *keys: str) -> list[object]:
     for key in keys:
         body = {"model": MODEL, "prompt": "p", "cache_salt": "own"}
         assert ask(live.port, "POST", "/v1/completions", body, bearer(key)).status == 200
-    return [options["cache_salt"] for _, _, options in live.call(lambda: live.ingress.asked[-len(keys) :])]
+    return [options.cache_salt for _, _, options in live.call(lambda: live.ingress.asked[-len(keys) :])]
 
 
 def reset(live: LiveServer, key: str = "", path: str = "/reset_prefix_cache") -> None:
@@ -228,7 +229,7 @@ def test_a_web_page_of_another_site_cannot_reset_it(method: str) -> None:
 
 def test_nothing_that_was_cached_is_found_and_what_runs_goes_on() -> None:
     prompt = "# a prompt of some length, so that it fills several pages of the cache\n" * 3
-    with EngineServer(model={"name": "demo"}) as served:
+    with EngineServer(model_={"name": "demo"}) as served:
 
         def complete(**fields: Any) -> dict[str, Any]:
             body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 8, **fields}
@@ -254,7 +255,7 @@ def test_nothing_that_was_cached_is_found_and_what_runs_goes_on() -> None:
 
 
 def test_an_engine_stops_what_is_aborted_and_keeps_nothing_of_it() -> None:
-    with EngineServer(model={"name": "demo"}) as served, RawClient(served.port) as client:
+    with EngineServer(model_={"name": "demo"}) as served, RawClient(served.port) as client:
         body = {"model": "demo", "prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True, "n": 2}
         client.send(http_bytes("POST", "/v1/completions", json.dumps(body).encode(), {"X-Request-Id": "mine"}))
         client.read_until(b"data: ")
@@ -293,7 +294,7 @@ def test_the_deep_probe_asks_for_a_token() -> None:
     with LiveServer() as live:
         assert ask(live.port, "GET", "/health_generate").status == 200
         prompt, params, options = live.call(lambda: live.ingress.asked[-1])
-        assert (tuple(prompt), params.max_tokens, options["priority"] < 0) == ((0,), 1, True)
+        assert (tuple(prompt), params.max_tokens, options.priority < 0) == ((0,), 1, True)
         live.call(lambda: setattr(live.ingress, "ready", False))
         assert ask(live.port, "GET", "/health_generate").error["code"] == "not_ready"
     with LiveServer(limits=LimitsSection(max_requests=1)) as live, RawClient(live.port) as client:
@@ -305,9 +306,11 @@ def test_the_deep_probe_asks_for_a_token() -> None:
 def test_the_deep_probe_does_not_wait_for_ever() -> None:
     async def ask_one_that_hangs() -> RequestError:
         ingress = FakeIngress(delay_s=60.0)
-        probe = ProbeRoute(ingress, LimitsSection(), limit_s=0.01)
+        request = make_mocked_request("GET", "/health_generate")
+        request[EXCHANGE] = Exchange(request)
+        clients = Clients(ingress, ServerSection(), LimitsSection())
         with pytest.raises(RequestError) as failed:
-            await probe.get(make_mocked_request("GET", "/health_generate"))
+            await clients.middleware(request, ProbeRoute(limit_s=0.01).get)
         assert ingress.num_open == 0
         return failed.value
 

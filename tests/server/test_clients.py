@@ -52,7 +52,7 @@ def salts(api_key: str | Sequence[str], **server: object) -> list[object]:
         for key in keys:
             assert complete(live, key).status == 200
             assert complete(live, key, cache_salt="own").status == 200
-        return [options["cache_salt"] for _, _, options in live.ingress.asked]
+        return [options.cache_salt for _, _, options in live.ingress.asked]
 
 
 def test_clients_with_different_keys_share_no_cached_prefix() -> None:
@@ -67,8 +67,8 @@ def test_no_client_can_name_another_ones_salt() -> None:
     with LiveServer(FakeIngress(), server=ServerSection(api_key=["one", "two"])) as live:
         complete(live, "one")
         ((_, _, options),) = live.ingress.asked
-        complete(live, "two", cache_salt=options["cache_salt"])
-        assert live.ingress.asked[1][2]["cache_salt"] != options["cache_salt"]
+        complete(live, "two", cache_salt=options.cache_salt)
+        assert live.ingress.asked[1][2].cache_salt != options.cache_salt
 
 
 @pytest.mark.parametrize("server", [{"api_key": "one"}, {"api_key": ["one", "two"], "shared_cache": True}])

@@ -10,10 +10,6 @@ from engine.params import MAX_SEED
 from engine.sections import ServerSection
 from server.generate.generation import Generation, choice_seed
 from server.http.body import BodyReader, name_field
-from server.openai.chat import Chat
-from server.completions import Completions
-from server.openai.translator import Generation, Translator, choice_seed, own_seed
-from server.generate.generation import Generation, Translator, choice_seed, own_seed
 from server.http.unsupported import UNSUPPORTED
 from server.model_card import ModelCard
 from server.openai.chat import Chat
@@ -27,14 +23,14 @@ DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty"
 def completion(chat_defaults: dict[str, float | int] | None = None, **fields: object) -> Generation:
     card = ModelCard(name="m", max_model_len=100, vocab_size=50, created=0, chat_defaults=chat_defaults or {})
     body = msgspec.convert({"model": "m", "prompt": "p", **fields}, CompletionBody)
-    return Completions(Translator(card)).translate(body)
+    return Completions(Translator(card), "").translate(body)
 
 
 def chat(**fields: object) -> Generation:
     card = ModelCard(name="m", max_model_len=100, vocab_size=50, created=0, chat_defaults=DEFAULTS)
     messages = [{"role": "user", "content": "p"}]
     body = msgspec.convert({"model": "m", "messages": messages, **fields}, ChatBody)
-    return Chat(Translator(card), card).translate(body)
+    return Chat(Translator(card), "").translate(body)
 
 
 def test_defaults_are_those_of_the_api() -> None:
@@ -73,7 +69,7 @@ def test_every_field_arrives() -> None:
     assert (params.presence_penalty, params.frequency_penalty, params.logit_bias) == (0.2, 0.3, {4: -7.0})
     assert (params.stop, params.stop_token_ids) == (("a", "b"), (5,))
     assert (params.ignore_eos, params.include_stop_str_in_output, params.skip_special_tokens) == (True, True, False)
-    assert (generation.priority, generation.cache_salt) == (-4, "tenant")
+    assert (generation.options.priority, generation.options.cache_salt) == (-4, "tenant")
 
 
 def test_one_stop_string_is_a_list_of_one() -> None:
@@ -93,7 +89,7 @@ def test_chat_logprobs_need_to_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields, param", [({"n": 129}, "n"), ({"n": 64, "prompt": ["a"] * 3}, "n"), ({"prompt": ["a"] * 129}, "prompt")]
+    "fields, param", [({"n": 9}, "n"), ({"n": 4, "prompt": ["a"] * 3}, "n"), ({"prompt": ["a"] * 9}, "prompt")]
 )
 def test_too_many_choices_are_refused(fields: dict[str, object], param: str) -> None:
     with pytest.raises(RequestError) as caught:

@@ -9,27 +9,32 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from engine.messages import Delta, Finish, TokenLogprobs, TokenText, Usage
-from server.generate.endpoint import Head
-from server.generate.output import Cursor
 from server.generate.plain_text import PlainText, is_plain
+from server.generate.usage import UsageCounter
 from server.openai.chat import Chat
 from server.openai.completions import Completions
 from server.openai.translator import Translator
+from server.openai.writer import StreamState
 from tests.server.live_server import CARD
 
-HEAD = Head(id='cmpl-"odd\\', created=1, model="a/model δ", system_fingerprint="callboard-1")
+HEAD = {"id": 'cmpl-"odd\\', "created": 1, "model": "a/model δ"}
 TOKEN = TokenText(1, "x", b"x", -1.0)
 
 
 def endpoints() -> list[Any]:
     translator = Translator(CARD)
-    return [Completions(translator), Chat(translator, CARD)]
+    return [Completions(translator, "callboard-1"), Chat(translator, "callboard-1")]
 
 
-def renderer(endpoint: Any, index: int, usage: Any, **cursor_options: Any):
-    cursor = Cursor(index, **cursor_options)
-    endpoint.chunks(HEAD, cursor, Delta(1, "first", b"\1\0\0\0"), usage)  # what a choice opens with
-    return lambda delta: endpoint.chunks(HEAD, cursor, delta, usage)
+def renderer(endpoint: Any, index: int, usage: Any, **fields: object):
+    prompt = {"prompt": "p"} if isinstance(endpoint, Completions) else {"messages": [{"role": "user", "content": "p"}]}
+    body = msgspec.convert({"model": CARD.name, "stream": True, **prompt, **fields}, endpoint.body_type)
+    generation = endpoint.translate(body)
+    writer = endpoint.writer(body, generation, UsageCounter(generation))
+    writer.head |= HEAD
+    state = StreamState(index)
+    writer.chunks(state, Delta(1, "first", b"\1\0\0\0"), usage)  # what a choice opens with
+    return lambda delta: writer.chunks(state, delta, usage)
 
 
 @given(text=st.text(), index=st.integers(0, 127), kind=st.integers(0, 1), usage=st.sampled_from([None, UNSET]))
@@ -60,7 +65,7 @@ def test_what_says_more_is_not_plain(delta: Delta) -> None:
 
 @pytest.mark.parametrize("kind", [0, 1])
 def test_where_tokens_are_told_by_their_ids_no_two_events_are_alike(kind: int) -> None:
-    assert PlainText.like(renderer(endpoints()[kind], 0, UNSET, shows_token_ids=True)) is None
+    assert PlainText.like(renderer(endpoints()[kind], 0, UNSET, return_token_ids=True)) is None
 
 
 def test_an_endpoint_that_says_nothing_of_a_text_or_too_much_has_no_template() -> None:

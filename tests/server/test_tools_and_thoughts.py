@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from engine.messages import ChatTurn, ToolCall
+from engine.messages import ChatTurn, RequestOptions, ToolCall
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer
 
@@ -62,17 +62,17 @@ def test_without_tools_a_call_is_text(client: openai.OpenAI, request_: dict[str,
     assert choice.finish_reason == "stop"
 
 
-def asked(live: LiveServer) -> tuple[Any, Any, dict[str, Any]]:
+def asked(live: LiveServer) -> tuple[Any, Any, RequestOptions]:
     return live.call(lambda: live.ingress.asked[-1])
 
 
 def test_the_template_hears_of_tools_unless_none_may_be_called(live: LiveServer, client: openai.OpenAI) -> None:
     client.chat.completions.create(model=MODEL, messages=CALLS, tools=[TOOL])
     _, params, options = asked(live)
-    assert json.loads(options["chat"].tools) == [TOOL]
+    assert json.loads(options.chat.tools) == [TOOL]
     assert params.grammar is None
     client.chat.completions.create(model=MODEL, messages=CALLS, tools=[TOOL], tool_choice="none")
-    assert asked(live)[2]["chat"].tools == ""
+    assert asked(live)[2].chat.tools == ""
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
@@ -167,9 +167,9 @@ def test_thoughts_come_under_both_names_and_are_counted(client: openai.OpenAI) -
 
 def test_thoughts_are_told_apart_unless_asked_otherwise(live: LiveServer, client: openai.OpenAI) -> None:
     client.chat.completions.create(model=MODEL, messages=THINKS)
-    assert asked(live)[2]["chat"].split_reasoning
+    assert asked(live)[2].chat.split_reasoning
     client.chat.completions.create(model=MODEL, messages=THINKS, extra_body={"separate_reasoning": False})
-    assert not asked(live)[2]["chat"].split_reasoning
+    assert not asked(live)[2].chat.split_reasoning
 
 
 def test_template_variables_pass_if_the_configuration_lists_them(live: LiveServer, client: openai.OpenAI) -> None:
@@ -183,7 +183,7 @@ def test_template_variables_pass_if_the_configuration_lists_them(live: LiveServe
         with openai.OpenAI(base_url=f"{other.url}/v1", api_key="none", max_retries=0) as second:
             extra = {"chat_template_kwargs": {"enable_thinking": False}}
             second.chat.completions.create(model=MODEL, messages=THINKS, extra_body=extra, reasoning_effort="low")
-        variables = json.loads(asked(other)[2]["chat"].variables)
+        variables = json.loads(asked(other)[2].chat.variables)
     assert variables == {"enable_thinking": False, "reasoning_effort": "low"}
 
 

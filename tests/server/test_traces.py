@@ -17,7 +17,6 @@ from engine.errors import ConfigError
 from engine.messages import Finish
 from engine.scheduling.metrics import RequestMetrics
 from engine.sections import ServerSection
-from server import app
 from server.operators.traces import open_provider
 from server.run import app
 from tests.server.http_client import ask

@@ -13,7 +13,7 @@ import numpy as np
 from engine.actors.ingress import Ingress
 from engine.actors.stream import Stream
 from engine.errors import CallboardError, RequestError
-from engine.messages import ChatTurn, Delta, Finish, TokenLogprobs, Usage
+from engine.messages import ChatTurn, Delta, Finish, RequestOptions, TokenLogprobs, Usage
 from engine.params import SamplingParams
 from tests.sim.codec import text_of
 from tests.sim.luck import luck
@@ -64,7 +64,9 @@ class Client:
             logprobs=1 if op.logprobs else None,
         )
         try:
-            self.stream = ingress.open(prompt, params, echo=op.echo, priority=op.priority, cache_salt=op.salt)
+            self.stream = ingress.open(
+                prompt, params, RequestOptions(echo=op.echo, priority=op.priority, cache_salt=op.salt)
+            )
         except RequestError as error:
             self.refusal = error
             return

@@ -6,17 +6,17 @@ The answer in one piece is what the events add up to: both are made here.
 
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
-from engine.messages import Delta, Finish, TokenLogprobs
+from engine.messages import Delta, Finish
 from engine.text.tool_calls import CallPiece, Part, ToolCallParser
-from server.generate.output import finite
-from server.openai.answers import TopLogprob
+from server.generate.output import Output
+from server.openai.answers import TokenLogprob, token_logprob
 from server.responses.objects import (
     CallItem,
     Event,
     Item,
     MessageItem,
-    OutputLogprob,
     OutputText,
     ReasoningItem,
     ReasoningText,
@@ -24,8 +24,10 @@ from server.responses.objects import (
 )
 
 
-class ResponseWriter:
-    """output: the items so far, of which the last one may still grow.  parser: finds calls, if they are looked for."""
+class ItemWriter:
+    """Makes the items of one response.
+
+    output: the items so far, of which the last one may still grow.  parser: finds calls, if they are looked for."""
 
     def __init__(self, parser: ToolCallParser | None) -> None:
         self.output: list[Item] = []
@@ -34,22 +36,22 @@ class ResponseWriter:
         self._num_events = 0
         self._kind = ""  # of the open item
         self._text: list[str] = []
-        self._logprobs: list[OutputLogprob] = []
-        self._waiting_logprobs: list[OutputLogprob] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._waiting_logprobs: list[TokenLogprob] = []
         self._call: CallItem | None = None
 
-    def event(self, kind: str, **fields: object) -> Event:
-        """The next event of the stream."""
+    def event(self, kind: str, **fields: Any) -> Event:
+        """Returns the next event of the stream."""
         number, self._num_events = self._num_events, self._num_events + 1
-        return Event(type=f"response.{kind}", sequence_number=number, **fields)  # type: ignore[arg-type]
+        return Event(type=f"response.{kind}", sequence_number=number, **fields)
 
-    def take(self, delta: Delta) -> list[Event]:
-        """What new output means."""
+    def take(self, delta: Delta | Output) -> list[Event]:
+        """Add new output; returns the events that tell of it."""
         if delta.reasoning:
             self._write("reasoning", delta.reasoning, ())
         # Logprobs are told with the text they belong to; a token without text waits for the next one.  Where calls are
         # looked for it is not known which tokens became one, so they wait for the end.
-        self._waiting_logprobs += [_logprob(entry) for entry in delta.logprobs]
+        self._waiting_logprobs += [token_logprob(entry) for entry in delta.logprobs]
         parts: list[Part] = [delta.text] if delta.text else []
         ended = delta.finish != Finish.RUNNING
         if self._parser is not None:
@@ -71,11 +73,11 @@ class ResponseWriter:
         events, self._events = self._events, []
         return events
 
-    def _take_logprobs(self) -> list[OutputLogprob]:
+    def _take_logprobs(self) -> list[TokenLogprob]:
         waiting, self._waiting_logprobs = self._waiting_logprobs, []
         return waiting
 
-    def _write(self, kind: str, text: str, logprobs: Sequence[OutputLogprob]) -> None:
+    def _write(self, kind: str, text: str, logprobs: Sequence[TokenLogprob]) -> None:
         if self._kind != kind:
             self._close("completed")
             self._open(kind)
@@ -113,7 +115,7 @@ class ResponseWriter:
         self._events.append(self.event("output_item.added", output_index=len(self.output) - 1, item=item))
 
     def _close(self, status: Status) -> None:
-        """The open item is whole, or as whole as it gets."""
+        """End the open item, if there is one."""
         if not self._kind:
             return
         kind, text = self._kind, "".join(self._text)
@@ -136,12 +138,6 @@ class ResponseWriter:
         self._events.append(self.event("output_item.done", output_index=len(self.output) - 1, item=item))
         self._kind, self._text, self._logprobs, self._call = "", [], [], None
 
-    def _emit(self, kind: str, **fields: object) -> None:
+    def _emit(self, kind: str, **fields: Any) -> None:
         index = len(self.output) - 1
         self._events.append(self.event(kind, output_index=index, item_id=self.output[index].id, **fields))
-
-
-def _logprob(entry: TokenLogprobs) -> OutputLogprob:
-    sampled = entry.sampled
-    top = [TopLogprob(one.text, finite(one.logprob), list(one.utf8)) for one in entry.top]
-    return OutputLogprob(sampled.text, finite(sampled.logprob), list(sampled.utf8), top)

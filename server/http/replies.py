@@ -1,4 +1,4 @@
-"""Errors as clients see them: one JSON shape for every status, on every route.
+"""Responses in one piece of JSON, and the one shape that errors have in it, whatever their status and route.
 
 Owns: the error body, the type that goes with a status, what an unexpected exception looks like from outside.
 Does not know: requests, routes, sockets.  A body never carries a traceback or a path, nor a long echo of the input.
@@ -10,7 +10,6 @@ import msgspec
 from aiohttp import web
 
 from engine.errors import EngineDied, RequestError
-from server.reply import json_reply
 
 MAX_MESSAGE_CHARS = 400
 TYPES = {
@@ -25,6 +24,11 @@ ROUTING_MESSAGES = {
     405: ("this route does not take that method", "method_not_allowed"),
     417: ("the only expectation this server can meet is 100-continue", "expectation_failed"),
 }
+
+
+def json_reply(body: object, status: int = 200) -> web.Response:
+    """A response with ``body`` as its JSON."""
+    return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -43,7 +47,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def error_body(error: RequestError) -> ErrorBody:
-    """The JSON that tells ``error``."""
+    """Returns an error as JSON has it."""
     kind = TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     message = error.message
     if len(message) > MAX_MESSAGE_CHARS:
@@ -52,7 +56,7 @@ def error_body(error: RequestError) -> ErrorBody:
 
 
 def error_response(error: RequestError) -> web.Response:
-    """The HTTP response that tells ``error``."""
+    """Returns an error as an HTTP response."""
     response = json_reply(error_body(error), error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
@@ -65,7 +69,7 @@ def error_response(error: RequestError) -> web.Response:
 
 
 def raw_response(error: RequestError) -> bytes:
-    """The same response as bytes, for connections that never got as far as a request."""
+    """Returns an error response as bytes, for a connection on which no request could be read."""
     body = msgspec.json.encode(error_body(error))
     reason = HTTPStatus(error.status).phrase
     lines = [
@@ -80,7 +84,7 @@ def raw_response(error: RequestError) -> bytes:
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """Any exception as something a client may read.  What is not deliberate says nothing about its cause."""
+    """Returns any exception as what a client may read.  What is not deliberate says nothing about its cause."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, EngineDied):

@@ -1,0 +1,200 @@
+"""POST /v1/responses: an answer as one object, or as the events of its making.
+
+Owns: what may be asked, and what is said of the answer.  Does not know: the order of events.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import web
+from msgspec import UnsetType
+
+from engine.errors import FieldError, RequestError
+from engine.messages import ChatOptions, Delta, Finish
+from server.generate.endpoint import Endpoint, Writer
+from server.generate.generation import Generation
+from server.generate.output import Output
+from server.generate.usage import CompletionTokensDetails, UsageBody, UsageCounter
+from server.openai.conversation import read_variables
+from server.openai.requests import (
+    JsonSchemaFormat,
+    ResponseFormat,
+    ToolBody,
+    ToolChoice,
+    is_given,
+)
+from server.openai.tools import read_tools
+from server.openai.translator import Translator
+from server.responses.item_writer import ItemWriter
+from server.responses.items import read_input
+from server.responses.objects import (
+    IncompleteDetails,
+    ResponseError,
+    ResponseObject,
+    ResponseUsage,
+    Status,
+)
+from server.responses.requests import FlatToolChoice, ResponsesBody, TextFormat
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class Responses(Endpoint[ResponsesBody]):
+    """POST /v1/responses."""
+
+    body_type = ResponsesBody
+    names_events = True
+
+    def __init__(self, translator: Translator) -> None:
+        self._translator = translator
+
+    def translate(self, body: ResponsesBody) -> Generation:
+        _refuse_what_needs_a_store(body)
+        self._translator.check_model(body.model)
+        choice = body.tool_choice
+        tools = read_tools(
+            [ToolBody(tool.type, tool) for tool in body.tools or ()],
+            ToolChoice(choice.type, choice) if isinstance(choice, FlatToolChoice) else choice,
+            parallel=body.parallel_tool_calls,
+            form=self._translator.card.tool_format,
+        )
+        if body.text is not None and body.text.format is not None:
+            if body.response_format is not None:
+                raise FieldError("response_format", "this endpoint calls it text.format")
+            body = msgspec.structs.replace(body, response_format=_response_format(body.text.format))
+        effort = None if body.reasoning is None else body.reasoning.effort
+        wants_logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
+        return self._translator.translate(
+            body,
+            (read_input(body.input, body.instructions),),
+            max_tokens=body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens,
+            logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+            tools=tools,
+            chat=ChatOptions(
+                tools=tools.described,
+                variables=read_variables(body.chat_template_kwargs, effort, self._translator.card.template_variables),
+                split_reasoning=True,
+            ),
+        )
+
+    def rename(self, field: str, body: ResponsesBody) -> str:
+        if field == "messages" or (field == "prompt" and not is_given(body.prompt)):
+            return "input"
+        if field == "max_tokens" and body.max_output_tokens is not None:
+            return "max_output_tokens"
+        return field.replace("response_format", "text.format", 1) if body.text is not None else field
+
+    def writer(self, body: ResponsesBody, generation: Generation, usage: UsageCounter) -> "ResponsesWriter":
+        return ResponsesWriter(body, generation, usage, self._translator.card.name)
+
+
+async def refuse_stored(request: web.Request) -> web.StreamResponse:
+    """Answer whatever is asked about a response that was given before.  Raises RequestError: 404."""
+    raise RequestError(
+        "responses are not stored by this server; a running one ends when its connection is closed",
+        status=404,
+        code="response_not_found",
+    )
+
+
+class ResponsesWriter(Writer):
+    """Writes a response object, or the events of its making."""
+
+    def __init__(self, body: ResponsesBody, generation: Generation, usage: UsageCounter, model: str) -> None:
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self._usage = usage
+        self._items = ItemWriter(generation.new_parser and generation.new_parser())
+        self._body = body
+        self._params = generation.params
+        self._model = model
+        self._created_at = int(time.time())
+        self._finish = Finish.RUNNING
+        self._started = False
+
+    def whole(self, outputs: Sequence[Output]) -> ResponseObject:
+        (output,) = outputs
+        self._items.take(output)
+        self._finish = output.finish
+        return self._object()
+
+    def events(self, index: int, delta: Delta) -> list[msgspec.Struct]:
+        events: list[msgspec.Struct] = []
+        if not self._started:
+            self._started = True
+            started = self._object("in_progress")
+            events += [self._items.event(kind, response=started) for kind in ("created", "in_progress")]
+        self._finish = delta.finish
+        return events + self._items.take(delta)
+
+    def last_events(self) -> list[msgspec.Struct]:
+        whole = self._object()
+        kind = "incomplete" if whole.status == "cancelled" else whole.status  # it has no event of its own
+        return [self._items.event(kind, response=whole)]
+
+    def failure(self, error: RequestError) -> msgspec.Struct:
+        return self._items.event("failed", response=self._object("failed", error))
+
+    def _object(self, status: Status | None = None, error: RequestError | None = None) -> ResponseObject:
+        """Returns the response as it is now.  status: None once the output has ended."""
+        body, params = self._body, self._params
+        cut = status is None and self._finish == Finish.LENGTH
+        ended: Status = "incomplete" if cut else "cancelled" if self._finish == Finish.ABORT else "completed"
+        given = json.loads(msgspec.json.encode(body))
+        return ResponseObject(
+            id=self.id,
+            created_at=self._created_at,
+            status=status or ended,
+            error=None if error is None else ResponseError(error.code, error.message),
+            incomplete_details=IncompleteDetails("max_output_tokens") if cut else None,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            model=self._model,
+            output=list(self._items.output) if status != "in_progress" else [],
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            reasoning={"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            temperature=params.temperature,
+            text=given["text"] or {"format": {"type": "text"}},
+            tool_choice=given["tool_choice"] or "auto",
+            tools=given["tools"] or [],
+            top_p=params.top_p,
+            usage=None if status == "in_progress" else _usage(self._usage.total()),
+            metadata=body.metadata or {},
+        )
+
+
+def _usage(counts: UsageBody) -> ResponseUsage:
+    details = counts.completion_tokens_details
+    return ResponseUsage(
+        input_tokens=counts.prompt_tokens,
+        input_tokens_details=counts.prompt_tokens_details,
+        output_tokens=counts.completion_tokens,
+        output_tokens_details=CompletionTokensDetails(0) if isinstance(details, UnsetType) else details,
+        total_tokens=counts.total_tokens,
+    )
+
+
+def _response_format(given: TextFormat) -> ResponseFormat:
+    if given.type != "json_schema":
+        return ResponseFormat(given.type, schema=given.schema)
+    if not is_given(given.schema):
+        raise FieldError("text.format.schema", "required, but not given")
+    return ResponseFormat("json_schema", JsonSchemaFormat(given.schema, given.name))
+
+
+def _refuse_what_needs_a_store(body: ResponsesBody) -> None:
+    """Raise RequestError for a field that needs kept state: ignoring it would change the answer."""
+    kept = "nothing is kept between requests; send the whole conversation as input"
+    asked = {
+        "previous_response_id": (body.previous_response_id is not None, kept),
+        "conversation": (is_given(body.conversation), kept),
+        "prompt": (is_given(body.prompt), "no prompts are kept; send their text as instructions and input"),
+        "background": (bool(body.background), "no answers are kept to be asked for later"),
+        "truncation": (body.truncation == "auto", "nothing is cut off; an input that is too long is an error"),
+        "n": (body.n not in (None, 1), "a response has one output"),
+    }
+    for field, (given, why) in asked.items():
+        if given:
+            raise FieldError(field, f"not supported, since {why}", code="unsupported_parameter")
