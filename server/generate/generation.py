@@ -12,6 +12,8 @@ from engine.messages import DEFAULT_OPTIONS, Prompt, RequestOptions
 from engine.params import MAX_SEED, SamplingParams
 from engine.text.tool_calls import ToolCallParser
 
+MAX_CHOICES = 128  # in one request
+
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """One or more prompts, ``num_choices`` outputs for each; choice i * num_choices + k is prompt i's k-th.
