@@ -28,12 +28,13 @@ class _Expect(Enum):
     COLON = ":"
     VALUE = "value"
     REST = "rest of a value"
-    NOTHING = "nothing"
 
 
 class CallScanner:
-    """strict: an object with any other key before its name is no call; where nothing else marks a call as one.
-    name: once it has been read.  done: the object has ended.  broken: it is no call; what was told of it stays."""
+    """Reads one call.  strict: an object with any other key before its name is no call, as nothing else marks one.
+
+    name: None until it has been read.  done: the object has ended.  broken: it is no call; what was told of it stays.
+    """
 
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict

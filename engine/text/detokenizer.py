@@ -51,7 +51,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """What is left: U+FFFD for a character that will never be complete."""
+        """The text that is left: U+FFFD for a character that will never be complete."""
         pending, self._pending = self._pending, b""
         return "" if self._prompt_only else codecs.utf_8_decode(pending, "replace", True)[0]
 

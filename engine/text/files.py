@@ -49,12 +49,11 @@ class _NamedTokens(msgspec.Struct):
 
     def texts(self) -> dict[str, str]:
         """Name -> the token's text, for those that are set."""
-        named = {name: getattr(self, name) for name in _NamedTokens.__struct_fields__}
-        return {
-            name: token.content if isinstance(token, _Token) else token
-            for name, token in named.items()
-            if token is not None
-        }
+        named = ((name, getattr(self, name)) for name in _NamedTokens.__struct_fields__)
+        texts = (
+            (name, token if isinstance(token, str) else token.content) for name, token in named if token is not None
+        )
+        return dict(texts)
 
 
 class _NamedTemplate(msgspec.Struct):
@@ -71,7 +70,7 @@ class _TokenizerConfig(_NamedTokens):
 
 
 class TokenizerFiles:
-    """tokenizer: ready to encode.  decoder: its "decoder" object.  template: None if the checkpoint has none."""
+    """What the files say.  tokenizer: ready to encode.  decoder: its "decoder" object.  template: None if there is none."""
 
     def __init__(self, directory: Path) -> None:
         """Raises WeightsError that names the file."""

@@ -13,7 +13,7 @@ from engine.errors import RequestError
 from engine.messages import Abort, Admit, ChatOptions, ChatTurn, Deltas, Failed, Finish, Stop, Tokenize, Tokens
 from engine.params import Grammar, SamplingParams
 from engine.text.codec import TextCodec
-from engine.text.grammars import Grammars
+from engine.text.grammar import Grammars
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 TEMPLATE = (
