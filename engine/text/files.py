@@ -50,10 +50,9 @@ class _NamedTokens(msgspec.Struct):
     def texts(self) -> dict[str, str]:
         """Name -> the token's text, for those that are set."""
         named = ((name, getattr(self, name)) for name in _NamedTokens.__struct_fields__)
-        texts = (
-            (name, token if isinstance(token, str) else token.content) for name, token in named if token is not None
-        )
-        return dict(texts)
+        return {
+            name: token.content if isinstance(token, _Token) else token for name, token in named if token is not None
+        }
 
 
 class _NamedTemplate(msgspec.Struct):
@@ -70,7 +69,7 @@ class _TokenizerConfig(_NamedTokens):
 
 
 class TokenizerFiles:
-    """What the files say.  tokenizer: ready to encode.  decoder: its "decoder" object.  template: None if there is none."""
+    """What the files say.  tokenizer: ready to encode.  decoder: its "decoder" object.  template: None if missing."""
 
     def __init__(self, directory: Path) -> None:
         """Raises WeightsError that names the file."""
