@@ -31,9 +31,9 @@ def variant_of(spec: AttentionSpec, layer: int) -> int:
 
 
 def padding_on_dump_page(batch: AttentionBatch, pool: KVPool) -> Tensor:
-    """page_table_BP, in which rows of length 0 have the dump page instead of page 0, which is somebody's.
+    """page_table_BP, in which rows of length 0 have the dump page instead of page 0, which belongs to a sequence.
 
-    What comes out for them is read by nobody, but it goes on through the layers and must not become NaN.
+    The output of such rows is not used, but it goes on through the layers and must not become NaN.
     """
     if batch.host_lengths.all():
         return batch.page_table_BP

@@ -13,22 +13,9 @@ import torch
 from engine.errors import PluginError
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
-from engine.plugins.hookspecs import AttentionContext
 
-DTYPES = ("bfloat16", "float16")
 MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 and asynchronous copies
 ANYTHING_ELSE = "or set plugins.attention=torch, which runs everywhere"
-
-
-def require_gpu(plugin: str, context: AttentionContext) -> None:
-    """Raise PluginError unless this is a GPU and a 16-bit model."""
-    if context.device != "cuda":
-        raise PluginError(f"{plugin} runs on NVIDIA GPUs, not on {context.device!r}; set plugins.attention=torch")
-    if context.dtype not in DTYPES:
-        raise PluginError(
-            f"{plugin} computes in {' and '.join(DTYPES)}, not in {context.dtype!r}; "
-            f"set model.dtype=bfloat16, {ANYTHING_ELSE}"
-        )
 
 
 def require_capability(plugin: str, capability: tuple[int, int]) -> None:
@@ -54,7 +41,7 @@ def try_out(
     num_queries: int,
     phases: tuple[str, ...] = ("prefill", "decode"),
 ) -> None:
-    """A decode row and a prompt of ``num_queries`` tokens, or one of them, over the dump page, through two layers.
+    """Run a decode row and a prompt of ``num_queries`` tokens, or one of them, over the dump page, in two layers.
 
     Libraries compile or load kernels at their first call, which can take minutes, and find out only then that they
     have none for a shape.  Raises PluginError with what the library said.
@@ -83,7 +70,7 @@ def try_out(
 
 @contextmanager
 def trial(plugin: str, device: torch.device) -> Iterator[None]:
-    """First calls are made in here.  Raises PluginError with what the library said if one of them fails."""
+    """Wrap a library's first calls.  Raises PluginError with what the library said if one of them fails."""
     try:
         with torch.inference_mode():
             yield

@@ -41,18 +41,14 @@ class FlashAttention:
         outs, first = [], 0
         for part, prepared in zip(self._parts, self._prepared[variant], strict=True):
             last = first + len(part.lengths_B) if part.decode else len(q_TNH)
-            q_nNH = q_TNH[first:last]
-            outs.append(self._kernels.run(q_nNH, self._pages[layer], part, self._windows[variant], prepared))
+            outs.append(self._kernels.run(q_TNH[first:last], self._pages[layer], part, prepared))
             first = last
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def for_graph(self, num_rows: int, max_pages: int) -> AttentionBackend:
-        """A backend for one CUDA graph of ``num_rows`` decode rows that have up to ``max_pages`` pages each.
+        """See ``AttentionBackend``.  ``attend`` takes a query for every row of the graph, and runs before its capture.
 
-        Call its ``begin`` before the capture and before each replay, on the stream of the graph, with that many rows
-        or fewer; ``attend`` is what is captured, with one query for every row of the graph, and must have run once
-        before the capture.  What comes out for the rows that ``begin`` was not given has no meaning.
-        """
+        What it returns for the rows that ``begin`` was not given has no meaning."""
         return GraphAttention(self._spec, self._pool, self._kernels, num_rows, max_pages)
 
 
@@ -78,7 +74,7 @@ class GraphAttention:
         self._prepared: list[Prepared] = []
 
     def begin(self, batch: AttentionBatch) -> None:
-        """Rows that the batch does not have get one token each, of the dump page."""
+        """See ``AttentionBackend.begin``.  Rows that the batch does not have get one token each, of the dump page."""
         table_RP, lengths_R = self._part.page_table_BP, self._part.lengths_B
         count, num_rows = len(batch.host_lengths), len(lengths_R)
         assert batch.num_decodes == count <= num_rows, f"{batch.num_decodes} of {count} rows, captured for {num_rows}"
@@ -99,9 +95,7 @@ class GraphAttention:
 
     def attend(self, layer: int, q_RNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``; launches kernels and nothing else."""
-        variant = variant_of(self._spec, layer)
-        window, prepared = self._windows[variant], self._prepared[variant]
-        return self._kernels.run(q_RNH, self._pages[layer], self._part, window, prepared)
+        return self._kernels.run(q_RNH, self._pages[layer], self._part, self._prepared[variant_of(self._spec, layer)])
 
 
 def cut(batch: AttentionBatch, spec: AttentionSpec, pool: KVPool) -> list[Part]:

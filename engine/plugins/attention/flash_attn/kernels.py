@@ -37,11 +37,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a part's calls share in all layers.  num_splits: into how many pieces keys are divided, 0 to let it choose.
+    """What a part's calls share in all layers of a window.  window: (left, right) of a query, -1 for everything.
 
+    num_splits: into how many pieces keys are divided, 0 to let the kernel choose.
     key_starts_B1: cumulative lengths, for FA2's prefill.  metadata: which block does what, for FA3.
     """
 
+    window: tuple[int, int]
     num_splits: int = 0
     key_starts_B1: Tensor | None = None
     metadata: Tensor | None = None
@@ -51,10 +53,10 @@ class Kernels(Protocol):
     """One generation of FlashAttention."""
 
     def prepare(self, part: Part, window: int) -> Prepared:
-        """Once a step, for the layers with this window; 0 for no window."""
+        """Prepare a step's calls for the layers with this window; 0 for no window."""
         ...
 
-    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, window: int, prepared: Prepared) -> Tensor:
+    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, prepared: Prepared) -> Tensor:
         """out_TNH of the part's queries in one layer."""
         ...
 
@@ -70,12 +72,12 @@ class FA2:
 
     def prepare(self, part: Part, window: int) -> Prepared:
         if part.decode:
-            return Prepared()
+            return Prepared(window_size(window))
         key_starts_B1 = part.lengths_B.new_zeros(len(part.lengths_B) + 1)
         torch.cumsum(part.lengths_B, 0, dtype=torch.int32, out=key_starts_B1[1:])
-        return Prepared(key_starts_B1=key_starts_B1)
+        return Prepared(window_size(window), key_starts_B1=key_starts_B1)
 
-    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, window: int, prepared: Prepared) -> Tensor:
+    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, prepared: Prepared) -> Tensor:
         keys, values = pages
         if part.decode:
             return self._with_kvcache(
@@ -86,7 +88,7 @@ class FA2:
                 block_table=part.page_table_BP,
                 softmax_scale=self._scale,
                 causal=True,
-                window_size=window_size(window),
+                window_size=prepared.window,
             )[:, 0]
         return self._varlen(
             q_TNH,
@@ -98,7 +100,7 @@ class FA2:
             max_seqlen_k=part.max_length,
             softmax_scale=self._scale,
             causal=True,
-            window_size=window_size(window),
+            window_size=prepared.window,
             block_table=part.page_table_BP,
         )
 
@@ -124,7 +126,7 @@ class FA3:
         # Divided keys leave partial results of (pieces x heads x queries) in float32: for a long prompt, gigabytes.
         num_splits = 1 if not part.decode and part.num_tiles >= self._num_sms else 0
         if self._scheduler_metadata is None:
-            return Prepared(num_splits)
+            return Prepared(window_size(window), num_splits)
         spec, page_size = self._spec, self._pool.page_size
         metadata = self._scheduler_metadata(
             len(part.lengths_B),
@@ -142,9 +144,9 @@ class FA3:
             window_size=window_size(window),
             num_splits=num_splits,
         )
-        return Prepared(num_splits, metadata=metadata)
+        return Prepared(window_size(window), num_splits, metadata=metadata)
 
-    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, window: int, prepared: Prepared) -> Tensor:
+    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, prepared: Prepared) -> Tensor:
         keys, values = pages
         return self._with_kvcache(
             q_TNH,
@@ -156,7 +158,7 @@ class FA3:
             max_seqlen_q=part.max_queries,
             softmax_scale=self._spec.scale,
             causal=True,
-            window_size=window_size(window),
+            window_size=prepared.window,
             scheduler_metadata=prepared.metadata,
             num_splits=prepared.num_splits,
         )

@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.layers.attention import AttentionBackend, AttentionBatch
+from engine.plugins.attention.flashinfer.kernels import DecodeRows, GraphRows, Planner, PrefillSegments, Setup
 from engine.plugins.attention.flashinfer.lists import HostLists, Int32, gather_pages, stride_of
-from engine.plugins.attention.flashinfer.planners import (
-    DecodeRows,
-    GraphRows,
-    Planner,
-    PrefillSegments,
-    Setup,
-)
 from engine.plugins.attention.flashinfer.staging import StagingRing
 from engine.plugins.support.paging import padding_on_dump_page, pages_of, variant_of, windows_of
 
@@ -66,20 +60,16 @@ class FlashInferAttention:
         # Not left to the library: it would fill prefill results with zeros first, in every layer.
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         variant = variant_of(self._setup.spec, layer)
-        count = self._num_decodes
-        if count:
+        if count := self._num_decodes:
             self._decode[variant].run(q_TNH[:count], self._pages[layer], out_TNH[:count])
         if count < len(q_TNH):
             self._prefill[variant].run(q_TNH[count:], self._pages[layer], out_TNH[count:])
         return out_TNH
 
     def for_graph(self, num_rows: int, max_pages: int) -> AttentionBackend:
-        """A backend for one CUDA graph of ``num_rows`` decode rows that have up to ``max_pages`` pages each.
+        """See ``AttentionBackend``.  ``attend`` takes a query for every row of the graph, and runs before its capture.
 
-        Call its ``begin`` before the capture and before each replay, on the stream of the graph, with that many rows
-        or fewer; ``attend`` is what is captured, with one query for every row of the graph, and must have run once
-        before the capture.  What comes out for the rows that ``begin`` was not given has no meaning.
-        """
+        What it returns for the rows that ``begin`` was not given has no meaning."""
         return GraphAttention(self._setup, self._lists, num_rows, max_pages)
 
 
@@ -102,7 +92,7 @@ class GraphAttention:
         self._one_query_each = np.ones(num_rows, dtype=np.int32)
 
     def begin(self, batch: AttentionBatch) -> None:
-        """Rows that the batch does not have get one token each, of the dump page."""
+        """See ``AttentionBackend.begin``.  Rows that the batch does not have get one token each, of the dump page."""
         count, num_rows = len(batch.host_lengths), self._num_rows
         assert batch.num_decodes == count <= num_rows, f"{batch.num_decodes} of {count} rows, captured for {num_rows}"
         lengths = np.ones(num_rows, dtype=np.int32)
