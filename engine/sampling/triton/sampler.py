@@ -16,12 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.kernels.upload import Upload
 from engine.sampling.state import SamplingState
 from engine.sampling.triton.adjusted import adjusted_logits
 from engine.sampling.triton.blocks import measure_blocks
 from engine.sampling.triton.candidates import pick_candidates
-from engine.sampling.triton.parts import KernelPart, PlannedPart, with_adjustments
+from engine.sampling.triton.parts import KernelPart, place, plan_part, with_adjustments
 from engine.sampling.triton.picks import pick
 
 # Most tokens of rows that take memory of their own: 134 MB for candidates, half of that for adjusted logits.
@@ -37,18 +36,15 @@ class KernelSampler:
         self._state = state
 
     def plan(self, rows_N: Int64, holding_N: npt.NDArray[np.bool_]) -> tuple[KernelPart, ...]:
-        """What ``pick`` needs of a batch, until one of its rows changes; see ``build_batch``."""
+        """The parts that ``pick`` takes for a batch, until one of its rows changes; see ``build_batch``."""
         state = self._state
         adjusted_N = with_adjustments(state, rows_N, holding_N)
-        upload = Upload(state.device)
         plain, adjusted = np.flatnonzero(~adjusted_N), np.flatnonzero(adjusted_N)
-        parts = [PlannedPart(state, upload, rows_N, holding_N, plain, adjusted=False)] if len(plain) else []
+        parts = [plan_part(state, rows_N, holding_N, plain, adjusted=False)] if len(plain) else []
         at_once = rows_at_once(state.vocab_size)
         for start in range(0, len(adjusted), at_once):
-            at = adjusted[start : start + at_once]
-            parts.append(PlannedPart(state, upload, rows_N, holding_N, at, adjusted=True))
-        tensors = upload.send()
-        return tuple(part.placed(tensors) for part in parts)
+            parts.append(plan_part(state, rows_N, holding_N, adjusted[start : start + at_once], adjusted=True))
+        return place(parts, state.device)
 
     def pick(self, parts: tuple[KernelPart, ...], logits_NV: Tensor, positions_N: Tensor | None) -> Tensor:
         """Token per row of the batch, int64; -1 where a row's logits have no finite maximum.
