@@ -119,6 +119,6 @@ class TextCodec:
         return TextStream(self._chat_vocabulary if chat else self.vocabulary, prompt_ids, params, thinking)
 
     def token_text(self, token_id: int, logprob: float) -> TokenText:
-        """A token by itself, as lists of log probabilities show it."""
+        """The token by itself, as lists of log probabilities show it."""
         piece = self.vocabulary.piece(token_id)
         return TokenText(token_id=token_id, text=piece.decode("utf-8", "replace"), utf8=piece, logprob=logprob)

@@ -77,7 +77,7 @@ class TextStream:
         return thoughts
 
     def _without_thoughts(self, splitter: ReasoningSplitter, text: str, *, more: bool = True) -> str:
-        """The answer's part of a token's text, or with what comes at the end."""
+        """The answer's part of a token's text; without ``more`` also what was held back."""
         was_inside = splitter.inside
         thoughts, answer = splitter.push(text)
         if more:

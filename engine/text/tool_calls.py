@@ -125,7 +125,7 @@ class ToolCallParser:
         return False
 
     def _find_llama(self) -> bool:
-        """Calls are the whole answer, so they begin it or follow each other."""
+        """Look for a call where the answer begins or a call has ended: calls are the whole answer."""
         rest = self._pending.lstrip(" \t\r\n;," if self.num_calls else None)
         if rest.startswith(PYTHON_TAG):
             self._pending = rest[len(PYTHON_TAG) :]
@@ -194,7 +194,7 @@ class ToolCallParser:
         self._text_only = not self._hermes
 
     def _skip(self) -> bool:
-        """A broken call ends with its marker; where there is none, with the output."""
+        """Drop a broken call up to its closing marker; where there is none, up to the end of the output."""
         _, marker, rest = self._pending.partition(CALL_CLOSE)
         if not marker or not self._hermes:
             self._pending = self._pending[len(self._pending) - num_begun(self._pending, CALL_CLOSE) :]

@@ -3,7 +3,7 @@
 The router sees text, the replicas' radix trees hold tokens; equal text of equal requests gives equal tokens, so chained
 hashes over blocks of a request's bytes stand for the path in the tree.  A wrong guess costs a prefill, nothing else.
 
-Owns: the blocks, and the memory of who was sent which.  Does not know: HTTP, how loaded anybody is.
+Owns: the blocks, and the memory of which replica was sent which.  Does not know: HTTP, how busy a replica is.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 BLOCK_BYTES = 256  # about a page or two of tokens
-MAX_BLOCKS = 128  # of one prompt; who agrees on 32 KB goes to the same replica anyway
+MAX_BLOCKS = 128  # of one prompt; prompts that agree on 32 KB go to the same replica anyway
 MAX_KNOWN = 200_000  # blocks remembered, about 40 MB; the ones longest unused are forgotten
 
 
@@ -40,7 +40,7 @@ class PrefixAffinity:
     def blocks(self, body: bytes, tenant: str = "") -> list[bytes]:
         """A hash per block of the prompt in a request's JSON, each of everything up to its end.
 
-        tenant: who shares a cache with nobody else, e.g. the API key.  [] for what has no prompt."""
+        tenant: what requests must have in common to share a cache, e.g. the API key.  [] for what has no prompt."""
         try:
             asked = self._decoder.decode(body)
         except msgspec.DecodeError:
@@ -70,7 +70,7 @@ class PrefixAffinity:
         return None, 0
 
     def note(self, blocks: list[bytes], name: str) -> None:
-        """The replica is sent this prompt."""
+        """Remember that the replica is sent this prompt."""
         # Backwards, so that of one prompt the end is forgotten first.
         for block in reversed(blocks):
             self._sent[block] = name
@@ -79,5 +79,5 @@ class PrefixAffinity:
             self._sent.popitem(last=False)
 
     def forget(self, name: str) -> None:
-        """The replica has lost its cache."""
+        """Forget what the replica was sent, since it has lost its cache."""
         self._sent = OrderedDict((block, owner) for block, owner in self._sent.items() if owner != name)

@@ -1,6 +1,6 @@
 """Replicas as Ray actors: Ray places them on its machines, and starts one again that has died.
 
-Owns: what runs in such an actor.  Does not know: requests, who is sent where.
+Owns: what runs in such an actor.  Does not know: requests, where they are sent.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class EngineReplica:
 class RayFleet:
     """See ``Fleet``.  Joins the cluster at RAY_ADDRESS, or starts Ray on this machine.
 
-    Raises ConfigError if Ray is not installed, or replicas on other machines would be open to anybody."""
+    Raises ConfigError if Ray is not installed, or if replicas on other machines would take requests without a key."""
 
     def __init__(self, config: Config, size: int) -> None:
         try:

@@ -30,13 +30,13 @@ def of_expression(source: str) -> int:
 
 
 def of_lark(source: str) -> int:
-    """The same of the rule where Lark starts."""
+    """The most that the rule where Lark starts repeats something in every text that it matches."""
     start = _START.search(source)
     return _most(_RULE, source[start.end() :]) if start else 1
 
 
 def of_schema(schema: Any) -> int:
-    """The same of the strings that a JSON Schema demands."""
+    """The most that the strings which a JSON Schema demands repeat something."""
     if not isinstance(schema, dict):
         return 1
     found = [1]

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from engine.errors import PluginError
-from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
+from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.kv_pool import KVPool
+from engine.plugins.support.paging import batch_on
 
 MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 and asynchronous copies
 ANYTHING_ELSE = "or set plugins.attention=torch, which runs everywhere"
@@ -49,18 +50,10 @@ def try_out(
     device = pool.data.device
     sequences = [1] * ("decode" in phases) + [num_queries] * ("prefill" in phases)
     lengths = np.array(sequences, dtype=np.int32)
-    starts = np.concatenate(([0], lengths.cumsum())).astype(np.int32)
     table = np.full((len(lengths), -(-num_queries // pool.page_size)), pool.dump_page, dtype=np.int32)
-    batch = AttentionBatch(
-        num_decodes=int("decode" in phases),
-        page_table_BP=torch.from_numpy(table).to(device),
-        lengths_B=torch.from_numpy(lengths).to(device),
-        query_starts_B1=torch.from_numpy(starts).to(device),
-        host_lengths=lengths,
-        host_query_lengths=lengths,
-    )
+    batch = batch_on(device, int("decode" in phases), table, lengths, lengths)
     with trial(plugin, device):
-        shape = (int(starts[-1]), spec.num_heads, spec.head_size)
+        shape = (int(lengths.sum()), spec.num_heads, spec.head_size)
         q_TNH = torch.zeros(shape, dtype=pool.data.dtype, device=device)
         backend.begin(batch)
         # A window may begin after the first layer, and has kernels of its own.
