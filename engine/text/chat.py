@@ -39,12 +39,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self,
-        source: str,
-        *,
-        origin: str,
-        variables: Mapping[str, str],
-        now: Callable[[], datetime] = datetime.now,
+        self, source: str, *, origin: str, variables: Mapping[str, str], now: Callable[[], datetime] = datetime.now
     ) -> None:
         """origin: the file, for messages.  variables: bos_token and the like.  now: the clock of ``strftime_now``.
 

@@ -28,7 +28,7 @@ from engine.text.vocabulary import Vocabulary
 
 Int32 = npt.NDArray[np.int32]
 
-MARKERS = (OPEN, CLOSE, CALL_OPEN, CALL_CLOSE, PYTHON_TAG)  # what is read from an answer, also if special tokens
+MARKERS = (OPEN, CLOSE, CALL_OPEN, CALL_CLOSE, PYTHON_TAG)  # an answer shows them, even if they are special tokens
 
 
 @dataclass(frozen=True, slots=True)

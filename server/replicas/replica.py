@@ -91,7 +91,7 @@ class Replicas:
     def __init__(self, fleet: Fleet, session: aiohttp.ClientSession, affinity: PrefixAffinity) -> None:
         self.all = [Replica(f"replica{number}") for number in range(fleet.size)]
         self.num_requests = 0
-        self.num_with_prefix = 0  # that went where the beginning of their prompt had gone before
+        self.num_with_prefix = 0  # requests that went where their prompt's beginning had gone before
         self._fleet = fleet
         self._session = session
         self._affinity = affinity

@@ -198,12 +198,7 @@ class TorchAttention:
         return DecodeGroup(first_row, last_row, num_keys, slots_BL.flatten(), mask_BL[:, None, None])
 
     def _segment(
-        self,
-        batch: AttentionBatch,
-        row: int,
-        first_row: int,
-        window: int,
-        host_table: npt.NDArray[np.int32] | None,
+        self, batch: AttentionBatch, row: int, first_row: int, window: int, host_table: npt.NDArray[np.int32] | None
     ) -> Segment:
         length, num_queries = int(batch.host_lengths[row]), int(batch.host_query_lengths[row])
         page_size = self.pool.page_size

@@ -56,9 +56,9 @@ def of_schema(schema: Any) -> int:
 
 
 def _most(tokens: re.Pattern[str], source: str) -> int:
-    groups: list[tuple[int, int]] = []  # those around this one, which holds
-    least, most = ENOUGH, 1  # of its alternatives that are complete, and of this one up to
-    last = 1  # what came last, which a count would multiply
+    groups: list[tuple[int, int]] = []  # (least, most) of the groups around this one
+    least, most = ENOUGH, 1  # of its complete alternatives, and of this alternative so far
+    last = 1  # of the item that came last, which a count multiplies
     for token in tokens.finditer(source):
         found, text = token.groupdict(), token.group()
         if found.get("space"):

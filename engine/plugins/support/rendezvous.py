@@ -67,7 +67,7 @@ def local_address(url: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, DISCARD_PORT))  # of datagrams: the kernel looks for a route, and sends nothing
-        except (OSError, UnicodeError):  # the latter of a name that can be none
+        except (OSError, UnicodeError):  # UnicodeError: of a text that can be no name
             return ""
         return str(probe.getsockname()[0])
 
@@ -84,7 +84,7 @@ def serve_store(host: str, port: int, timeout_s: float) -> Store:
     listener = _listen(host, port)
     address = listener.getsockname()[0]
     return TCPStore(
-        LOOPBACK if address == EVERYWHERE else address,  # for ourselves: to others it may be another one
+        LOOPBACK if address == EVERYWHERE else address,  # for this process; others may reach it by another one
         port,
         is_master=True,
         timeout=timedelta(seconds=timeout_s),
@@ -107,7 +107,7 @@ def _listen(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            listener.bind((EVERYWHERE, port))  # translated on its way to us
+            listener.bind((EVERYWHERE, port))  # the address is translated on its way to this machine
         listener.listen(BACKLOG)
     except OSError:
         listener.close()

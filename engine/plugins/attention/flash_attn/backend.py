@@ -52,16 +52,12 @@ class FlashAttention:
         return GraphAttention(self._spec, self._pool, self._kernels, num_rows, max_pages)
 
 
-class GraphAttention:
+class GraphAttention(FlashAttention):
     """See ``FlashAttention.for_graph``.  All that its kernels read lies where it lay at the capture."""
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, kernels: Kernels, num_rows: int, max_pages: int) -> None:
+        super().__init__(spec, pool, kernels)
         device = pool.data.device
-        self._spec = spec
-        self._pool = pool
-        self._kernels = kernels
-        self._windows = windows_of(spec)
-        self._pages = pages_of(pool)
         self._part = Part(
             decode=True,
             page_table_BP=torch.full((num_rows, max_pages), pool.dump_page, dtype=torch.int32, device=device),
@@ -71,7 +67,7 @@ class GraphAttention:
             max_length=max_pages * pool.page_size,
             num_tiles=num_rows * spec.num_kv_heads,
         )
-        self._prepared: list[Prepared] = []
+        self._parts = [self._part]
 
     def begin(self, batch: AttentionBatch) -> None:
         """See ``AttentionBackend.begin``.  Rows that the batch does not have get one token each, of the dump page."""
@@ -86,16 +82,12 @@ class GraphAttention:
         if count < num_rows:
             table_RP[count:, 0].fill_(self._pool.dump_page)
             lengths_R[count:].fill_(1)
-        prepared = [self._kernels.prepare(self._part, window) for window in self._windows]
+        prepared = [[self._kernels.prepare(self._part, window)] for window in self._windows]
         if not self._prepared:
             self._prepared = prepared
-        for captured, new in zip(self._prepared, prepared, strict=True):
+        for (captured,), (new,) in zip(self._prepared, prepared, strict=True):
             if captured.metadata is not None and new.metadata is not None:
                 captured.metadata.copy_(new.metadata)
-
-    def attend(self, layer: int, q_RNH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``; launches kernels and nothing else."""
-        return self._kernels.run(q_RNH, self._pages[layer], self._part, self._prepared[variant_of(self._spec, layer)])
 
 
 def cut(batch: AttentionBatch, spec: AttentionSpec, pool: KVPool) -> list[Part]:

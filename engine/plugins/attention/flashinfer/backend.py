@@ -73,27 +73,25 @@ class FlashInferAttention:
         return GraphAttention(self._setup, self._lists, num_rows, max_pages)
 
 
-class GraphAttention:
+class GraphAttention(FlashInferAttention):
     """See ``FlashInferAttention.for_graph``.  All that its kernels read lies where it lay at the capture."""
 
     def __init__(self, setup: Setup, lists: StagingRing, num_rows: int, max_pages: int) -> None:
+        super().__init__(setup, lists, prefill_backend="", phases=())
         device = setup.pool.data.device
-        self._setup = setup
-        self._lists = lists
-        self._num_rows = num_rows
+        self._num_decodes = num_rows
         self._starts_and_last = torch.zeros(2 * stride_of(num_rows), dtype=torch.int32, device=device)
         self._starts_B1 = self._starts_and_last[: num_rows + 1]
         self._pages_I1 = torch.full((num_rows * max_pages + 1,), setup.pool.dump_page, dtype=torch.int32, device=device)
-        self._planners = [
+        self._decode = [
             GraphRows(setup, window, num_rows, self._starts_and_last, self._pages_I1[:-1])
             for window in windows_of(setup.spec)
         ]
-        self._pages = pages_of(setup.pool)
         self._one_query_each = np.ones(num_rows, dtype=np.int32)
 
     def begin(self, batch: AttentionBatch) -> None:
         """See ``AttentionBackend.begin``.  Rows that the batch does not have get one token each, of the dump page."""
-        count, num_rows = len(batch.host_lengths), self._num_rows
+        count, num_rows = len(batch.host_lengths), self._num_decodes
         assert batch.num_decodes == count <= num_rows, f"{batch.num_decodes} of {count} rows, captured for {num_rows}"
         lengths = np.ones(num_rows, dtype=np.int32)
         lengths[:count] = batch.host_lengths
@@ -103,12 +101,6 @@ class GraphAttention:
         gather_pages(padding_on_dump_page(batch, self._setup.pool), self._starts_B1[: count + 1], self._pages_I1)
         if count < num_rows:
             self._pages_I1[host.num_pages - (num_rows - count) : host.num_pages].fill_(self._setup.pool.dump_page)
-        for planner in self._planners:
+        for planner in self._decode:
             planner.plan(host, self._pages_I1[:-1], self._one_query_each)
         host.staging.sent()
-
-    def attend(self, layer: int, q_RNH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``; launches kernels and nothing else."""
-        out_RNH = torch.empty(q_RNH.shape, dtype=q_RNH.dtype, device=q_RNH.device)
-        self._planners[variant_of(self._setup.spec, layer)].run(q_RNH, self._pages[layer], out_RNH)
-        return out_RNH

@@ -61,10 +61,7 @@ def share_size(num_tiles, num_shares):
 
 
 # Whatever varies from step to step must not make another variant: compiling one takes a second, while clients wait.
-@triton.jit(
-    do_not_specialize=["num_rows", "table_stride"],
-    do_not_specialize_on_alignment=["page_table", "lengths"],
-)
+@triton.jit(do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=["page_table", "lengths"])
 def decode_attention(
     q, out, keys, values, page_table, lengths, part_out, part_weight, num_rows, scale_log2, q_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,

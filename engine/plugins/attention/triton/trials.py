@@ -141,7 +141,7 @@ def _try_each(attention: TritonAttention, batch: AttentionBatch, table: dict[str
     for tiles in dict.fromkeys(mine.values()):
         try:
             _work(attention, batch, tiles)()
-        except Exception as error:  # the file may have been written by another version
+        except Exception as error:  # the file may come from elsewhere
             log.warning("attention.triton: %s cannot be used: %s", tiles, _short(error))
             for key in [key for key, value in mine.items() if value == tiles]:
                 del table[key]
