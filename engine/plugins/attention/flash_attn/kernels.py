@@ -61,14 +61,14 @@ class Kernels(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class FA2:
     """Pages of a multiple of 256 tokens.  Decides by the width of the page table into how many pieces it divides keys,
     so a table should not be wider than its longest row."""
 
-    def __init__(self, spec: AttentionSpec, with_kvcache: Callable[..., Any], varlen: Callable[..., Any]) -> None:
-        self._scale = spec.scale
-        self._with_kvcache = with_kvcache
-        self._varlen = varlen
+    spec: AttentionSpec
+    with_kvcache: Callable[..., Any]
+    varlen: Callable[..., Any]
 
     def prepare(self, part: Part, window: int) -> Prepared:
         if part.decode:
@@ -80,17 +80,17 @@ class FA2:
     def run(self, q_TNH: Tensor, pages: KVPages, part: Part, prepared: Prepared) -> Tensor:
         keys, values = pages
         if part.decode:
-            return self._with_kvcache(
+            return self.with_kvcache(
                 q_TNH[:, None],
                 keys,
                 values,
                 cache_seqlens=part.lengths_B,
                 block_table=part.page_table_BP,
-                softmax_scale=self._scale,
+                softmax_scale=self.spec.scale,
                 causal=True,
                 window_size=prepared.window,
             )[:, 0]
-        return self._varlen(
+        return self.varlen(
             q_TNH,
             keys,
             values,
@@ -98,37 +98,30 @@ class FA2:
             cu_seqlens_k=prepared.key_starts_B1,
             max_seqlen_q=part.max_queries,
             max_seqlen_k=part.max_length,
-            softmax_scale=self._scale,
+            softmax_scale=self.spec.scale,
             causal=True,
             window_size=prepared.window,
             block_table=part.page_table_BP,
         )
 
 
+@dataclass(frozen=True, slots=True)
 class FA3:
     """Pages of any size.  Decides on the GPU which block does what: once a step if ``scheduler_metadata`` is there."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        pool: KVPool,
-        num_sms: int,
-        with_kvcache: Callable[..., Any],
-        scheduler_metadata: Callable[..., Tensor] | None,
-    ) -> None:
-        self._spec = spec
-        self._pool = pool
-        self._num_sms = num_sms
-        self._with_kvcache = with_kvcache
-        self._scheduler_metadata = scheduler_metadata
+    spec: AttentionSpec
+    pool: KVPool
+    num_sms: int
+    with_kvcache: Callable[..., Any]
+    scheduler_metadata: Callable[..., Tensor] | None
 
     def prepare(self, part: Part, window: int) -> Prepared:
         # Divided keys leave partial results of (pieces x heads x queries) in float32: for a long prompt, gigabytes.
-        num_splits = 1 if not part.decode and part.num_tiles >= self._num_sms else 0
-        if self._scheduler_metadata is None:
+        num_splits = 1 if not part.decode and part.num_tiles >= self.num_sms else 0
+        if self.scheduler_metadata is None:
             return Prepared(window_size(window), num_splits)
-        spec, page_size = self._spec, self._pool.page_size
-        metadata = self._scheduler_metadata(
+        spec, page_size = self.spec, self.pool.page_size
+        metadata = self.scheduler_metadata(
             len(part.lengths_B),
             part.max_queries,
             # What the kernel takes for the longest sequence; from another number it would follow another layout.
@@ -137,7 +130,7 @@ class FA3:
             spec.num_kv_heads,
             spec.head_size,
             part.lengths_B,
-            qkv_dtype=self._pool.data.dtype,
+            qkv_dtype=self.pool.data.dtype,
             cu_seqlens_q=part.query_starts_B1,
             page_size=page_size,
             causal=True,
@@ -148,7 +141,7 @@ class FA3:
 
     def run(self, q_TNH: Tensor, pages: KVPages, part: Part, prepared: Prepared) -> Tensor:
         keys, values = pages
-        return self._with_kvcache(
+        return self.with_kvcache(
             q_TNH,
             keys,
             values,
@@ -156,7 +149,7 @@ class FA3:
             page_table=part.page_table_BP,
             cu_seqlens_q=part.query_starts_B1,
             max_seqlen_q=part.max_queries,
-            softmax_scale=self._spec.scale,
+            softmax_scale=self.spec.scale,
             causal=True,
             window_size=prepared.window,
             scheduler_metadata=prepared.metadata,
