@@ -10,7 +10,7 @@ between two tokens may fall on its other side.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -20,6 +20,9 @@ from torch import Tensor
 from engine.sampling.draw import BLOCK
 from engine.sampling.triton.noise import uniform
 from engine.sampling.triton.scores import COUNTED, LEAST, magnitude
+
+if TYPE_CHECKING:
+    from engine.sampling.triton.parts import KernelPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +57,28 @@ class Bounds(NamedTuple):
 def pick(
     logits_NV: Tensor,
     at_n: Tensor,
-    out_at_n: Tensor,
+    part: "KernelPart",
     blocks: tuple[Tensor, Tensor],
-    inverse_temperature_n: Tensor,
-    seeds_n: Tensor,
     positions_N: Tensor | None,
-    cut_rows: CutRows | None,
     token_ids_N: Tensor,
 ) -> Bounds | None:
-    """Write token_ids_N[out_at_n], int64: -1 where a row's largest logit is not finite.
+    """Write token_ids_N[part.at_n], int64: -1 where a row has no finite largest logit.  Returns bounds if it has cuts.
 
-    at_n: int64, rows of logits_NV; out_at_n: int64, rows of the batch, also of positions_N.  blocks: see
-    ``measure_blocks``.  inverse_temperature_n: float32, 0 for a greedy row.  positions_N: None if all are greedy.
+    at_n: int64, rows of logits_NV.  blocks: see ``measure_blocks``.  positions_N: int64, by the rows of the batch, as
+    token_ids_N; None if all are greedy.
     """
     num_rows, num_blocks = blocks[0].shape
-    device = logits_NV.device
-    bounds = None
-    if cut_rows is not None:
-        numbers = torch.full((3, len(cut_rows.at_r)), -1, dtype=torch.int32, device=device)
-        totals_r = torch.empty(len(cut_rows.at_r), dtype=torch.int64, device=device)
-        bounds = Bounds(numbers[0].view(torch.float32), numbers[1], numbers[2], totals_r)
     unused = token_ids_N  # never read or written: without cuts the kernel's variant has no access to it
     cuts: tuple[Tensor, ...] = (unused,) * 4
+    bounds, cut_rows = None, part.cut_rows
     if cut_rows is not None:
         cuts = (cut_rows.index_n, cut_rows.floor_r, cut_rows.top_k_r, cut_rows.top_p_r)
+        numbers = torch.full((3, len(cut_rows.at_r)), -1, dtype=torch.int32, device=logits_NV.device)
+        totals_r = torch.empty(len(cut_rows.at_r), dtype=torch.int64, device=logits_NV.device)
+        bounds = Bounds(numbers[0].view(torch.float32), numbers[1], numbers[2], totals_r)
     pick_row[(num_rows,)](
-        logits_NV, logits_NV.stride(0), at_n, out_at_n, blocks[0], blocks[1], inverse_temperature_n, seeds_n,
+        logits_NV, logits_NV.stride(0), at_n, part.at_n, blocks[0], blocks[1],
+        part.inverse_temperature_n, part.seeds_n,
         unused if positions_N is None else positions_N, token_ids_N, *cuts, *(bounds or (unused,) * 4),
         logits_NV.shape[1], num_blocks,
         DRAWS=positions_N is not None, CUTS=cut_rows is not None,

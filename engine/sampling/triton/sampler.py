@@ -59,28 +59,14 @@ class KernelSampler:
                 logits = adjusted_logits(logits_NV, part.at_n, self._state.counts.table_CV, part.adjustment)
                 at_n = part.own_n
             blocks = measure_blocks(logits, at_n, part.inverse_temperature_n, with_sums=part.draws)
-            drawn_at = positions_N if part.draws else None
-            inverse_n, seeds_n = part.inverse_temperature_n, part.seeds_n
-            bounds = pick(logits, at_n, part.at_n, blocks, inverse_n, seeds_n, drawn_at, part.cut_rows, token_ids_N)
-            if part.cut_rows is None:
+            bounds = pick(logits, at_n, part, blocks, positions_N if part.draws else None, token_ids_N)
+            if bounds is None:
                 continue
-            assert bounds is not None
-            assert positions_N is not None
-            num_cut, at_once = len(part.cut_rows.at_r), rows_at_once(logits.shape[1])
+            assert positions_N is not None, "rows with cuts are random"
+            num_cut, at_once = len(bounds.top_r), rows_at_once(logits.shape[1])
             for first in range(0, num_cut, at_once):
-                pick_candidates(
-                    logits,
-                    at_n,
-                    part.at_n,
-                    inverse_n,
-                    seeds_n,
-                    positions_N,
-                    part.cut_rows,
-                    bounds,
-                    first,
-                    min(first + at_once, num_cut),
-                    token_ids_N,
-                )
+                last = min(first + at_once, num_cut)
+                pick_candidates(logits, at_n, part, positions_N, bounds, first, last, token_ids_N)
         return token_ids_N
 
 
