@@ -16,7 +16,7 @@ from engine.layers.attention import AttentionBatch, AttentionFactory, AttentionS
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention import flash_attn as flash_attn_plugin
 from engine.plugins.attention import flashinfer as flashinfer_plugin
-from engine.plugins.attention.flashinfer.append import PagedAppend
+from engine.plugins.attention.flashinfer.kernels import PagedAppend
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.declaration import convert_declaration
 from engine.plugins.hookspecs import AttentionContext

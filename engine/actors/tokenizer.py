@@ -34,7 +34,7 @@ from engine.messages import (
 )
 from engine.params import SamplingParams
 from engine.text.codec import TextCodec
-from engine.text.grammars import Grammars
+from engine.text.grammar import Grammars
 from engine.text.reasoning import Thinking
 from engine.text.stream import TextStream
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from engine.checkpoints.families import read_shape
 from engine.checkpoints.fields import Fields, read_fields
-from engine.checkpoints.registry import read_shape
 from engine.checkpoints.shape import DecoderShape
 from engine.errors import WeightsError
 
@@ -39,9 +39,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a checkpoint directory says about its model.
 
-    max_len: tokens the model was trained for.  eos_token_ids: every id that ends a text, sorted, maybe none.
-    Each token id here is one that the model has.
-    dtype: what the weights were saved as.  config: config.json as it is.
+    dtype: what the weights were saved as.  eos_token_ids: every id that ends a text, sorted, maybe none.
+    Each token id here is one that the model has.  config: config.json as it is.
     """
 
     directory: Path
@@ -89,9 +88,8 @@ def read_spec(directory: Path) -> ModelSpec:
         quantization = fields.table["quantization_config"]
         raise fields.error("quantization_config", quantization, "none: quantized checkpoints are not implemented")
     shape = read_shape(architecture, fields)
-    generation = Fields({}, str(directory / "generation_config.json"))
-    if (directory / "generation_config.json").exists():
-        generation = read_fields(directory / "generation_config.json")
+    path = directory / "generation_config.json"
+    generation = read_fields(path) if path.exists() else Fields({}, str(path))
     sources = (fields, generation)
     eos_token_ids = {one for source in sources for one in _token_ids(source, "eos_token_id", shape.vocab_size)}
     bos_token_ids = [one for source in sources for one in _token_ids(source, "bos_token_id", shape.vocab_size)]
@@ -149,7 +147,7 @@ def _architecture(fields: Fields) -> str:
 
 
 def _token_ids(fields: Fields, name: str, vocab_size: int) -> list[int]:
-    """The ids of a field that the model has.  It can never give the others: to transformers they do not matter."""
+    """The ids of a field that the model has; it can never give the others, and transformers ignores them."""
     token_ids = fields.integers(name)
     if unknown := [one for one in token_ids if one >= vocab_size]:
         shown = ", ".join(map(str, unknown[:MAX_SHOWN_IDS]))

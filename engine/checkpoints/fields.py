@@ -6,12 +6,14 @@ Owns: reading and checking one value at a time.  Does not know: which fields a m
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.errors import WeightsError
 
 MAX_JSON_BYTES = 16 << 20
 LARGEST_INTEGER = 1 << 31
+
+T = TypeVar("T")
 
 
 class Fields:
@@ -40,18 +42,12 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """true or false."""
-        value = self._value(name, default, "true or false")
-        if not isinstance(value, bool):
-            raise self.error(name, value, "true or false")
-        return value
+        """True or false."""
+        return self._instance(bool, name, default, "true or false")
 
     def text(self, name: str, default: str | None = None) -> str:
         """A string; required when there is no default."""
-        value = self._value(name, default, "a string")
-        if not isinstance(value, str):
-            raise self.error(name, value, "a string")
-        return value
+        return self._instance(str, name, default, "a string")
 
     def integers(self, name: str) -> tuple[int, ...]:
         """One whole number or a list of them; empty if missing."""
@@ -69,17 +65,21 @@ class Fields:
         return Fields(value or {}, f"{self.origin}: {name}")
 
     def error(self, name: str, value: object, expected: str) -> WeightsError:
-        """What to raise when a field holds something else than expected."""
+        """The error for a field that holds something else than expected."""
         shown = json.dumps(value) if value is None or isinstance(value, str | int | float | list | dict) else str(value)
         return WeightsError(f"{self.origin}: {name} is {shown[:80]}, expected {expected}")
 
+    def _instance(self, kind: type[T], name: str, default: T | None, expected: str) -> T:
+        value = self._value(name, default, expected)
+        if not isinstance(value, kind):
+            raise self.error(name, value, expected)
+        return value
+
     def _value(self, name: str, default: object, expected: str) -> object:
         value = self.table.get(name)
-        if value is None:
-            if default is None:
-                raise WeightsError(f"{self.origin}: {name} is missing, expected {expected}")
-            return default
-        return value
+        if value is None and default is None:
+            raise WeightsError(f"{self.origin}: {name} is missing, expected {expected}")
+        return default if value is None else value
 
 
 def read_fields(path: Path) -> Fields:

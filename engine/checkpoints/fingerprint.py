@@ -1,6 +1,6 @@
 """What tells one checkpoint from another without reading all of it: for machines that must have the same.
 
-Owns: which bytes count.  Does not know: torch, who compares.
+Owns: which bytes count.  Does not know: torch, what compares.
 The weights' files count with their names, sizes, headers, and samples of their data: another model of the same shape is
 noticed, and tens of gigabytes are not read for it.  The directory's name and files of other kinds do not count.
 """
@@ -20,14 +20,14 @@ NUM_SAMPLES = 8  # of each file, evenly spread, the first with the header's begi
 
 
 def fingerprint(spec: ModelSpec, load_format: str) -> str:
-    """Of the shape, a colon, and of the weights where there are some to be read.  Raises WeightsError."""
+    """Hashes of the shape and of the weights, if there are any, joined by a colon.  Raises WeightsError."""
     what = (spec.architecture, spec.shape, spec.dtype, spec.eos_token_ids)
     shape = hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=16).hexdigest()
     return f"{shape}:{_weights(spec.directory) if load_format != 'dummy' else ''}"
 
 
 def check_fingerprint(expected: str, spec: ModelSpec, load_format: str, rank: int) -> None:
-    """Raise ConfigError if the checkpoint of ``rank`` is not the one that ``expected`` was taken of."""
+    """Raise ConfigError if the checkpoint of ``rank`` does not have the fingerprint ``expected``."""
     found = fingerprint(spec, load_format)
     if found != expected:
         same_shape = found.partition(":")[0] == expected.partition(":")[0]

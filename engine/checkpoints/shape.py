@@ -1,6 +1,6 @@
 """The shape of a dense decoder: every number that differs between the model families.
 
-Owns: the record that a family file fills in and the decoder is built from, and the fields all families share.
+Owns: the record that a family fills in and the decoder is built from, and the fields all families share.
 Does not know: torch, weights, ranks.
 """
 
@@ -15,7 +15,6 @@ MAX_LAYERS = 1 << 14
 MAX_HEADS = 1 << 16
 MAX_WIDTH = 1 << 20
 MAX_VOCAB = 1 << 28
-MIN_WINDOW = 2  # in one of 1 a query would see itself alone, and transformers' cache then keeps everything
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -80,7 +79,7 @@ def read_dense(
     window: int = 0,
     first_window_layer: int = 0,
 ) -> DecoderShape:
-    """The fields that every dense family spells alike; the keywords are what a family says differently.
+    """The shape by the fields that every dense family spells alike; the keywords are what a family says differently.
 
     head_size, num_kv_heads: what the family takes when config.json does not say; 0 for hidden_size / heads and heads.
     """
@@ -126,14 +125,6 @@ def read_dense(
     )
 
 
-def read_sliding_window(fields: Fields) -> tuple[int, int]:
-    """(window, first layer that has it) as the Qwen families write it; (0, 0) when it is switched off."""
-    if not fields.flag("use_sliding_window", False) or not fields.has("sliding_window"):
-        return 0, 0
-    window = fields.integer("sliding_window", minimum=MIN_WINDOW)
-    return window, fields.integer("max_window_layers", 28, minimum=0)
-
-
 def read_rotary(fields: Fields, max_len: int) -> RotaryShape:
     """Rotary settings, from ``rope_parameters`` or from the older ``rope_theta`` and ``rope_scaling``.
 
@@ -151,7 +142,7 @@ def read_rotary(fields: Fields, max_len: int) -> RotaryShape:
     theta = scaling.number("rope_theta", fields.number("rope_theta", 10000.0))
     replaced = fields.section("rope_parameters").number("rope_theta", theta)
     if replaced != theta and not scaling.has("rope_theta"):
-        # transformers 5 would go on with the default base: who adds a stretch did not mean to lose the other.
+        # transformers 5 would go on with the default base, which a file that only adds a stretch cannot mean.
         expected = f"it to repeat rope_theta {replaced} of rope_parameters, which it replaces"
         raise fields.error("rope_scaling", scaling.table, expected)
     if kind == "default":
@@ -187,17 +178,13 @@ def _read_yarn(scaling: Fields, theta: float, original: int, max_len: int) -> Ro
         beta_fast=scaling.number("beta_fast", 32.0),
         beta_slow=scaling.number("beta_slow", 1.0),
         # The temperature that Peng et al. 2023 (YaRN, eq. 22) fit, applied to cos and sin.
-        attention_factor=scaling.number("attention_factor", _yarn_attention_factor(factor)),
+        attention_factor=scaling.number("attention_factor", 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0),
         truncate=scaling.flag("truncate", "truncate" not in scaling.table),  # the one null that is not "missing"
     )
 
 
-def _yarn_attention_factor(factor: float) -> float:
-    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
 def _check_layer_types(fields: Fields, window: int, first_window_layer: int, num_layers: int) -> None:
-    """transformers 5 lists the kind of every layer; refuse a list that says something else than the window does."""
+    """Refuse a list of the layers' kinds, as transformers 5 writes it, that contradicts the window."""
     kinds = fields.table.get("layer_types")
     if kinds is None:
         return

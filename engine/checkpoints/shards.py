@@ -100,7 +100,7 @@ def _read_entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, int]:
 
 
 def _check_places(path: Path, places: dict[str, tuple[StoredTensor, int]], data_bytes: int) -> None:
-    """The tensors must cover the data exactly: no overlap, no gap, nothing past the end."""
+    """Check that the tensors cover the data exactly: no overlap, no gap, nothing past the end."""
     expected = 0
     for tensor, begin in sorted(places.values(), key=lambda place: (place[1], place[0].num_bytes)):
         if begin != expected:

@@ -30,21 +30,16 @@ def gated(gate_up_T2I: Tensor, kind: str = "silu") -> Tensor:
         per_token = triton.cdiv(both // 2, block)
         # On one axis: only the first of a grid takes more than 65,535.
         gate_columns[(num_tokens * per_token,)](
-            gate_up_T2I,
-            out_TI,
-            WIDTH=both // 2,
-            KIND=KINDS[kind],
-            PROGRAMS=per_token,
-            BLOCK_I=block,
-            num_warps=max(1, block // 256),
-            enable_fp_fusion=True,
-        )
+            gate_up_T2I, out_TI,
+            WIDTH=both // 2, KIND=KINDS[kind], PROGRAMS=per_token, BLOCK_I=block,
+            num_warps=max(1, block // 256), enable_fp_fusion=True,
+        )  # fmt: skip
     return out_TI
 
 
 @triton.jit
 def gate_columns(gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Some columns of one token per program."""
+    """Compute some columns of one token per program."""
     program = tl.program_id(0)
     token = (program // PROGRAMS).to(tl.int64)
     i_I = (program % PROGRAMS) * BLOCK_I + tl.arange(0, BLOCK_I)

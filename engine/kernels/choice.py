@@ -1,4 +1,4 @@
-"""Who does the work between the large products on a device: this project's kernels, or torch one operation at a time.
+"""What does the work between the large products on a device: this project's kernels, or torch one operation at a time.
 
 Owns: the choice, its reasons, and the way to force it.  Does not know: kernels, before they are chosen.
 

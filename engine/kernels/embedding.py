@@ -21,17 +21,10 @@ def embed_shard(token_ids_T: Tensor, table_VD: Tensor, first: int) -> Tensor:
         per_token = triton.cdiv(width, block)
         # On one axis: only the first of a grid takes more than 65,535.
         gather_rows[(num_tokens * per_token,)](
-            token_ids_T,
-            table_VD,
-            x_TD,
-            first,
-            num_rows,
-            WIDTH=width,
-            PROGRAMS=per_token,
-            BLOCK_D=block,
-            num_warps=max(1, block // 256),
-            enable_fp_fusion=True,
-        )
+            token_ids_T, table_VD, x_TD, first, num_rows,
+            WIDTH=width, PROGRAMS=per_token, BLOCK_D=block,
+            num_warps=max(1, block // 256), enable_fp_fusion=True,
+        )  # fmt: skip
     return x_TD
 
 
@@ -39,7 +32,7 @@ def embed_shard(token_ids_T: Tensor, table_VD: Tensor, first: int) -> Tensor:
 def gather_rows(
     token_ids, table, out, first, num_rows, WIDTH: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Some columns of one token per program."""
+    """Copy some columns of one token per program."""
     program = tl.program_id(0)
     token = (program // PROGRAMS).to(tl.int64)
     d_D = (program % PROGRAMS) * BLOCK_D + tl.arange(0, BLOCK_D)

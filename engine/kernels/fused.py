@@ -1,4 +1,4 @@
-"""The kernels as one object, handed to whoever has work for them.
+"""The kernels as one object, which is handed to the layers that have work for them.
 
 Owns: the list.  Does not know: when they are used, see ``choice.py``.
 """
@@ -6,6 +6,8 @@ Owns: the list.  Does not know: when they are used, see ``choice.py``.
 import torch
 
 from engine.kernels import activation, embedding, heads, inputs, norm, rotary
+
+SILU_OF_ONE = 0.731059
 
 
 class FusedKernels:
@@ -20,18 +22,10 @@ class FusedKernels:
     write_tokens = staticmethod(inputs.write_tokens)
 
     def __init__(self, device_type: str) -> None:
-        self._device = torch.device(device_type)
+        self._device_type = device_type
 
     def try_out(self) -> None:
         """Compile and run one.  Raises whatever triton raises if it cannot; RuntimeError if the result is wrong."""
-        found = gated_ones(self._device)
+        found = float(self.gated(torch.ones((1, 2), device=self._device_type))[0, 0])
         if abs(found - SILU_OF_ONE) > 1e-3:
             raise RuntimeError(f"silu(1) gave {found}")
-
-
-SILU_OF_ONE = 0.731059
-
-
-def gated_ones(device: torch.device) -> float:
-    """silu(1) * 1, by a kernel."""
-    return float(activation.gated(torch.ones((1, 2), device=device))[0, 0])

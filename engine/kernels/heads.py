@@ -2,7 +2,7 @@
 
 Legend: T tokens · A query, key and value heads · Q query heads · G KV heads · S slots of the pool · H head size
         R rotated pairs of a head, H / 2 · P heads of a program
-Owns: the pass over qkv.  Does not know: layers, pages, who reads the slots.
+Owns: the pass over qkv.  Does not know: layers, pages, what reads the slots.
 """
 
 import torch
@@ -39,45 +39,21 @@ def rotate_and_store(
     if num_tokens:
         per_token = triton.cdiv(num_heads, HEADS_OF_A_PROGRAM)
         rotate_heads[(num_tokens * per_token,)](
-            qkv_TAH,
-            qkv_TAH if weight_QGH is None else weight_QGH,
-            angles_TH,
-            slots_T,
-            q_TQH,
-            keys_SGH,
-            values_SGH,
-            eps,
-            QUERIES=num_queries,
-            KEYS=num_keys,
-            HALF=head_size // 2,
-            NORMALISED=weight_QGH is not None,
-            PROGRAMS=per_token,
-            BLOCK_P=HEADS_OF_A_PROGRAM,
-            BLOCK_R=triton.next_power_of_2(head_size // 2),
-            num_warps=2,
-            enable_fp_fusion=True,
-        )
+            qkv_TAH, qkv_TAH if weight_QGH is None else weight_QGH, angles_TH, slots_T,
+            q_TQH, keys_SGH, values_SGH, eps,
+            QUERIES=num_queries, KEYS=num_keys, HALF=head_size // 2, NORMALISED=weight_QGH is not None,
+            PROGRAMS=per_token, BLOCK_P=HEADS_OF_A_PROGRAM, BLOCK_R=triton.next_power_of_2(head_size // 2),
+            num_warps=2, enable_fp_fusion=True,
+        )  # fmt: skip
     return q_TQH
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def rotate_heads(
-    qkv,
-    weight,
-    angles,
-    slots,
-    q_out,
-    keys,
-    values,
-    eps,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    HALF: tl.constexpr,
-    NORMALISED: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    qkv, weight, angles, slots, q_out, keys, values, eps,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, NORMALISED: tl.constexpr, PROGRAMS: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """Some heads of one token per program; they may be of all three kinds."""
     program = tl.program_id(0)
     token = (program // PROGRAMS).to(tl.int64)

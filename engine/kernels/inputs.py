@@ -35,40 +35,22 @@ def fill_inputs(
     page_table_BW = inputs.page_table_BW
     if len(rows_B):
         fill_row[(len(rows_B),)](
-            rows_B,
-            tokens_RM,
-            pages_RP,
-            lengths_R,
-            inputs.token_ids_B,
-            inputs.positions_B,
-            inputs.slots_B,
-            inputs.write_at_B,
-            inputs.lengths_B,
-            page_table_BW,
-            tokens_RM.shape[1],
-            pages_RP.shape[1],
-            page_table_BW.shape[1],
-            page_table_BW.stride(0),
-            dump_page,
-            PAGE_SIZE=page_size,
-            BLOCK_W=PAGES_AT_ONCE,
-            num_warps=2,
-            enable_fp_fusion=True,
-        )
+            rows_B, tokens_RM, pages_RP, lengths_R, inputs.token_ids_B, inputs.positions_B, inputs.slots_B,
+            inputs.write_at_B, inputs.lengths_B, page_table_BW, tokens_RM.shape[1], pages_RP.shape[1],
+            page_table_BW.shape[1], page_table_BW.stride(0), dump_page,
+            PAGE_SIZE=page_size, BLOCK_W=PAGES_AT_ONCE,
+            num_warps=2, enable_fp_fusion=True,
+        )  # fmt: skip
 
 
 def write_tokens(write_at_N: Tensor, token_ids_N: Tensor, tokens_RM: Tensor) -> None:
     """tokens_RM.view(-1)[write_at] = token id, 0 for a negative id; a negative place is passed over.  Both int64."""
     if len(write_at_N):
         write_places[(triton.cdiv(len(write_at_N), PLACES_AT_ONCE),)](
-            write_at_N,
-            token_ids_N,
-            tokens_RM,
-            len(write_at_N),
+            write_at_N, token_ids_N, tokens_RM, len(write_at_N),
             BLOCK_N=PLACES_AT_ONCE,
-            num_warps=2,
-            enable_fp_fusion=True,
-        )
+            num_warps=2, enable_fp_fusion=True,
+        )  # fmt: skip
 
 
 # The width of the table and the row list change from step to step: none of it may make another variant.
@@ -79,24 +61,10 @@ def write_tokens(write_at_N: Tensor, token_ids_N: Tensor, tokens_RM: Tensor) -> 
     ],
 )  # fmt: skip
 def fill_row(
-    rows,
-    tokens,
-    pages,
-    lengths,
-    token_ids,
-    positions,
-    slots,
-    write_at,
-    batch_lengths,
-    page_table,
-    row_len,
-    row_pages,
-    num_pages,
-    table_stride,
-    dump_page,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
+    rows, tokens, pages, lengths, token_ids, positions, slots, write_at, batch_lengths, page_table, row_len,
+    row_pages, num_pages, table_stride, dump_page,
+    PAGE_SIZE: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
     """One row of the batch per program."""
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)

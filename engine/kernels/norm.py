@@ -25,16 +25,10 @@ def add_norm(x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float) -> T
     if num_tokens:
         block = triton.next_power_of_2(width)
         add_norm_rows[(num_tokens,)](
-            x_TD,
-            update_TD.contiguous(),
-            weight_D,
-            y_TD,
-            eps,
-            WIDTH=width,
-            BLOCK_D=block,
-            num_warps=min(16, max(1, block // 256)),
-            enable_fp_fusion=True,
-        )
+            x_TD, update_TD.contiguous(), weight_D, y_TD, eps,
+            WIDTH=width, BLOCK_D=block,
+            num_warps=min(16, max(1, block // 256)), enable_fp_fusion=True,
+        )  # fmt: skip
     return y_TD
 
 

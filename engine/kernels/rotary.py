@@ -19,15 +19,10 @@ def angle_table(positions_T: Tensor, frequencies_R: Tensor, scale: float) -> Ten
     angles_TH = torch.empty((num_tokens, 2 * half), dtype=torch.float32, device=positions_T.device)
     if num_tokens:
         tabulate_angles[(num_tokens,)](
-            positions_T,
-            frequencies_R,
-            angles_TH,
-            scale,
-            HALF=half,
-            BLOCK_R=triton.next_power_of_2(half),
-            num_warps=1,
-            enable_fp_fusion=True,
-        )
+            positions_T, frequencies_R, angles_TH, scale,
+            HALF=half, BLOCK_R=triton.next_power_of_2(half),
+            num_warps=1, enable_fp_fusion=True,
+        )  # fmt: skip
     return angles_TH
 
 

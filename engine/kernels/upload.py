@@ -3,6 +3,7 @@
 Owns: where each lies in the packed bytes.  Does not know: what they mean.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -19,30 +20,18 @@ _DTYPES: Final = {
 }
 
 
-class Upload:
-    """Add arrays, then send them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._arrays: list[npt.NDArray[np.generic]] = []
-
-    def add(self, array: npt.NDArray[np.generic]) -> int:
-        """Its place in what ``send`` returns.  int32, int64, float32 or float64, one dimension."""
-        self._arrays.append(np.ascontiguousarray(array))
-        return len(self._arrays) - 1
-
-    def send(self) -> list[Tensor]:
-        """Every array as a tensor on the device, in the order they were added."""
-        starts, end = [], 0
-        for array in self._arrays:
-            starts.append(end)
-            end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        packed = torch.empty(end, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        host = packed.numpy()
-        for start, array in zip(starts, self._arrays, strict=True):
-            host[start : start + array.nbytes] = array.view(np.uint8)
-        sent = packed.to(self._device, non_blocking=True)
-        return [
-            sent[start : start + array.nbytes].view(_DTYPES[array.dtype])
-            for start, array in zip(starts, self._arrays, strict=True)
-        ]
+def upload(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> list[Tensor]:
+    """Every array as a tensor on the device.  int32, int64, float32 or float64, one dimension, contiguous."""
+    starts, end = [], 0
+    for array in arrays:
+        starts.append(end)
+        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    packed = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = packed.numpy()
+    for start, array in zip(starts, arrays, strict=True):
+        host[start : start + array.nbytes] = array.view(np.uint8)
+    sent = packed.to(device, non_blocking=True)
+    return [
+        sent[start : start + array.nbytes].view(_DTYPES[array.dtype])
+        for start, array in zip(starts, arrays, strict=True)
+    ]

@@ -11,8 +11,7 @@ from engine.errors import RequestError
 from engine.plugins.hookspecs import GrammarContext
 from engine.plugins.manager import Plugins
 from engine.text.codec import TextCodec
-from engine.text.grammar import GrammarEngine
-from engine.text.grammars import Grammars
+from engine.text.grammar import GrammarEngine, Grammars
 
 
 def plugin_grammars(

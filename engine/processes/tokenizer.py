@@ -28,7 +28,7 @@ from engine.processes.entry import enter
 from engine.processes.outgoing import Outgoing
 from engine.processes.resident import Resident
 from engine.text.codec import TextCodec
-from engine.text.grammars import Grammars
+from engine.text.grammar import Grammars
 from engine.text.loading import load_codec
 
 CAPACITY = 1 << 18  # of the link, in messages: of as many requests as may be open at most, four each

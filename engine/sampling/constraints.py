@@ -20,8 +20,7 @@ from torch import Tensor
 
 from engine.errors import RequestError
 from engine.params import SamplingParams
-from engine.text.grammar import GrammarFailure, Matcher
-from engine.text.grammars import Grammars
+from engine.text.grammar import GrammarFailure, Grammars, Matcher
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from engine.startup.memory import (
     run_largest_step,
 )
 from engine.text.codec import TextCodec
-from engine.text.grammars import Grammars
+from engine.text.grammar import Grammars
 from engine.text.loading import load_codec
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ _IN_STRING: Final = re.compile(r'["\\]')
 
 
 class _Broken(Exception):
-    """What was read is not a call."""
+    """Raised where the text is not a call."""
 
 
 class _Expect(Enum):
@@ -28,12 +28,13 @@ class _Expect(Enum):
     COLON = ":"
     VALUE = "value"
     REST = "rest of a value"
-    NOTHING = "nothing"
 
 
 class CallScanner:
-    """strict: an object with any other key before its name is no call; where nothing else marks a call as one.
-    name: once it has been read.  done: the object has ended.  broken: it is no call; what was told of it stays."""
+    """Reads one call.  strict: an object with any other key before its name is no call, as nothing else marks one.
+
+    name: None until it has been read.  done: the object has ended.  broken: it is no call; what was told of it stays.
+    """
 
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict
@@ -68,7 +69,7 @@ class CallScanner:
         return arguments, text[at:]
 
     def _step(self, text: str, at: int) -> int:
-        """Read some of the text; returns where it goes on."""
+        """Read some of the text; returns where the rest begins."""
         if self._expect is _Expect.REST:
             return self._read_value(text, at)
         character = text[at]
@@ -100,7 +101,7 @@ class CallScanner:
         return at + 1
 
     def _read_value(self, text: str, at: int) -> int:
-        """A key or a value; strings and brackets are followed, so that their inside cannot end it."""
+        """Read a key or a value; strings and brackets are followed, so that their inside cannot end it."""
         end = self._end_of_value(text, at)
         piece = text[at : end if end is not None else len(text)]
         if self._key in ARGUMENT_KEYS and (self._value or piece[:1] == "{"):

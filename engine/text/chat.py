@@ -39,12 +39,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self,
-        source: str,
-        *,
-        origin: str,
-        variables: Mapping[str, str],
-        now: Callable[[], datetime] = datetime.now,
+        self, source: str, *, origin: str, variables: Mapping[str, str], now: Callable[[], datetime] = datetime.now
     ) -> None:
         """origin: the file, for messages.  variables: bos_token and the like.  now: the clock of ``strftime_now``.
 
@@ -93,7 +88,7 @@ class ChatTemplate:
 
 
 def _message(turn: ChatTurn) -> dict[str, Any]:
-    """As transformers gives messages to templates; what is not there has no key, since templates ask for keys."""
+    """The message as transformers gives it to templates.  A field that is not set has no key, as templates ask."""
     message: dict[str, Any] = {"role": turn.role, "content": turn.content}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning
@@ -121,7 +116,7 @@ def _with_system_text(messages: list[dict[str, Any]], text: str) -> list[dict[st
 
 
 def _marked(turn: ChatTurn) -> ChatTurn:
-    """The turn with a mark where its text ends: the text alone may well stand in the template's own words too.
+    """The turn with a mark where its text ends: the template's own words may contain the same text.
 
     Raises RequestError if there is no text."""
     if not turn.content.strip():
@@ -130,7 +125,7 @@ def _marked(turn: ChatTurn) -> ChatTurn:
 
 
 def _up_to_mark(text: str) -> str:
-    """Without what a template writes behind the last message.  Raises RequestError if it does not show its text."""
+    """The text up to the mark of the last message.  Raises RequestError if the template does not show the mark."""
     at = text.rfind(_END)
     if at < 0:
         raise _cannot_continue()

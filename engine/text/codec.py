@@ -28,7 +28,7 @@ from engine.text.vocabulary import Vocabulary
 
 Int32 = npt.NDArray[np.int32]
 
-MARKERS = (OPEN, CLOSE, CALL_OPEN, CALL_CLOSE, PYTHON_TAG)  # what is read from an answer, also if special tokens
+MARKERS = (OPEN, CLOSE, CALL_OPEN, CALL_CLOSE, PYTHON_TAG)  # an answer shows them, even if they are special tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,10 @@ class EncodedChat:
 
 
 class TextCodec:
-    """Immutable after construction, so any thread may use it.
+    """Encodes and decodes for one model.  Immutable after construction, so any thread may use it.
 
     tool_format: how the model writes function calls.  thinks: whether it may think before it answers, between markers.
+    vocabulary: what every token is as bytes.
     """
 
     def __init__(
@@ -53,45 +54,35 @@ class TextCodec:
         template = self._template = files.template if files else None
         self.tool_format: ToolFormat = tool_format or (template.tool_format if template else "hermes")
         self.thinks = template is not None and template.thinks if thinks is None else thinks
-        self._vocabulary = Vocabulary.read(files.tokenizer, files.decoder) if files else Vocabulary([])
+        self.vocabulary = Vocabulary.read(files.tokenizer, files.decoder) if files else Vocabulary([])
 
     @classmethod
     def load(cls, directory: Path, *, tool_format: ToolFormat | None = None, thinks: bool | None = None) -> "TextCodec":
-        """From a checkpoint directory.  Raises WeightsError that names the file."""
+        """The codec of a checkpoint directory.  Raises WeightsError that names the file."""
         return cls(TokenizerFiles(directory), tool_format=tool_format, thinks=thinks)
 
     @classmethod
     def without_tokenizer(cls) -> "TextCodec":
-        """For a model that takes and gives token ids only: text prompts are refused, output has no text."""
+        """A codec that takes and gives token ids only: it refuses text prompts, and output has no text."""
         return cls(None)
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id that encoding can give."""
-        return len(self._vocabulary)
-
-    @property
-    def can_chat(self) -> bool:
-        """Whether the checkpoint has a chat template."""
-        return self._template is not None
+        return len(self.vocabulary)
 
     @cached_property
     def _chat_vocabulary(self) -> Vocabulary:
-        return self._vocabulary.showing(MARKERS)
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """What every token is as bytes."""
-        return self._vocabulary
+        return self.vocabulary.showing(MARKERS)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32:
-        """The prompt of a completion, with the special tokens (BOS) that the model expects around a text.
+        """The token ids of a prompt, with the special tokens (BOS) that the model expects around a text.
 
         Raises RequestError if there is nothing to encode."""
         return self._encode(text, add_special_tokens=add_special_tokens, param="prompt")
 
     def encode_chat(self, turns: Sequence[ChatTurn], options: ChatOptions = PLAIN) -> EncodedChat:
-        """A conversation up to the assistant's answer.  The template writes its special tokens itself.
+        """The token ids of a conversation up to the assistant's answer; the template writes its special tokens itself.
 
         Raises RequestError if the model has no template or the template refuses."""
         if self._template is None:
@@ -118,16 +109,16 @@ class TextCodec:
 
     def decode(self, token_ids: TokenIds, *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence."""
-        detokenizer = Detokenizer(self._vocabulary, skip_special_tokens=skip_special_tokens)
+        detokenizer = Detokenizer(self.vocabulary, skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
     def open_stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, chat: bool = False, thinking: Thinking = "none"
     ) -> TextStream:
-        """For one request's output.  prompt_ids: what it continues.  chat: an answer, of which markers are read."""
-        return TextStream(self._chat_vocabulary if chat else self._vocabulary, prompt_ids, params, thinking)
+        """The stream of one request's output.  prompt_ids: what it continues.  chat: its text shows ``MARKERS``."""
+        return TextStream(self._chat_vocabulary if chat else self.vocabulary, prompt_ids, params, thinking)
 
     def token_text(self, token_id: int, logprob: float) -> TokenText:
-        """A token by itself, as lists of log probabilities show it."""
-        piece = self._vocabulary.piece(token_id)
+        """The token by itself, as lists of log probabilities show it."""
+        piece = self.vocabulary.piece(token_id)
         return TokenText(token_id=token_id, text=piece.decode("utf-8", "replace"), utf8=piece, logprob=logprob)

@@ -51,7 +51,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """What is left: U+FFFD for a character that will never be complete."""
+        """The text that is left: U+FFFD for a character that will never be complete."""
         pending, self._pending = self._pending, b""
         return "" if self._prompt_only else codecs.utf_8_decode(pending, "replace", True)[0]
 
@@ -66,7 +66,7 @@ class Detokenizer:
         return data[-_LONGEST_CHARACTER_BYTES:]
 
     def _without_leading_spaces(self, data: bytes, token_ids: TokenIds) -> bytes:
-        """Only the text's first piece can lose spaces: the tokenizer puts its own in front of the first word."""
+        """The data without the spaces that the tokenizer puts in front of the first word, in the first piece alone."""
         in_range = (token_id for token_id in token_ids if 0 <= token_id < len(self._pieces))
         first = next(piece for token_id in in_range if (piece := self._pieces[token_id]))
         num_spaces = min(self._leading_spaces, len(first) - len(first.lstrip(b" ")))

@@ -48,12 +48,10 @@ class _NamedTokens(msgspec.Struct):
     mask_token: str | _Token | None = None
 
     def texts(self) -> dict[str, str]:
-        """Name -> the token's text, for those that are set."""
-        named = {name: getattr(self, name) for name in _NamedTokens.__struct_fields__}
+        """Name -> the token's text, for the names that are set."""
+        named = ((name, getattr(self, name)) for name in _NamedTokens.__struct_fields__)
         return {
-            name: token.content if isinstance(token, _Token) else token
-            for name, token in named.items()
-            if token is not None
+            name: token.content if isinstance(token, _Token) else token for name, token in named if token is not None
         }
 
 
@@ -71,7 +69,7 @@ class _TokenizerConfig(_NamedTokens):
 
 
 class TokenizerFiles:
-    """tokenizer: ready to encode.  decoder: its "decoder" object.  template: None if the checkpoint has none."""
+    """What the files say.  tokenizer: ready to encode.  decoder: its "decoder" object.  template: None if missing."""
 
     def __init__(self, directory: Path) -> None:
         """Raises WeightsError that names the file."""
@@ -97,7 +95,7 @@ class TokenizerFiles:
         self.template = _template(directory / "chat_template.jinja", config_path, config.chat_template, named)
 
     def _add_tokens(self, path: Path, declared: dict[int, _Token], named: dict[str, str]) -> None:
-        """Tokens that only the configuration knows, or knows to be special."""
+        """Add the tokens that only the configuration knows, or knows to be special."""
         known = {token.content: token.special for token in self.tokenizer.get_added_tokens_decoder().values()}
         for token_id, token in sorted(declared.items()):
             if token.content in known and known[token.content] >= token.special:
@@ -117,7 +115,7 @@ class TokenizerFiles:
 def _template(
     path: Path, config_path: Path, configured: str | list[_NamedTemplate] | None, variables: dict[str, str]
 ) -> ChatTemplate | None:
-    """The template's own file stands above the configuration; of several, the one named 'default' is meant."""
+    """The chat template, from its own file or else from the configuration: of several, the one named 'default'."""
     data = _read(path)
     if data is not None:
         try:
@@ -132,7 +130,7 @@ def _template(
 
 
 def _read_json(path: Path, kind: type[T]) -> T:
-    """Defaults if there is no such file."""
+    """The file decoded; defaults if there is no such file."""
     data = _read(path)
     return kind() if data is None else _decode(path, data, kind)
 
@@ -145,7 +143,7 @@ def _decode(path: Path, data: bytes, kind: type[T]) -> T:
 
 
 def _read(path: Path) -> bytes | None:
-    """None if there is no such file."""
+    """The bytes of the file; None if there is no such file."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise WeightsError(f"{path}: larger than {_MAX_FILE_BYTES >> 20} MiB, so it is no tokenizer file")

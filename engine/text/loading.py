@@ -15,7 +15,7 @@ MAX_SHOWN_TOKENS = 8
 
 
 def load_codec(model: ModelSection, directory: Path) -> TextCodec:
-    """directory: of the checkpoint.  Raises WeightsError that names the file."""
+    """The codec that ``model`` asks for.  directory: the checkpoint's.  Raises WeightsError that names the file."""
     setting = model.tokenizer
     dummy = model.load_format == "dummy" and not (directory / "tokenizer.json").exists()
     if setting == "none" or (dummy and not setting):
@@ -29,7 +29,7 @@ def load_codec(model: ModelSection, directory: Path) -> TextCodec:
 
 
 def warn_of_unknown_tokens(codec: TextCodec, vocab_size: int) -> None:
-    """Say at start which tokens a text may have and the model does not.  vocab_size: rows of its embedding."""
+    """Log which tokens a text may have and the model does not.  vocab_size: rows of its embedding."""
     unknown = [piece.decode("utf-8", "replace") for piece in codec.vocabulary.all_pieces[vocab_size:] if piece]
     if unknown:
         log.warning(

@@ -17,12 +17,12 @@ Thinking = Literal["none", "open", "optional"]
 class _Place(Enum):
     BEFORE = "before"  # nothing but white space so far: it may still begin to think
     INSIDE = "inside"
-    BEHIND = "behind"  # the thoughts are over, and the white space behind them belongs to nobody
+    BEHIND = "behind"  # the thoughts are over; the white space behind them is no part of the answer
     ANSWER = "answer"
 
 
 class ReasoningSplitter:
-    """thinking: as ``thinking_at_end`` says of the prompt."""
+    """Tells thoughts from the answer.  thinking: as ``thinking_at_end`` says of the prompt."""
 
     __slots__ = ("_held", "_place")
 
@@ -67,14 +67,19 @@ class ReasoningSplitter:
         return thoughts, text
 
     def finish(self) -> tuple[str, str]:
-        """No more text comes: what was held back."""
+        """(thoughts, answer) that were held back, since no more text comes."""
         held, self._held = self._held, ""
         return (held, "") if self.inside else ("", held)
 
 
+def num_begun(text: str, marker: str) -> int:
+    """How many characters at the end of the text may be the beginning of the marker."""
+    return next(n for n in range(min(len(marker) - 1, len(text)), -1, -1) if text.endswith(marker[:n]))
+
+
 def _num_held(text: str) -> int:
     """How much of the end may be part of the closing marker or of the white space before it."""
-    num_marker = next(n for n in range(min(len(CLOSE) - 1, len(text)), -1, -1) if text.endswith(CLOSE[:n]))
+    num_marker = num_begun(text, CLOSE)
     before = text[max(0, len(text) - num_marker - _MAX_HELD_SPACE) : len(text) - num_marker]
     return num_marker + len(before) - len(before.rstrip())
 

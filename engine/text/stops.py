@@ -34,7 +34,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The text that may be shown now.  After a match nothing is."""
+        """The text that may be shown now; none after a match."""
         if self.matched is not None:
             return ""
         match = self._advance(text)
@@ -50,7 +50,7 @@ class StopMatcher:
         return text[:num_shown]
 
     def finish(self) -> str:
-        """No more text comes: what was held back."""
+        """The text that was held back, since no more comes."""
         held, self._held = self._held, ""
         return held
 

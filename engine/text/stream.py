@@ -11,21 +11,16 @@ from engine.text.vocabulary import Vocabulary
 
 
 class TextStream:
-    """num_tokens: how many were taken; with a stop string, up to the one that completed it.
-    num_reasoning_tokens: how many of them the model thought with.  Stop strings are not looked for in thoughts.
+    """The text of one output.  Stop strings are not looked for in thoughts.
 
+    num_tokens: how many were taken; with a stop string, up to the one that completed it.
+    num_reasoning_tokens: how many of them the model thought with.
     Everything returned by ``push`` and ``finish``, joined, is the same however the tokens are grouped.
     """
 
     __slots__ = (
-        "_detokenizer",
-        "_matcher",
-        "_min_tokens",
-        "_splitter",
-        "_thoughts",
-        "num_reasoning_tokens",
-        "num_tokens",
-    )
+        "_detokenizer", "_matcher", "_min_tokens", "_splitter", "_thoughts", "num_reasoning_tokens", "num_tokens",
+    )  # fmt: skip
 
     def __init__(
         self, vocabulary: Vocabulary, prompt_ids: TokenIds, params: SamplingParams, thinking: Thinking = "none"
@@ -38,9 +33,7 @@ class TextStream:
         self._detokenizer = Detokenizer(
             vocabulary, skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt_ids
         )
-        self._matcher: StopMatcher | None = None
-        if params.stop:
-            self._matcher = StopMatcher(params.stop, include=params.include_stop_str_in_output)
+        self._matcher = StopMatcher(params.stop, include=params.include_stop_str_in_output) if params.stop else None
         self._min_tokens = params.min_tokens
 
     @property
@@ -49,7 +42,7 @@ class TextStream:
         return self._matcher.matched if self._matcher else None
 
     def push(self, token_ids: TokenIds) -> str:
-        """Text that is visible now.  A token that ends the sequence and is not to be shown must not be pushed."""
+        """The text that is visible now.  A token that ends the sequence and is not to be shown must not be pushed."""
         if self._matcher is None and self._splitter is None:
             self.num_tokens += len(token_ids)
             return self._detokenizer.push(token_ids)
@@ -69,7 +62,7 @@ class TextStream:
         return "".join(visible)
 
     def finish(self) -> str:
-        """No more tokens come: what was held back.  May still find a stop string."""
+        """The text that was held back, since no more tokens come.  It may still hold a stop string."""
         text = self._detokenizer.finish()
         if self._splitter is not None:
             text = self._without_thoughts(self._splitter, text, more=False)
@@ -78,15 +71,13 @@ class TextStream:
         return self._matcher.push(text) + self._matcher.finish()
 
     def take_thoughts(self) -> str:
-        """What was thought since the last call."""
-        if not self._thoughts:
-            return ""
+        """The thoughts since the last call."""
         thoughts = "".join(self._thoughts)
         self._thoughts.clear()
         return thoughts
 
     def _without_thoughts(self, splitter: ReasoningSplitter, text: str, *, more: bool = True) -> str:
-        """The answer's part of a token's text, or with what comes at the end."""
+        """The answer's part of a token's text; without ``more`` also what was held back."""
         was_inside = splitter.inside
         thoughts, answer = splitter.push(text)
         if more:

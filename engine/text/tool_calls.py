@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from engine.text.call_scanner import CallScanner
+from engine.text.reasoning import num_begun
 from engine.text.tool_format import CALL_CLOSE, CALL_OPEN, PYTHON_TAG, ToolFormat, call_start
 
 
@@ -26,18 +27,14 @@ Part = str | CallPiece  # text, or a part of a call
 
 
 def text_and_calls(parts: Iterable[Part]) -> tuple[str, list[CallPiece]]:
-    """The two by themselves, where their order among each other does not matter."""
-    found: tuple[list[str], list[CallPiece]] = ([], [])
-    for part in parts:
-        if isinstance(part, str):
-            found[0].append(part)
-        else:
-            found[1].append(part)
-    return "".join(found[0]), found[1]
+    """The text and the calls apart, where their order among each other does not matter."""
+    parts = list(parts)
+    text = "".join(part for part in parts if isinstance(part, str))
+    return text, [part for part in parts if isinstance(part, CallPiece)]
 
 
 class ToolCallParser:
-    """names: of the functions there are.  max_calls: later ones are dropped.
+    """Tells calls from text.  names: of the functions there are.  max_calls: later ones are dropped.
     exact: a grammar holds, so what only resembles a call is none; without one much that models write is forgiven.
     forced: a call must come, so what is held back at the end is the beginning of one, not text.
     num_calls: so far.  cut_off: the output has ended within a call, whose arguments are not whole."""
@@ -69,14 +66,14 @@ class ToolCallParser:
         self._parts: list[Part] = []
 
     def push(self, text: str) -> list[Part]:
-        """What is certain now, in order."""
+        """The parts that are certain now, in order."""
         self._pending += text
         while self._pending and self._advance():
             pass
         return self._take()
 
     def finish(self) -> list[Part]:
-        """No more text comes: what was held back."""
+        """The parts that were held back, since no more text comes."""
         self.cut_off = self._shown and (self._skipping or (self._scanner is not None and self._announced))
         if not self._forced:
             if not self._announced:
@@ -122,13 +119,13 @@ class ToolCallParser:
         if marker:
             self._parts.append(before)
             return self._begin(CALL_OPEN, rest)
-        num_certain = len(self._pending) - _num_begun(self._pending, CALL_OPEN)
+        num_certain = len(self._pending) - num_begun(self._pending, CALL_OPEN)
         self._parts.append(self._pending[:num_certain])
         self._pending = self._pending[num_certain:]
         return False
 
     def _find_llama(self) -> bool:
-        """Calls are the whole answer, so they begin it or follow each other."""
+        """Look for a call where the answer begins or a call has ended: calls are the whole answer."""
         rest = self._pending.lstrip(" \t\r\n;," if self.num_calls else None)
         if rest.startswith(PYTHON_TAG):
             self._pending = rest[len(PYTHON_TAG) :]
@@ -184,7 +181,7 @@ class ToolCallParser:
         return self._max_calls is None or self.num_calls <= self._max_calls
 
     def _give_back(self, rest: str) -> None:
-        """It is no call.  What was told of it cannot be taken back; what was not is text.  rest: what broke it."""
+        """Treat it as no call.  What was told of it cannot be taken back; the other is text.  rest: what broke it."""
         self._scanner = None
         if self._announced:
             self._skipping, self._pending = True, rest
@@ -197,15 +194,10 @@ class ToolCallParser:
         self._text_only = not self._hermes
 
     def _skip(self) -> bool:
-        """A broken call ends with its marker; where there is none, with the output."""
+        """Drop a broken call up to its closing marker; where there is none, up to the end of the output."""
         _, marker, rest = self._pending.partition(CALL_CLOSE)
         if not marker or not self._hermes:
-            self._pending = self._pending[len(self._pending) - _num_begun(self._pending, CALL_CLOSE) :]
+            self._pending = self._pending[len(self._pending) - num_begun(self._pending, CALL_CLOSE) :]
             return False
         self._skipping, self._at_start, self._pending = False, True, rest
         return True
-
-
-def _num_begun(text: str, marker: str) -> int:
-    """How many characters at the end of the text may be the beginning of the marker."""
-    return next(n for n in range(min(len(marker) - 1, len(text)), -1, -1) if text.endswith(marker[:n]))

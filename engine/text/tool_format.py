@@ -119,7 +119,7 @@ def allow_calls(tools: Sequence[Tool], form: ToolFormat, answer: Grammar | None,
 
 
 def call_start(name: str) -> str:
-    """What a call of a function begins with in the llama3 format where a grammar holds.
+    """The text that begins a call of a function in the llama3 format where a grammar holds.
 
     An output that begins so can only go on as a call, and no other one is read as one."""
     return f'{{"name": {msgspec.json.encode(name).decode()}'

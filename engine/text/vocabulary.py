@@ -37,7 +37,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, tokenizer: Tokenizer, decoder: Mapping[str, Any] | None) -> "Vocabulary":
-        """decoder: the "decoder" object of tokenizer.json.  Raises WeightsError if it is of an unknown kind."""
+        """A tokenizer's vocabulary.  decoder: as in tokenizer.json.  Raises WeightsError if its kind is unknown."""
         reader = _PieceReader(decoder)
         by_id = {token_id: token for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()}
         pieces = [b""] * (max(by_id, default=-1) + 1)
@@ -47,7 +47,7 @@ class Vocabulary:
         return cls(pieces, special_ids, reader.leading_spaces)
 
     def showing(self, names: Iterable[str]) -> "Vocabulary":
-        """One in which these tokens are visible although they are special."""
+        """A vocabulary in which these tokens are visible although they are special."""
         wanted = {name.encode() for name in names}
         hidden = [token_id for token_id in self.special_ids if self.all_pieces[token_id] not in wanted]
         return (
@@ -64,7 +64,7 @@ class Vocabulary:
 
 
 class _PieceReader:
-    """A decoder, step by step, for one token at a time."""
+    """Applies a decoder, step by step, to one token at a time."""
 
     def __init__(self, decoder: Mapping[str, Any] | None) -> None:
         self.leading_spaces = 0

@@ -1,4 +1,4 @@
-"""POST /abort_request and /reset_prefix_cache of a router: asked of every replica.
+"""POST /abort_request and /reset_prefix_cache of a router: every replica is asked, as any may have what is meant.
 
 Owns: how their answers become one.  Does not know: what the replicas do; requests that go to one of them.
 """
@@ -10,14 +10,13 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from engine.errors import RequestError
 from engine.sections import ServerSection
 from server.http.body import collect
 from server.http.cors import refuse_foreign_page
 from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
 from server.http.replies import error_body
 from server.operators.administration import AbortAnswer
-from server.replicas.replica import CHECK_TIMEOUT_S, RETRY_AFTER_S, Replica, Replicas, State
+from server.replicas.replica import CHECK_TIMEOUT_S, Replica, Replicas, State, unavailable
 
 JSON = "application/json"
 SENT_ON = ("Authorization", "Content-Type")
@@ -37,7 +36,7 @@ class FleetAdministration:
         self._session = session
 
     async def abort(self, request: web.Request) -> web.Response:
-        """End requests everywhere: aborted is what some replica had, unknown is what none has."""
+        """POST /abort_request: aborted is what some replica had, unknown is what none has."""
         answers = await self._ask_all(request)
         told = [msgspec.json.decode(one.body, type=AbortAnswer) for one in answers if one.status == 200]
         if not told:
@@ -47,12 +46,12 @@ class FleetAdministration:
         return web.Response(body=msgspec.json.encode(whole), content_type=JSON)
 
     async def reset(self, request: web.Request) -> web.Response:
-        """Reset every replica's cache."""
+        """POST /reset_prefix_cache: done if all have done it."""
         refuse_foreign_page(request)
         return _worst(await self._ask_all(request))
 
     async def _ask_all(self, request: web.Request) -> list[_Answer]:
-        """Returns what every replica says, ready or not: one that recovers still has its requests, maybe its cache.
+        """The answers of all replicas that run, ready or not: one that recovers has its requests, maybe its cache.
 
         Raises RequestError, a 503, if none is there."""
         body = await collect(request, self._server)
@@ -62,7 +61,7 @@ class FleetAdministration:
         answers = await asyncio.gather(*(self._ask(one, request.path, body, headers) for one in there))
         found = [one for one in answers if one is not None]
         if not found:
-            raise RequestError("no replica is there now", status=503, code="no_replica", retry_after_s=RETRY_AFTER_S)
+            raise unavailable("no replica is there now")
         return found
 
     async def _ask(self, replica: Replica, path: str, body: bytes, headers: dict[str, str]) -> _Answer | None:
@@ -75,12 +74,7 @@ class FleetAdministration:
             return None  # nothing listens there: it has neither requests nor a cache any more
         except (aiohttp.ClientError, TimeoutError) as error:
             self._replicas.lose(replica, repr(error))
-            silent = RequestError(
-                f"{replica.name} does not answer; ask again",
-                status=503,
-                code="replica_lost",
-                retry_after_s=RETRY_AFTER_S,
-            )
+            silent = unavailable(f"{replica.name} does not answer; ask again", "replica_lost")
             return _Answer(silent.status, msgspec.json.encode(error_body(silent)))
 
 

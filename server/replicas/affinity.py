@@ -3,7 +3,7 @@
 The router sees text, the replicas' radix trees hold tokens; equal text of equal requests gives equal tokens, so chained
 hashes over blocks of a request's bytes stand for the path in the tree.  A wrong guess costs a prefill, nothing else.
 
-Owns: the blocks, and the memory of where each was sent.  Does not know: HTTP, how busy a replica is.
+Owns: the blocks, and the memory of which replica was sent which.  Does not know: HTTP, how busy a replica is.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 BLOCK_BYTES = 256  # about a page or two of tokens
-MAX_BLOCKS = 128  # of one prompt; two that agree on 32 KB go to the same replica anyway
+MAX_BLOCKS = 128  # of one prompt; prompts that agree on 32 KB go to the same replica anyway
 MAX_KNOWN = 200_000  # blocks remembered, about 40 MB; the ones longest unused are forgotten
 
 
@@ -38,9 +38,9 @@ class PrefixAffinity:
         self._decoder = msgspec.json.Decoder(_Prompt)
 
     def blocks(self, body: bytes, tenant: str = "") -> list[bytes]:
-        """Returns a hash per block of the prompt in a request's JSON, each of everything up to its end.
+        """A hash per block of the prompt in a request's JSON, each of everything up to its end.
 
-        tenant: shares no cache with others, e.g. an API key.  [] for what has no prompt."""
+        tenant: what requests must have in common to share a cache, e.g. the API key.  [] for what has no prompt."""
         try:
             asked = self._decoder.decode(body)
         except msgspec.DecodeError:
@@ -62,7 +62,7 @@ class PrefixAffinity:
         return hashes
 
     def find(self, blocks: list[bytes], candidates: Container[str]) -> tuple[str | None, int]:
-        """Returns (the candidate that was sent the longest beginning, its blocks), or (None, 0)."""
+        """(the candidate that was sent the longest beginning, its blocks), or (None, 0)."""
         for count in range(len(blocks), 0, -1):
             name = self._sent.get(blocks[count - 1])
             if name is not None and name in candidates:
@@ -79,5 +79,5 @@ class PrefixAffinity:
             self._sent.popitem(last=False)
 
     def forget(self, name: str) -> None:
-        """Forget a replica that has lost its cache."""
+        """Forget what the replica was sent, since it has lost its cache."""
         self._sent = OrderedDict((block, owner) for block, owner in self._sent.items() if owner != name)

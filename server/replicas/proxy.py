@@ -21,7 +21,7 @@ from server.http.body import collect
 from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
 from server.http.replies import error_body
 from server.replicas.affinity import PrefixAffinity
-from server.replicas.replica import RETRY_AFTER_S, Replica, Replicas
+from server.replicas.replica import Replica, Replicas, unavailable
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Proxy:
         self._affinity = affinity
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Send it on; raises RequestError if no replica can answer."""
+        """Send the request on.  Raises RequestError if no replica can answer."""
         body = await collect(request, self._server)
         # With keys, requests share cached prefixes only among those of one key.
         tenant = request.headers.get("Authorization", "") if self._server.api_key else ""
@@ -76,7 +76,7 @@ class Proxy:
             return response
 
     async def _send(self, request: web.Request, body: bytes, replica: Replica) -> web.StreamResponse:
-        """Send it once.  Raises _ReplicaLost if that happens before the client has seen anything."""
+        """Try once.  Raises _ReplicaLost if the replica is lost before the client has seen anything."""
         headers = _sent_on(request.headers)
         headers[REQUEST_ID_HEADER] = request[EXCHANGE].id
         url = replica.url + str(request.rel_url)
@@ -97,7 +97,7 @@ class Proxy:
                 await self._pass_on(first, answer.content, response, replica)
                 await response.write_eof()
             except ConnectionError:
-                pass  # the client has left
+                pass  # the client has gone
             return response
 
     async def _pass_on(
@@ -111,7 +111,8 @@ class Proxy:
                     chunk = await content.readany()
             except _ReplicaLost as error:
                 self._replicas.lose(replica, error)
-                await response.write(b"data: " + msgspec.json.encode(error_body(_lost())) + b"\n\n")
+                lost = unavailable("the replica that ran this request was lost; send it again", "replica_lost")
+                await response.write(b"data: " + msgspec.json.encode(error_body(lost)) + b"\n\n")
                 return
 
 
@@ -129,12 +130,3 @@ def _asking_replica() -> Iterator[None]:
 
 def _sent_on(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in NOT_SENT_ON)
-
-
-def _lost() -> RequestError:
-    return RequestError(
-        "the replica that ran this request was lost; send it again",
-        status=503,
-        code="replica_lost",
-        retry_after_s=RETRY_AFTER_S,
-    )

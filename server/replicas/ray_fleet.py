@@ -35,7 +35,7 @@ class EngineReplica:
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     def url(self) -> str:
-        """Returns where it listens; waits until it does."""
+        """Where it listens; waits until it does."""
         self._listening.wait()
         assert self._url is not None
         return self._url
@@ -69,9 +69,9 @@ class EngineReplica:
 
 
 class RayFleet:
-    """A ``Fleet`` of Ray actors.  Joins the cluster at RAY_ADDRESS, or starts Ray on this machine.
+    """See ``Fleet``.  Joins the cluster at RAY_ADDRESS, or starts Ray on this machine.
 
-    Raises ConfigError if Ray is not installed, or replicas on other machines would be open to everyone."""
+    Raises ConfigError if Ray is not installed, or if replicas on other machines would take requests without a key."""
 
     def __init__(self, config: Config, size: int) -> None:
         try:
@@ -92,7 +92,7 @@ class RayFleet:
         log.info("ray: %d replicas on %d nodes", size, len(ray.nodes()))
 
     async def url(self, number: int) -> str:
-        """Returns where the replica listens.  Waits until it has been started, or started again."""
+        """Where the replica listens.  Waits until it has been started, or started again."""
         where: str = await self._actors[number].url.remote()
         return where
 

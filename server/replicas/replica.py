@@ -21,15 +21,19 @@ log = logging.getLogger(__name__)
 CHECK_EVERY_S = 0.5
 CHECK_TIMEOUT_S = 5.0
 RETRY_AFTER_S = 1
-# The one that has the prefix is chosen unless it has so many requests more than the least busy one, and so many times.
+# The replica that has the prefix is chosen unless it has so many requests more than the least busy one, and so many
+# times as many.
 SLACK_REQUESTS = 8
 SLACK_FACTOR = 1.5
 
 
-class State(Enum):
-    """A replica's state.
+def unavailable(message: str, code: str = "no_replica") -> RequestError:
+    """A 503 after which the client may try again."""
+    return RequestError(message, status=503, code=code, retry_after_s=RETRY_AFTER_S)
 
-    STARTING: not yet, or not again.  DRAINING: finishes what it has, then it is stopped.  STOPPED: for good."""
+
+class State(Enum):
+    """STARTING: not ready yet, or not again.  DRAINING: it finishes its requests, then it is stopped, for good."""
 
     STARTING = "starting"
     READY = "ready"
@@ -43,7 +47,7 @@ class Fleet(Protocol):
     size: int
 
     async def url(self, number: int) -> str:
-        """Returns where the replica listens.  Waits until it has been started, or started again."""
+        """Where the replica listens.  Waits until it has been started, or started again."""
         ...
 
     async def stop(self, number: int) -> None:
@@ -57,7 +61,7 @@ class Fleet(Protocol):
 
 @dataclass
 class Replica:
-    """One replica.  num_open: requests that were sent to it and have not ended.  num_lost: how often it was lost."""
+    """One replica.  num_open: requests that it was sent and that have not ended.  num_lost: how often it was lost."""
 
     name: str
     url: str = ""
@@ -69,7 +73,7 @@ class Replica:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Count a request that is with the replica."""
+        """Count a request as open for as long as the context lasts."""
         self.num_open += 1
         self.num_sent += 1
         self.idle.clear()
@@ -87,20 +91,18 @@ class Replicas:
     def __init__(self, fleet: Fleet, session: aiohttp.ClientSession, affinity: PrefixAffinity) -> None:
         self.all = [Replica(f"replica{number}") for number in range(fleet.size)]
         self.num_requests = 0
-        self.num_with_prefix = 0  # that went where the beginning of their prompt had gone before
+        self.num_with_prefix = 0  # requests that went where their prompt's beginning had gone before
         self._fleet = fleet
         self._session = session
         self._affinity = affinity
 
     def choose(self, blocks: list[bytes], besides: list[Replica]) -> Replica:
-        """Returns which replica gets a request: the one that has its prefix, unless that is far busier than another.
+        """The replica that a request goes to: the one that has its prefix, unless that is far busier than another.
 
         besides: those that were tried.  Raises RequestError, a 503, if none is left."""
         ready = {one.name: one for one in self.all if one.state is State.READY and one not in besides}
         if not ready:
-            raise RequestError(
-                "no replica can take this request now", status=503, code="no_replica", retry_after_s=RETRY_AFTER_S
-            )
+            raise unavailable("no replica can take this request now")
         least = min(ready.values(), key=lambda one: (one.num_open, one.num_sent))
         name, _ = self._affinity.find(blocks, ready)
         chosen = ready[name] if name is not None else least
@@ -113,7 +115,7 @@ class Replicas:
         return chosen
 
     def lose(self, replica: Replica, reason: object) -> None:
-        """Send nothing to a replica that does not answer, until ``watch`` has found it again."""
+        """Send no request to a replica that does not answer, until ``watch`` has found it again."""
         if replica.state is State.READY:
             log.warning("%s is lost: %s", replica.name, reason)
             replica.state = State.STARTING
@@ -121,7 +123,7 @@ class Replicas:
             self._affinity.forget(replica.name)
 
     async def drain(self, replica: Replica) -> None:
-        """Send it nothing new, wait for what it has, and stop it."""
+        """Send a replica nothing new, wait for what it has, and stop it."""
         log.info("%s is drained: %d requests are open", replica.name, replica.num_open)
         replica.state = State.DRAINING
         if replica.num_open:
@@ -131,7 +133,7 @@ class Replicas:
         log.info("%s is stopped", replica.name)
 
     async def watch(self, replica: Replica) -> None:
-        """Keep its address and its state up to date until it is stopped."""
+        """Keep finding out where a replica is and whether it is ready, until it is stopped."""
         number = self.all.index(replica)
         while replica.state is not State.STOPPED:
             if replica.state is State.STARTING:

@@ -7,7 +7,8 @@ import asyncio
 import logging
 import signal
 import socket
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 
 import aiohttp
 import msgspec
@@ -24,7 +25,7 @@ from server.operators.administration import administration_routes
 from server.replicas.administration import FleetAdministration
 from server.replicas.affinity import PrefixAffinity
 from server.replicas.proxy import Proxy
-from server.replicas.replica import Fleet, Replica, Replicas, State
+from server.replicas.replica import Fleet, Replica, Replicas, State, unavailable
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class ReplicaBody(msgspec.Struct, frozen=True):
-    """A ``Replica`` as JSON."""
+    """See ``Replica``."""
 
     name: str
     state: str
@@ -43,7 +44,7 @@ class ReplicaBody(msgspec.Struct, frozen=True):
 
 
 class ReplicasBody(msgspec.Struct, frozen=True):
-    """requests_with_prefix: of ``requests``, those that went where the beginning of their prompt had gone before."""
+    """All replicas.  requests_with_prefix: requests that went where their prompt's beginning had gone before."""
 
     replicas: list[ReplicaBody]
     requests: int
@@ -51,7 +52,7 @@ class ReplicasBody(msgspec.Struct, frozen=True):
 
 
 class RouterRoutes:
-    """What the router answers itself."""
+    """Handles what the router answers itself."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -78,13 +79,13 @@ class RouterRoutes:
         return json_reply({"name": name, "state": State.DRAINING.value}, status=202)
 
     async def ready(self, request: web.Request) -> web.Response:
-        """GET /ready: whether some replica takes requests."""
+        """GET /ready: whether a replica could take a request."""
         if not any(one.state is State.READY for one in self._replicas.all):
-            raise RequestError("no replica is ready", status=503, code="not_ready", retry_after_s=1)
+            raise unavailable("no replica is ready", "not_ready")
         return json_reply({"status": "ready"})
 
     async def health(self, request: web.Request) -> web.Response:
-        """GET /health: the router's own."""
+        """GET /health: that the router answers, and its replicas' states."""
         states = {one.name: one.state.value for one in self._replicas.all}
         return json_reply({"status": "ok", "replicas": states})
 
@@ -95,37 +96,31 @@ async def route(config: Config, fleet: Fleet, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told_to_stop.set)
-    async with AsyncExitStack() as stack:
-        stack.callback(fleet.close)
-        replicas = await stack.enter_async_context(Router(config, fleet, listener))
-        await told_to_stop.wait()
-        log.info("draining: %d requests are open", sum(one.num_open for one in replicas.all))
-        try:
-            async with asyncio.timeout(config.server.drain_timeout_s), asyncio.TaskGroup() as draining:
-                for replica in replicas.all:
-                    draining.create_task(replicas.drain(replica))
-        except TimeoutError:
-            log.warning("draining: %d requests end unfinished", sum(one.num_open for one in replicas.all))
+    with closing(fleet):
+        async with routing(config, fleet, listener) as replicas:
+            await told_to_stop.wait()
+            log.info("draining: %d requests are open", sum(one.num_open for one in replicas.all))
+            try:
+                async with asyncio.timeout(config.server.drain_timeout_s), asyncio.TaskGroup() as draining:
+                    for replica in replicas.all:
+                        draining.create_task(replicas.drain(replica))
+            except TimeoutError:
+                log.warning("draining: %d requests end unfinished", sum(one.num_open for one in replicas.all))
 
 
-class Router:
-    """An async context manager: the router listens inside of it.  Gives the replicas."""
-
-    def __init__(self, config: Config, fleet: Fleet, listener: socket.socket) -> None:
-        self._config = config
-        self._fleet = fleet
-        self._listener = listener
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> Replicas:
-        server = self._config.server
-        # Generating takes as long as the replica's own limits let it; only reaching one is bounded here.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        connector = aiohttp.TCPConnector(limit=0)
-        session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
-        await self._stack.enter_async_context(session)
+@asynccontextmanager
+async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> AsyncIterator[Replicas]:
+    """Let the router listen for as long as the context lasts; gives the replicas."""
+    server = config.server
+    # Generating takes as long as the replica's own limits let it; only reaching one is bounded here.
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with (
+        aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as session,
+        AsyncExitStack() as stack,
+    ):
         affinity = PrefixAffinity()
-        replicas = Replicas(self._fleet, session, affinity)
+        replicas = Replicas(fleet, session, affinity)
         routes, proxy = RouterRoutes(replicas), Proxy(server, replicas, session, affinity)
         administration = FleetAdministration(server, replicas, session)
         app = web.Application(middlewares=[note_route, *([require_key(server.api_key)] if server.api_key else [])])
@@ -140,19 +135,16 @@ class Router:
             ]
         )
         runner = HttpRunner(app, server, Traffic())
-        self._stack.push_async_callback(runner.cleanup)
-        await runner.listen(self._listener)
+        stack.push_async_callback(runner.cleanup)
+        await runner.listen(listener)
         for replica in replicas.all:
-            watching = asyncio.create_task(self._watch(replicas, replica))
-            self._stack.callback(watching.cancel)
-        return replicas
+            stack.callback(asyncio.create_task(_watch(replicas, replica)).cancel)
+        yield replicas
 
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._stack.aclose()
 
-    async def _watch(self, replicas: Replicas, replica: Replica) -> None:
-        try:
-            await replicas.watch(replica)
-        except Exception:
-            log.exception("%s cannot be started any more; the others go on", replica.name)
-            replica.state = State.STOPPED
+async def _watch(replicas: Replicas, replica: Replica) -> None:
+    try:
+        await replicas.watch(replica)
+    except Exception:
+        log.exception("%s cannot be started any more; the others go on", replica.name)
+        replica.state = State.STOPPED

@@ -25,7 +25,7 @@ from engine.messages import (
 )
 from engine.params import Grammar, SamplingParams
 from engine.text.codec import TextCodec
-from engine.text.grammars import Grammars
+from engine.text.grammar import Grammars
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 TEMPLATE = (

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from engine.errors import PluginError
 from engine.layers.attention import AttentionBackend
+from engine.plugins.attention import flash_attn
 from engine.plugins.attention.flash_attn import FlashAttentionOptions, callboard_attention_backend
 from engine.plugins.attention.flash_attn.backend import FlashAttention
 from engine.plugins.attention.flash_attn.kernels import FA2, FA3
 from engine.plugins.attention.flash_attn.libraries import FA3_KEY_TILES, Situation, find, refusal
+from engine.plugins.declaration import convert_declaration
 from engine.plugins.hookspecs import AttentionContext
 from tests.attention import fake_flash_attn
 from tests.attention.fake_flash_attn import FakeFlashAttention
@@ -273,16 +275,19 @@ def test_the_hook_gives_a_factory_that_tries_every_kernel_out(installed: Any, ge
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"device": "cpu"}, "NVIDIA GPUs, not on 'cpu'; set plugins.attention=torch"),
-        ({"dtype": "float32"}, "bfloat16 and float16, not in 'float32'; set model.dtype=bfloat16, or set plugins"),
-        ({"head_size": 100}, "multiples of 8, up to 256; this model's is 100; set plugins.attention=torch"),
-        ({"head_size": 512}, "this model's is 512"),
-        ({"options": {"implementation": "fa4"}}, "Invalid enum value 'fa4'.*implementation, whole_pages"),
+        ({"device": "cpu"}, "device cpu, it takes cuda"),
+        ({"dtype": "float32"}, "dtype float32, it takes bfloat16, float16"),
+        ({"head_size": 100}, "head size 100, it takes multiples of 8 up to 256"),
+        ({"head_size": 512}, "head size 512, it takes multiples of 8 up to 256"),
     ],
 )
-def test_what_it_cannot_do_is_a_plugin_error(installed: Any, changes: dict[str, object], reason: str):
-    with pytest.raises(PluginError, match=reason):
-        callboard_attention_backend(context(**changes))
+def test_what_it_declares_keeps_it_from_being_asked(changes: dict[str, object], reason: str):
+    assert reason in convert_declaration("flash_attn", flash_attn.CALLBOARD_PLUGIN).misfits(context(**changes))
+
+
+def test_an_implementation_that_there_is_not_is_a_plugin_error():
+    with pytest.raises(PluginError, match=r"Invalid enum value 'fa4'.*implementation, whole_pages"):
+        callboard_attention_backend(context(options={"implementation": "fa4"}))
 
 
 def test_without_a_library_the_error_says_what_was_tried_and_what_helps(installed: Any):

@@ -15,10 +15,10 @@ from engine.layers.attention import AttentionBackend, AttentionBatch
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention import flashinfer as plugin
 from engine.plugins.attention.flashinfer import FlashInferOptions, callboard_attention_backend, choose_tensor_cores
-from engine.plugins.attention.flashinfer.append import PagedAppend
 from engine.plugins.attention.flashinfer.backend import BUFFERS, FlashInferAttention
-from engine.plugins.attention.flashinfer.planners import Setup
+from engine.plugins.attention.flashinfer.kernels import PagedAppend, Setup
 from engine.plugins.attention.flashinfer.staging import StagingRing
+from engine.plugins.declaration import convert_declaration
 from engine.plugins.hookspecs import AttentionContext
 from tests.attention.fake_device import FakeStream
 from tests.attention.fake_flashinfer import fake_flashinfer
@@ -400,9 +400,6 @@ def test_a_compiler_sees_torchs_own_store(gpu: Any, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"device": "cpu"}, "NVIDIA GPUs, not on 'cpu'; set plugins.attention=torch"),
-        ({"dtype": "float32"}, "bfloat16 and float16, not in 'float32'; set model.dtype=bfloat16, or set plugins"),
-        ({"head_size": 80}, r"head sizes 64, 128, 256; this model's is 80; set plugins\.attention=flash_attn, or"),
         ({"options": {"prefil_backend": "fa2"}}, "unknown field `prefil_backend`.*prefill_backend, tensor_cores"),
         ({"options": {"tensor_cores": "never"}, "num_heads": 10}, "this model has 5; set tensor_cores to 'auto'"),
     ],
@@ -410,6 +407,18 @@ def test_a_compiler_sees_torchs_own_store(gpu: Any, monkeypatch: pytest.MonkeyPa
 def test_what_it_cannot_do_is_a_plugin_error(gpu: Any, changes: dict[str, object], reason: str):
     with pytest.raises(PluginError, match=reason):
         callboard_attention_backend(context(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "cpu"}, "device cpu, it takes cuda"),
+        ({"dtype": "float32"}, "dtype float32, it takes bfloat16, float16"),
+        ({"head_size": 80}, "head size 80, it takes 64, 128, 256"),
+    ],
+)
+def test_what_it_declares_keeps_it_from_being_asked(changes: dict[str, object], reason: str):
+    assert reason in convert_declaration("flashinfer", plugin.CALLBOARD_PLUGIN).misfits(context(**changes))
 
 
 def test_a_gpu_that_is_too_old_or_no_hopper_is_said_so(gpu: Any):
@@ -461,6 +470,5 @@ def test_tensor_cores_by_the_ratio_of_heads(group: int, chosen: bool):
     assert choose_tensor_cores(FlashInferOptions(tensor_cores="always"), group)
 
 
-def test_options_have_the_documented_defaults_and_the_declaration_is_what_the_hook_checks():
+def test_options_have_the_documented_defaults():
     assert FlashInferOptions() == FlashInferOptions("auto", "auto", 128)
-    assert tuple(plugin.CALLBOARD_PLUGIN["head_sizes"]) == plugin.HEAD_SIZES

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.plugins.attention.flashinfer.backend import BUFFERS, FlashInferAttention
-from engine.plugins.attention.flashinfer.planners import GRAPH_PLAN_BYTES, PLAN_BYTES, Setup
+from engine.plugins.attention.flashinfer.kernels import GRAPH_PLAN_BYTES, PLAN_BYTES, Setup
 from engine.plugins.attention.flashinfer.staging import StagingRing
 from tests.attention.fake_flashinfer import MAX_GRID, attend
 from tests.attention.test_flashinfer import MIXED, grown, part_of

@@ -19,8 +19,7 @@ import pytest
 import torch
 
 from engine.plugins.attention.flashinfer import CUDA_CORE_GROUPS
-from engine.plugins.attention.flashinfer.append import PagedAppend
-from engine.plugins.attention.flashinfer.planners import DECODE_PLAN_LENGTH, STAGING
+from engine.plugins.attention.flashinfer.kernels import DECODE_PLAN_LENGTH, STAGING, PagedAppend
 from tests.attention import fake_flashinfer as fake
 from tests.attention.signatures import Call, Name, as_recorded, binds, libraries, names, recorded
 from tests.attention.test_flashinfer import MIXED, Rig, grown, part_of

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.plugins.attention.flashinfer.backend import BUFFERS, STEPS_IN_FLIGHT, FlashInferAttention
+from engine.plugins.attention.flashinfer.kernels import Setup
 from engine.plugins.attention.flashinfer.lists import ALIGNMENT, HostLists, gather_pages
-from engine.plugins.attention.flashinfer.planners import Setup
 from engine.plugins.attention.flashinfer.staging import StagingRing
 from tests.attention.fake_device import FakeEvent, FakeStream
 from tests.attention.fake_flashinfer import fake_flashinfer

@@ -18,7 +18,7 @@ from engine.plugins.attention.flash_attn.backend import FlashAttention
 from engine.plugins.attention.flash_attn.kernels import FA2, FA3
 from engine.plugins.attention.flash_attn.libraries import FA2_PAGE
 from engine.plugins.attention.flashinfer.backend import BUFFERS, FlashInferAttention
-from engine.plugins.attention.flashinfer.planners import Setup
+from engine.plugins.attention.flashinfer.kernels import Setup
 from engine.plugins.attention.flashinfer.staging import StagingRing
 from engine.plugins.declaration import read_declaration
 from engine.plugins.manager import BUILTIN

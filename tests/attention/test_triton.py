@@ -14,10 +14,12 @@ from engine.errors import PluginError
 from engine.graphs.decode_attention import can_capture
 from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
+from engine.plugins.attention import triton as triton_plugin
 from engine.plugins.attention.triton import callboard_attention_backend
 from engine.plugins.attention.triton.backend import TritonAttention
 from engine.plugins.attention.triton.tiles import DecodeTiles, PrefillTiles
 from engine.plugins.attention.triton.tuning import size_key
+from engine.plugins.declaration import convert_declaration
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import BUILTIN, Plugins, available_plugins
 from engine.plugins.selection import choose_attention
@@ -151,9 +153,8 @@ def context(**changes: object) -> AttentionContext:
 
 
 def test_it_refuses_what_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(PluginError, match="runs on NVIDIA GPUs, not on 'cpu'"):
-        callboard_attention_backend(context(device="cpu"))
+    declaration = convert_declaration("triton", triton_plugin.CALLBOARD_PLUGIN)
+    assert "device cpu, it takes cuda" in declaration.misfits(context(device="cpu"))
     with pytest.raises(PluginError, match=r"'attention\.triton'.*`tiles`"):
         callboard_attention_backend(context(options={"tiles": 3}))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))

@@ -24,7 +24,7 @@ from engine.messages import Step
 from engine.plugins import selection
 from engine.plugins.attention import flash_attn, flashinfer
 from engine.plugins.attention.flashinfer.backend import BUFFERS, FlashInferAttention
-from engine.plugins.attention.flashinfer.planners import Setup
+from engine.plugins.attention.flashinfer.kernels import Setup
 from engine.plugins.attention.flashinfer.staging import StagingRing
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import BUILTIN

@@ -16,7 +16,7 @@
 
 typedef struct { char internal[128]; } UniqueId;
 typedef struct { pthread_barrier_t barrier; int used, size; const void *sent[MAX_RANKS]; } Group;
-typedef struct { Group *group; int rank, async_error; } Comm;
+typedef struct { Group *group; int rank; } Comm;
 
 static Group groups[MAX_GROUPS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -27,7 +27,6 @@ int ncclGetVersion(int *version) { *version = 22803; return SUCCESS; }
 const char *ncclGetErrorString(int result) { return result == INVALID_ARGUMENT ? "invalid argument" : "unhandled system error"; }
 const char *ncclGetLastError(Comm *comm) { return last_error; }
 int fakeAborted(void) { return num_aborted; }
-void fakeFailLater(Comm *comm) { comm->async_error = SYSTEM_ERROR; }
 
 static int fail(int result, const char *why) {
     snprintf(last_error, sizeof last_error, "%s", why);
@@ -62,7 +61,6 @@ int ncclCommInitRank(Comm **comm, int size, UniqueId id, int rank) {
     return SUCCESS;
 }
 
-int ncclCommGetAsyncError(Comm *comm, int *state) { *state = comm->async_error; return SUCCESS; }
 int ncclCommAbort(Comm *comm) { __sync_fetch_and_add(&num_aborted, 1); free(comm); return SUCCESS; }
 
 static size_t size_of(int type) {
@@ -92,28 +90,20 @@ static void add(void *sums, const void *addends, size_t count, int type) {
 }
 
 /* Everybody reads what the others have sent before anybody may write. */
-static int reduce(const void *sent, void *received, size_t skip, size_t count, int type, int op, Comm *comm, void *stream) {
+int ncclAllReduce(const void *sent, void *received, size_t count, int type, int op, Comm *comm, void *stream) {
     if (op != 0) return fail(INVALID_ARGUMENT, "only sums");
     if (stream == BAD_STREAM) return fail(SYSTEM_ERROR, "the network is down");
     Group *group = comm->group;
-    size_t bytes = count * size_of(type), first = skip * comm->rank * size_of(type);
+    size_t bytes = count * size_of(type);
     char *sums = calloc(1, bytes + 1);
     group->sent[comm->rank] = sent;
     pthread_barrier_wait(&group->barrier);
-    memcpy(sums, (const char *)group->sent[0] + first, bytes);
-    for (int rank = 1; rank < group->size; rank++) add(sums, (const char *)group->sent[rank] + first, count, type);
+    memcpy(sums, group->sent[0], bytes);
+    for (int rank = 1; rank < group->size; rank++) add(sums, group->sent[rank], count, type);
     pthread_barrier_wait(&group->barrier);
     memcpy(received, sums, bytes);
     free(sums);
     return SUCCESS;
-}
-
-int ncclAllReduce(const void *sent, void *received, size_t count, int type, int op, Comm *comm, void *stream) {
-    return reduce(sent, received, 0, count, type, op, comm, stream);
-}
-
-int ncclReduceScatter(const void *sent, void *received, size_t count, int type, int op, Comm *comm, void *stream) {
-    return reduce(sent, received, count, count, type, op, comm, stream);
 }
 
 int ncclAllGather(const void *sent, void *received, size_t count, int type, Comm *comm, void *stream) {
@@ -123,16 +113,6 @@ int ncclAllGather(const void *sent, void *received, size_t count, int type, Comm
     group->sent[comm->rank] = sent;
     pthread_barrier_wait(&group->barrier);
     for (int rank = 0; rank < group->size; rank++) memcpy((char *)received + rank * bytes, group->sent[rank], bytes);
-    pthread_barrier_wait(&group->barrier);
-    return SUCCESS;
-}
-
-int ncclBroadcast(const void *sent, void *received, size_t count, int type, int root, Comm *comm, void *stream) {
-    if (stream == BAD_STREAM) return fail(SYSTEM_ERROR, "the network is down");
-    Group *group = comm->group;
-    group->sent[comm->rank] = sent;
-    pthread_barrier_wait(&group->barrier);
-    if (comm->rank != root) memcpy(received, group->sent[root], count * size_of(type));
     pthread_barrier_wait(&group->barrier);
     return SUCCESS;
 }

@@ -12,8 +12,7 @@ from engine.params import MAX_GRAMMAR_CHARS, Grammar
 from engine.plugins.grammar import repeats
 from engine.plugins.grammar.llguidance import LLGuidance
 from engine.plugins.hookspecs import GrammarContext
-from engine.text.grammar import GrammarFailure
-from engine.text.grammars import Grammars
+from engine.text.grammar import GrammarFailure, Grammars
 from engine.text.tool_format import Tool, allow_calls, demand_calls
 from tests.plugins.grammar_walk import BYTES, CALL, CLOSE, EOS, PIECES, SCHEMA, SPECIAL, VOCAB, accepts, allowed
 

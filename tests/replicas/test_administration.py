@@ -13,7 +13,7 @@ from engine.sections import ServerSection
 from server.http.listener import bind
 from server.replicas import administration
 from server.replicas.replica import Replicas, State
-from server.replicas.router import Router
+from server.replicas.router import routing
 from tests.pace import far
 from tests.server.live_server import MODEL, LiveServer
 
@@ -44,7 +44,7 @@ def run(test: Callable[[list[LiveServer], Ask, Replicas], Awaitable[None]], key:
         with bind("127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             config = build_config(Config(), {"server": {"api_key": key}})
-            async with Router(config, LiveFleet(servers), listener) as replicas, aiohttp.ClientSession(url) as client:
+            async with routing(config, LiveFleet(servers), listener) as replicas, aiohttp.ClientSession(url) as client:
                 async with asyncio.timeout(far(20)):
                     while not all(one.state is State.READY for one in replicas.all):
                         await asyncio.sleep(0.005)

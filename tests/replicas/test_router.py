@@ -15,7 +15,7 @@ from server.http.listener import bind
 from server.replicas import proxy
 from server.replicas import replica as replica_module
 from server.replicas.replica import SLACK_REQUESTS, Replicas, State
-from server.replicas.router import Router
+from server.replicas.router import routing
 from tests.pace import far
 from tests.replicas.fake_replica import FakeFleet
 
@@ -46,7 +46,7 @@ async def routed(size: int = 2, config: Config | None = None) -> AsyncIterator[R
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         async with (
-            Router(config or Config(), fleet, listener) as replicas,
+            routing(config or Config(), fleet, listener) as replicas,
             aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
         ):
             one = Routed(fleet, replicas, client)

@@ -11,8 +11,7 @@ from engine.errors import RequestError
 from engine.params import Grammar, SamplingParams
 from engine.sampling.constraints import Constraints, Masks
 from engine.sampling.sampler import Sampler
-from engine.text.grammar import GrammarFailure, Mask
-from engine.text.grammars import Grammars
+from engine.text.grammar import GrammarFailure, Grammars, Mask
 from tests.pace import far
 
 VOCAB = 70

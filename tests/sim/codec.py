@@ -26,7 +26,7 @@ class SimCodec(TextCodec):
 
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         super().__init__(None)
-        self._vocabulary = Vocabulary(_PIECES, eos_token_ids)
+        self.vocabulary = Vocabulary(_PIECES, eos_token_ids)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> npt.NDArray[np.int32]:
         """A token per character."""

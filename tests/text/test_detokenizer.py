@@ -29,7 +29,7 @@ fixtures_are_read_only = settings(
 
 
 def vocabulary_of(codec) -> Vocabulary:
-    return codec._vocabulary
+    return codec.vocabulary
 
 
 def byte_ids(tokenizer, kind: str, data: bytes) -> list[int]:

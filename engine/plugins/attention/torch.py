@@ -8,7 +8,7 @@ A step's sequences are served in three ways, chosen by measurement (``benchmarks
 neighbouring decode rows whose keys fit a core's cache together are copied into one padded batch, as calls for each
 would take longer than the copying; a lone sequence whose pages lie side by side is read in place; any other has its
 pages copied together first.  All copies go to one buffer that sequences and layers reuse, where fresh memory for each
-would cost several times as much: over scattered pages it is 1.9 to 19 times as fast as gathering everybody's keys and
+would cost several times as much: over scattered pages it is 1.9 to 19 times as fast as gathering the keys of all and
 attending, on one thread.  Copying them is faster than not copying: torch's flex_attention, compiled to read pages where
 they are, takes 1.1 to 3.8 times as long, and a C++ compiler besides; a pass page by page takes 2.2 to 73 times as long.
 No stale slot is ever multiplied, not even by 0, so a NaN in one cannot leak.
@@ -198,16 +198,11 @@ class TorchAttention:
         return DecodeGroup(first_row, last_row, num_keys, slots_BL.flatten(), mask_BL[:, None, None])
 
     def _segment(
-        self,
-        batch: AttentionBatch,
-        row: int,
-        first_row: int,
-        window: int,
-        host_table: npt.NDArray[np.int32] | None,
+        self, batch: AttentionBatch, row: int, first_row: int, window: int, host_table: npt.NDArray[np.int32] | None
     ) -> Segment:
         length, num_queries = int(batch.host_lengths[row]), int(batch.host_query_lengths[row])
         page_size = self.pool.page_size
-        # Keys before the first query's window are nobody's; with a single query the window then needs no mask.
+        # No query sees a key before the first query's window; with a single query the window then needs no mask.
         first_key = max(0, length - num_queries + 1 - window) if window else 0
         num_keys = length - first_key
         first_page, last_page = first_key // page_size, -(-length // page_size)

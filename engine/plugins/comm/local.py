@@ -30,7 +30,7 @@ class LocalComm:
         return tensor
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 @hookimpl

@@ -52,7 +52,7 @@ Branches = list[list[LLMatcher]]
 
 
 class LLGuidanceMatcher:
-    """branches: the output is as one of them says, and all matchers of that one agree with it.
+    """Follows one output.  branches: the output is as one of them says, and all matchers of that one agree with it.
 
     Alternatives that share a grammar would share its lexer as well, whose longest match hides what is shorter.
     """
@@ -63,7 +63,8 @@ class LLGuidanceMatcher:
     def consume(self, token_id: int) -> None:
         left = [branch for branch in self._branches if all(matcher.consume_token(token_id) for matcher in branch)]
         if not left:
-            raise GrammarFailure(_shortened(_error(self._branches[0])))
+            error = next(matcher.get_error() for matcher in self._branches[0] if matcher.is_error())
+            raise GrammarFailure(_shortened(error))
         self._branches = left
 
     def fill(self, mask: Mask) -> None:
@@ -76,7 +77,7 @@ class LLGuidanceMatcher:
 
 
 class LLGuidanceGrammar:
-    """A grammar whose first mask has been computed: that is where some of them turn out to be too large."""
+    """A grammar whose first mask has been computed, where some grammars turn out to be too large."""
 
     def __init__(self, branches: Branches, num_bytes: int) -> None:
         self._branches = branches
@@ -123,7 +124,7 @@ class LLGuidance:
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         first = np.zeros(-(-self._vocab_size // 32), dtype=np.int32)
         if not matcher.is_error():
-            # By a copy: the original stays at the start for everyone.
+            # By a copy: the original stays at the start.
             trial = matcher.deep_copy()
             trial.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
             if trial.is_error() or not first.any():
@@ -155,7 +156,7 @@ class LLGuidance:
         return [[self._behind_thoughts(lark, grammar.thinking) for lark in branch] for branch in branches]
 
     def _behind_thoughts(self, lark: str, thinking: Thinking) -> str:
-        """As a list of Lark grammars, of which the first is where it starts."""
+        """A list of Lark grammars, as JSON; the first is where the output starts."""
         answer = {"name": "answer", "lark_grammar": _NO_FORCING + lark}
         if thinking == "none":
             return msgspec.json.encode({"grammars": [answer]}).decode()
@@ -191,7 +192,7 @@ class LLGuidance:
                 raise AssertionError("calls are written by _calls, and cannot be an answer beside calls")
 
     def _calls(self, shape: CallsShape, not_begun: str) -> str:
-        """Calls alone, or in free text.  not_begun: matches how that may not begin."""
+        """The grammar of calls alone, or in free text.  not_begun: matches how that text may not begin."""
         otherwise = shape.otherwise
         if otherwise is not None and otherwise.opening:
             lines = self._text_with_calls(shape.many, otherwise.opening, not_begun)
@@ -201,7 +202,7 @@ class LLGuidance:
         return "\n".join([f"start: {tag}call{more}", *self._each(shape.calls)])
 
     def _text_with_calls(self, many: bool, opening: str, not_begun: str) -> list[str]:
-        """Where the marker of a call is written, a call must follow."""
+        """The rules of free text in which a call must follow wherever the marker of a call is written."""
         marker = self._literal(opening)
         lazy = "" if opening in self._special else "[lazy]"
         behind = "(begun call)* TEXT" if many else ""
@@ -214,7 +215,7 @@ class LLGuidance:
         ]
 
     def _each(self, calls: list[CallShape], opening: str = "") -> list[str]:
-        """The rule ``call``.  opening: what has been written of one already."""
+        """The rules of ``call``.  opening: what has been written of one already."""
         names = [f"call_{index}" for index in range(len(calls))]
         lines = [f"call: {' | '.join(names)}"]
         for name, call in zip(names, calls, strict=True):
@@ -224,7 +225,7 @@ class LLGuidance:
         return lines
 
     def _literal(self, text: str) -> str:
-        """Text that may name special tokens, which only they themselves can spell."""
+        """The rule of a text that may name special tokens, which only they themselves can spell."""
         if not self._special:
             return _quoted(text)
         parts = re.split("(" + "|".join(map(re.escape, sorted(self._special))) + ")", text)
@@ -248,7 +249,7 @@ class _Vocabulary:
         self.eos_token_id = context.eos_token_ids[0] if context.eos_token_ids else _unused(context)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Only asked about forced text, and nothing is forced."""
+        """No tokens: this is asked about forced text alone, and nothing is forced."""
         return []
 
 
@@ -264,7 +265,7 @@ def _text_but(*not_begun: str) -> str:
 
 
 def _fill_all(branch: list[LLMatcher], mask: Mask) -> Mask:
-    """What all of them allow."""
+    """Write to the mask what all matchers of the branch allow."""
     for index, matcher in enumerate(branch):
         part = np.empty_like(mask) if index else mask
         matcher.unsafe_compute_mask_ptr(part.ctypes.data, part.nbytes)
@@ -273,10 +274,6 @@ def _fill_all(branch: list[LLMatcher], mask: Mask) -> Mask:
         if index:
             mask &= part
     return mask
-
-
-def _error(branch: list[LLMatcher]) -> str:
-    return str(next(matcher.get_error() for matcher in branch if matcher.is_error()))
 
 
 def _repeats(grammar: Grammar, lark: str) -> int:
@@ -301,7 +298,7 @@ def _schema(schema: Any) -> dict[str, Any]:
 
 
 def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """What the arguments of a call follow: they are an object, whether their schema says so or not."""
+    """The schema of a call's arguments: they are an object, whether the schema says so or not."""
     types = schema.get("type", "object")
     if "object" not in (types if isinstance(types, list) else [types]):
         raise _refused("the arguments of a function are an object, and the type in its parameters is another one")
@@ -318,7 +315,7 @@ def _quoted(text: str) -> str:
 
 
 def _shortened(message: str) -> str:
-    """Without the part of the grammar that some messages quote."""
+    """The message without the part of the grammar that some quote."""
     first, _, _ = message.replace("<non-verbose/>", "").partition("\n")
     return " ".join(first.split())[:_MAX_MESSAGE_CHARS]
 

@@ -30,13 +30,13 @@ def of_expression(source: str) -> int:
 
 
 def of_lark(source: str) -> int:
-    """The same of the rule where Lark starts."""
+    """The most that the rule where Lark starts repeats something in every text that it matches."""
     start = _START.search(source)
     return _most(_RULE, source[start.end() :]) if start else 1
 
 
 def of_schema(schema: Any) -> int:
-    """The same of the strings that a JSON Schema demands."""
+    """The most that the strings which a JSON Schema demands repeat something."""
     if not isinstance(schema, dict):
         return 1
     found = [1]
@@ -56,9 +56,9 @@ def of_schema(schema: Any) -> int:
 
 
 def _most(tokens: re.Pattern[str], source: str) -> int:
-    groups: list[tuple[int, int]] = []  # those around this one, which holds
-    least, most = ENOUGH, 1  # of its alternatives that are complete, and of this one up to
-    last = 1  # what came last, which a count would multiply
+    groups: list[tuple[int, int]] = []  # (least, most) of the groups around this one
+    least, most = ENOUGH, 1  # of its complete alternatives, and of this alternative so far
+    last = 1  # of the item that came last, which a count multiplies
     for token in tokens.finditer(source):
         found, text = token.groupdict(), token.group()
         if found.get("space"):

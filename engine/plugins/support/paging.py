@@ -1,9 +1,11 @@
-"""What backends around compiled kernels share: pages as kernels want them, windows by layer, rows that only pad.
+"""What backends around compiled kernels share: pages as kernels want them, windows by layer, padding, trial batches.
 
 Legend: B sequences · P page-table width
 Owns: nothing but these few facts.  Does not know: any library.
 """
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
 
 KVPages = tuple[Tensor, Tensor]
+Int32 = npt.NDArray[np.int32]
 
 
 def pages_of(pool: KVPool) -> list[KVPages]:
@@ -31,10 +34,25 @@ def variant_of(spec: AttentionSpec, layer: int) -> int:
 
 
 def padding_on_dump_page(batch: AttentionBatch, pool: KVPool) -> Tensor:
-    """page_table_BP, in which rows of length 0 have the dump page instead of page 0, which is somebody's.
+    """page_table_BP, in which rows of length 0 have the dump page instead of page 0, which belongs to a sequence.
 
-    What comes out for them is read by nobody, but it goes on through the layers and must not become NaN.
+    The output of such rows is not used, but it goes on through the layers and must not become NaN.
     """
     if batch.host_lengths.all():
         return batch.page_table_BP
     return torch.where(batch.lengths_B[:, None] > 0, batch.page_table_BP, pool.dump_page)
+
+
+def batch_on(
+    device: torch.device, num_decodes: int, page_table_BP: Int32, lengths: Int32, query_lengths: Int32
+) -> AttentionBatch:
+    """A batch of sequences that the host knows, for a trial."""
+    starts = np.concatenate(([0], query_lengths.cumsum())).astype(np.int32)
+    return AttentionBatch(
+        num_decodes=num_decodes,
+        page_table_BP=torch.from_numpy(page_table_BP).to(device),
+        lengths_B=torch.from_numpy(lengths).to(device),
+        query_starts_B1=torch.from_numpy(starts).to(device),
+        host_lengths=lengths,
+        host_query_lengths=query_lengths,
+    )

@@ -17,7 +17,7 @@ from engine.errors import PluginError
 
 SCHEMES = (
     "file:///path (one machine), tcp://host:port (rank 0 listens there), env:// (what torchrun sets), "
-    "store://host:port/name (somebody serves it already; names keep groups apart)"
+    "store://host:port/name (it is served already; names keep groups apart)"
 )
 BACKLOG = 512
 LOOPBACK = "127.0.0.1"
@@ -29,7 +29,7 @@ def open_store(plugin: str, url: str, rank: int, size: int, timeout_s: float) ->
     """The store that all ranks of one group share.  Rank 0 serves it where it takes a server.
 
     url: one of ``SCHEMES``; a group that is started again needs a new one.  plugin: for errors.
-    Raises PluginError if the URL is none of them, or nobody answers within timeout_s.
+    Raises PluginError if the URL is none of them, or if there is no answer within timeout_s.
     """
     parts = urlsplit(url)
     try:
@@ -55,9 +55,9 @@ def open_store(plugin: str, url: str, rank: int, size: int, timeout_s: float) ->
 
 
 def local_address(url: str) -> str:
-    """The address by which this machine reaches the place that ``url`` names: its own one for whoever is there too.
+    """This machine's own address on the way to the place that ``url`` names, by which ranks there can reach it.
 
-    Empty if it names none that can be reached."""
+    Empty if the URL names none that can be reached."""
     parts = urlsplit(url)
     if parts.scheme == "file":
         return LOOPBACK
@@ -67,24 +67,24 @@ def local_address(url: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, DISCARD_PORT))  # of datagrams: the kernel looks for a route, and sends nothing
-        except (OSError, UnicodeError):  # the latter of a name that can be none
+        except (OSError, UnicodeError):  # UnicodeError: of a text that can be no name
             return ""
         return str(probe.getsockname()[0])
 
 
 def join_store(host: str, port: int, timeout_s: float) -> Store:
-    """A store that somebody serves.  Raises RuntimeError if nobody does within timeout_s."""
+    """A store that is served elsewhere.  Raises RuntimeError if it is not reached within timeout_s."""
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 def serve_store(host: str, port: int, timeout_s: float) -> Store:
     """Serve a store for as long as it is kept: at ``host`` alone if that is an address of this machine, else at all.
 
-    It asks nobody for a password.  Raises OSError if the port is taken."""
+    It asks for no password.  Raises OSError if the port is taken."""
     listener = _listen(host, port)
     address = listener.getsockname()[0]
     return TCPStore(
-        LOOPBACK if address == EVERYWHERE else address,  # for ourselves: to others it may be another one
+        LOOPBACK if address == EVERYWHERE else address,  # for this process; others may reach it by another one
         port,
         is_master=True,
         timeout=timedelta(seconds=timeout_s),
@@ -107,7 +107,7 @@ def _listen(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            listener.bind((EVERYWHERE, port))  # translated on its way to us
+            listener.bind((EVERYWHERE, port))  # the address is translated on its way to this machine
         listener.listen(BACKLOG)
     except OSError:
         listener.close()

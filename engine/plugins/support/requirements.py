@@ -11,24 +11,12 @@ import numpy as np
 import torch
 
 from engine.errors import PluginError
-from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
+from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.kv_pool import KVPool
-from engine.plugins.hookspecs import AttentionContext
+from engine.plugins.support.paging import batch_on
 
-DTYPES = ("bfloat16", "float16")
 MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 and asynchronous copies
 ANYTHING_ELSE = "or set plugins.attention=torch, which runs everywhere"
-
-
-def require_gpu(plugin: str, context: AttentionContext) -> None:
-    """Raise PluginError unless this is a GPU and a 16-bit model."""
-    if context.device != "cuda":
-        raise PluginError(f"{plugin} runs on NVIDIA GPUs, not on {context.device!r}; set plugins.attention=torch")
-    if context.dtype not in DTYPES:
-        raise PluginError(
-            f"{plugin} computes in {' and '.join(DTYPES)}, not in {context.dtype!r}; "
-            f"set model.dtype=bfloat16, {ANYTHING_ELSE}"
-        )
 
 
 def require_capability(plugin: str, capability: tuple[int, int]) -> None:
@@ -54,7 +42,7 @@ def try_out(
     num_queries: int,
     phases: tuple[str, ...] = ("prefill", "decode"),
 ) -> None:
-    """A decode row and a prompt of ``num_queries`` tokens, or one of them, over the dump page, through two layers.
+    """Run a decode row and a prompt of ``num_queries`` tokens, or one of them, over the dump page, in two layers.
 
     Libraries compile or load kernels at their first call, which can take minutes, and find out only then that they
     have none for a shape.  Raises PluginError with what the library said.
@@ -62,18 +50,10 @@ def try_out(
     device = pool.data.device
     sequences = [1] * ("decode" in phases) + [num_queries] * ("prefill" in phases)
     lengths = np.array(sequences, dtype=np.int32)
-    starts = np.concatenate(([0], lengths.cumsum())).astype(np.int32)
     table = np.full((len(lengths), -(-num_queries // pool.page_size)), pool.dump_page, dtype=np.int32)
-    batch = AttentionBatch(
-        num_decodes=int("decode" in phases),
-        page_table_BP=torch.from_numpy(table).to(device),
-        lengths_B=torch.from_numpy(lengths).to(device),
-        query_starts_B1=torch.from_numpy(starts).to(device),
-        host_lengths=lengths,
-        host_query_lengths=lengths,
-    )
+    batch = batch_on(device, int("decode" in phases), table, lengths, lengths)
     with trial(plugin, device):
-        shape = (int(starts[-1]), spec.num_heads, spec.head_size)
+        shape = (int(lengths.sum()), spec.num_heads, spec.head_size)
         q_TNH = torch.zeros(shape, dtype=pool.data.dtype, device=device)
         backend.begin(batch)
         # A window may begin after the first layer, and has kernels of its own.
@@ -83,7 +63,7 @@ def try_out(
 
 @contextmanager
 def trial(plugin: str, device: torch.device) -> Iterator[None]:
-    """First calls are made in here.  Raises PluginError with what the library said if one of them fails."""
+    """Wrap a library's first calls.  Raises PluginError with what the library said if one of them fails."""
     try:
         with torch.inference_mode():
             yield

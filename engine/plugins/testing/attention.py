@@ -23,6 +23,7 @@ from engine.layers.kv_pool import KVPool
 from engine.patience import returns_within
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import AttentionContext
+from engine.plugins.support.paging import batch_on
 from engine.plugins.testing.attention_cases import AttentionCase, Sequence, attention_cases
 from engine.plugins.testing.findings import Findings
 from engine.plugins.testing.reference import attend
@@ -33,7 +34,7 @@ CASE_TIMEOUT_S = 300.0  # kernels that are compiled at their first call take min
 TOLERANCES = {"float32": (1e-5, 1e-5), "float16": (1.5e-3, 2e-3), "bfloat16": (1e-2, 1.6e-2)}
 # A score of 150 has an absolute rounding error that is as much larger than one of 5.
 LOUD, LOUD_TOLERANCE = 40.0, 20.0
-UNUSUAL_SCALE = 0.9  # so that nobody gets away with 1 / sqrt(H), whatever the spec says
+UNUSUAL_SCALE = 0.9  # so that 1 / sqrt(H) is wrong, which a backend may assume without reading the spec
 
 
 def check_attention_backend(factory: AttentionFactory, declares: Declaration, device: str = "cpu") -> None:
@@ -92,7 +93,7 @@ def check_case(case: AttentionCase, factory: AttentionFactory, device: str = "cp
 
 
 def check_steps(case: AttentionCase, factory: AttentionFactory, spec: AttentionSpec, device: torch.device) -> None:
-    """The same with a spec of one's own; only two of its layers are used."""
+    """Take a backend through one case with a given spec; only two of its layers are used."""
     sizes = [sum(-(-length // case.page_size) for length, _ in (*rows, *segments)) for rows, segments in case.steps]
     pool = KVPool(
         num_layers=NUM_LAYERS,
@@ -147,7 +148,7 @@ class _Step:
         free = torch.arange(1, pool.num_pages)
         if not case.contiguous:
             free = free[torch.randperm(len(free), generator=generator)]
-        table = torch.zeros((len(sequences), max(counts) + 1), dtype=torch.int32)
+        table = np.zeros((len(sequences), max(counts) + 1), dtype=np.int32)
         slots = []
         for row, (length, _) in enumerate(sequences):
             pages, free = free[: counts[row]], free[counts[row] :]
@@ -160,18 +161,10 @@ class _Step:
                 store[all_slots] = _normal((len(all_slots), *store.shape[1:]), pool, generator)
         host_lengths = np.array([length for length, _ in sequences], dtype=np.int32)
         host_queries = np.array([count for _, count in sequences], dtype=np.int32)
-        starts = np.concatenate(([0], host_queries.cumsum())).astype(np.int32)
         # The decoder hands over the query part of a merged product, or a tensor of its own.
         wide = spec.num_heads + 2 * spec.num_kv_heads if case.strided else spec.num_heads
-        q_TNH = _normal((int(starts[-1]), wide, spec.head_size), pool, generator)[:, : spec.num_heads]
-        batch = AttentionBatch(
-            num_decodes=len(rows) + len(padding),
-            page_table_BP=table.to(device),
-            lengths_B=torch.from_numpy(host_lengths).to(device),
-            query_starts_B1=torch.from_numpy(starts).to(device),
-            host_lengths=host_lengths,
-            host_query_lengths=host_queries,
-        )
+        q_TNH = _normal((int(host_queries.sum()), wide, spec.head_size), pool, generator)[:, : spec.num_heads]
+        batch = batch_on(device, len(rows) + len(padding), table, host_lengths, host_queries)
         return _Step(batch, q_TNH * LOUD if case.loud else q_TNH, slots, len(padding))
 
 
@@ -216,7 +209,7 @@ def _compare(out_TNH: Tensor, step: _Step, spec: AttentionSpec, pool: KVPool, la
         first += count
         where = f"layer {layer}, sequence {index} (context {len(slots_L)}, {count} new)"
         if not len(slots_L):
-            # Padding: nobody reads what comes out, but its K/V go to the dump page, where NaN would stay.
+            # Padding: its output is not used, but its K/V go to the dump page, where NaN would stay.
             assert out_nNH.isfinite().all(), f"{where}: padding must give something finite"
             continue
         slots_L = slots_L.to(pool.data.device)

@@ -68,7 +68,8 @@ def chunks(page_size: int) -> tuple[Sequence, ...]:
 
 def attention_cases(declares: Declaration) -> list[AttentionCase]:
     """Everything that a backend must get right, by what it declares.  What it declares no limit for is tried widely."""
-    return [_limited(case, declares.phases) for case in _cases(declares) if _limited(case, declares.phases).steps]
+    limited = (_limited(case, declares.phases) for case in _cases(declares))
+    return [case for case in limited if case.steps]
 
 
 def trial_cases(
@@ -138,7 +139,7 @@ def _sizes(declared: Sizes, usual: tuple[int, ...]) -> list[int]:
 
 
 def _limited(case: AttentionCase, phases: tuple[str, ...]) -> AttentionCase:
-    """Without what a backend of one phase is never given."""
+    """The case without what a backend of one phase is never given."""
     steps = (
         (rows if "decode" in phases else (), segments if "prefill" in phases else ()) for rows, segments in case.steps
     )

@@ -10,7 +10,6 @@ Owns: the inputs of every rank, the comparison.  Does not know: how ranks reach 
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -70,40 +69,29 @@ def check_rank(comm: Comm, device: str = "cpu") -> list[Tensor]:
 def _check_group(group: Sequence[Comm], size: int, device: str) -> None:
     placed = [(comm.rank, comm.size) for comm in group]
     assert placed == [(rank, size) for rank in range(size)], f"(rank, size) of the group's ranks is {placed}"
-    ranks = [_Rank(comm, device) for comm in group]
-    for rank in ranks:
-        rank.thread.start()
-    for rank in ranks:
-        rank.thread.join(TIMEOUT_S)
-    errors = [f"rank {rank.comm.rank}: {rank.error}" for rank in ranks if rank.error]
-    assert not errors, " | ".join(errors)
-    hanging = [rank.comm.rank for rank in ranks if rank.thread.is_alive()]
-    assert not hanging, f"ranks {hanging} were not done after {TIMEOUT_S:g} s"
-    for rank in ranks[1:]:
-        for index, (theirs, first) in enumerate(zip(rank.alike, ranks[0].alike, strict=True)):
-            assert torch.equal(theirs, first), (
-                f"result {index} is not the same to the bit on ranks 0 and {rank.comm.rank}, so they would sample apart"
-            )
+    alike: dict[int, list[Tensor]] = {}
+    errors: dict[int, BaseException] = {}
 
-
-@dataclass(slots=True)
-class _Rank:
-    """One rank's thread, which ends with the process if it hangs."""
-
-    comm: Comm
-    device: str
-    alike: list[Tensor] = field(default_factory=list)
-    error: BaseException | None = None
-    thread: threading.Thread = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._run, name=f"rank{self.comm.rank}", daemon=True)
-
-    def _run(self) -> None:
+    def run(comm: Comm) -> None:
         try:
-            self.alike = check_rank(self.comm, self.device)
+            alike[comm.rank] = check_rank(comm, device)
         except BaseException as error:
-            self.error = error
+            errors[comm.rank] = error
+
+    # A thread that hangs ends with the process.
+    threads = [threading.Thread(target=run, args=(comm,), name=f"rank{comm.rank}", daemon=True) for comm in group]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert not errors, " | ".join(f"rank {rank}: {error}" for rank, error in sorted(errors.items()))
+    hanging = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    assert not hanging, f"ranks {hanging} were not done after {TIMEOUT_S:g} s"
+    for rank in range(1, size):
+        for index, (theirs, first) in enumerate(zip(alike[rank], alike[0], strict=True)):
+            assert torch.equal(theirs, first), (
+                f"result {index} is not the same to the bit on ranks 0 and {rank}, so they would sample apart"
+            )
 
 
 def _inputs(comm: Comm, shape: tuple[int, ...], dtype: torch.dtype, strided: bool, device: str) -> list[Tensor]:

@@ -59,7 +59,7 @@ def _candidates() -> list[Seen]:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One that runs.  row: its pages, of which the tree owns the first ``handle.num_pages``."""
+    """A request that runs.  row: its pages, of which the tree owns the first ``handle.num_pages``."""
 
     tokens: np.ndarray
     handle: Handle
@@ -88,13 +88,13 @@ class _Life:
             elif draw < 4 and self._requests:
                 self._chunk(self._requests[self._rng.integers(len(self._requests))])
             elif draw == 4 and self._requests:
-                self._leave(self._requests.pop(self._rng.integers(len(self._requests))))
+                self._tree.unlock(self._requests.pop(self._rng.integers(len(self._requests))).handle)
             else:
                 self._evict(int(self._rng.integers(1, 6)))
             self._tree.check()
             self._allocator.check()
         while self._requests:
-            self._leave(self._requests.pop())
+            self._tree.unlock(self._requests.pop().handle)
         self._evict(NUM_PAGES)
         assert self._allocator.num_free == NUM_PAGES, f"{self._allocator.num_held} pages can never be evicted"
         return self._evicted
@@ -116,16 +116,10 @@ class _Life:
         if missing > 0:
             self._evict(missing)
         request.row += self._allocator.allocate(wanted).tolist()
-        self._publish(request)
-
-    def _publish(self, request: _Request) -> None:
         key = self._tree.key(request.tokens[: len(request.row) * self._page_size])
         published = self._tree.publish(request.handle, key, np.array(request.row, dtype=np.int32))
         request.row[published.first : published.first + len(published.pages)] = published.pages.tolist()
         self._allocator.free(published.duplicates)
-
-    def _leave(self, request: _Request) -> None:
-        self._tree.unlock(request.handle)
 
     def _evict(self, count: int) -> None:
         expected = min(count, self._tree.num_evictable)

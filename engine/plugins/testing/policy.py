@@ -60,7 +60,7 @@ def _waiting() -> list[Waits]:
 
 
 def _check_unmoved(policy: SchedulingPolicy, waiting: list[Waits]) -> None:
-    """A policy that is asked once, when a request joins, must not look at what changes later."""
+    """Check that a policy which is asked once, when a request joins, does not look at what changes later."""
     if policy.looks_at_cache:
         return
     for one in waiting:
@@ -71,7 +71,7 @@ def _check_unmoved(policy: SchedulingPolicy, waiting: list[Waits]) -> None:
 
 
 def _check_patience(policy: SchedulingPolicy) -> None:
-    """A long prompt that nobody shares among short cached ones, all equally urgent; one starts at a time."""
+    """Queue a long prompt that is not cached among short cached ones, all equally urgent; one starts at a time."""
     waiting = [Waits(0, num_tokens=1 << 20)]
     for arrival in range(1, NUM_NEWCOMERS):
         waiting.append(Waits(arrival, num_tokens=2, num_cached_tokens=1))

@@ -4,7 +4,7 @@ Legend: n rows of a part · V vocabulary · C lines of token counts · E entries
 Owns: the formulas, in the order that ``engine/sampling/sampler.py`` gives.  Does not know: what is drawn afterwards.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,11 +15,13 @@ TOKENS_OF_A_PROGRAM = 4096
 ENTRIES_AT_ONCE = 128
 
 
-@dataclass(frozen=True, slots=True)
-class Adjustment:
-    """lines_n: int32, each row's line of counts, -1 for none.  repetition_n, presence_n, frequency_n: float32.
+class Adjustment(NamedTuple):
+    """What is changed in the logits, in the order of the kernel's arguments.
+
+    lines_n: int32, each row's line of counts, -1 for none.  repetition_n, presence_n, frequency_n: float32.
     bias_starts_m, hold_starts_m: int32 [n + 1], where each row's entries begin in bias_ids_E and hold_ids_E, int32;
-    bias_E: float32."""
+    bias_E: float32.
+    """
 
     lines_n: Tensor
     repetition_n: Tensor
@@ -42,27 +44,10 @@ def adjusted_logits(logits_NV: Tensor, at_n: Tensor, counts_CV: Tensor, adjustme
     vocab_size = logits_NV.shape[1]
     adjusted_nV = torch.empty((len(at_n), vocab_size), dtype=torch.float32, device=logits_NV.device)
     adjust_tokens[(triton.cdiv(vocab_size, TOKENS_OF_A_PROGRAM), len(at_n))](
-        logits_NV,
-        logits_NV.stride(0),
-        at_n,
-        counts_CV,
-        adjustment.lines_n,
-        adjustment.repetition_n,
-        adjustment.presence_n,
-        adjustment.frequency_n,
-        adjustment.bias_starts_m,
-        adjustment.bias_ids_E,
-        adjustment.bias_E,
-        adjustment.hold_starts_m,
-        adjustment.hold_ids_E,
-        adjusted_nV,
-        vocab_size,
-        BLOCK_V=TOKENS_OF_A_PROGRAM,
-        BLOCK_E=ENTRIES_AT_ONCE,
-        num_warps=8,
-        # One rounding per operation, as torch does it.
-        enable_fp_fusion=False,
-    )
+        logits_NV, logits_NV.stride(0), at_n, counts_CV, *adjustment, adjusted_nV, vocab_size,
+        BLOCK_V=TOKENS_OF_A_PROGRAM, BLOCK_E=ENTRIES_AT_ONCE,
+        num_warps=8, enable_fp_fusion=False,  # one rounding per operation, as torch does it
+    )  # fmt: skip
     return adjusted_nV
 
 
@@ -73,24 +58,10 @@ def adjusted_logits(logits_NV: Tensor, at_n: Tensor, counts_CV: Tensor, adjustme
     ]
 )  # fmt: skip
 def adjust_tokens(
-    logits,
-    row_stride,
-    at,
-    counts,
-    lines,
-    repetition,
-    presence,
-    frequency,
-    bias_starts,
-    bias_ids,
-    bias,
-    hold_starts,
-    hold_ids,
-    out,
-    vocab_size,
-    BLOCK_V: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    logits, row_stride, at, counts, lines, repetition, presence, frequency, bias_starts, bias_ids, bias,
+    hold_starts, hold_ids, out, vocab_size,
+    BLOCK_V: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """Some neighbouring tokens of one row per program, and of the row's lists the entries among them."""
     n = tl.program_id(1)
     first = tl.program_id(0) * BLOCK_V

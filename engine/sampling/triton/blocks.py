@@ -29,37 +29,19 @@ def measure_blocks(
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     measured = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=logits_NV.device)
     measure_some_blocks[(triton.cdiv(num_blocks, BLOCKS_OF_A_PROGRAM), num_rows)](
-        logits_NV,
-        logits_NV.stride(0),
-        at_n,
-        inverse_temperature_n,
-        measured[0],
-        measured[1],
-        vocab_size,
+        logits_NV, logits_NV.stride(0), at_n, inverse_temperature_n, measured[0], measured[1], vocab_size,
         num_blocks,
-        WITH_SUMS=with_sums,
-        BLOCK_C=BLOCKS_OF_A_PROGRAM,
-        BLOCK_B=BLOCK,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+        WITH_SUMS=with_sums, BLOCK_C=BLOCKS_OF_A_PROGRAM, BLOCK_B=BLOCK,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return measured[0], measured[1]
 
 
 @triton.jit(do_not_specialize_on_alignment=["at", "inverse_temperature", "tops", "sums"])
 def measure_some_blocks(
-    logits,
-    row_stride,
-    at,
-    inverse_temperature,
-    tops,
-    sums,
-    vocab_size,
-    num_blocks,
-    WITH_SUMS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
+    logits, row_stride, at, inverse_temperature, tops, sums, vocab_size, num_blocks,
+    WITH_SUMS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
     """Some neighbouring blocks of one row per program."""
     n = tl.program_id(1)
     block_C = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)

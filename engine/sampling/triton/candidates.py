@@ -1,7 +1,7 @@
 """Rows with top_k, top_p or min_p: their few likely tokens are gathered, cut and drawn from.
 
 Legend: r rows with cuts · V vocabulary · K room for candidates of a row · T candidates at once
-Owns: the second pass over those rows' logits, the cuts, the draw.  Does not know: temperatures' origin, other rows.
+Owns: the second pass over those rows' logits, the cuts, the draw.  Does not know: parameters, other rows.
 
 A sort of the vocabulary would move 152 k tokens to find a floor that a few hundred decide.  ``picks.py`` has a bound
 that no drawn token can lie below, so candidates are gathered first, in any order, and every question (which magnitude
@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.sampling.triton.noise import uniform
-from engine.sampling.triton.picks import Bounds, CutRows
+from engine.sampling.triton.parts import KernelPart
+from engine.sampling.triton.picks import Bounds
 from engine.sampling.triton.scores import COUNTED, count_up_to, magnitude, units, units_up_to
 
 TOKENS_OF_A_PROGRAM = 4096
@@ -30,11 +31,8 @@ CANDIDATES_AT_ONCE = 2048
 def pick_candidates(
     logits_NV: Tensor,
     at_n: Tensor,
-    out_at_n: Tensor,
-    inverse_temperature_n: Tensor,
-    seeds_n: Tensor,
+    part: KernelPart,
     positions_N: Tensor,
-    cut_rows: CutRows,
     bounds: Bounds,
     first: int,
     last: int,
@@ -44,48 +42,24 @@ def pick_candidates(
 
     The arguments are those of ``pick``, and what it has returned.  Takes 8 V bytes of memory for each of the rows.
     """
+    cut_rows = part.cut_rows
+    assert cut_rows is not None, "only a part with cuts has bounds"
     vocab_size = logits_NV.shape[1]
     magnitudes_rK, ids_rK = torch.empty(
         (2, last - first, vocab_size), dtype=torch.int32, device=logits_NV.device
     ).unbind()
     gather_candidates[(triton.cdiv(vocab_size, TOKENS_OF_A_PROGRAM), last - first)](
-        logits_NV,
-        logits_NV.stride(0),
-        at_n,
-        inverse_temperature_n,
-        cut_rows.at_r,
-        bounds.top_r,
-        bounds.bound_r,
-        bounds.counts_r,
-        bounds.totals_r,
-        magnitudes_rK,
-        ids_rK,
-        first,
-        vocab_size,
+        logits_NV, logits_NV.stride(0), at_n, part.inverse_temperature_n, cut_rows.at_r, *bounds,
+        magnitudes_rK, ids_rK, first, vocab_size,
         BLOCK_V=TOKENS_OF_A_PROGRAM,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
+        num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
     draw_candidate[(last - first,)](
-        out_at_n,
-        seeds_n,
-        positions_N,
-        cut_rows.at_r,
-        cut_rows.floor_r,
-        cut_rows.top_k_r,
-        cut_rows.top_p_r,
-        bounds.bound_r,
-        bounds.counts_r,
-        bounds.totals_r,
-        magnitudes_rK,
-        ids_rK,
-        token_ids_N,
-        first,
-        vocab_size,
+        part.at_n, part.seeds_n, positions_N, cut_rows.at_r, cut_rows.floor_r, cut_rows.top_k_r, cut_rows.top_p_r,
+        bounds.bound_r, bounds.counts_r, bounds.totals_r, magnitudes_rK, ids_rK, token_ids_N, first, vocab_size,
         TILE=CANDIDATES_AT_ONCE,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
+        num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -95,21 +69,10 @@ def pick_candidates(
     ],
 )  # fmt: skip
 def gather_candidates(
-    logits,
-    row_stride,
-    at,
-    inverse_temperature,
-    cut_at,
-    tops,
-    bounds,
-    counts,
-    totals,
-    magnitudes,
-    ids,
-    first,
+    logits, row_stride, at, inverse_temperature, cut_at, tops, bounds, counts, totals, magnitudes, ids, first,
     vocab_size,
     BLOCK_V: tl.constexpr,
-):
+):  # fmt: skip
     """Some neighbouring tokens of one row per program."""
     r = first + tl.program_id(1)
     n = tl.load(cut_at + r)
@@ -139,23 +102,10 @@ def gather_candidates(
     ],
 )  # fmt: skip
 def draw_candidate(
-    out_at,
-    seeds,
-    positions,
-    cut_at,
-    floors,
-    top_ks,
-    top_ps,
-    bounds,
-    counts,
-    totals,
-    magnitudes,
-    ids,
-    out,
-    first,
+    out_at, seeds, positions, cut_at, floors, top_ks, top_ps, bounds, counts, totals, magnitudes, ids, out, first,
     vocab_size,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """One row per program: min_p and top_k, of what they leave top_p, of what that leaves one token."""
     r = first + tl.program_id(0)
     num = tl.load(counts + r)

@@ -4,14 +4,17 @@ Legend: N sampled rows of the batch · n rows of a part · r rows of it with cut
 Owns: which row needs what, the columns that are uploaded.  Does not know: logits, kernels' insides, steps.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from engine.kernels.upload import Upload
+from engine.kernels.upload import upload
 from engine.sampling.state import SamplingState
 from engine.sampling.triton.adjusted import Adjustment
 from engine.sampling.triton.picks import CutRows
@@ -21,11 +24,12 @@ _NO_IDS: Final = np.empty(0, dtype=np.int64)
 
 Int64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Arrays = list[npt.NDArray[np.generic]]
 
 
 @dataclass(frozen=True, slots=True)
 class KernelPart:
-    """at_n: int64, the part's rows within the batch.  own_n: int64, 0 ... n, their rows once they are adjusted.
+    """A part on the device.  at_n: int64, its rows of the batch.  own_n: int64, 0 ... n - 1, its rows once adjusted.
 
     inverse_temperature_n: float32, 0 for greedy rows.  seeds_n: int64.  draws: whether any row is random.
     """
@@ -39,101 +43,85 @@ class KernelPart:
     cut_rows: CutRows | None
 
 
-class PlannedPart:
-    """A part whose parameters are on their way: numbers of uploads, and afterwards their tensors."""
+@dataclass(frozen=True, slots=True)
+class HostPart:
+    """A part before its upload.  columns, adjustment, cuts: arrays in the order of ``KernelPart``'s first four fields,
+    of ``Adjustment`` and of ``CutRows``; empty where the part has none."""
 
-    def __init__(
-        self,
-        state: SamplingState,
-        upload: Upload,
-        rows_N: Int64,
-        holding_N: Bools,
-        at: Int64,
-        adjusted: bool,
-    ) -> None:
-        rows_n = rows_N[at]
-        self._draws = not state.greedy[rows_n].all()
-        self._own = [
-            upload.add(at.astype(np.int64)),
-            upload.add(np.arange(len(at))),
-            upload.add(_inverse_temperatures(state, rows_n)),
-            upload.add(state.seed[rows_n]),
-        ]
-        self._adjustment = _add_adjustment(state, upload, rows_n, holding_N[at]) if adjusted else None
-        self._cuts = _add_cuts(state, upload, rows_n)
-
-    def placed(self, tensors: list[Tensor]) -> KernelPart:
-        """The part, from all that was uploaded."""
-        at_n, own_n, inverse_n, seeds_n = (tensors[index] for index in self._own)
-        adjustment = cut_rows = None
-        if self._adjustment is not None:
-            adjustment = Adjustment(*(tensors[index] for index in self._adjustment))
-        if self._cuts is not None:
-            cut_rows = CutRows(*(tensors[index] for index in self._cuts))
-        return KernelPart(at_n, own_n, inverse_n, seeds_n, self._draws, adjustment, cut_rows)
+    columns: Arrays
+    draws: bool
+    adjustment: Arrays
+    cuts: Arrays
 
 
-def _add_adjustment(state: SamplingState, upload: Upload, rows_n: Int64, holding_n: Bools) -> list[int]:
-    """In the order of ``Adjustment``'s fields."""
+def plan_part(state: SamplingState, rows_N: Int64, holding_N: Bools, at: Int64, adjusted: bool) -> HostPart:
+    """The part of the batch's rows ``at``, on the host.  holding_N: see ``build_batch``."""
+    rows_n = rows_N[at]
+    return HostPart(
+        columns=[at, np.arange(len(at)), _inverse_temperatures(state, rows_n), state.seed[rows_n]],
+        draws=not state.greedy[rows_n].all(),
+        adjustment=_adjustment(state, rows_n, holding_N[at]) if adjusted else [],
+        cuts=_cuts(state, rows_n),
+    )
+
+
+def place(parts: Sequence[HostPart], device: torch.device) -> tuple[KernelPart, ...]:
+    """The parts on the device, by one copy."""
+    arrays = [array for part in parts for array in (*part.columns, *part.adjustment, *part.cuts)]
+    tensors = iter(upload(arrays, device))
+    placed = []
+    for part in parts:
+        at_n, own_n, inverse_n, seeds_n = islice(tensors, len(part.columns))
+        adjustment = Adjustment(*islice(tensors, len(part.adjustment))) if part.adjustment else None
+        cut_rows = CutRows(*islice(tensors, len(part.cuts))) if part.cuts else None
+        placed.append(KernelPart(at_n, own_n, inverse_n, seeds_n, part.draws, adjustment, cut_rows))
+    return tuple(placed)
+
+
+def with_adjustments(state: SamplingState, rows_N: Int64, holding_N: Bools) -> Bools:
+    """Which rows have bias, penalties or stop tokens that are held off.  holding_N: see ``build_batch``."""
+    adjusted_N: Bools = state.biased[rows_N] | state.penalised[rows_N] | holding_N
+    return adjusted_N
+
+
+def _adjustment(state: SamplingState, rows_n: Int64, holding_n: Bools) -> Arrays:
     penalised_n = state.penalised[rows_n]
     lines_n = np.full(len(rows_n), _OFF, dtype=np.int32)
     lines_n[penalised_n] = state.counts.lines(rows_n[penalised_n])
     biases = [state.bias[row] for row in rows_n.tolist()]
     holds = [state.stop_ids[row] if held else _NO_IDS for row, held in zip(rows_n.tolist(), holding_n, strict=True)]
     return [
-        upload.add(lines_n),
-        upload.add(state.repetition[rows_n]),
-        upload.add(state.presence[rows_n]),
-        upload.add(state.frequency[rows_n]),
-        upload.add(_starts([ids for ids, _ in biases])),
-        upload.add(np.concatenate([ids for ids, _ in biases]).astype(np.int32)),
-        upload.add(np.concatenate([values for _, values in biases])),
-        upload.add(_starts(holds)),
-        upload.add(np.concatenate(holds).astype(np.int32)),
+        lines_n,
+        state.repetition[rows_n],
+        state.presence[rows_n],
+        state.frequency[rows_n],
+        _starts([ids for ids, _ in biases]),
+        np.concatenate([ids for ids, _ in biases]).astype(np.int32),
+        np.concatenate([values for _, values in biases]),
+        _starts(holds),
+        np.concatenate(holds).astype(np.int32),
     ]
 
 
-def _add_cuts(state: SamplingState, upload: Upload, rows_n: Int64) -> list[int] | None:
-    """In the order of ``CutRows``' fields; None if no row has cuts."""
-    at_r = np.flatnonzero(_with_cuts(state, rows_n))
+def _cuts(state: SamplingState, rows_n: Int64) -> Arrays:
+    cut_n = (state.top_k[rows_n] > 0) | (state.top_p[rows_n] < 1.0) | (state.min_p[rows_n] > 0.0)
+    at_r = np.flatnonzero(cut_n & ~state.greedy[rows_n])
     if not len(at_r):
-        return None
+        return []
     index_n = np.full(len(rows_n), _OFF, dtype=np.int32)
     index_n[at_r] = np.arange(len(at_r))
     rows_r = rows_n[at_r]
-    return [
-        upload.add(index_n),
-        upload.add(at_r.astype(np.int32)),
-        upload.add(_floors(state, rows_r)),
-        upload.add(state.top_k[rows_r].astype(np.int32)),
-        upload.add(state.top_p[rows_r]),
-    ]
-
-
-def with_adjustments(state: SamplingState, rows_N: Int64, holding_N: Bools) -> Bools:
-    """Rows with bias, penalties or stop tokens that are held off.  holding_N: see ``build_batch``."""
-    adjusted_N: Bools = state.biased[rows_N] | state.penalised[rows_N] | holding_N
-    return adjusted_N
-
-
-def _with_cuts(state: SamplingState, rows_n: Int64) -> Bools:
-    """Random rows with top_k, top_p or min_p."""
-    cut_n: Bools = (state.top_k[rows_n] > 0) | (state.top_p[rows_n] < 1.0) | (state.min_p[rows_n] > 0.0)
-    return cut_n & ~state.greedy[rows_n]
+    with np.errstate(divide="ignore"):  # min_p is 0 where it is off: its magnitude is infinite, see ``scores.py``
+        floor_r = np.abs(np.log(state.min_p[rows_r]).astype(np.float32)).view(np.int32)
+    return [index_n, at_r.astype(np.int32), floor_r, state.top_k[rows_r].astype(np.int32), state.top_p[rows_r]]
 
 
 def _inverse_temperatures(state: SamplingState, rows_n: Int64) -> npt.NDArray[np.float32]:
-    """0 for a greedy row."""
+    """1 / temperature of each row, 0 for a greedy one."""
     inverse_n = np.zeros(len(rows_n), dtype=np.float32)
     random_n = ~state.greedy[rows_n]
     inverse_n[random_n] = np.float32(1.0) / state.temperature[rows_n[random_n]]
     return inverse_n
-
-
-def _floors(state: SamplingState, rows_r: Int64) -> npt.NDArray[np.int32]:
-    """The magnitude of log(min_p), infinite where that is off; see ``scores.py``."""
-    with np.errstate(divide="ignore"):
-        return np.abs(np.log(state.min_p[rows_r]).astype(np.float32)).view(np.int32)
 
 
 def _starts(lists: list[Int64]) -> npt.NDArray[np.int32]:

@@ -10,6 +10,7 @@ between two tokens may fall on its other side.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -19,6 +20,9 @@ from torch import Tensor
 from engine.sampling.draw import BLOCK
 from engine.sampling.triton.noise import uniform
 from engine.sampling.triton.scores import COUNTED, LEAST, magnitude
+
+if TYPE_CHECKING:
+    from engine.sampling.triton.parts import KernelPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +40,13 @@ class CutRows:
     top_p_r: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What rows with cuts go on with.  top_r: float32, the largest logit.  bound_r: int32, no token of a larger
-    magnitude can be drawn; -1 if the row failed or nobody is there.  counts_r: int32, 0 candidates so far, -1 where
-    nobody is there.  totals_r: int64, COUNTED or 0."""
+class Bounds(NamedTuple):
+    """What rows with cuts go on with, in the order of the kernels' arguments.
+
+    top_r: float32, the largest logit.  bound_r: int32, no token of a larger magnitude can be drawn; -1 if the row
+    failed or there is none.  counts_r: int32, 0 candidates so far, -1 where there is no row.
+    totals_r: int64, COUNTED or 0.
+    """
 
     top_r: Tensor
     bound_r: Tensor
@@ -51,55 +57,34 @@ class Bounds:
 def pick(
     logits_NV: Tensor,
     at_n: Tensor,
-    out_at_n: Tensor,
+    part: "KernelPart",
     blocks: tuple[Tensor, Tensor],
-    inverse_temperature_n: Tensor,
-    seeds_n: Tensor,
     positions_N: Tensor | None,
-    cut_rows: CutRows | None,
     token_ids_N: Tensor,
 ) -> Bounds | None:
-    """Write token_ids_N[out_at_n], int64: -1 where a row's largest logit is not finite.
+    """Write token_ids_N[part.at_n], int64: -1 where a row has no finite largest logit.  Returns bounds if it has cuts.
 
-    at_n: int64, rows of logits_NV; out_at_n: int64, rows of the batch, also of positions_N.  blocks: see
-    ``measure_blocks``.  inverse_temperature_n: float32, 0 for a greedy row.  positions_N: None if all are greedy.
+    at_n: int64, rows of logits_NV.  blocks: see ``measure_blocks``.  positions_N: int64, by the rows of the batch, as
+    token_ids_N; None if all are greedy.
     """
     num_rows, num_blocks = blocks[0].shape
-    device = logits_NV.device
-    bounds = None
-    if cut_rows is not None:
-        numbers = torch.full((3, len(cut_rows.at_r)), -1, dtype=torch.int32, device=device)
-        totals_r = torch.empty(len(cut_rows.at_r), dtype=torch.int64, device=device)
-        bounds = Bounds(numbers[0].view(torch.float32), numbers[1], numbers[2], totals_r)
     unused = token_ids_N  # never read or written: without cuts the kernel's variant has no access to it
+    cuts: tuple[Tensor, ...] = (unused,) * 4
+    bounds, cut_rows = None, part.cut_rows
+    if cut_rows is not None:
+        cuts = (cut_rows.index_n, cut_rows.floor_r, cut_rows.top_k_r, cut_rows.top_p_r)
+        numbers = torch.full((3, len(cut_rows.at_r)), -1, dtype=torch.int32, device=logits_NV.device)
+        totals_r = torch.empty(len(cut_rows.at_r), dtype=torch.int64, device=logits_NV.device)
+        bounds = Bounds(numbers[0].view(torch.float32), numbers[1], numbers[2], totals_r)
     pick_row[(num_rows,)](
-        logits_NV,
-        logits_NV.stride(0),
-        at_n,
-        out_at_n,
-        blocks[0],
-        blocks[1],
-        inverse_temperature_n,
-        seeds_n,
-        unused if positions_N is None else positions_N,
-        token_ids_N,
-        unused if cut_rows is None else cut_rows.index_n,
-        unused if cut_rows is None else cut_rows.floor_r,
-        unused if cut_rows is None else cut_rows.top_k_r,
-        unused if cut_rows is None else cut_rows.top_p_r,
-        unused if bounds is None else bounds.top_r,
-        unused if bounds is None else bounds.bound_r,
-        unused if bounds is None else bounds.counts_r,
-        unused if bounds is None else bounds.totals_r,
-        logits_NV.shape[1],
-        num_blocks,
-        DRAWS=positions_N is not None,
-        CUTS=cut_rows is not None,
-        BLOCK_C=triton.next_power_of_2(num_blocks),
-        BLOCK_B=BLOCK,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+        logits_NV, logits_NV.stride(0), at_n, part.at_n, blocks[0], blocks[1],
+        part.inverse_temperature_n, part.seeds_n,
+        unused if positions_N is None else positions_N, token_ids_N, *cuts, *(bounds or (unused,) * 4),
+        logits_NV.shape[1], num_blocks,
+        DRAWS=positions_N is not None, CUTS=cut_rows is not None,
+        BLOCK_C=triton.next_power_of_2(num_blocks), BLOCK_B=BLOCK,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return bounds
 
 
@@ -110,31 +95,10 @@ def pick(
     ]
 )  # fmt: skip
 def pick_row(
-    logits,
-    row_stride,
-    at,
-    out_at,
-    tops,
-    sums,
-    inverse_temperature,
-    seeds,
-    positions,
-    out,
-    cut_index,
-    floors,
-    top_ks,
-    top_ps,
-    cut_tops,
-    bounds,
-    counts,
-    totals,
-    vocab_size,
-    num_blocks,
-    DRAWS: tl.constexpr,
-    CUTS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
+    logits, row_stride, at, out_at, tops, sums, inverse_temperature, seeds, positions, out, cut_index, floors,
+    top_ks, top_ps, cut_tops, bounds, counts, totals, vocab_size, num_blocks,
+    DRAWS: tl.constexpr, CUTS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
     """One row per program."""
     n = tl.program_id(0)
     c_C = tl.arange(0, BLOCK_C)

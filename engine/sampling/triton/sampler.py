@@ -16,12 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.kernels.upload import Upload
 from engine.sampling.state import SamplingState
 from engine.sampling.triton.adjusted import adjusted_logits
 from engine.sampling.triton.blocks import measure_blocks
 from engine.sampling.triton.candidates import pick_candidates
-from engine.sampling.triton.parts import KernelPart, PlannedPart, with_adjustments
+from engine.sampling.triton.parts import KernelPart, place, plan_part, with_adjustments
 from engine.sampling.triton.picks import pick
 
 # Most tokens of rows that take memory of their own: 134 MB for candidates, half of that for adjusted logits.
@@ -37,18 +36,15 @@ class KernelSampler:
         self._state = state
 
     def plan(self, rows_N: Int64, holding_N: npt.NDArray[np.bool_]) -> tuple[KernelPart, ...]:
-        """What ``pick`` needs of a batch, until one of its rows changes; see ``build_batch``."""
+        """The parts that ``pick`` takes for a batch, until one of its rows changes; see ``build_batch``."""
         state = self._state
         adjusted_N = with_adjustments(state, rows_N, holding_N)
-        upload = Upload(state.device)
         plain, adjusted = np.flatnonzero(~adjusted_N), np.flatnonzero(adjusted_N)
-        parts = [PlannedPart(state, upload, rows_N, holding_N, plain, adjusted=False)] if len(plain) else []
+        parts = [plan_part(state, rows_N, holding_N, plain, adjusted=False)] if len(plain) else []
         at_once = rows_at_once(state.vocab_size)
         for start in range(0, len(adjusted), at_once):
-            at = adjusted[start : start + at_once]
-            parts.append(PlannedPart(state, upload, rows_N, holding_N, at, adjusted=True))
-        tensors = upload.send()
-        return tuple(part.placed(tensors) for part in parts)
+            parts.append(plan_part(state, rows_N, holding_N, adjusted[start : start + at_once], adjusted=True))
+        return place(parts, state.device)
 
     def pick(self, parts: tuple[KernelPart, ...], logits_NV: Tensor, positions_N: Tensor | None) -> Tensor:
         """Token per row of the batch, int64; -1 where a row's logits have no finite maximum.
@@ -63,28 +59,14 @@ class KernelSampler:
                 logits = adjusted_logits(logits_NV, part.at_n, self._state.counts.table_CV, part.adjustment)
                 at_n = part.own_n
             blocks = measure_blocks(logits, at_n, part.inverse_temperature_n, with_sums=part.draws)
-            drawn_at = positions_N if part.draws else None
-            inverse_n, seeds_n = part.inverse_temperature_n, part.seeds_n
-            bounds = pick(logits, at_n, part.at_n, blocks, inverse_n, seeds_n, drawn_at, part.cut_rows, token_ids_N)
-            if part.cut_rows is None:
+            bounds = pick(logits, at_n, part, blocks, positions_N if part.draws else None, token_ids_N)
+            if bounds is None:
                 continue
-            assert bounds is not None
-            assert positions_N is not None
-            num_cut, at_once = len(part.cut_rows.at_r), rows_at_once(logits.shape[1])
+            assert positions_N is not None, "rows with cuts are random"
+            num_cut, at_once = len(bounds.top_r), rows_at_once(logits.shape[1])
             for first in range(0, num_cut, at_once):
-                pick_candidates(
-                    logits,
-                    at_n,
-                    part.at_n,
-                    inverse_n,
-                    seeds_n,
-                    positions_N,
-                    part.cut_rows,
-                    bounds,
-                    first,
-                    min(first + at_once, num_cut),
-                    token_ids_N,
-                )
+                last = min(first + at_once, num_cut)
+                pick_candidates(logits, at_n, part, positions_N, bounds, first, last, token_ids_N)
         return token_ids_N
 
 

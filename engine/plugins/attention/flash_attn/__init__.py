@@ -9,6 +9,7 @@ Importing this imports no FlashAttention.
 """
 
 import logging
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,7 +22,7 @@ from engine.plugins.attention.flash_attn.kernels import FA2, FA3, QUERY_TILE, Ke
 from engine.plugins.attention.flash_attn.libraries import FA2_PAGE, HOPPER, Library, Situation, find
 from engine.plugins.hookspecs import AttentionContext, hookimpl
 from engine.plugins.options import Options, decode_options
-from engine.plugins.support.requirements import ANYTHING_ELSE, require_capability, require_gpu, try_out
+from engine.plugins.support.requirements import ANYTHING_ELSE, require_capability, try_out
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,6 @@ CALLBOARD_PLUGIN = {
     "padding": True,
 }
 PLUGIN = "attention.flash_attn"
-HEAD_STEP, MAX_HEAD = 8, 256
 GENERATIONS = {"auto": (3, 2), "fa3": (3,), "fa2": (2,)}
 
 
@@ -49,12 +49,6 @@ class FlashAttentionOptions(Options, frozen=True):
 def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
     """16-bit models with heads of up to 256; FA3 with pages below 128, FA2 with pages of 256 and its multiples."""
     options = decode_options(PLUGIN, context.options, FlashAttentionOptions)
-    require_gpu(PLUGIN, context)
-    if context.head_size % HEAD_STEP or context.head_size > MAX_HEAD:
-        raise PluginError(
-            f"{PLUGIN} has kernels for head sizes that are multiples of {HEAD_STEP}, up to {MAX_HEAD}; "
-            f"this model's is {context.head_size}; {ANYTHING_ELSE[3:]}"
-        )
     capability = torch.cuda.get_device_capability()
     require_capability(PLUGIN, capability)
     situation = Situation(capability[0] == HOPPER, context.page_size, context.head_size, options.whole_pages)
@@ -66,14 +60,10 @@ def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
             "pip install --no-build-isolation 'callboard[flash-attn]'; set kv.page_size to "
             f"16, 32 or 64 for FA3, or to {FA2_PAGE} for FA2; or set plugins.attention=flashinfer, {ANYTHING_ELSE}"
         )
-
-    def factory(spec: AttentionSpec, pool: KVPool) -> FlashAttention:
-        return _build(library, spec, pool, context.phases)
-
-    return factory
+    return partial(_build, library, context.phases)
 
 
-def _build(library: Library, spec: AttentionSpec, pool: KVPool, phases: tuple[str, ...]) -> FlashAttention:
+def _build(library: Library, phases: tuple[str, ...], spec: AttentionSpec, pool: KVPool) -> FlashAttention:
     num_sms = torch.cuda.get_device_properties(pool.data.device).multi_processor_count
     kernels: Kernels
     if library.varlen is not None:

@@ -41,31 +41,23 @@ class FlashAttention:
         outs, first = [], 0
         for part, prepared in zip(self._parts, self._prepared[variant], strict=True):
             last = first + len(part.lengths_B) if part.decode else len(q_TNH)
-            q_nNH = q_TNH[first:last]
-            outs.append(self._kernels.run(q_nNH, self._pages[layer], part, self._windows[variant], prepared))
+            outs.append(self._kernels.run(q_TNH[first:last], self._pages[layer], part, prepared))
             first = last
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def for_graph(self, num_rows: int, max_pages: int) -> AttentionBackend:
-        """A backend for one CUDA graph of ``num_rows`` decode rows that have up to ``max_pages`` pages each.
+        """See ``AttentionBackend``.  ``attend`` takes a query for every row of the graph, and runs before its capture.
 
-        Call its ``begin`` before the capture and before each replay, on the stream of the graph, with that many rows
-        or fewer; ``attend`` is what is captured, with one query for every row of the graph, and must have run once
-        before the capture.  What comes out for the rows that ``begin`` was not given has no meaning.
-        """
+        What it returns for the rows that ``begin`` was not given has no meaning."""
         return GraphAttention(self._spec, self._pool, self._kernels, num_rows, max_pages)
 
 
-class GraphAttention:
+class GraphAttention(FlashAttention):
     """See ``FlashAttention.for_graph``.  All that its kernels read lies where it lay at the capture."""
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, kernels: Kernels, num_rows: int, max_pages: int) -> None:
+        super().__init__(spec, pool, kernels)
         device = pool.data.device
-        self._spec = spec
-        self._pool = pool
-        self._kernels = kernels
-        self._windows = windows_of(spec)
-        self._pages = pages_of(pool)
         self._part = Part(
             decode=True,
             page_table_BP=torch.full((num_rows, max_pages), pool.dump_page, dtype=torch.int32, device=device),
@@ -75,10 +67,10 @@ class GraphAttention:
             max_length=max_pages * pool.page_size,
             num_tiles=num_rows * spec.num_kv_heads,
         )
-        self._prepared: list[Prepared] = []
+        self._parts = [self._part]
 
     def begin(self, batch: AttentionBatch) -> None:
-        """Rows that the batch does not have get one token each, of the dump page."""
+        """See ``AttentionBackend.begin``.  Rows that the batch does not have get one token each, of the dump page."""
         table_RP, lengths_R = self._part.page_table_BP, self._part.lengths_B
         count, num_rows = len(batch.host_lengths), len(lengths_R)
         assert batch.num_decodes == count <= num_rows, f"{batch.num_decodes} of {count} rows, captured for {num_rows}"
@@ -90,18 +82,12 @@ class GraphAttention:
         if count < num_rows:
             table_RP[count:, 0].fill_(self._pool.dump_page)
             lengths_R[count:].fill_(1)
-        prepared = [self._kernels.prepare(self._part, window) for window in self._windows]
+        prepared = [[self._kernels.prepare(self._part, window)] for window in self._windows]
         if not self._prepared:
             self._prepared = prepared
-        for captured, new in zip(self._prepared, prepared, strict=True):
+        for (captured,), (new,) in zip(self._prepared, prepared, strict=True):
             if captured.metadata is not None and new.metadata is not None:
                 captured.metadata.copy_(new.metadata)
-
-    def attend(self, layer: int, q_RNH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``; launches kernels and nothing else."""
-        variant = variant_of(self._spec, layer)
-        window, prepared = self._windows[variant], self._prepared[variant]
-        return self._kernels.run(q_RNH, self._pages[layer], self._part, window, prepared)
 
 
 def cut(batch: AttentionBatch, spec: AttentionSpec, pool: KVPool) -> list[Part]:

@@ -37,11 +37,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a part's calls share in all layers.  num_splits: into how many pieces keys are divided, 0 to let it choose.
+    """What a part's calls share in all layers of a window.  window: (left, right) of a query, -1 for everything.
 
+    num_splits: into how many pieces keys are divided, 0 to let the kernel choose.
     key_starts_B1: cumulative lengths, for FA2's prefill.  metadata: which block does what, for FA3.
     """
 
+    window: tuple[int, int]
     num_splits: int = 0
     key_starts_B1: Tensor | None = None
     metadata: Tensor | None = None
@@ -51,44 +53,44 @@ class Kernels(Protocol):
     """One generation of FlashAttention."""
 
     def prepare(self, part: Part, window: int) -> Prepared:
-        """Once a step, for the layers with this window; 0 for no window."""
+        """Prepare a step's calls for the layers with this window; 0 for no window."""
         ...
 
-    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, window: int, prepared: Prepared) -> Tensor:
+    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, prepared: Prepared) -> Tensor:
         """out_TNH of the part's queries in one layer."""
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class FA2:
     """Pages of a multiple of 256 tokens.  Decides by the width of the page table into how many pieces it divides keys,
     so a table should not be wider than its longest row."""
 
-    def __init__(self, spec: AttentionSpec, with_kvcache: Callable[..., Any], varlen: Callable[..., Any]) -> None:
-        self._scale = spec.scale
-        self._with_kvcache = with_kvcache
-        self._varlen = varlen
+    spec: AttentionSpec
+    with_kvcache: Callable[..., Any]
+    varlen: Callable[..., Any]
 
     def prepare(self, part: Part, window: int) -> Prepared:
         if part.decode:
-            return Prepared()
+            return Prepared(window_size(window))
         key_starts_B1 = part.lengths_B.new_zeros(len(part.lengths_B) + 1)
         torch.cumsum(part.lengths_B, 0, dtype=torch.int32, out=key_starts_B1[1:])
-        return Prepared(key_starts_B1=key_starts_B1)
+        return Prepared(window_size(window), key_starts_B1=key_starts_B1)
 
-    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, window: int, prepared: Prepared) -> Tensor:
+    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, prepared: Prepared) -> Tensor:
         keys, values = pages
         if part.decode:
-            return self._with_kvcache(
+            return self.with_kvcache(
                 q_TNH[:, None],
                 keys,
                 values,
                 cache_seqlens=part.lengths_B,
                 block_table=part.page_table_BP,
-                softmax_scale=self._scale,
+                softmax_scale=self.spec.scale,
                 causal=True,
-                window_size=window_size(window),
+                window_size=prepared.window,
             )[:, 0]
-        return self._varlen(
+        return self.varlen(
             q_TNH,
             keys,
             values,
@@ -96,37 +98,30 @@ class FA2:
             cu_seqlens_k=prepared.key_starts_B1,
             max_seqlen_q=part.max_queries,
             max_seqlen_k=part.max_length,
-            softmax_scale=self._scale,
+            softmax_scale=self.spec.scale,
             causal=True,
-            window_size=window_size(window),
+            window_size=prepared.window,
             block_table=part.page_table_BP,
         )
 
 
+@dataclass(frozen=True, slots=True)
 class FA3:
     """Pages of any size.  Decides on the GPU which block does what: once a step if ``scheduler_metadata`` is there."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        pool: KVPool,
-        num_sms: int,
-        with_kvcache: Callable[..., Any],
-        scheduler_metadata: Callable[..., Tensor] | None,
-    ) -> None:
-        self._spec = spec
-        self._pool = pool
-        self._num_sms = num_sms
-        self._with_kvcache = with_kvcache
-        self._scheduler_metadata = scheduler_metadata
+    spec: AttentionSpec
+    pool: KVPool
+    num_sms: int
+    with_kvcache: Callable[..., Any]
+    scheduler_metadata: Callable[..., Tensor] | None
 
     def prepare(self, part: Part, window: int) -> Prepared:
         # Divided keys leave partial results of (pieces x heads x queries) in float32: for a long prompt, gigabytes.
-        num_splits = 1 if not part.decode and part.num_tiles >= self._num_sms else 0
-        if self._scheduler_metadata is None:
-            return Prepared(num_splits)
-        spec, page_size = self._spec, self._pool.page_size
-        metadata = self._scheduler_metadata(
+        num_splits = 1 if not part.decode and part.num_tiles >= self.num_sms else 0
+        if self.scheduler_metadata is None:
+            return Prepared(window_size(window), num_splits)
+        spec, page_size = self.spec, self.pool.page_size
+        metadata = self.scheduler_metadata(
             len(part.lengths_B),
             part.max_queries,
             # What the kernel takes for the longest sequence; from another number it would follow another layout.
@@ -135,18 +130,18 @@ class FA3:
             spec.num_kv_heads,
             spec.head_size,
             part.lengths_B,
-            qkv_dtype=self._pool.data.dtype,
+            qkv_dtype=self.pool.data.dtype,
             cu_seqlens_q=part.query_starts_B1,
             page_size=page_size,
             causal=True,
             window_size=window_size(window),
             num_splits=num_splits,
         )
-        return Prepared(num_splits, metadata=metadata)
+        return Prepared(window_size(window), num_splits, metadata=metadata)
 
-    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, window: int, prepared: Prepared) -> Tensor:
+    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, prepared: Prepared) -> Tensor:
         keys, values = pages
-        return self._with_kvcache(
+        return self.with_kvcache(
             q_TNH,
             keys,
             values,
@@ -154,9 +149,9 @@ class FA3:
             page_table=part.page_table_BP,
             cu_seqlens_q=part.query_starts_B1,
             max_seqlen_q=part.max_queries,
-            softmax_scale=self._spec.scale,
+            softmax_scale=self.spec.scale,
             causal=True,
-            window_size=window_size(window),
+            window_size=prepared.window,
             scheduler_metadata=prepared.metadata,
             num_splits=prepared.num_splits,
         )

@@ -32,7 +32,7 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What the rules are about.  whole_pages: FA3 may read tokens that nobody has written, see ``refusal``."""
+    """What the rules are about.  whole_pages: FA3 may read slots that were never written, see ``refusal``."""
 
     hopper: bool
     page_size: int
@@ -56,7 +56,7 @@ def find(generations: Sequence[int], situation: Situation) -> tuple[Library | No
 
 
 def load(generation: int, module: str) -> Library:
-    """Raises whatever the import does, and AttributeError if it is something else of that name."""
+    """The library in a module.  Raises whatever the import does, and AttributeError if it lacks a function."""
     library = import_module(module)
     return Library(
         generation=generation,
@@ -71,8 +71,8 @@ def load(generation: int, module: str) -> Library:
 def refusal(generation: int, situation: Situation) -> str:
     """Why a generation cannot serve, or ''.
 
-    Of a page that a key tile divides, FA3 reads all slots, and the weight of those that nobody has written is 0: but 0
-    times NaN is NaN, and a NaN may be there from a sequence that had the page before.
+    Of a page that a key tile divides, FA3 reads all slots.  Those that were not written have a weight of 0, but 0 times
+    NaN is NaN, and a NaN may be there from a sequence that had the page before.
     """
     size = situation.page_size
     if generation == 2:

@@ -2,8 +2,7 @@
 
     __init__.py   the hook: options, and what is refused before the engine starts
     backend.py    what happens in a step, eager or captured
-    planners.py   the calls into the library
-    append.py     keys and values to their pages, where callboard's own kernels do not write them
+    kernels.py    the calls into the library
     lists.py      where a step's keys are
     staging.py    when page-locked memory may be written again
 
@@ -11,6 +10,7 @@ Importing this imports no FlashInfer.
 """
 
 import logging
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Literal
@@ -21,21 +21,13 @@ from engine.errors import PluginError
 from engine.kernels.choice import choose_kernels
 from engine.layers.attention import AttentionFactory, AttentionSpec
 from engine.layers.kv_pool import KVPool
-from engine.plugins.attention.flashinfer.append import PagedAppend
 from engine.plugins.attention.flashinfer.backend import BUFFERS, FlashInferAttention
-from engine.plugins.attention.flashinfer.planners import FA3_TILE, Setup
+from engine.plugins.attention.flashinfer.kernels import FA3_TILE, PagedAppend, Setup
 from engine.plugins.attention.flashinfer.staging import StagingRing
 from engine.plugins.hookspecs import AttentionContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.plugins.support.paging import windows_of
-from engine.plugins.support.requirements import (
-    ANYTHING_ELSE,
-    missing_package,
-    require_capability,
-    require_gpu,
-    trial,
-    try_out,
-)
+from engine.plugins.support.requirements import missing_package, require_capability, trial, try_out
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +40,6 @@ CALLBOARD_PLUGIN = {
     "padding": True,
 }
 PLUGIN = "attention.flashinfer"
-HEAD_SIZES = (64, 128, 256)
 CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)  # query heads per key head that the kernel without tensor cores is built for
 # From here on a group fills enough of a tensor core's tile; mini-sglang draws the same line.
 TENSOR_CORE_GROUP = 4
@@ -69,13 +60,6 @@ class FlashInferOptions(Options, frozen=True):
 def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
     """16-bit models with heads of 64, 128 or 256, any page size and window; NVIDIA GPUs from Ampere on."""
     options = decode_options(PLUGIN, context.options, FlashInferOptions)
-    require_gpu(PLUGIN, context)
-    if context.head_size not in HEAD_SIZES:
-        sizes = ", ".join(map(str, HEAD_SIZES))
-        raise PluginError(
-            f"{PLUGIN} has kernels for head sizes {sizes}; this model's is {context.head_size}; "
-            f"set plugins.attention=flash_attn, {ANYTHING_ELSE}"
-        )
     tensor_cores = choose_tensor_cores(options, context.num_heads // context.num_kv_heads)
     try:
         library = import_module("flashinfer")
@@ -88,33 +72,31 @@ def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
     prefill_backend = options.prefill_backend
     if prefill_backend == "auto" and capability[0] != HOPPER:
         prefill_backend = "fa2"
-
-    def factory(spec: AttentionSpec, pool: KVPool) -> FlashInferAttention:
-        return _build(library, spec, pool, tensor_cores, prefill_backend, context.phases, options.workspace_mb << 20)
-
-    return factory
+    return partial(_build, library, tensor_cores, prefill_backend, context.phases, options.workspace_mb << 20)
 
 
 def choose_tensor_cores(options: FlashInferOptions, group: int) -> bool:
-    """For so many query heads per key head.  Raises PluginError if there is no kernel without, and none is wanted."""
+    """Whether decode rows of ``group`` query heads per key head use tensor cores.
+
+    Raises PluginError if they must not and there is no kernel without."""
+    if options.tensor_cores == "never" and group not in CUDA_CORE_GROUPS:
+        raise PluginError(
+            f"{PLUGIN}: without tensor cores there are kernels for {', '.join(map(str, CUDA_CORE_GROUPS))} query "
+            f"heads per key head; this model has {group}; set tensor_cores to 'auto'"
+        )
     if options.tensor_cores != "auto":
-        if options.tensor_cores == "never" and group not in CUDA_CORE_GROUPS:
-            raise PluginError(
-                f"{PLUGIN}: without tensor cores there are kernels for {', '.join(map(str, CUDA_CORE_GROUPS))} query "
-                f"heads per key head; this model has {group}; set tensor_cores to 'auto'"
-            )
         return options.tensor_cores == "always"
     return group >= TENSOR_CORE_GROUP or group not in CUDA_CORE_GROUPS
 
 
 def _build(
     library: ModuleType,
-    spec: AttentionSpec,
-    pool: KVPool,
     tensor_cores: bool,
     prefill_backend: str,
     phases: tuple[str, ...],
     workspace_bytes: int,
+    spec: AttentionSpec,
+    pool: KVPool,
 ) -> FlashInferAttention:
     device = pool.data.device
     setup = Setup(
@@ -143,7 +125,7 @@ def _build(
 
 
 def store_by_library(library: ModuleType, pool: KVPool) -> None:
-    """Have the pool written by FlashInfer from now on.  Raises PluginError if it cannot; the pool is then as before."""
+    """Make FlashInfer write the pool from now on.  Raises PluginError if it cannot; the pool is then as before."""
     append, device = PagedAppend(library, pool), pool.data.device
     with trial(PLUGIN, device):
         nothing_1GH = torch.zeros((1, *pool.keys(0).shape[1:]), dtype=pool.data.dtype, device=device)

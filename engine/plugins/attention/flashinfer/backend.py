@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.layers.attention import AttentionBackend, AttentionBatch
+from engine.plugins.attention.flashinfer.kernels import DecodeRows, GraphRows, Planner, PrefillSegments, Setup
 from engine.plugins.attention.flashinfer.lists import HostLists, Int32, gather_pages, stride_of
-from engine.plugins.attention.flashinfer.planners import (
-    DecodeRows,
-    GraphRows,
-    Planner,
-    PrefillSegments,
-    Setup,
-)
 from engine.plugins.attention.flashinfer.staging import StagingRing
 from engine.plugins.support.paging import padding_on_dump_page, pages_of, variant_of, windows_of
 
@@ -66,44 +60,38 @@ class FlashInferAttention:
         # Not left to the library: it would fill prefill results with zeros first, in every layer.
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         variant = variant_of(self._setup.spec, layer)
-        count = self._num_decodes
-        if count:
+        if count := self._num_decodes:
             self._decode[variant].run(q_TNH[:count], self._pages[layer], out_TNH[:count])
         if count < len(q_TNH):
             self._prefill[variant].run(q_TNH[count:], self._pages[layer], out_TNH[count:])
         return out_TNH
 
     def for_graph(self, num_rows: int, max_pages: int) -> AttentionBackend:
-        """A backend for one CUDA graph of ``num_rows`` decode rows that have up to ``max_pages`` pages each.
+        """See ``AttentionBackend``.  ``attend`` takes a query for every row of the graph, and runs before its capture.
 
-        Call its ``begin`` before the capture and before each replay, on the stream of the graph, with that many rows
-        or fewer; ``attend`` is what is captured, with one query for every row of the graph, and must have run once
-        before the capture.  What comes out for the rows that ``begin`` was not given has no meaning.
-        """
+        What it returns for the rows that ``begin`` was not given has no meaning."""
         return GraphAttention(self._setup, self._lists, num_rows, max_pages)
 
 
-class GraphAttention:
+class GraphAttention(FlashInferAttention):
     """See ``FlashInferAttention.for_graph``.  All that its kernels read lies where it lay at the capture."""
 
     def __init__(self, setup: Setup, lists: StagingRing, num_rows: int, max_pages: int) -> None:
+        super().__init__(setup, lists, prefill_backend="", phases=())
         device = setup.pool.data.device
-        self._setup = setup
-        self._lists = lists
-        self._num_rows = num_rows
+        self._num_decodes = num_rows
         self._starts_and_last = torch.zeros(2 * stride_of(num_rows), dtype=torch.int32, device=device)
         self._starts_B1 = self._starts_and_last[: num_rows + 1]
         self._pages_I1 = torch.full((num_rows * max_pages + 1,), setup.pool.dump_page, dtype=torch.int32, device=device)
-        self._planners = [
+        self._decode = [
             GraphRows(setup, window, num_rows, self._starts_and_last, self._pages_I1[:-1])
             for window in windows_of(setup.spec)
         ]
-        self._pages = pages_of(setup.pool)
         self._one_query_each = np.ones(num_rows, dtype=np.int32)
 
     def begin(self, batch: AttentionBatch) -> None:
-        """Rows that the batch does not have get one token each, of the dump page."""
-        count, num_rows = len(batch.host_lengths), self._num_rows
+        """See ``AttentionBackend.begin``.  Rows that the batch does not have get one token each, of the dump page."""
+        count, num_rows = len(batch.host_lengths), self._num_decodes
         assert batch.num_decodes == count <= num_rows, f"{batch.num_decodes} of {count} rows, captured for {num_rows}"
         lengths = np.ones(num_rows, dtype=np.int32)
         lengths[:count] = batch.host_lengths
@@ -113,12 +101,6 @@ class GraphAttention:
         gather_pages(padding_on_dump_page(batch, self._setup.pool), self._starts_B1[: count + 1], self._pages_I1)
         if count < num_rows:
             self._pages_I1[host.num_pages - (num_rows - count) : host.num_pages].fill_(self._setup.pool.dump_page)
-        for planner in self._planners:
+        for planner in self._decode:
             planner.plan(host, self._pages_I1[:-1], self._one_query_each)
         host.staging.sent()
-
-    def attend(self, layer: int, q_RNH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``; launches kernels and nothing else."""
-        out_RNH = torch.empty(q_RNH.shape, dtype=q_RNH.dtype, device=q_RNH.device)
-        self._planners[variant_of(self._setup.spec, layer)].run(q_RNH, self._pages[layer], out_RNH)
-        return out_RNH

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.plugins.attention.flashinfer.staging import Staging, StagingRing
+from engine.plugins.attention.flashinfer.staging import StagingRing
 
 Int32 = npt.NDArray[np.int32]
 ALIGNMENT = 64  # int32s; arrays that share a buffer start at multiples of 256 bytes, as separate tensors would
@@ -23,19 +23,18 @@ class HostLists:
     """
 
     def __init__(self, ring: StagingRing, lengths: Int32, query_lengths: Int32, page_size: int) -> None:
-        """A length of 0, which a padded row may have, counts as 1: FlashInfer wants at least one token of everybody."""
+        """Count a length of 0, which a padded row may have, as 1: FlashInfer wants at least one token of each row."""
         num_rows = len(lengths)
-        self.stride = stride_of(num_rows)
-        self.staging: Staging = ring.take(4 * self.stride * 4)
-        ints = self.staging.data[: 4 * self.stride * 4].view(torch.int32)
+        stride = stride_of(num_rows)
+        self.staging = ring.take(4 * stride * 4)
+        ints = self.staging.data[: 4 * stride * 4].view(torch.int32)
         lengths = np.maximum(lengths, 1)
         counts = -(-lengths // page_size)
-        starts_and_last = ints[: 2 * self.stride]
-        self.starts_and_last = starts_and_last
-        self.starts_B1 = starts_and_last[: num_rows + 1]
-        self.last_B = starts_and_last[self.stride : self.stride + num_rows]
-        self.lengths_B = ints[2 * self.stride :][:num_rows]
-        self.query_starts_B1 = ints[3 * self.stride :][: num_rows + 1]
+        self.starts_and_last = ints[: 2 * stride]
+        self.starts_B1 = ints[: num_rows + 1]
+        self.last_B = ints[stride:][:num_rows]
+        self.lengths_B = ints[2 * stride :][:num_rows]
+        self.query_starts_B1 = ints[3 * stride :][: num_rows + 1]
         for array, values in ((self.starts_B1, counts), (self.query_starts_B1, query_lengths)):
             array[0] = 0
             np.cumsum(values, dtype=np.int32, out=array.numpy()[1:])

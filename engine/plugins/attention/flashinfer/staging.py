@@ -30,13 +30,13 @@ class Staging:
         self._sent = False
 
     def sent(self) -> None:
-        """Every copy that reads this buffer has been queued on the current stream."""
+        """Note that every copy that reads this buffer has been queued on the current stream."""
         if self._event is not None:
             self._event.record()
             self._sent = True
 
     def wait(self) -> None:
-        """Until the copies have run; at once if there are none."""
+        """Wait until the copies have run; return at once if there are none."""
         if self._event is not None and self._sent:
             self._event.synchronize()
             self._sent = False

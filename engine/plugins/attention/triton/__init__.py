@@ -5,11 +5,8 @@ Owns: what it refuses, its option.  The kernels are in ``triton_kernels``, impor
 Under TRITON_INTERPRET=1, set before Python starts, the kernels run on the CPU, thousands of times slower: to test them.
 """
 
-import os
-
 import torch
 
-from engine.errors import PluginError
 from engine.layers.attention import AttentionBackend, AttentionFactory, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.hookspecs import AttentionContext, hookimpl
@@ -39,11 +36,6 @@ class TritonOptions(Options, frozen=True):
 def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
     """Any page size and window; on NVIDIA GPUs, and for tests of the kernels on the CPU."""
     options = decode_options(PLUGIN, context.options, TritonOptions)
-    if context.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise PluginError(
-            f"{PLUGIN} runs on NVIDIA GPUs, not on 'cpu'; set plugins.attention=torch "
-            "(TRITON_INTERPRET=1 runs its kernels on the CPU, for tests: thousands of times slower)"
-        )
     if context.device == "cuda":
         require_capability(PLUGIN, torch.cuda.get_device_capability())
     try:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
-from engine.plugins.attention.triton.decode import decode_attention
-from engine.plugins.attention.triton.merge import merge_parts
+from engine.plugins.attention.triton.decode import decode_attention, merge_parts
 from engine.plugins.attention.triton.prefill import prefill_attention
 from engine.plugins.attention.triton.tiles import (
     MAX_PROGRAMS_PER_PROCESSOR,
@@ -72,9 +71,9 @@ class TritonAttention:
         self._prefill: PrefillTiles = self._default_prefill
 
     def begin(self, batch: AttentionBatch, tiles: DecodeTiles | PrefillTiles | None = None) -> None:
-        """Choose tiles by the shapes of the batch.  Neither waits for the device nor starts anything on it.
+        """Choose tiles by the shapes of the batch, without waiting for the device or starting anything on it.
 
-        tiles: to be used instead, for a trial of them."""
+        tiles: used instead, for a trial of them."""
         table_BP = batch.page_table_BP
         assert table_BP.stride(1) == 1, "a sequence's pages must stand side by side"
         context = table_BP.shape[1] * self.pool.page_size
@@ -107,41 +106,19 @@ class TritonAttention:
         spec, tiles, num_rows = self.spec, self._decode, batch.num_decodes
         num_shares = self._num_shares(tiles.programs)
         decode_attention[(spec.num_kv_heads, num_shares)](
-            q_TNH,
-            out_TNH,
-            self.pool.keys(layer),
-            self.pool.values(layer),
-            batch.page_table_BP,
-            batch.lengths_B,
-            self._part_out,
-            self._part_weight,
-            num_rows,
-            self._scale_log2,
-            q_TNH.stride(0),
+            q_TNH, out_TNH, self.pool.keys(layer), self.pool.values(layer), batch.page_table_BP, batch.lengths_B,
+            self._part_out, self._part_weight, num_rows, self._scale_log2, q_TNH.stride(0),
             batch.page_table_BP.stride(0),
             BLOCK_M=max(16, padded(self._group)),  # the least that tensor cores take
             **self._constants(tiles, window),
-        )
+        )  # fmt: skip
         heads = 1 if num_rows * spec.num_heads <= MAX_MERGE_PROGRAMS else self._group
         merge_parts[(spec.num_heads // heads, num_rows)](
-            out_TNH,
-            batch.lengths_B,
-            self._part_out,
-            self._part_weight,
-            num_rows,
-            num_shares,
-            heads,
-            NUM_HEADS=spec.num_heads,
-            HEAD_SIZE=spec.head_size,
-            WINDOW=window,
-            BLOCK_B=ROWS_AT_ONCE,
-            BLOCK_N=tiles.block_keys,
-            BLOCK_S=PARTS_AT_ONCE,
-            BLOCK_H=padded(spec.head_size),
-            num_warps=4,
-            num_stages=2,
-            enable_fp_fusion=FUSION,
-        )
+            out_TNH, batch.lengths_B, self._part_out, self._part_weight, num_rows, num_shares, heads,
+            NUM_HEADS=spec.num_heads, HEAD_SIZE=spec.head_size, WINDOW=window, BLOCK_B=ROWS_AT_ONCE,
+            BLOCK_N=tiles.block_keys, BLOCK_S=PARTS_AT_ONCE, BLOCK_H=padded(spec.head_size),
+            num_warps=4, num_stages=2, enable_fp_fusion=FUSION,
+        )  # fmt: skip
 
     def _attend_prompts(self, batch: AttentionBatch, layer: int, q_TNH: Tensor, out_TNH: Tensor, window: int) -> None:
         spec, tiles, first = self.spec, self._prefill, batch.num_decodes
@@ -150,23 +127,14 @@ class TritonAttention:
         # What is free of the last tile of each sequence makes room for this bound: no length is looked at.
         num_tiles = (len(q_TNH) - first) // (block_rows // self._group) + num_rows
         prefill_attention[(spec.num_kv_heads, num_tiles)](
-            q_TNH,
-            out_TNH,
-            self.pool.keys(layer),
-            self.pool.values(layer),
-            batch.page_table_BP[first:],
-            batch.lengths_B[first:],
-            batch.query_starts_B1[first:],
-            num_rows,
-            self._scale_log2,
-            q_TNH.stride(0),
-            batch.page_table_BP.stride(0),
-            BLOCK_M=block_rows,
-            **self._constants(tiles, window),
-        )
+            q_TNH, out_TNH, self.pool.keys(layer), self.pool.values(layer), batch.page_table_BP[first:],
+            batch.lengths_B[first:], batch.query_starts_B1[first:],
+            num_rows, self._scale_log2, q_TNH.stride(0), batch.page_table_BP.stride(0),
+            BLOCK_M=block_rows, **self._constants(tiles, window),
+        )  # fmt: skip
 
     def _constants(self, tiles: DecodeTiles | PrefillTiles, window: int) -> dict[str, int]:
-        """What a kernel that reads keys and values is compiled for."""
+        """The constants that a kernel which reads keys and values is compiled for."""
         return {
             "NUM_KV_HEADS": self.spec.num_kv_heads,
             "GROUP": self._group,
@@ -183,5 +151,5 @@ class TritonAttention:
         }
 
     def _num_shares(self, programs: int) -> int:
-        """Of the rows' keys, each taken by one program per KV head."""
+        """How many shares the rows' keys are cut into, each taken by one program per KV head."""
         return max(1, self.processors.count * programs // self.spec.num_kv_heads)

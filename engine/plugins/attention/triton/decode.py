@@ -1,45 +1,73 @@
 """Decode: one query per row over its paged keys, by programs that each take an equal share of all rows' keys.
 
 Legend: B decode rows, some of them · M query heads of one KV head, padded · N keys of a tile · H head size, padded
-Owns: one pass over keys and values.  Does not know: how parts of a row are put together, see ``merge.py``.
+        S parts of one row
+Owns: which program gets which tiles, one pass over keys and values, and putting together the parts of a row.
+Does not know: prompts, how large tiles are.
+
+Row b's visible keys lie in tiles of BLOCK_N positions.  The tiles of all rows stand in one line, and each of a fixed
+number of programs takes the same number of neighbours: however ragged the lengths, all end together.  The host looks at
+no length to launch them, so a captured launch stays right when it is replayed with other lengths.
 """
 
 import triton
 import triton.language as tl
 
 from engine.plugins.attention.triton.products import multiply
-from engine.plugins.attention.triton.shares import count_tiles, find_row, share_size, visible_tiles
+
+
+@triton.jit
+def visible_tiles(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(first tile, number of tiles) that a row's last position sees; no tiles for length 0.  Scalars or vectors."""
+    first_tile = length * 0
+    if WINDOW > 0:
+        first_tile = tl.maximum(length - WINDOW, 0) // BLOCK_N
+    return first_tile, tl.cdiv(length, BLOCK_N) - first_tile
+
+
+@triton.jit
+def count_tiles(lengths, num_rows, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How many tiles the first num_rows rows have."""
+    count_B = tl.zeros([BLOCK_B], tl.int32)
+    for first_row in range(0, num_rows, BLOCK_B):
+        row_B = first_row + tl.arange(0, BLOCK_B)
+        length_B = tl.load(lengths + row_B, mask=row_B < num_rows, other=0)
+        _, tiles_B = visible_tiles(length_B, WINDOW, BLOCK_N)
+        count_B += tiles_B
+    return tl.sum(count_B, 0)
+
+
+@triton.jit
+def find_row(lengths, num_rows, tile, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(row that a tile of the line belongs to, number of that row's first tile).  Passes over rows without tiles."""
+    row = tile * 0
+    row_begin = tile * 0
+    passed = tile * 0
+    for first_row in range(0, num_rows, BLOCK_B):
+        row_B = first_row + tl.arange(0, BLOCK_B)
+        length_B = tl.load(lengths + row_B, mask=row_B < num_rows, other=0)
+        _, tiles_B = visible_tiles(length_B, WINDOW, BLOCK_N)
+        before_B = (row_B < num_rows) & (passed + tl.cumsum(tiles_B, 0) <= tile)
+        row += tl.sum(before_B.to(tl.int32), 0)
+        row_begin += tl.sum(tl.where(before_B, tiles_B, 0), 0)
+        passed += tl.sum(tiles_B, 0)
+    return row, row_begin
+
+
+@triton.jit
+def share_size(num_tiles, num_shares):
+    """How many tiles are in one share; the last shares may get fewer, or none."""
+    return tl.maximum(tl.cdiv(num_tiles, num_shares), 1)
 
 
 # Whatever varies from step to step must not make another variant: compiling one takes a second, while clients wait.
-@triton.jit(
-    do_not_specialize=["num_rows", "table_stride"],
-    do_not_specialize_on_alignment=["page_table", "lengths"],
-)
+@triton.jit(do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=["page_table", "lengths"])
 def decode_attention(
-    q,
-    out,
-    keys,
-    values,
-    page_table,
-    lengths,
-    part_out,
-    part_weight,
-    num_rows,
-    scale_log2,
-    q_stride,
-    table_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+    q, out, keys, values, page_table, lengths, part_out, part_weight, num_rows, scale_log2, q_stride, table_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     """Program (head, share): all query heads of one KV head, so that a key is read once for all of them.
 
     q, out: row b at b * q_stride and b * heads * HEAD_SIZE.  part_out, part_weight: float32 [share, 2, heads,
@@ -116,3 +144,52 @@ def decode_attention(
         tile = last
         row_begin = row_stop
         row += 1
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_shares", "heads"], do_not_specialize_on_alignment=["lengths"])
+def merge_parts(
+    out, lengths, part_out, part_weight, num_rows, num_shares, heads,
+    NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Program (i, row): query heads i * heads ... of one row.  num_shares: the decode launch's.
+
+    Most programs of a large batch find that their row was within one share, and end.
+    """
+    row = tl.program_id(1)
+    size = share_size(count_tiles(lengths, num_rows, WINDOW, BLOCK_B, BLOCK_N), num_shares)
+    row_begin = count_tiles(lengths, row, WINDOW, BLOCK_B, BLOCK_N)
+    _, row_tiles = visible_tiles(tl.load(lengths + row), WINDOW, BLOCK_N)
+    first_share = row_begin // size
+    last_share = (row_begin + tl.maximum(row_tiles, 1) - 1) // size
+    s_S = tl.arange(0, BLOCK_S)
+    h_H = tl.arange(0, BLOCK_H)
+    if (row_tiles == 0) | (last_share > first_share):
+        # Both loops count from 0, for the reason that ``decode_attention`` gives.
+        for number in range(0, heads):
+            head = tl.program_id(0) * heads + number
+            out_H = tl.zeros([BLOCK_H], tl.float32)
+            # Not -inf: it is subtracted from itself while a block of parts has none.
+            highest = -1e30
+            weight = 0.0
+            if row_tiles > 0:
+                for done in range(0, last_share - first_share + 1, BLOCK_S):
+                    share_S = first_share + done + s_S
+                    # A row begins in place 1 of its first share, and goes on in place 0 of the others.
+                    part_S = (share_S * 2 + (share_S == first_share).to(tl.int32)) * NUM_HEADS + head
+                    mine_S = share_S <= last_share
+                    log_weight_S = tl.load(part_weight + part_S, mask=mine_S, other=-float("inf"))
+                    part_SH = tl.load(
+                        part_out + part_S[:, None] * HEAD_SIZE + h_H[None, :],
+                        mask=mine_S[:, None] & (h_H < HEAD_SIZE)[None, :],
+                        other=0.0,
+                    )
+                    new_highest = tl.maximum(highest, tl.max(log_weight_S, 0))
+                    weight_S = tl.exp2(log_weight_S - new_highest)
+                    shrink = tl.exp2(highest - new_highest)
+                    out_H = out_H * shrink + tl.sum(part_SH * weight_S[:, None], 0)
+                    weight = weight * shrink + tl.sum(weight_S, 0)
+                    highest = new_highest
+                out_H = out_H / weight
+            place_H = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_SIZE + h_H
+            tl.store(out + place_H, out_H.to(out.dtype.element_ty), mask=h_H < HEAD_SIZE)

@@ -15,28 +15,11 @@ from engine.plugins.attention.triton.products import multiply
 
 @triton.jit
 def _attend_tile(
-    out_MH,
-    highest_M,
-    weight_M,
-    page_N,
-    q_MH,
-    position_M,
-    keys,
-    values,
-    pages,
-    index,
-    num_keys,
-    place_1H,
-    live_1H,
+    out_MH, highest_M, weight_M, page_N, q_MH, position_M, keys, values, pages, index, num_keys, place_1H, live_1H,
     scale_log2,
-    SLOT: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    SLOT: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    INTERPRETED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """One more tile of keys: (output, highest score, sum of weights, pages of the next tile).
 
     MASKED: some query does not see some key.  Without, every key is every query's.
@@ -77,28 +60,11 @@ def _attend_tile(
     do_not_specialize_on_alignment=["page_table", "lengths", "query_starts"],
 )
 def prefill_attention(
-    q,
-    out,
-    keys,
-    values,
-    page_table,
-    lengths,
-    query_starts,
-    num_rows,
-    scale_log2,
-    q_stride,
-    table_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+    q, out, keys, values, page_table, lengths, query_starts, num_rows, scale_log2, q_stride, table_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     """Program (head, i): a tile of queries of one sequence, over the keys that any of them sees.
 
     q, out: query t at t * q_stride and t * heads * HEAD_SIZE.  query_starts: where in them each sequence's queries are.

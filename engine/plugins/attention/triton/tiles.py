@@ -44,7 +44,7 @@ class PrefillTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def processors_of(device: torch.device) -> Processors:
-    """Those of a GPU; on the CPU few, so that what is shared among programs is shared among few."""
+    """The processors of a GPU; on the CPU few, so that what is shared among programs is shared among few."""
     if device.type == "cpu":
         return Processors(INTERPRETED, count=4, shared_bytes=227 << 10)
     properties = torch.cuda.get_device_properties(device)

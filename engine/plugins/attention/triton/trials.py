@@ -23,6 +23,7 @@ from engine.plugins.attention.triton.tiles import (
     prefill_candidates,
 )
 from engine.plugins.attention.triton.tuning import TileTable, load_table, save_table, size_key, table_path
+from engine.plugins.support.paging import batch_on
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def _keep_fastest(
 
 
 def _work(attention: TritonAttention, batch: AttentionBatch, tiles: DecodeTiles | PrefillTiles) -> Callable[[], None]:
-    """Some layers of attention with these tiles."""
+    """A function that runs some layers of attention with these tiles."""
     spec, data = attention.spec, attention.pool.data
     num_queries = int(batch.host_query_lengths.sum())
     q_TNH = torch.zeros((num_queries, spec.num_heads, spec.head_size), dtype=data.dtype, device=data.device)
@@ -140,7 +141,7 @@ def _try_each(attention: TritonAttention, batch: AttentionBatch, table: dict[str
     for tiles in dict.fromkeys(mine.values()):
         try:
             _work(attention, batch, tiles)()
-        except Exception as error:  # the file may come from anybody
+        except Exception as error:  # the file may come from elsewhere
             log.warning("attention.triton: %s cannot be used: %s", tiles, _short(error))
             for key in [key for key, value in mine.items() if value == tiles]:
                 del table[key]
@@ -151,7 +152,7 @@ def _short(error: Exception) -> str:
 
 
 def _decode_batch(attention: TritonAttention, batch_size: int, context: int) -> AttentionBatch:
-    """Lengths from a quarter of the context to all of it."""
+    """Decode rows whose lengths go from a quarter of the context to all of it."""
     lengths = np.linspace(context, max(1, context // 4), batch_size).astype(np.int32)
     return _batch(attention, np.random.default_rng(0).permutation(lengths), np.ones(batch_size, np.int32), batch_size)
 
@@ -164,21 +165,13 @@ def _prefill_batch(attention: TritonAttention, context: int) -> AttentionBatch:
 def _batch(
     attention: TritonAttention, lengths: np.ndarray, query_lengths: np.ndarray, num_decodes: int
 ) -> AttentionBatch:
-    """Random pages of the pool: what is in them does not matter."""
+    """A batch over random pages of the pool: what is in them does not matter."""
     pool = attention.pool
     shape = (len(lengths), -(-int(lengths.max()) // pool.page_size))
     table_BP = np.random.default_rng(0).integers(0, max(1, pool.num_pages), shape, dtype=np.int32)
-    starts = np.concatenate(([0], query_lengths.cumsum())).astype(np.int32)
-    return AttentionBatch(
-        num_decodes=num_decodes,
-        page_table_BP=torch.from_numpy(table_BP).to(pool.data.device),
-        lengths_B=torch.from_numpy(lengths).to(pool.data.device),
-        query_starts_B1=torch.from_numpy(starts).to(pool.data.device),
-        host_lengths=lengths,
-        host_query_lengths=query_lengths,
-    )
+    return batch_on(pool.data.device, num_decodes, table_BP, lengths, query_lengths)
 
 
 def _milliseconds(work: Callable[[], None]) -> float:
-    """In a graph: launching from Python takes longer than most of what is timed."""
+    """The time of work in a graph: launching from Python takes longer than most of what is timed."""
     return float(triton.testing.do_bench_cudagraph(work, rep=20, return_mode="median"))

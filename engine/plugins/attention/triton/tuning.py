@@ -72,7 +72,7 @@ def table_path(device_name: str) -> Path | None:
 
 
 def load_table(path: Path | None) -> TileTable:
-    """What is known, or an empty table."""
+    """The table in the file, or an empty one."""
     if path is None or not path.exists():
         return TileTable()
     try:
@@ -83,7 +83,7 @@ def load_table(path: Path | None) -> TileTable:
 
 
 def save_table(path: Path | None, table: TileTable) -> None:
-    """Replace the file as a whole, so that whoever reads it meanwhile sees the old one or the new one."""
+    """Replace the file as a whole, so that a reader sees the old one or the new one."""
     if path is None:
         return
     partial = path.with_name(f"{path.name}.{os.getpid()}")

@@ -3,7 +3,7 @@
 Against ``comm.torch``: no stream of its own and no event between streams, so a captured graph holds the bare
 collectives; no watchdog thread.
 
-Owns: what the plugin is asked at start.  Does not know: NCCL's functions (``library.py``).
+Owns: the options, and how a group starts.  Does not know: NCCL's functions (``library.py``).
 """
 
 from engine.errors import PluginError

@@ -1,6 +1,6 @@
 """A rank's place in an NCCL group: collectives queued on the current stream, which graphs may capture.
 
-Owns: the communicator, and what of a tensor NCCL is given.  Does not know: who calls, streams of others.
+Owns: the communicator, and what of a tensor NCCL is given.  Does not know: layers, other streams.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ def current_stream() -> int:
 
 
 class NcclComm:
-    """See ``Comm``.  stream: asked at every call, so that a collective is captured where a graph is."""
+    """See ``Comm``.  stream: called by every collective, so that it is captured where a graph is."""
 
     capturable = True
 
@@ -52,38 +52,6 @@ class NcclComm:
         self._library.call("ncclAllGather", *places, mine.numel(), _kind(mine), self._joined(), self._stream())
         return join_parts(gathered, dim)
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, of which each keeps its part of dimension 0, which ``size`` must divide."""
-        whole = tensor.contiguous()
-        mine = whole.new_empty((len(whole) // self.size, *whole.shape[1:]))
-        if len(mine) * self.size != len(whole):
-            raise NcclError(f"reduce_scatter of {len(whole)} rows over {self.size} ranks: it does not divide")
-        places = whole.data_ptr(), mine.data_ptr()
-        self._library.call("ncclReduceScatter", *places, mine.numel(), _kind(mine), SUM, self._joined(), self._stream())
-        return mine
-
-    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Everybody's tensor becomes root's, in place; returns it."""
-        sent = tensor.contiguous()
-        place = sent.data_ptr()
-        self._library.call(
-            "ncclBroadcast", place, place, sent.numel(), _kind(sent), root, self._joined(), self._stream()
-        )
-        return tensor if sent is tensor else tensor.copy_(sent)
-
-    def barrier(self, device: torch.device) -> None:
-        """Return when every rank has called it and the device has come as far.  Waits on the host."""
-        arrived = self.all_reduce(torch.ones(1, dtype=torch.int32, device=device))
-        if (count := int(arrived.item())) != self.size:
-            raise NcclError(f"barrier: {count} ranks of {self.size} have come")
-
-    def check(self) -> None:
-        """Raise NcclError if a collective that was queued has failed since."""
-        state = ctypes.c_int()
-        self._library.call("ncclCommGetAsyncError", self._joined(), ctypes.byref(state))
-        if state.value:
-            raise NcclError(f"rank {self.rank} of {self.size}: {self._library.describe(state.value)}")
-
     def close(self) -> None:
         """See ``Comm``.  What is queued ends with an error; ncclCommDestroy would wait for it."""
         comm, self._comm = self._comm, None
@@ -97,7 +65,7 @@ class NcclComm:
 
 
 def _share_id(library: NcclLibrary, store: Store, rank: int) -> UniqueId:
-    """Rank 0 makes the group's id, the others wait for it in the store."""
+    """The group's id: rank 0 makes it, the others wait for it in the store."""
     shared = UniqueId()
     if rank == 0:
         library.call("ncclGetUniqueId", ctypes.byref(shared))

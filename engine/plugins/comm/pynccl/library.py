@@ -28,7 +28,7 @@ class NcclError(CallboardError):
 
 
 class UniqueId(ctypes.Structure):
-    """What rank 0 makes and every rank of a group must have to join it; passed by value."""
+    """The id that rank 0 makes and every rank of a group must have to join it; passed by value."""
 
     _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_BYTES),)
 
@@ -39,12 +39,9 @@ SIGNATURES = {
     "ncclGetVersion": (ctypes.POINTER(_INT),),
     "ncclGetUniqueId": (ctypes.POINTER(UniqueId),),
     "ncclCommInitRank": (ctypes.POINTER(_COMM), _INT, UniqueId, _INT),
-    "ncclCommGetAsyncError": (_COMM, ctypes.POINTER(_INT)),
     "ncclCommAbort": (_COMM,),
     "ncclAllReduce": (_POINTER, _POINTER, _SIZE, _INT, _INT, _COMM, _STREAM),
     "ncclAllGather": (_POINTER, _POINTER, _SIZE, _INT, _COMM, _STREAM),
-    "ncclReduceScatter": (_POINTER, _POINTER, _SIZE, _INT, _INT, _COMM, _STREAM),
-    "ncclBroadcast": (_POINTER, _POINTER, _SIZE, _INT, _INT, _COMM, _STREAM),
 }
 
 
@@ -69,23 +66,20 @@ class NcclLibrary:
         """Call a function of ``SIGNATURES``.  Raises NcclError unless it returns success."""
         result: int = getattr(self._library, name)(*arguments)
         if result not in (0, IN_PROGRESS):
-            raise NcclError(f"{name} failed: {self.describe(result)}")
-
-    def describe(self, result: int) -> str:
-        """NCCL's words for a result code, and for what went wrong last."""
-        what: bytes = self._library.ncclGetErrorString(result)
-        why: bytes | None = self._library.ncclGetLastError(None)
-        return f"{what.decode()} ({why.decode().strip() if why else 'no details'}; NCCL_DEBUG=INFO says more)"
+            what: bytes = self._library.ncclGetErrorString(result)
+            why: bytes | None = self._library.ncclGetLastError(None)
+            details = why.decode().strip() if why else "no details"
+            raise NcclError(f"{name} failed: {what.decode()} ({details}; NCCL_DEBUG=INFO says more)")
 
     def version(self) -> str:
-        """For example 2.28.3."""
+        """The library's version, for example 2.28.3."""
         number = _INT()
         self.call("ncclGetVersion", ctypes.byref(number))
         return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 def find_library() -> str:
-    """The NCCL that torch was installed with, or else the system's; only a name, it may not be there."""
+    """The path of the NCCL that torch was installed with, or else the name of the system's, which may not be there."""
     for distribution in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
         try:
             found = [Path(str(file.locate())) for file in files(distribution) or () if file.name == LIBRARY]

@@ -1,7 +1,7 @@
-"""FlashInfer's wrappers, each with what planning it takes: decode rows, prefill segments, and decode rows in a graph.
+"""Every call into FlashInfer: planning and running decode rows and prefill segments, and storing keys and values.
 
-Legend: T tokens · B sequences · N query heads · H head size
-Owns: every call into FlashInfer.  Does not know: batches, layers, which rows of a step these are.
+Legend: T tokens · B sequences · N query heads · G KV heads · H head size
+Owns: the arguments, which buffer a plan is written to.  Does not know: batches, layers, which rows of a step these are.
 
 A plan says which block of the GPU works on which part of which sequence.  FlashInfer computes it on the host, writes
 it to page-locked memory and queues a copy of it to the device.  It has one such buffer per wrapper and no way to say
@@ -9,9 +9,11 @@ when it may be written again, so every plan is given a buffer from a ring instea
 its copy is queued behind the kernels that read the plan before.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from engine.layers.attention import AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.flashinfer.lists import HostLists, Int32, stride_of
 from engine.plugins.attention.flashinfer.staging import StagingRing
-from engine.plugins.support.paging import KVPages
+from engine.plugins.support.paging import KVPages, pages_of
 
 PLAN_BYTES = 8 << 20  # what a wrapper allocates for a plan
 GRAPH_PLAN_BYTES = 1 << 20  # decode rows alone need at most 40 bytes each, and there is a wrapper per captured size
@@ -62,51 +64,44 @@ class Setup:
             "non_blocking": True,
         }
 
-    def lend_staging(self, wrapper: Any) -> "StagingLoan":
-        """Use it as a context around a plan."""
-        return StagingLoan(self.plans, wrapper)
+    @contextmanager
+    def staging(self, wrapper: Any) -> Iterator[None]:
+        """Give the wrapper a buffer that no queued copy reads, for the plan that is made inside."""
+        staging = self.plans.take(PLAN_BYTES)
+        setattr(wrapper, STAGING, staging.data[:PLAN_BYTES])
+        try:
+            yield
+        finally:
+            staging.sent()
 
 
-class StagingLoan:
-    """Gives a wrapper a buffer that no queued copy reads, for one plan."""
+class Planner:
+    """Computes a part of each step by one of FlashInfer's wrappers."""
 
-    def __init__(self, ring: StagingRing, wrapper: Any) -> None:
-        self._staging = ring.take(PLAN_BYTES)
-        setattr(wrapper, STAGING, self._staging.data[:PLAN_BYTES])
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exception: object) -> None:
-        self._staging.sent()
-
-
-class Planner(Protocol):
-    """What a step's part is computed with."""
+    _wrapper: Any
 
     def plan(self, host: HostLists, pages_I: Tensor, query_lengths: Int32) -> None:
         """Prepare the kernel for these sequences."""
-        ...
+        raise NotImplementedError
 
-    def run(self, q_BNH: Tensor, pages: KVPages, out_BNH: Tensor) -> None:
-        """Compute them in one layer."""
-        ...
+    def run(self, q_TNH: Tensor, pages: KVPages, out_TNH: Tensor) -> None:
+        """Compute the planned sequences in one layer."""
+        self._wrapper.run(q_TNH, pages, out=out_TNH)
 
 
-class DecodeRows:
+class DecodeRows(Planner):
     """Any number of sequences with one query each."""
 
-    def __init__(self, setup: Setup, window: int) -> None:
+    def __init__(self, setup: Setup, window: int, **graph_buffers: Any) -> None:
         self._setup = setup
         self._problem = setup.problem(window)
-        self._wrapper = with_staging(
-            setup.library.BatchDecodeWithPagedKVCacheWrapper(
-                setup.workspace, kv_layout="NHD", use_tensor_cores=setup.tensor_cores, backend="fa2"
-            ),
-            setup.library,
+        wrapper = setup.library.BatchDecodeWithPagedKVCacheWrapper(
+            setup.workspace, kv_layout="NHD", use_tensor_cores=setup.tensor_cores, backend="fa2", **graph_buffers
         )
+        self._wrapper = with_staging(wrapper, setup.library)
 
     def plan(self, host: HostLists, pages_I: Tensor, query_lengths: Int32) -> None:
-        with self._setup.lend_staging(self._wrapper):
+        with self._setup.staging(self._wrapper):
             self._wrapper.plan(
                 indptr=host.starts_B1,
                 indices=pages_I,
@@ -115,11 +110,8 @@ class DecodeRows:
                 **self._problem,
             )
 
-    def run(self, q_BNH: Tensor, pages: KVPages, out_BNH: Tensor) -> None:
-        self._wrapper.run(q_BNH, pages, out=out_BNH)
 
-
-class PrefillSegments:
+class PrefillSegments(Planner):
     """Sequences with any number of queries each.
 
     backend: 'fa3' keeps Hopper's tensor cores busiest, but a block works on all keys of its queries: with few queries
@@ -129,21 +121,17 @@ class PrefillSegments:
     def __init__(self, setup: Setup, window: int, backend: str) -> None:
         self._setup = setup
         problem = setup.problem(window)
-        self._problem = {**problem, "head_dim_qk": problem["head_dim"], "causal": True}
-        del self._problem["head_dim"]
+        self._problem = {"head_dim_qk": problem.pop("head_dim"), "causal": True, **problem}
+        new_wrapper = setup.library.BatchPrefillWithPagedKVCacheWrapper
         self._wrappers = {
-            name: with_staging(
-                setup.library.BatchPrefillWithPagedKVCacheWrapper(setup.workspace, kv_layout="NHD", backend=name),
-                setup.library,
-            )
+            name: with_staging(new_wrapper(setup.workspace, kv_layout="NHD", backend=name), setup.library)
             for name in (("fa2", "fa3") if backend == "auto" else (backend,))
         }
         self._backend = backend
-        self._wrapper: Any = None
 
     def plan(self, host: HostLists, pages_I: Tensor, query_lengths: Int32) -> None:
         self._wrapper = self._wrappers[self.choose(query_lengths)]
-        with self._setup.lend_staging(self._wrapper):
+        with self._setup.staging(self._wrapper):
             self._wrapper.plan(
                 qo_indptr=host.query_starts_B1,
                 paged_kv_indptr=host.starts_B1,
@@ -160,11 +148,8 @@ class PrefillSegments:
         num_tiles = int((-(-query_lengths // FA3_TILE)).sum()) * self._setup.spec.num_heads
         return "fa3" if num_tiles >= self._setup.num_sms else "fa2"
 
-    def run(self, q_TNH: Tensor, pages: KVPages, out_TNH: Tensor) -> None:
-        self._wrapper.run(q_TNH, pages, out=out_TNH)
 
-
-class GraphRows:
+class GraphRows(DecodeRows):
     """A fixed number of decode rows whose kernels have been captured: they read the buffers that were there then.
 
     ``plan`` is called before each replay and is often nothing: a plan depends on how many pages each row has, not on
@@ -173,24 +158,18 @@ class GraphRows:
 
     def __init__(self, setup: Setup, window: int, num_rows: int, starts_and_last: Tensor, pages_I: Tensor) -> None:
         """starts_and_last, pages_I: int32 on the device, laid out as ``HostLists`` are; filled by the caller."""
-        self._setup = setup
-        self._problem = setup.problem(window)
         self._starts_B1 = starts_and_last[: num_rows + 1]
         self._pages_I = pages_I
-        last_B = starts_and_last[stride_of(num_rows) :][:num_rows]
-        wrapper = setup.library.BatchDecodeWithPagedKVCacheWrapper(
-            setup.workspace,
-            kv_layout="NHD",
+        super().__init__(
+            setup,
+            window,
             use_cuda_graph=True,
-            use_tensor_cores=setup.tensor_cores,
             paged_kv_indptr_buffer=self._starts_B1,
             paged_kv_indices_buffer=pages_I,
-            paged_kv_last_page_len_buffer=last_B,
-            backend="fa2",
+            paged_kv_last_page_len_buffer=starts_and_last[stride_of(num_rows) :][:num_rows],
         )
         small = torch.empty(GRAPH_PLAN_BYTES, dtype=torch.uint8, device=setup.workspace.device)
-        wrapper.reset_workspace_buffer(setup.workspace, small)
-        self._wrapper = with_staging(wrapper, setup.library)
+        self._wrapper.reset_workspace_buffer(setup.workspace, small)
         self._planned_starts: Int32 | None = None
         self._splits = True
 
@@ -198,17 +177,10 @@ class GraphRows:
         starts = host.starts_B1.numpy()
         planned, self._planned_starts = self._planned_starts, None  # a plan that fails may be half made
         if planned is None:
-            with self._setup.lend_staging(self._wrapper):
-                self._wrapper.plan(
-                    indptr=host.starts_B1,
-                    indices=pages_I[: host.num_pages],
-                    last_page_len=host.last_B,
-                    seq_lens=host.lengths_B,
-                    **self._problem,
-                )
+            super().plan(host, pages_I[: host.num_pages], query_lengths)
             self._splits = self._setup.tensor_cores or splits_rows(self._wrapper)
         elif self._splits and not np.array_equal(starts, planned):
-            with self._setup.lend_staging(self._wrapper):
+            with self._setup.staging(self._wrapper):
                 self._setup.library.decode.fast_decode_plan(
                     self._wrapper,
                     indptr=self._starts_B1,
@@ -220,9 +192,6 @@ class GraphRows:
         else:
             starts = planned
         self._planned_starts = starts.copy()
-
-    def run(self, q_BNH: Tensor, pages: KVPages, out_BNH: Tensor) -> None:
-        self._wrapper.run(q_BNH, pages, out=out_BNH)
 
 
 def splits_rows(wrapper: Any) -> bool:
@@ -240,3 +209,34 @@ def with_staging(wrapper: Any, library: ModuleType) -> Any:
             "0.7, or set plugins.attention=torch"
         )
     return wrapper
+
+
+class PagedAppend:
+    """Writes a step's keys and values, see ``KVPool.store_by``.  Its own tensors never change, so it may be captured.
+
+    FlashInfer finds a token's place by its sequence's page list.  Told that there is one sequence, which has all pages
+    of the pool in their order, it takes slots for positions: they are known already, and no list has to be made.
+    """
+
+    def __init__(self, library: ModuleType, pool: KVPool) -> None:
+        num_pages, page_size, device = pool.num_pages + 1, pool.page_size, pool.data.device
+        self._append = library.append_paged_kv_cache
+        self._layers = pages_of(pool)
+        self._pages_P = torch.arange(num_pages, dtype=torch.int32, device=device)
+        self._starts_2 = torch.tensor([0, num_pages], dtype=torch.int32, device=device)
+        self._last_1 = torch.tensor([page_size], dtype=torch.int32, device=device)
+
+    def __call__(self, layer: int, k_TGH: Tensor, v_TGH: Tensor, slots_T: Tensor) -> None:
+        """k_TGH and v_TGH may be parts of wider tensors.  slots_T: int64; below 2**31, as page_size * pages is."""
+        positions_T = slots_T.int()
+        self._append(
+            append_key=k_TGH,
+            append_value=v_TGH,
+            batch_indices=torch.zeros_like(positions_T),
+            positions=positions_T,
+            paged_kv_cache=self._layers[layer],
+            kv_indices=self._pages_P,
+            kv_indptr=self._starts_2,
+            kv_last_page_len=self._last_1,
+            kv_layout="NHD",
+        )
