@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from engine.sections import ServerSection
-from server import connection
+from server.http import connection
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, ask, http_bytes
 from tests.server.live_server import MODEL, LiveServer
