@@ -82,20 +82,20 @@ class Chat:
     def answer(self, head: Head, generation: Generation, outputs: Sequence[Output], usage: UsageBody) -> msgspec.Struct:
         choices = []
         for output in outputs:
-            content, calls, cut_off = read_calls(output.text, generation.tools)
+            content, calls, cut_off = read_calls(output.delta.text, generation.tools)
             choices.append(
                 ChatChoice(
                     index=output.index,
                     message=ChatAnswer(
                         content if content or not calls else None,
                         tool_calls=calls or UNSET,
-                        reasoning_content=output.reasoning or UNSET,
-                        reasoning=output.reasoning or UNSET,
+                        reasoning_content=output.delta.reasoning or UNSET,
+                        reasoning=output.delta.reasoning or UNSET,
                     ),
-                    logprobs=_logprobs(output.logprobs),
-                    finish_reason=_with_calls(output.finish_reason, bool(calls) and not cut_off),
-                    stop_reason=output.stop_reason,
-                    token_ids=ids(output.token_ids, generation.shows_token_ids),
+                    logprobs=_logprobs(output.delta.logprobs),
+                    finish_reason=_with_calls(finish_reason(output.delta), bool(calls) and not cut_off),
+                    stop_reason=stop_reason(output.delta),
+                    token_ids=ids(output.delta.token_ids, generation.shows_token_ids),
                 )
             )
         return ChatCompletion(
@@ -105,7 +105,7 @@ class Chat:
             system_fingerprint=head.system_fingerprint,
             choices=choices,
             usage=usage,
-            prompt_token_ids=ids(outputs[0].prompt_token_ids, generation.shows_token_ids),
+            prompt_token_ids=ids(outputs[0].delta.prompt_token_ids, generation.shows_token_ids),
         )
 
     def chunks(self, head: Head, cursor: Cursor, delta: Delta, usage: OptionalUsage) -> list[msgspec.Struct]:

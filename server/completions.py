@@ -69,14 +69,14 @@ class Completions:
         choices = [
             CompletionChoice(
                 index=index,
-                text=output.text,
-                logprobs=_logprobs(output.logprobs, 0, output.prompt_logprobs) if generation.shows_logprobs else None,
-                finish_reason=output.finish_reason,
-                stop_reason=output.stop_reason,
-                token_ids=ids(output.token_ids, generation.shows_token_ids),
-                prompt_token_ids=ids(output.prompt_token_ids, generation.shows_token_ids),
+                text=delta.text,
+                logprobs=_logprobs(delta.logprobs, 0, delta.prompt_logprobs) if generation.shows_logprobs else None,
+                finish_reason=finish_reason(delta),
+                stop_reason=stop_reason(delta),
+                token_ids=ids(delta.token_ids, generation.shows_token_ids),
+                prompt_token_ids=ids(delta.prompt_token_ids, generation.shows_token_ids),
             )
-            for index, output in enumerate(_best(outputs, generation))
+            for index, delta in enumerate(output.delta for output in _best(outputs, generation))
         ]
         return _completion(head, choices, usage)
 
@@ -131,7 +131,7 @@ def _best(outputs: Sequence[Output], generation: Generation) -> list[Output]:
     best: list[Output] = []
     for start in range(0, len(outputs), generation.num_choices):
         candidates = outputs[start : start + generation.num_choices]
-        ranked = sorted(candidates, key=lambda output: -output.total_logprob / max(1, len(output.logprobs)))
+        ranked = sorted(candidates, key=lambda output: -output.mean_logprob)
         best += ranked[: generation.num_wanted]
     return best
 

@@ -125,7 +125,7 @@ class EmbeddingRoute:
             raise
         finally:
             request[EXCHANGE].usage = usage = tally.total()
-        entries = [EmbeddingEntry(index=one.index, embedding=_encoded(one.embedding, body)) for one in outputs]
+        entries = [EmbeddingEntry(index=one.index, embedding=_encoded(one.delta.embedding, body)) for one in outputs]
         counts = EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens)
         return json_reply(EmbeddingList(data=entries, model=self._card.name, usage=counts))
 

@@ -20,42 +20,23 @@ class Output:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        self.embedding = b""
-        self.token_ids = b""
-        self.prompt_token_ids = b""
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: str | int | UnsetType = UNSET
-        self._texts: list[str] = []
-        self._thoughts: list[str] = []
+        self._deltas: list[Delta] = []
 
     def add(self, delta: Delta) -> None:
         """Append new output."""
-        self._texts.append(delta.text)
-        self._thoughts.append(delta.reasoning)
-        self.logprobs += delta.logprobs
-        self.prompt_logprobs += delta.prompt_logprobs
-        self.embedding += delta.embedding
-        self.token_ids += delta.token_ids
-        self.prompt_token_ids += delta.prompt_token_ids
-        self.finish_reason = finish_reason(delta)
-        self.stop_reason = stop_reason(delta)
+        self._deltas.append(delta)
 
     @property
-    def text(self) -> str:
-        """Everything so far."""
-        return "".join(self._texts)
+    def delta(self) -> Delta:
+        """Everything so far, as one delta."""
+        self._deltas = [Delta.merged(self._deltas)]
+        return self._deltas[0]
 
     @property
-    def reasoning(self) -> str:
-        """What was thought before it."""
-        return "".join(self._thoughts)
-
-    @property
-    def total_logprob(self) -> float:
-        """How likely the whole output was, for comparing."""
-        return sum(finite(entry.sampled.logprob) for entry in self.logprobs)
+    def mean_logprob(self) -> float:
+        """How likely the whole output was per token, for comparing."""
+        entries = self.delta.logprobs
+        return sum(finite(entry.sampled.logprob) for entry in entries) / max(1, len(entries))
 
 
 class Cursor:

@@ -26,6 +26,7 @@ from engine.messages import (
     Failed,
     Finish,
     Logprobs,
+    StepExtras,
     Tokenize,
     TokenizerInbox,
     TokenLogprobs,
@@ -41,6 +42,7 @@ from engine.text.stream import TextStream
 log = logging.getLogger(__name__)
 
 TokenIds = npt.NDArray[np.int32]
+NO_EXTRAS = StepExtras()
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,19 +212,19 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         for request_id, cached_tokens in message.cached_tokens.items():
             if (text := self._texts.get(request_id)) is not None:
                 text.cached_tokens = cached_tokens
-        for request_id, part in message.prompt_logprobs.items():
-            if (text := self._texts.get(request_id)) is not None and text.prompt_logprobs is not None:
-                text.prompt_logprobs.take(part)
-        for line, (request_id, token_id, finish) in enumerate(
-            zip(request_ids, token_ids, message.finishes, strict=True)
-        ):
+        for request_id, extras in message.extras.items():
+            text = self._texts.get(request_id)
+            if extras.prompt_logprobs is not None and text is not None and text.prompt_logprobs is not None:
+                text.prompt_logprobs.take(extras.prompt_logprobs)
+        for request_id, token_id, finish in zip(request_ids, token_ids, message.finishes, strict=True):
             text = self._texts.get(request_id)
             if text is not None:  # else it ended here already, by a stop string or a cancellation
+                extras = message.extras.get(request_id, NO_EXTRAS)
                 try:
                     if text.request.prompt_only:
-                        self._take_prompt(text, Finish(finish), message.embeddings.get(line, b""))
+                        self._take_prompt(text, Finish(finish), extras.embedding)
                     else:
-                        self._take_token(text, token_id, Finish(finish), message.logprobs.get(line))
+                        self._take_token(text, token_id, Finish(finish), extras.logprobs)
                 except Exception as error:
                     self._texts[request_id] = text
                     self._scheduler.put(Abort(request_id))

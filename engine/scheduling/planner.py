@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import add
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -24,12 +23,11 @@ from engine.messages import (
     Admit,
     Failed,
     Finish,
-    Logprobs,
     LossExplained,
-    PromptLogprobs,
     Stats,
     Step,
     StepDone,
+    StepExtras,
     Tokens,
 )
 from engine.scheduling.budget import StepBudget
@@ -45,8 +43,6 @@ from engine.scheduling.quarantine import Quarantine
 from engine.scheduling.queue import waiting_queue
 from engine.scheduling.rows import Rows, RowTable
 from engine.scheduling.sequence import Sequence
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,24 +263,20 @@ class Planner:
             self._budget.observe(record.num_decodes, record.num_prefill_tokens, now - began_at)
         rows = record.sampled_rows
         tokens = np.frombuffer(done.token_ids, dtype=np.int32)
-        logprobs, embeddings, failures = done.logprobs, done.embeddings, done.failures
         if self._ended:
             live = self._rows.running[rows]
-            logprobs, embeddings = _reindexed(logprobs, live), _reindexed(embeddings, live)
-            failures = _reindexed(failures, live)
             rows, tokens = rows[live], tokens[live]
         if len(tokens) and tokens.min() < 0:
-            self._fail_rows(rows, tokens, failures)
-            logprobs, embeddings = _reindexed(logprobs, tokens >= 0), _reindexed(embeddings, tokens >= 0)
-            rows, tokens = rows[tokens >= 0], tokens[tokens >= 0]
-        if done.prompt_logprobs:
-            self._pass_on(done.prompt_logprobs, record)
+            failed = tokens < 0
+            self._fail_rows(rows[failed].tolist(), done.extras)
+            rows, tokens = rows[~failed], tokens[~failed]
+        extras = {int(self._rows.request_ids[row]): one for row, one in done.extras.items() if self._rows.running[row]}
         first = self._confirm_prefills(record) if record.prefill_rows else {}
         num_decodes, num_prefills = record.num_decodes, len(record.prefill_rows)
         step = StepRecord(done.step_id, began_at, now, num_decodes, num_prefills, record.num_prefill_tokens)
         self.meter.completed(step, len(rows) - len(first), len(first))
-        if len(rows):
-            self._commit(rows, tokens, logprobs, first, embeddings)
+        if len(rows) or extras:
+            self._commit(rows, tokens, first, extras)
         self._release_ended()
         if self._quarantine.is_on:
             self._release_suspect()
@@ -308,23 +300,7 @@ class Planner:
                 self.meter.ttft_s.note(now - sequence.arrived_at)
         return first
 
-    def _pass_on(self, prompt_logprobs: dict[int, PromptLogprobs], record: _InFlight) -> None:
-        """Parts of prompts, before their first tokens."""
-        by_request = {}
-        for segment, part in prompt_logprobs.items():
-            row = record.prefill_rows[segment]
-            if self._rows.running[row]:
-                by_request[int(self._rows.request_ids[row])] = part
-        self.outbox.append(Tokens(b"", b"", b"", prompt_logprobs=by_request))
-
-    def _commit(
-        self,
-        rows: Rows,
-        tokens: Rows,
-        logprobs: dict[int, Logprobs],
-        cached_tokens: dict[int, int],
-        embeddings: dict[int, bytes],
-    ) -> None:
+    def _commit(self, rows: Rows, tokens: Rows, cached_tokens: dict[int, int], extras: dict[int, StepExtras]) -> None:
         table = self._rows
         known = table.known[rows]
         table.tokens[rows, known] = tokens
@@ -345,8 +321,7 @@ class Planner:
                 token_ids=tokens.tobytes(),
                 finishes=finishes.tobytes(),
                 cached_tokens=cached_tokens,
-                logprobs=logprobs,
-                embeddings=embeddings,
+                extras=extras,
             )
         )
         if not some_end:
@@ -358,10 +333,10 @@ class Planner:
             self._leave(row)
             self._end(sequence, Finish(finish), int(table.known[row]), now)
 
-    def _fail_rows(self, rows: Rows, tokens: Rows, failures: dict[int, str]) -> None:
-        """End those that have no token.  failures: why, where it is not for the logits."""
-        for index in np.flatnonzero(tokens < 0).tolist():
-            row, reason = int(rows[index]), failures.get(index)
+    def _fail_rows(self, rows: list[int], extras: dict[int, StepExtras]) -> None:
+        """End rows that have no token."""
+        for row in rows:
+            reason = extras[row].failure if row in extras else ""
             sequence = self._rows.sequences[row]
             assert sequence is not None, f"row {row} sampled a token and is free"
             self._leave(row, share=False)
@@ -536,11 +511,3 @@ class Planner:
         """Raise AssertionError unless every page has exactly one owner and no row runs ahead of its end."""
         self._page_manager.check()
         self._decodes.check()
-
-
-def _reindexed(entries: dict[int, T], keep: np.ndarray) -> dict[int, T]:
-    """Renumber lines after dropping those where ``keep`` is False."""
-    if not entries:
-        return entries
-    new_index = np.cumsum(keep) - 1
-    return {int(new_index[index]): entry for index, entry in entries.items() if keep[index]}
