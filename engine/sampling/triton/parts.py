@@ -56,7 +56,7 @@ class PlannedPart:
         self._own = [
             upload.add(at.astype(np.int64)),
             upload.add(np.arange(len(at))),
-            upload.add(_inverse_temperatures(state, rows_n)),
+            upload.add(state.inverse_temperature[rows_n]),
             upload.add(state.seed[rows_n]),
         ]
         self._adjustment = _add_adjustment(state, upload, rows_n, holding_N[at]) if adjusted else None
@@ -95,7 +95,7 @@ def _add_adjustment(state: SamplingState, upload: Upload, rows_n: Int64, holding
 
 def _add_cuts(state: SamplingState, upload: Upload, rows_n: Int64) -> list[int] | None:
     """In the order of ``CutRows``' fields; None if no row has cuts."""
-    at_r = np.flatnonzero(_with_cuts(state, rows_n))
+    at_r = np.flatnonzero(state.cut[rows_n])
     if not len(at_r):
         return None
     index_n = np.full(len(rows_n), _OFF, dtype=np.int32)
@@ -104,36 +104,10 @@ def _add_cuts(state: SamplingState, upload: Upload, rows_n: Int64) -> list[int] 
     return [
         upload.add(index_n),
         upload.add(at_r.astype(np.int32)),
-        upload.add(_floors(state, rows_r)),
-        upload.add(state.top_k[rows_r].astype(np.int32)),
+        upload.add(state.floor[rows_r].view(np.int32)),
+        upload.add(state.top_k[rows_r]),
         upload.add(state.top_p[rows_r]),
     ]
-
-
-def with_adjustments(state: SamplingState, rows_N: Int64, holding_N: Bools) -> Bools:
-    """Rows with bias, penalties or stop tokens that are held off.  holding_N: see ``build_batch``."""
-    adjusted_N: Bools = state.biased[rows_N] | state.penalised[rows_N] | holding_N
-    return adjusted_N
-
-
-def _with_cuts(state: SamplingState, rows_n: Int64) -> Bools:
-    """Random rows with top_k, top_p or min_p."""
-    cut_n: Bools = (state.top_k[rows_n] > 0) | (state.top_p[rows_n] < 1.0) | (state.min_p[rows_n] > 0.0)
-    return cut_n & ~state.greedy[rows_n]
-
-
-def _inverse_temperatures(state: SamplingState, rows_n: Int64) -> npt.NDArray[np.float32]:
-    """0 for a greedy row."""
-    inverse_n = np.zeros(len(rows_n), dtype=np.float32)
-    random_n = ~state.greedy[rows_n]
-    inverse_n[random_n] = np.float32(1.0) / state.temperature[rows_n[random_n]]
-    return inverse_n
-
-
-def _floors(state: SamplingState, rows_r: Int64) -> npt.NDArray[np.int32]:
-    """The magnitude of log(min_p), infinite where that is off; see ``scores.py``."""
-    with np.errstate(divide="ignore"):
-        return np.abs(np.log(state.min_p[rows_r]).astype(np.float32)).view(np.int32)
 
 
 def _starts(lists: list[Int64]) -> npt.NDArray[np.int32]:
