@@ -179,7 +179,7 @@ class ModelRunner:
         masks = self._constraints.begin(batch.sample_rows_N)
         wanted = self._prompts.wanted(step, batch)
         inputs = self._rows.inputs(batch)
-        self._attention.begin(
+        self._attention.plan_step(
             AttentionBatch(
                 num_decodes=batch.num_decodes,
                 page_table_BP=inputs.page_table_BP,

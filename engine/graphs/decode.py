@@ -12,7 +12,7 @@ Legend: M rows of the largest graph · B rows of a graph, padding included · N 
 Owns: static inputs, which graph serves a step, what is copied.  Does not know: how captures are done, the scheduler.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -30,7 +30,7 @@ from engine.graphs.device import GraphDevice
 from engine.graphs.inputs import choose_inputs
 from engine.graphs.pinned_ring import PinnedReceiver, PinnedRing
 from engine.graphs.sizes import round_up
-from engine.layers.attention import AttentionBackend
+from engine.layers.attention import AttentionBackend, GraphAttentionBuilder, is_capturable
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import DecodeInputs, StepTensors
 from engine.messages import Step
@@ -82,16 +82,16 @@ class DecodeGraphs:
         self._tokens_M = device.buffer((largest,), torch.int64)
         self._all_rows_M = device.buffer((largest,), torch.int64)
         self._all_rows_M.copy_(torch.arange(largest))
-        resident = bool(getattr(attention, "capturable", False))
+        resident = is_capturable(attention)
         table_width = rows.pages_RP.shape[1] if resident else PlannedAttention.table_width
         self._inputs = self._static_inputs(largest, table_width)
         self._attention: DecodeAttention
         if resident:
             self._attention = ResidentAttention(attention, self._inputs, largest)
         else:
-            for_graph: Callable[[int, int], AttentionBackend] = attention.for_graph  # type: ignore[attr-defined]
+            assert isinstance(attention, GraphAttentionBuilder), "see can_capture"
             self._attention = PlannedAttention(
-                for_graph, self.sizes, pool, self._columns.rows, rows.pages_RP, self._lengths_R
+                attention, self.sizes, pool, self._columns.rows, rows.pages_RP, self._lengths_R
             )
         self._outgoing = PinnedRing(device, LETTERS, self._packed.nbytes)
         self._incoming = PinnedReceiver(device, self._tokens_M.nbytes)

@@ -171,7 +171,7 @@ class Piecewise:
         self._recorder.num_tokens = 1
         self._inputs_3M.copy_(self._padding_31)
         one = torch.ones(1, dtype=torch.int32, device=self._pool.data.device)
-        self._attention.begin(
+        self._attention.plan_step(
             AttentionBatch(
                 num_decodes=0,
                 page_table_BP=one[None] * self._pool.dump_page,

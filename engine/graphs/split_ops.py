@@ -39,7 +39,7 @@ ALL_REDUCE = "callboard::all_reduce"
 class MarkedAttention:
     """See ``AttentionBackend``: puts a mark where each layer's attention belongs."""
 
-    def begin(self, batch: AttentionBatch) -> None:
+    def plan_step(self, batch: AttentionBatch) -> None:
         """Nothing is planned for a trace."""
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def begin_in_any_order(device: EngineDevice, pool: object, size: int) -> None:
     device.graphs = graphs
 
 
-BEGIN = EngineDevice.begin
+BEGIN = EngineDevice.begin_capture
 
 
 def run_here(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -36,7 +36,7 @@ def run_here(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
 
 def test_every_way_to_capture_is_measured_and_the_engines_own_is_put_back(monkeypatch, tmp_path, capsys):
     install_doubles(monkeypatch)
-    monkeypatch.setattr(EngineDevice, "begin", begin_in_any_order)
+    monkeypatch.setattr(EngineDevice, "begin_capture", begin_in_any_order)
     monkeypatch.setattr(bench_graphs, "QWEN3_06B", SMALL_QWEN3 | {"num_hidden_layers": 1})
     monkeypatch.setattr(bench_graphs.subprocess, "run", run_here)
     monkeypatch.setattr(bench_graphs, "describe_machine", dict)

@@ -162,7 +162,7 @@ class RecordingDevice:
             if self.is_capturing():
                 raise RecordingError("the capturing stream was left inside a capture")
 
-    def begin(self, pool: object, size: int) -> None:
+    def begin_capture(self, pool: object, size: int) -> None:
         if self._recorder is not None:
             raise RecordingError("a capture begins inside another one")
         if not self._streams:

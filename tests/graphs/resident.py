@@ -20,10 +20,10 @@ class ResidentTorchAttention:
         self._batch: AttentionBatch | None = None
         self._in_page = torch.arange(pool.page_size)
 
-    def begin(self, batch: AttentionBatch) -> None:
+    def plan_step(self, batch: AttentionBatch) -> None:
         self._batch = batch
         if batch.num_decodes < len(batch.host_lengths):
-            self._prompts.begin(batch)
+            self._prompts.plan_step(batch)
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         batch, spec = self._batch, self._spec

@@ -245,7 +245,7 @@ def test_larger_batches_run_as_they_are(checkpoint, monkeypatch):
 
 
 class Planned(ResidentTorchAttention):
-    """A backend that plans: a graph's own buffers are filled by ``begin`` before each replay."""
+    """A backend that plans: a graph's own buffers are filled by ``plan_step`` before each replay."""
 
     capturable = False
 
@@ -259,7 +259,7 @@ class PlannedGraph(ResidentTorchAttention):
         self._own = torch.zeros((num_rows, max_pages), dtype=torch.int32), torch.ones(num_rows, dtype=torch.int32)
         self.begun = []
 
-    def begin(self, batch):
+    def plan_step(self, batch):
         num = len(batch.host_lengths)
         assert batch.num_decodes == num <= len(self._own[0])
         self.begun.append(batch.host_lengths.tolist())
@@ -268,7 +268,7 @@ class PlannedGraph(ResidentTorchAttention):
         table[:num, : batch.page_table_BP.shape[1]] = batch.page_table_BP
         lengths.fill_(1)[:num] = batch.lengths_B
         ones = np.ones(len(lengths), dtype=np.int32)
-        super().begin(type(batch)(len(lengths), table, lengths, lengths, ones, ones))
+        super().plan_step(type(batch)(len(lengths), table, lengths, lengths, ones, ones))
 
 
 def test_attention_with_a_plan_is_planned_before_each_replay(checkpoint, monkeypatch):
@@ -322,7 +322,7 @@ class NoGrammars:
     def admit(self, *_):
         pass
 
-    def begin(self, _):
+    def plan_step(self, _):
         return None
 
 

@@ -139,8 +139,8 @@ class Watched:
     def __init__(self, backend):
         self.backend, self.rows = backend, []
 
-    def begin(self, batch):
-        self.backend.begin(batch)
+    def plan_step(self, batch):
+        self.backend.plan_step(batch)
 
     def attend(self, layer, q):
         self.rows.append(len(q))
@@ -215,7 +215,7 @@ def test_the_progress_bar_tells_sizes_and_memory(cases: Cases, capsys):
 class Harmless:
     """Attention that a capture would swallow without a complaint."""
 
-    def begin(self, batch):
+    def plan_step(self, batch):
         pass
 
     def attend(self, layer, q):
@@ -234,7 +234,7 @@ def test_attention_that_was_captured_is_an_error(cases: Cases):
 def test_attention_refuses_to_run_inside_a_capture(driver):
     q = driver.device.buffer((4, 4, 32), torch.float32)
     with torch.inference_mode(), driver.device.stream():
-        driver.device.begin(driver.recorder._pool, 4)
+        driver.device.begin_capture(driver.recorder._pool, 4)
         with pytest.raises(GraphError, match="attention of layer 1 was about to be captured"):
             driver.breaking.attend(1, q)
         driver.device.abandon()

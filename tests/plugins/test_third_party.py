@@ -180,15 +180,15 @@ def test_one_that_takes_long_to_be_built_is_named(
 @pytest.mark.parametrize("error", [SystemExit(9), KeyboardInterrupt()])
 def test_one_that_exits_while_it_serves_does_not_end_the_server_without_a_word(error: BaseException) -> None:
     class Exits:
-        def begin(self, batch: object) -> None:
+        def plan_step(self, batch: object) -> None:
             raise error
 
         def attend(self, layer: int, q_TNH: torch.Tensor) -> torch.Tensor:
             raise error
 
     backend = NamedAttention("attention.theirs (acme 1.0)", Exits())  # type: ignore[arg-type]
-    with pytest.raises(PluginError, match=rf"theirs \(acme 1\.0\) raised in begin: {type(error).__name__}"):
-        backend.begin(None)  # type: ignore[arg-type]
+    with pytest.raises(PluginError, match=rf"theirs \(acme 1\.0\) raised in plan_step: {type(error).__name__}"):
+        backend.plan_step(None)  # type: ignore[arg-type]
     with pytest.raises(PluginError, match=rf"raised in attend, layer 3: {type(error).__name__}"):
         backend.attend(3, torch.ones(1))
 

@@ -53,7 +53,7 @@ class NoGrammars:
     def admit(self, *_):
         pass
 
-    def begin(self, _):
+    def plan_step(self, _):
         return None
 
 

@@ -30,8 +30,8 @@ class FlashAttention:
         self._parts: list[Part] = []
         self._prepared: list[list[Prepared]] = []
 
-    def begin(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.begin``."""
+    def plan_step(self, batch: AttentionBatch) -> None:
+        """See ``AttentionBackend.plan_step``."""
         self._parts = cut(batch, self._spec, self._pool)
         self._prepared = [[self._kernels.prepare(part, window) for part in self._parts] for window in self._windows]
 
@@ -49,9 +49,9 @@ class FlashAttention:
     def for_graph(self, num_rows: int, max_pages: int) -> AttentionBackend:
         """A backend for one CUDA graph of ``num_rows`` decode rows that have up to ``max_pages`` pages each.
 
-        Call its ``begin`` before the capture and before each replay, on the stream of the graph, with that many rows
-        or fewer; ``attend`` is what is captured, with one query for every row of the graph, and must have run once
-        before the capture.  What comes out for the rows that ``begin`` was not given has no meaning.
+        Call its ``plan_step`` before the capture and before each replay, on the stream of the graph, with that many
+        rows or fewer; ``attend`` is what is captured, with one query for every row of the graph, and must have run once
+        before the capture.  What comes out for the rows that ``plan_step`` was not given has no meaning.
         """
         return GraphAttention(self._spec, self._pool, self._kernels, num_rows, max_pages)
 
@@ -77,7 +77,7 @@ class GraphAttention:
         )
         self._prepared: list[Prepared] = []
 
-    def begin(self, batch: AttentionBatch) -> None:
+    def plan_step(self, batch: AttentionBatch) -> None:
         """Rows that the batch does not have get one token each, of the dump page."""
         table_RP, lengths_R = self._part.page_table_BP, self._part.lengths_B
         count, num_rows = len(batch.host_lengths), len(lengths_R)

@@ -42,8 +42,8 @@ class FlashInferAttention:
         self._pages = pages_of(setup.pool)
         self._num_decodes = 0
 
-    def begin(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.begin``."""
+    def plan_step(self, batch: AttentionBatch) -> None:
+        """See ``AttentionBackend.plan_step``."""
         count = self._num_decodes = batch.num_decodes
         table_BP = padding_on_dump_page(batch, self._setup.pool)
         lengths, query_lengths = batch.host_lengths, batch.host_query_lengths
@@ -76,9 +76,9 @@ class FlashInferAttention:
     def for_graph(self, num_rows: int, max_pages: int) -> AttentionBackend:
         """A backend for one CUDA graph of ``num_rows`` decode rows that have up to ``max_pages`` pages each.
 
-        Call its ``begin`` before the capture and before each replay, on the stream of the graph, with that many rows
-        or fewer; ``attend`` is what is captured, with one query for every row of the graph, and must have run once
-        before the capture.  What comes out for the rows that ``begin`` was not given has no meaning.
+        Call its ``plan_step`` before the capture and before each replay, on the stream of the graph, with that many
+        rows or fewer; ``attend`` is what is captured, with one query for every row of the graph, and must have run once
+        before the capture.  What comes out for the rows that ``plan_step`` was not given has no meaning.
         """
         return GraphAttention(self._setup, self._lists, num_rows, max_pages)
 
@@ -101,7 +101,7 @@ class GraphAttention:
         self._pages = pages_of(setup.pool)
         self._one_query_each = np.ones(num_rows, dtype=np.int32)
 
-    def begin(self, batch: AttentionBatch) -> None:
+    def plan_step(self, batch: AttentionBatch) -> None:
         """Rows that the batch does not have get one token each, of the dump page."""
         count, num_rows = len(batch.host_lengths), self._num_rows
         assert batch.num_decodes == count <= num_rows, f"{batch.num_decodes} of {count} rows, captured for {num_rows}"
