@@ -53,7 +53,7 @@ class NoGrammars:
     def admit(self, *_):
         pass
 
-    def plan_step(self, _):
+    def begin(self, _):
         return None
 
 
