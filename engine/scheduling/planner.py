@@ -125,7 +125,7 @@ class Planner:
             return
         num_tokens = len(sequence.tokens)
         if sequence.row >= 0:
-            num_tokens = int(self._rows.known[sequence.row])
+            num_tokens = int(self._rows.num_known[sequence.row])
             self._leave(sequence.row)
         else:
             self._prefills.forget(sequence)
@@ -192,7 +192,7 @@ class Planner:
         samples = np.array(segments.samples, dtype=np.int32)
         first_rows = rows[samples == 1]
         for row in first_rows.tolist():
-            if self._rows.planned[row] < self._rows.max_total[row]:
+            if self._rows.num_planned[row] < self._rows.max_total[row]:
                 self._decodes.join(row)
         record = _InFlight(
             np.concatenate((decode_rows, first_rows)),
@@ -291,7 +291,7 @@ class Planner:
             sequence = table.sequences[row]
             if sequence is None or not table.running[row]:
                 continue
-            table.confirmed[row] = end
+            table.num_confirmed[row] = end
             self._page_manager.publish(row, end)
             self._prefills.published(row, end)
             if end == sequence.num_prompt == len(sequence.tokens):
@@ -302,10 +302,10 @@ class Planner:
 
     def _commit(self, rows: Rows, tokens: Rows, cached_tokens: dict[int, int], extras: dict[int, StepExtras]) -> None:
         table = self._rows
-        known = table.known[rows]
+        known = table.num_known[rows]
         table.tokens[rows, known] = tokens
         known += 1
-        table.known[rows] = known
+        table.num_known[rows] = known
         stopped = (table.stop_ids.take(rows, axis=1) == tokens).any(axis=0)
         full = known >= table.max_total.take(rows)
         ends = stopped | full
@@ -331,7 +331,7 @@ class Planner:
             sequence = table.sequences[row]
             assert sequence is not None, f"row {row} sampled a token and is free"
             self._leave(row)
-            self._end(sequence, Finish(finish), int(table.known[row]), now)
+            self._end(sequence, Finish(finish), int(table.num_known[row]), now)
 
     def _fail_rows(self, rows: list[int], extras: dict[int, StepExtras]) -> None:
         """End rows that have no token."""
@@ -340,7 +340,7 @@ class Planner:
             sequence = self._rows.sequences[row]
             assert sequence is not None, f"row {row} sampled a token and is free"
             self._leave(row, share=False)
-            self._end(sequence, Finish.ERROR, int(self._rows.known[row]), self._clock())
+            self._end(sequence, Finish.ERROR, int(self._rows.num_known[row]), self._clock())
             self.outbox.append(
                 Failed(
                     sequence.request_id,
@@ -382,7 +382,7 @@ class Planner:
 
         False if only one is left: it fits alone, by the check at admission."""
         table = self._rows
-        stays = np.flatnonzero(table.running & (table.planned < table.max_total)).tolist()
+        stays = np.flatnonzero(table.running & (table.num_planned < table.max_total)).tolist()
         running = [sequence for row in stays if (sequence := table.sequences[row]) is not None]
         if len(running) < 2:
             return False
@@ -393,7 +393,7 @@ class Planner:
     def _retract(self, victim: Sequence) -> None:
         row, table = victim.row, self._rows
         self._leave(row)
-        victim.tokens = table.tokens[row, : table.known[row]].copy()
+        victim.tokens = table.tokens[row, : table.num_known[row]].copy()
         victim.row = -1
         victim.num_retractions += 1
         self._prefills.wait(victim)
@@ -410,8 +410,8 @@ class Planner:
         """Tokens of a row that completed steps have computed."""
         table, sequence = self._rows, self._rows.sequences[row]
         assert sequence is not None, f"row {row} is free"
-        has_sampled = table.known[row] > len(sequence.tokens)
-        return int(table.known[row]) - 1 if has_sampled else int(table.confirmed[row])
+        has_sampled = table.num_known[row] > len(sequence.tokens)
+        return int(table.num_known[row]) - 1 if has_sampled else int(table.num_confirmed[row])
 
     def restart(self, *, is_fault: bool = True) -> LossExplained | None:
         """The device is a new one: steps in flight never come back, no page holds anything, whoever ran waits again.
@@ -424,7 +424,7 @@ class Planner:
             self._quarantine.acquit_all()
         running = [sequence for sequence in self._sequences.values() if sequence.row >= 0]
         for sequence in running:
-            sequence.tokens = self._rows.tokens[sequence.row, : self._rows.known[sequence.row]].copy()
+            sequence.tokens = self._rows.tokens[sequence.row, : self._rows.num_known[sequence.row]].copy()
             sequence.row = -1
         self._in_flight.clear()
         self._ended.clear()
@@ -445,7 +445,7 @@ class Planner:
             sequence = self._rows.sequences[row]
             if sequence is None or not self._rows.running[row]:
                 continue
-            if self._quarantine.note_loss(sequence, self._num_done(row), int(self._rows.computed[row])):
+            if self._quarantine.note_loss(sequence, self._num_done(row), int(self._rows.num_computed[row])):
                 culprit = sequence
         return culprit
 

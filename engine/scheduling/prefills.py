@@ -185,7 +185,7 @@ class Prefills:
 
     def _add_chunk(self, segments: Segments, row: int, budget: int) -> int:
         table = self._table
-        start, known = int(table.computed[row]), int(table.known[row])
+        start, known = int(table.num_computed[row]), int(table.num_known[row])
         length = min(known - start, self._limits.prefill_chunk, budget)
         sequence = table.sequences[row]
         if sequence is not None and sequence.params.prompt_logprobs is not None:
@@ -195,15 +195,15 @@ class Prefills:
         segments.starts.append(start)
         segments.lengths.append(length)
         segments.samples.append(int(ends))
-        table.computed[row] = start + length
+        table.num_computed[row] = start + length
         if ends:
-            table.planned[row] = known + 1
+            table.num_planned[row] = known + 1
             self._turns.remove(row)
         return length
 
     def _admission(self, sequence: Sequence) -> Admission:
         table, row = self._table, sequence.row
-        num_computed = int(table.computed[row])
+        num_computed = int(table.num_computed[row])
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = num_computed
         return Admission(
@@ -224,7 +224,9 @@ class Prefills:
             return False
         table = self._table
         end = self._page_manager.num_cached_tokens(sequence) + max(self._limits.page_size, WORTH_WAITING_TOKENS)
-        common, row = max((_num_common(table.tokens[row, : table.known[row]], sequence.tokens), row) for row in rows)
+        common, row = max(
+            (_num_common(table.tokens[row, : table.num_known[row]], sequence.tokens), row) for row in rows
+        )
         # One token is always left to compute, so a prefix that ends with the prompt saves one less.
         if min(common, len(sequence.tokens) - 1) < end:
             return False
@@ -241,7 +243,7 @@ class Prefills:
             return 0
         num_tokens = len(sequence.tokens)
         # The sequence itself comes last.
-        known = np.append(table.known[rows], num_tokens)
+        known = np.append(table.num_known[rows], num_tokens)
         num_pages = np.append(table.num_pages[rows], -(-num_tokens // page_size))
         generated = known - np.append(table.num_prompt[rows], sequence.num_prompt)
         most = np.append(table.max_total[rows], sequence.max_total) - known

@@ -65,7 +65,7 @@ def a_page_leaks_when_a_row_is_released(release: Callable[..., None]) -> Callabl
 def a_page_comes_one_token_late(_: Callable[..., Rows]) -> Callable[..., Rows]:
     def mutant(self: Decodes) -> Rows:
         table, rows = self._table, self.rows
-        return rows[table.computed[rows] > table.num_pages[rows] * table.page_size]
+        return rows[table.num_computed[rows] > table.num_pages[rows] * table.page_size]
 
     return mutant
 
@@ -155,8 +155,8 @@ def a_row_is_reused_while_a_step_uses_it(release_ended: Callable[..., None]) -> 
 def more_counts_as_computed_than_is(take: Callable[..., int]) -> Callable[..., int]:
     def mutant(self: RowTable, sequence: Sequence, pages: Any, num_shared: int) -> int:
         row = take(self, sequence, pages, num_shared)
-        if 0 < self.computed[row] < self.known[row] - 1:
-            self.computed[row] += 1
+        if 0 < self.num_computed[row] < self.num_known[row] - 1:
+            self.num_computed[row] += 1
         return row
 
     return mutant
@@ -239,7 +239,7 @@ def who_ran_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..
 
 def what_was_said_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..., None]:
     def mutant(self: Planner, **how: bool) -> None:
-        self._rows.known[:] = self._rows.num_prompt
+        self._rows.num_known[:] = self._rows.num_prompt
         restart(self, **how)
 
     return mutant
