@@ -140,16 +140,16 @@ class Admission(Message, frozen=True):
 class Step(Message, frozen=True):
     """One forward pass, told as changes to what the executor already holds.
 
-    Applied in order: transfers between the tiers, admissions, page appends, then the batch: every decode row (one
-    token each, its last sampled one) followed by every prefill segment.  Sampled: all decode rows, then the segments
-    that reach the end of their known tokens (``prefill_samples`` is 1), in order.
+    Applied in order: transfers between the tiers, admissions, writes to page tables, then the batch: every decode row
+    (one token each, its last sampled one) followed by every prefill segment.  Sampled: all decode rows, then the
+    segments that reach the end of their known tokens (``prefill_samples`` is 1), in order.
     """
 
     step_id: int
     admissions: tuple[Admission, ...] = ()
-    append_rows: bytes = b""  # int32[P]
-    append_indexes: bytes = b""  # int32[P]  position in the row's page table
-    append_pages: bytes = b""  # int32[P]
+    table_rows: bytes = b""  # int32[P]
+    table_indexes: bytes = b""  # int32[P]  position in the row's page table
+    table_pages: bytes = b""  # int32[P]
     decode_rows: bytes = b""  # int32[D]
     prefill_rows: bytes = b""  # int32[S]
     prefill_starts: bytes = b""  # int32[S]  first position of the segment

@@ -166,7 +166,7 @@ class ModelRunner:
         self._transfer(step)
         for admission in step.admissions:
             self._admit(admission)
-        self._rows.append_pages(step)
+        self._rows.write_tables(step)
 
     def _transfer(self, step: Step) -> None:
         if step.transfer_to_host:

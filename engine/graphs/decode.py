@@ -180,12 +180,12 @@ class DecodeGraphs:
                 buffer = self._outgoing.take()
                 buffer.data[: self._columns_end].numpy()[:] = columns
                 first, end = 0, self._columns_end
-        if step.append_rows:
+        if step.table_rows:
             places_A, pages_A = self._rows.appends(step)
             num_appends = len(pages_A)
             if num_appends > self.sizes[-1]:
                 # More than a page for each row: never from this project's scheduler.
-                self._rows.append_pages(step)
+                self._rows.write_tables(step)
                 num_appends = 0
             else:
                 buffer = buffer or self._outgoing.take()

@@ -228,9 +228,9 @@ class Planner:
             )
         step = Step(
             step_id=step_id,
-            append_rows=appends.rows.tobytes(),
-            append_indexes=appends.indexes.tobytes(),
-            append_pages=appends.pages.tobytes(),
+            table_rows=appends.rows.tobytes(),
+            table_indexes=appends.indexes.tobytes(),
+            table_pages=appends.pages.tobytes(),
             decode_rows=decode_rows.tobytes(),
         )
         if transfers := self._page_manager.drain_transfers():

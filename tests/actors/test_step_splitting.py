@@ -117,7 +117,7 @@ def test_a_rank_among_others_says_how_large_the_step_was_and_cuts_only_by_the_li
 def test_halves_keep_the_order_and_cut_a_segment_where_the_middle_is() -> None:
     step = Step(
         7,
-        append_rows=ints(1),
+        table_rows=ints(1),
         decode_rows=ints(4, 5, 6),
         prefill_rows=ints(0, 1),
         prefill_starts=ints(10, 0),

@@ -76,7 +76,7 @@ class Steps:
                 self.pages[row].append(appends[-1][2])
             self.lengths[row] += 1
         columns = zip(*appends, strict=True) if appends else ((), (), ())
-        names = ("append_rows", "append_indexes", "append_pages")
+        names = ("table_rows", "table_indexes", "table_pages")
         pages = {name: int32(column) for name, column in zip(names, columns, strict=True)}
         return self._launch(decode_rows=int32(rows), **pages)
 

@@ -106,8 +106,8 @@ class SimDevice:
             self._logprob_rows.discard(row)
             if admission.params.logprobs is not None:
                 self._logprob_rows.add(row)
-        if step.append_rows:
-            self._tables[ints(step.append_rows), ints(step.append_indexes)] = ints(step.append_pages)
+        if step.table_rows:
+            self._tables[ints(step.table_rows), ints(step.table_indexes)] = ints(step.table_pages)
         return self._forward(step)
 
     def _transfer(self, step: Step) -> None:
