@@ -152,7 +152,7 @@ class Planner:
             finish=finish,
             num_prompt_tokens=sequence.num_prompt,
             num_output_tokens=num_output,
-            cached_tokens=max(0, sequence.cached_tokens),
+            cached_tokens=max(0, sequence.num_cached_at_start),
             num_retractions=sequence.num_retractions,
             arrived_at=arrived,
             queue_s=sequence.started_at - arrived if sequence.started_at is not None else None,
@@ -187,7 +187,7 @@ class Planner:
         for sequence in segments.started:
             if sequence.started_at is None:
                 sequence.started_at = now
-                self.meter.started(sequence.num_prompt, sequence.cached_tokens, now - sequence.arrived_at)
+                self.meter.started(sequence.num_prompt, sequence.num_cached_at_start, now - sequence.arrived_at)
         rows = np.array(segments.rows, dtype=np.int32)
         samples = np.array(segments.samples, dtype=np.int32)
         first_rows = rows[samples == 1]
@@ -295,7 +295,7 @@ class Planner:
             self._page_manager.publish(row, end)
             self._prefills.published(row, end)
             if end == sequence.num_prompt == len(sequence.tokens):
-                first[sequence.request_id] = sequence.cached_tokens
+                first[sequence.request_id] = sequence.num_cached_at_start
                 sequence.first_token_at = now
                 self.meter.ttft_s.note(now - sequence.arrived_at)
         return first

@@ -16,7 +16,7 @@ from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.pages import PageManager
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.rows import RowTable
-from engine.scheduling.sequence import Sequence, Tokens
+from engine.scheduling.sequence import Sequence, TokenIds
 
 QUEUE = -1  # the waiting queue's place among the rows that take turns
 WORTH_WAITING_TOKENS = 32  # what a shared prefix must save to be waited for
@@ -204,8 +204,8 @@ class Prefills:
     def _admission(self, sequence: Sequence) -> Admission:
         table, row = self._table, sequence.row
         num_computed = int(table.num_computed[row])
-        if sequence.cached_tokens < 0:
-            sequence.cached_tokens = num_computed
+        if sequence.num_cached_at_start < 0:
+            sequence.num_cached_at_start = num_computed
         return Admission(
             row=row,
             token_ids=sequence.tokens.tobytes(),
@@ -263,7 +263,7 @@ def _stem(sequence: Sequence) -> Stem:
     return sequence.cache_salt, sequence.tokens[:WORTH_WAITING_TOKENS].tobytes()
 
 
-def _num_common(first: Tokens, second: Tokens) -> int:
+def _num_common(first: TokenIds, second: TokenIds) -> int:
     """How many tokens two sequences begin with in common."""
     length = min(len(first), len(second))
     differing = np.flatnonzero(first[:length] != second[:length])

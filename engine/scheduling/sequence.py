@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from engine.params import SamplingParams
 
-Tokens = npt.NDArray[np.int32]
+TokenIds = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +22,7 @@ class Sequence:
     num_prompt: how many of them are the prompt.  max_total: prompt plus most output tokens.
     stop_ids: token ids that end it.  row: its line in the row table, -1 while it waits.
     cache_salt: only sequences with the same one share pages.
-    cached_tokens: prompt tokens that needed no computing when it first ran, -1 until then.
+    num_cached_at_start: prompt tokens that needed no computing when it first ran, -1 until then.
     arrived_at, started_at, first_token_at: by the scheduler's clock; None until then.
     """
 
@@ -30,18 +30,18 @@ class Sequence:
     arrival: int
     priority: int
     params: SamplingParams
-    tokens: Tokens
+    tokens: TokenIds
     num_prompt: int
     max_total: int
     stop_ids: tuple[int, ...]
     arrived_at: float
     row: int = -1
     cache_salt: str = ""
-    cached_tokens: int = -1
+    num_cached_at_start: int = -1
     num_retractions: int = 0
     started_at: float | None = None
     first_token_at: float | None = None
-    num_cached_tokens: int = 0
+    num_cached_now: int = 0
     num_overtaken: int = 0
 
     @property

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.errors import PluginError
-from engine.kv.eviction import CHUNK, Candidate, EvictionQueue, Rank
+from engine.kv.eviction import CHUNK, Candidate, EvictionQueue, SortKey
 from engine.kv.node import Node
 from engine.kv.radix import RadixTree
 from engine.plugins.manager import Plugins
@@ -136,7 +136,7 @@ def test_eviction_asks_the_strategy_about_one_node_not_about_all(name: str) -> N
         def __init__(self) -> None:
             self.inner, self.asked = strategy(name), 0
 
-        def rank(self, candidate: Candidate) -> Rank:
+        def rank(self, candidate: Candidate) -> SortKey:
             self.asked += 1
             return self.inner.rank(candidate)
 

@@ -377,7 +377,7 @@ class ShortestFirst(Policy):
 
 class Blind(Policy):
     def rank(self, waiting: Waiting) -> tuple[int, ...]:
-        return (-waiting.num_cached_tokens,)
+        return (-waiting.num_cached_now,)
 
 
 class Unsure(Policy):
@@ -388,7 +388,7 @@ class Unsure(Policy):
     ("policy", "said"),
     [
         (ShortestFirst, "nobody waits for ever: a prompt of a million tokens still waits"),
-        (Blind, "it ranks by num_cached_tokens or num_overtaken, but looks_at_cache is False"),
+        (Blind, "it ranks by num_cached_now or num_overtaken, but looks_at_cache is False"),
         (Unsure, "looks_at_cache is None"),
     ],
 )

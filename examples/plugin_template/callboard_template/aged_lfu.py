@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from engine.kv.eviction import Candidate, Rank
+from engine.kv.eviction import Candidate, SortKey
 from engine.plugins.hookspecs import EvictionContext, hookimpl
 from engine.plugins.options import Options, decode_options
 
@@ -25,7 +25,7 @@ class AgedLFU:
     def __init__(self, steps_per_hit: int) -> None:
         self._steps_per_hit = steps_per_hit
 
-    def rank(self, candidate: Candidate) -> Rank:
+    def rank(self, candidate: Candidate) -> SortKey:
         """The smallest goes first."""
         return (candidate.last_used + self._steps_per_hit * candidate.hits,)
 
