@@ -375,9 +375,6 @@ class Deltas(Message, frozen=True):
 class EngineReady(Message, frozen=True):
     """Requests can be served from now on."""
 
-    num_pages: int
-    page_size: int
-
 
 class EngineRecovering(Message, frozen=True):
     """The executors were lost; requests wait until the next EngineReady and then go on where they were."""

@@ -164,7 +164,7 @@ class Scheduler(Actor[SchedulerInbox]):
             pages = self._num_pages
         self._num_pages = pages
         log.info("scheduler ready: pages=%d page_size=%d tokens=%d", pages, self._page_size, pages * self._page_size)
-        self._ingress.put(EngineReady(num_pages=pages, page_size=self._page_size))
+        self._ingress.put(EngineReady())
 
     def _executors_lost(self, reason: str, *, is_fault: bool) -> None:
         self._ready_pages.clear()

@@ -69,7 +69,7 @@ class DecodeGraphs:
         self._device = device
         self._recorder = recorder
         self._capturing = capturing
-        self._steps = choose_inputs(pool.data.device)
+        self._input_ops = choose_inputs(pool.data.device)
         self._lengths_R = rows.keep_lengths()
         largest = self.sizes[-1]
         # Two blocks: columns of the batch, then room for a page for each row.
@@ -236,7 +236,7 @@ class DecodeGraphs:
             lengths_B=static.lengths_B[:size],
             page_table_BW=static.page_table_BW[:size],
         )
-        self._steps.fill(
+        self._input_ops.fill(
             self._columns.rows[:size],
             rows.tokens_RM,
             rows.pages_RP,
@@ -257,7 +257,7 @@ class DecodeGraphs:
         if variant is Variant.LOGITS:
             return logits_BV
         token_ids_B = self._sampler.pick(variant, logits_BV, inputs.positions_B + 1)
-        self._steps.write(inputs.write_at_B, token_ids_B, rows.tokens_RM)
+        self._input_ops.write(inputs.write_at_B, token_ids_B, rows.tokens_RM)
         self._tokens_M[:size].copy_(token_ids_B)
         return self._tokens_M[:size]
 
