@@ -17,7 +17,7 @@ from aiohttp import web
 from engine.errors import ConfigError
 from engine.params import SamplingParams
 from engine.plugins.hookspecs import hookimpl
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import RequestMetrics
 from server.backend import Ingress, Prompt, Stream
 from server.exchange import EXCHANGE, Handler
 

@@ -50,7 +50,7 @@ from engine.messages import (
     TokenizersReady,
 )
 from engine.plugins.hookspecs import hookimpl
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import RequestMetrics
 
 log = logging.getLogger(__name__)
 

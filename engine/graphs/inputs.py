@@ -17,7 +17,7 @@ from engine.layers.step import DecodeInputs
 
 @dataclass(frozen=True, slots=True)
 class InputOps:
-    """What a decode step does with its inputs.  fill, write: see ``engine/kernels/inputs.py``: ``fill_inputs`` and ``write_tokens``."""
+    """What a decode step does with its inputs: ``fill_inputs`` and ``write_tokens`` of ``engine/kernels/inputs.py``."""
 
     fill: Callable[[Tensor, Tensor, Tensor, Tensor, int, int, DecodeInputs], None]
     write: Callable[[Tensor, Tensor, Tensor], None]

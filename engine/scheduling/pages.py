@@ -22,9 +22,8 @@ from engine.kv.node import Namespace
 from engine.kv.outline import Outline
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import RadixTree
-from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.rows import Rows, RowTable
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence import PlannerLimits, Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,10 @@ import numpy as np
 
 from engine.messages import Admission
 from engine.scheduling.forecast import OutputForecast, peak_growth
-from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.pages import PageManager
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.rows import RowTable
-from engine.scheduling.sequence import Sequence, TokenIds
+from engine.scheduling.sequence import PlannerLimits, Sequence, TokenIds
 
 QUEUE = -1  # the waiting queue's place among the rows that take turns
 WORTH_WAITING_TOKENS = 32  # what a shared prefix must save to be waited for

@@ -37,7 +37,7 @@ from engine.messages import (
     TokenizersReady,
 )
 from engine.params import SamplingParams
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import RequestMetrics
 from tests.actors.test_ingress import Sent
 from tests.pace import far
 

@@ -38,8 +38,7 @@ from engine.params import SamplingParams
 from engine.processes.assignment import FrontAssignment, FrontProcessInbox
 from engine.processes.outgoing import Outgoing
 from engine.processes.switchboard import Switchboard
-from engine.scheduling.meter import Meter, StepRecord
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import Meter, RequestMetrics, StepRecord
 from server.front_process import EngineLink
 from tests.actors.test_ingress import Sent
 from tests.pace import far

@@ -9,8 +9,7 @@ from engine.kv.node import Namespace
 from engine.kv.radix import RadixTree
 from engine.messages import Finish
 from engine.plugins.eviction.lru import LeastRecentlyUsed
-from engine.scheduling.meter import Meter, StepRecord
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import Meter, RequestMetrics, StepRecord
 from tests.server.fake_ingress import FakeIngress
 
 PAGE = 16

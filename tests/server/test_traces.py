@@ -15,7 +15,7 @@ from benchmarks.null_engine import NullSystem
 from engine.config import Config, ServerSection, build_config
 from engine.errors import ConfigError
 from engine.messages import Finish
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import RequestMetrics
 from server import app
 from server.traces import open_provider
 from tests.server.http_client import ask
