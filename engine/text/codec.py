@@ -70,11 +70,6 @@ class TextCodec:
         """One more than the largest token id that encoding can give."""
         return len(self._vocabulary)
 
-    @property
-    def can_chat(self) -> bool:
-        """Whether the checkpoint has a chat template."""
-        return self._template is not None
-
     @cached_property
     def _chat_vocabulary(self) -> Vocabulary:
         return self._vocabulary.showing(MARKERS)

@@ -42,11 +42,6 @@ class Grammars:
         """A new one.  Raises RequestError as ``check`` does."""
         return self._compiled(grammar).matcher()
 
-    @property
-    def num_cached_bytes(self) -> int:
-        """Memory of what is kept."""
-        return self._num_bytes
-
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
         with self._caching:
             found = self._cache.get(grammar)

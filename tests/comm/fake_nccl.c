@@ -126,13 +126,3 @@ int ncclAllGather(const void *sent, void *received, size_t count, int type, Comm
     pthread_barrier_wait(&group->barrier);
     return SUCCESS;
 }
-
-int ncclBroadcast(const void *sent, void *received, size_t count, int type, int root, Comm *comm, void *stream) {
-    if (stream == BAD_STREAM) return fail(SYSTEM_ERROR, "the network is down");
-    Group *group = comm->group;
-    group->sent[comm->rank] = sent;
-    pthread_barrier_wait(&group->barrier);
-    if (comm->rank != root) memcpy(received, group->sent[root], count * size_of(type));
-    pthread_barrier_wait(&group->barrier);
-    return SUCCESS;
-}

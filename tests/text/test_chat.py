@@ -130,7 +130,6 @@ def test_chats_are_encoded_without_a_second_bos(tmp_path):
 
 
 def test_a_model_without_template_refuses_messages(codecs_by_kind):
-    assert not codecs_by_kind["byte_level"].can_chat
     with pytest.raises(RequestError, match="no chat template") as refusal:
         codecs_by_kind["byte_level"].encode_chat(turns([("user", "hello")]))
     assert (refusal.value.status, refusal.value.code) == (400, "no_chat_template")
@@ -141,10 +140,10 @@ def test_the_template_file_stands_above_the_configuration_and_default_above_othe
     directory = save(byte_level(), tmp_path, chat_template=named)
     (user,) = turns([("user", "hello")])
     ours = TextCodec.load(directory)
-    assert ours.can_chat
     assert ours.decode(ours.encode_chat([user]).token_ids) == "default"
     (directory / "chat_template.jinja").write_text("file")
     ours = TextCodec.load(directory)
     assert ours.decode(ours.encode_chat([user]).token_ids) == "file"
     only_named = codec(byte_level(), tmp_path / "named", chat_template=named[:1])
-    assert not only_named.can_chat
+    with pytest.raises(RequestError, match="no chat template"):
+        only_named.encode_chat([user])

@@ -62,15 +62,6 @@ class NcclComm:
         self._library.call("ncclReduceScatter", *places, mine.numel(), _kind(mine), SUM, self._joined(), self._stream())
         return mine
 
-    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Everybody's tensor becomes root's, in place; returns it."""
-        sent = tensor.contiguous()
-        place = sent.data_ptr()
-        self._library.call(
-            "ncclBroadcast", place, place, sent.numel(), _kind(sent), root, self._joined(), self._stream()
-        )
-        return tensor if sent is tensor else tensor.copy_(sent)
-
     def barrier(self, device: torch.device) -> None:
         """Return when every rank has called it and the device has come as far.  Waits on the host."""
         arrived = self.all_reduce(torch.ones(1, dtype=torch.int32, device=device))

@@ -44,7 +44,6 @@ SIGNATURES = {
     "ncclAllReduce": (_POINTER, _POINTER, _SIZE, _INT, _INT, _COMM, _STREAM),
     "ncclAllGather": (_POINTER, _POINTER, _SIZE, _INT, _COMM, _STREAM),
     "ncclReduceScatter": (_POINTER, _POINTER, _SIZE, _INT, _INT, _COMM, _STREAM),
-    "ncclBroadcast": (_POINTER, _POINTER, _SIZE, _INT, _INT, _COMM, _STREAM),
 }
 
 
