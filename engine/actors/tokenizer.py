@@ -7,6 +7,7 @@ waits for: a message; encoding runs in a worker thread and comes back as one.   
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -16,7 +17,6 @@ import numpy.typing as npt
 
 from engine.actors.actor import Actor
 from engine.actors.mailbox import Link
-from engine.actors.prompt_columns import PromptColumns
 from engine.errors import RequestError
 from engine.messages import (
     Abort,
@@ -26,6 +26,7 @@ from engine.messages import (
     Failed,
     Finish,
     Logprobs,
+    PromptLogprobs,
     StepExtras,
     Tokenize,
     TokenizerInbox,
@@ -58,6 +59,23 @@ class _Encoded:
     error: RequestError | None = None
 
 
+class _PromptColumns:
+    """A prompt's log probabilities as their parts come in; iterating gives (token id, log probabilities).
+
+    The first token has none."""
+
+    def __init__(self, token_ids: TokenIds) -> None:
+        self._token_ids: list[int] = token_ids.tolist()
+        self._logprobs: list[Logprobs | None] = [None] * len(token_ids)
+
+    def take(self, part: PromptLogprobs) -> None:
+        """A part, of a step that may be computed again after a retraction: with the same numbers."""
+        self._logprobs[part.first : part.first + len(part.entries)] = part.entries
+
+    def __iter__(self) -> Iterator[tuple[int, Logprobs | None]]:
+        return iter(zip(self._token_ids, self._logprobs, strict=True))
+
+
 @dataclass(slots=True)
 class _Text:
     """One request's text state, from its arrival to its end.  encoding: what makes tokens of the prompt.
@@ -69,7 +87,7 @@ class _Text:
     num_completion: int = 0
     cached_tokens: int = 0
     stream: TextStream | None = None
-    prompt_logprobs: PromptColumns | None = None
+    prompt_logprobs: _PromptColumns | None = None
 
 
 class Tokenizer(Actor[TokenizerInbox | _Encoded]):
@@ -168,7 +186,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         try:
             text.stream = self._codec.open_stream(encoded.token_ids, params, chat=chat, thinking=encoded.thinking)
             if params.prompt_logprobs is not None:
-                text.prompt_logprobs = PromptColumns(encoded.token_ids)
+                text.prompt_logprobs = _PromptColumns(encoded.token_ids)
             if request.echo or request.return_prompt_ids:
                 prompt = request.text if request.text is not None else self._codec.decode(encoded.token_ids)
                 ids = encoded.token_ids.tobytes() if request.return_prompt_ids else b""

@@ -24,12 +24,11 @@ from engine.execution.batch import decode_rows
 from engine.execution.captured_steps import Decoded
 from engine.execution.rows import DeviceRows
 from engine.graphs.breakable import Recording, SegmentRecorder
-from engine.graphs.capturing import Capturing
+from engine.graphs.capturing import Capturing, round_up
 from engine.graphs.decode_attention import DecodeAttention, PlannedAttention, ResidentAttention
 from engine.graphs.device import GraphDevice
 from engine.graphs.inputs import choose_inputs
 from engine.graphs.pinned_ring import PinnedReceiver, PinnedRing
-from engine.graphs.sizes import round_up
 from engine.layers.attention import AttentionBackend, GraphAttentionBuilder, is_capturable
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import DecodeInputs, StepTensors

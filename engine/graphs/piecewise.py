@@ -19,10 +19,8 @@ from torch import Tensor
 from engine.errors import GraphError
 from engine.graphs.attention import ATTENTION, BreakingAttention
 from engine.graphs.breakable import Recording, SegmentRecorder
-from engine.graphs.capturing import Capturing
+from engine.graphs.capturing import Capturing, frozen_garbage, round_up
 from engine.graphs.device import GraphDevice
-from engine.graphs.gc_freeze import frozen_garbage
-from engine.graphs.sizes import round_up
 from engine.layers.attention import AttentionBatch
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors

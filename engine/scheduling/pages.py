@@ -16,9 +16,8 @@ import numpy as np
 
 from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
-from engine.kv.handle import Handle
 from engine.kv.host_tier import Transfer
-from engine.kv.node import Namespace
+from engine.kv.node import Handle, Namespace
 from engine.kv.outline import Outline
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import RadixTree

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from engine.kv.handle import Handle
+from engine.kv.node import Handle
 from engine.kv.radix import RadixTree
 from tests.kv.cache_model import strategy
 
