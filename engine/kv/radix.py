@@ -30,7 +30,8 @@ class RadixTree:
 
     now: the step that is being planned; set it before each.  bigram: a key's elements are pairs of neighbours, for
     draft models, whose K/V depend on the next token too; nothing sets it before there are some.
-    num_host_pages: size of the host tier, 0 for none.  record_events: collect what ``drain_events`` returns; somebody must call it then.
+    num_host_pages: size of the host tier, 0 for none.
+    record_events: collect what ``drain_events`` returns; somebody must call it then.
     """
 
     def __init__(
