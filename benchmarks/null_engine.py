@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.actors.actor import Actor
+from engine.actors.actor import Actor, Link
 from engine.actors.executor import Runner
 from engine.actors.front_desk import FrontCommand
 from engine.actors.group import Terms
-from engine.actors.mailbox import Link
 from engine.actors.pool import TokenizerPool
 from engine.config import Config
 from engine.messages import Deltas, Logprobs, Step, StepDone, StepExtras

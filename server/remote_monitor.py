@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
+from engine.actors.actor import Link
 from engine.actors.ingress import Ingress
-from engine.actors.mailbox import Link
 from engine.actors.snapshot import RequestsFinished, Snapshot
 from engine.errors import RequestError
 from engine.messages import Ask, Follow

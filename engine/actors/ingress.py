@@ -15,8 +15,7 @@ from typing import Literal, assert_never
 
 import numpy as np
 
-from engine.actors.actor import Actor
-from engine.actors.mailbox import Link
+from engine.actors.actor import Actor, Link
 from engine.actors.stream import Stream
 from engine.config import LimitsSection
 from engine.errors import EngineDied, RequestError

@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
-from engine.actors.actor import Actor
-from engine.actors.mailbox import Link
+from engine.actors.actor import Actor, Link
 from engine.errors import RequestError
 from engine.messages import (
     Abort,

@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.actors.actor import Actor
-from engine.actors.mailbox import Link
+from engine.actors.actor import Actor, Link
 from engine.errors import RequestError
 from engine.messages import (
     Abort,

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.actors.actor import Actor
-from engine.actors.mailbox import Link
+from engine.actors.actor import Actor, Link
 from engine.kv.pages import Pages
 from engine.messages import ExecutorInbox, ExecutorReady, ExecutorsLost, Logprobs, Step, StepDone, StepExtras
 from tests.sim.failures import SimIncorrect
