@@ -19,7 +19,7 @@ from tests.graphs.engines import EngineDevice
 
 def begin_in_any_order(device: EngineDevice, pool: object, size: int) -> None:
     """Captures that the recording device refuses are what the engine's way is compared with."""
-    graphs, device.graphs, device._pools = device.graphs, [], []
+    graphs, device.graphs, device.pools = device.graphs, [], []
     BEGIN(device, pool, size)
     device.graphs = graphs
 
