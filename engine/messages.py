@@ -360,7 +360,7 @@ def _joined(default: Any, values: tuple[Any, ...]) -> Any:
         case tuple():
             return tuple(chain.from_iterable(values))
         case _:
-            return next((value for value in reversed(values) if value != default), default)
+            return next((value for value in reversed(values) if value is not default), default)
 
 
 class Deltas(Message, frozen=True):
