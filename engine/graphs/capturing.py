@@ -31,13 +31,7 @@ class Capturing:
     """
 
     def __init__(
-        self,
-        device: GraphDevice,
-        comm: Comm,
-        where: torch.device,
-        *,
-        descending: bool = True,
-        rehearsal: bool = True,
+        self, device: GraphDevice, comm: Comm, where: torch.device, *, descending: bool = True, rehearsal: bool = True
     ) -> None:
         self._device = device
         self._comm = comm

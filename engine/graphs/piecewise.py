@@ -102,13 +102,7 @@ class Piecewise:
         missing = sorted(set(self.sizes) - set(self._recordings))
         self._plan_nothing()
         self._capturing.capture(
-            PREFILL,
-            missing,
-            self._run,
-            self._record,
-            self._recordings.clear,
-            advice=self._advice,
-            progress=progress,
+            PREFILL, missing, self._run, self._record, self._recordings.clear, advice=self._advice, progress=progress
         )
 
     @torch.inference_mode()

@@ -56,12 +56,7 @@ class EventLog:
         return events
 
     def _note(
-        self,
-        kind: Literal["stored", "removed", "restored"],
-        tier: Tier,
-        node: Node,
-        first_page: int,
-        tokens: bytes,
+        self, kind: Literal["stored", "removed", "restored"], tier: Tier, node: Node, first_page: int, tokens: bytes
     ) -> None:
         hashes = page_hashes(node, self._page_bytes)
         above = node.parent

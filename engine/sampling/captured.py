@@ -241,11 +241,4 @@ class CapturedSampler:
 
 
 # What a column holds for a row that is none; 0 in the others.
-_PADDING: Final = {
-    "rows": NO_ROW,
-    "top_p": 1.0,
-    "repetition": 1.0,
-    "floor": np.inf,
-    "cut": _OFF,
-    "line": _OFF,
-}
+_PADDING: Final = {"rows": NO_ROW, "top_p": 1.0, "repetition": 1.0, "floor": np.inf, "cut": _OFF, "line": _OFF}

@@ -44,10 +44,7 @@ class PageManager:
     def __init__(self, limits: PlannerLimits, rows: RowTable, strategy: EvictionStrategy) -> None:
         self._pages = PageAllocator(limits.num_pages)
         self._tree = RadixTree(
-            limits.page_size,
-            strategy,
-            num_host_pages=limits.num_host_pages,
-            record_events=limits.record_events,
+            limits.page_size, strategy, num_host_pages=limits.num_host_pages, record_events=limits.record_events
         )
         self._rows = rows
         self._page_size = limits.page_size

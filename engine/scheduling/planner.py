@@ -18,16 +18,7 @@ import numpy as np
 from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
 from engine.kv.outline import Outline
-from engine.messages import (
-    Admit,
-    Failed,
-    Finish,
-    LossExplained,
-    Stats,
-    Step,
-    StepDone,
-    Tokens,
-)
+from engine.messages import Admit, Failed, Finish, LossExplained, Stats, Step, StepDone, Tokens
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.completions import Completions, InFlight
 from engine.scheduling.decodes import Decodes
@@ -49,11 +40,7 @@ class Planner:
     ``Requests``."""
 
     def __init__(
-        self,
-        limits: PlannerLimits,
-        strategy: EvictionStrategy,
-        policy: SchedulingPolicy,
-        clock: Callable[[], float],
+        self, limits: PlannerLimits, strategy: EvictionStrategy, policy: SchedulingPolicy, clock: Callable[[], float]
     ) -> None:
         self._clock = clock
         self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size)

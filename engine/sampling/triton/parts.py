@@ -43,13 +43,7 @@ class PlannedPart:
     """A part whose parameters are on their way: numbers of uploads, and afterwards their tensors."""
 
     def __init__(
-        self,
-        state: SamplingState,
-        upload: Upload,
-        rows_N: Int64,
-        holding_N: Bools,
-        at: Int64,
-        adjusted: bool,
+        self, state: SamplingState, upload: Upload, rows_N: Int64, holding_N: Bools, at: Int64, adjusted: bool
     ) -> None:
         rows_n = rows_N[at]
         self._draws = not state.greedy[rows_n].all()
