@@ -14,11 +14,13 @@ from engine.execution import third_party as foreign
 from engine.execution.attention import RankAttention
 from engine.execution.split_attention import SplitAttention
 from engine.execution.third_party import NamedAttention
-from engine.layers.attention import AttentionBackend, AttentionSpec
+from engine.layers.attention import AttentionBackend, AttentionSpec, GraphAttentionBuilder, is_capturable
 from engine.layers.kv_pool import KVPool
 from engine.plugins import manager, selection
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.manager import Plugins
+from tests.benchmarks.planned_attention import PlannedTorchAttention
+from tests.graphs.resident import ResidentTorchAttention
 from tests.plugins.conftest import Install
 
 CPU = torch.device("cpu")
@@ -75,7 +77,8 @@ def test_one_that_is_right_serves_behind_its_name(publish: Publish, caplog: pyte
     publish()
     backend = start()
     assert isinstance(backend, NamedAttention)
-    assert backend.spec is SPEC, "what else it has stays within reach"
+    assert not is_capturable(backend)
+    assert not isinstance(backend, GraphAttentionBuilder)
     assert any("attention.theirs (acme-theirs 1.0): right on a trial" in message for message in caplog.messages)
 
 
@@ -88,6 +91,14 @@ def test_ours_are_not_wrapped() -> None:
 def test_two_are_behind_one(publish: Publish) -> None:
     publish()
     assert isinstance(start(AttentionNames(prefill="torch", decode="theirs")), SplitAttention)
+
+
+@pytest.mark.parametrize(("theirs", "resident"), [(ResidentTorchAttention, True), (PlannedTorchAttention, False)])
+def test_one_that_can_be_captured_can_be_behind_its_name(theirs: type, resident: bool) -> None:
+    pool = KVPool(1, 4, 16, SPEC.num_kv_heads, SPEC.head_size, torch.float32, CPU)
+    backend = NamedAttention("theirs", theirs(SPEC, pool))
+    assert is_capturable(backend) == resident
+    assert isinstance(backend, GraphAttentionBuilder) != resident
 
 
 @pytest.mark.parametrize(
