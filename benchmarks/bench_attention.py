@@ -138,12 +138,12 @@ def prepared(
     cached_bytes: int,
     padding: float,
 ) -> Way:
-    """The backend after ``begin`` with these limits; 0 padding means no groups."""
+    """The backend after ``plan_step`` with these limits; 0 padding means no groups."""
     attention = TorchAttention(spec, pool)
     lengths, ones = np.full(len(table), length, np.int32), np.ones(len(table), np.int32)
     usual = backend.CACHED_BYTES, backend.PADDING
     backend.CACHED_BYTES, backend.PADDING = cached_bytes, padding
-    attention.begin(
+    attention.plan_step(
         AttentionBatch(
             num_decodes=len(table),
             page_table_BP=torch.from_numpy(table),

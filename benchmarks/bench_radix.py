@@ -181,11 +181,18 @@ def calibrate() -> Iterator[Row]:
         yield {"workload": "calibration", "operation": operation, "us": best_median(work, rounds=5, calls=5) / loops}
 
 
+def insert(tree: RadixTree, key: bytes, pages: np.ndarray) -> None:
+    """Publish as a request that has found nothing and ends at once."""
+    handle = tree.lock(tree.match(b""))
+    tree.publish(handle, key, pages)
+    tree.unlock(handle)
+
+
 def long_matches() -> Iterator[Row]:
     """One long edge, matched to its last token."""
     for count in (4096, 32_768, 131_072):
         tree, prompt = new_tree(1), tokens(np.random.default_rng(0), count)
-        tree.insert(tree.key(prompt), np.arange(count, dtype=np.int32))
+        insert(tree, tree.key(prompt), np.arange(count, dtype=np.int32))
         key = tree.key(prompt[:-1])
         yield {
             "workload": "one long prompt",
@@ -201,7 +208,7 @@ def deep_path(page_size: int) -> Iterator[Row]:
     tree = new_tree(page_size)
     for end in range(64, len(prompt) + 1, 64):
         count = end // page_size
-        tree.insert(tree.key(prompt[:end]), np.arange(count, dtype=np.int32) + end * 100)
+        insert(tree, tree.key(prompt[:end]), np.arange(count, dtype=np.int32) + end * 100)
     match, half = tree.match(tree.key(prompt)), tree.match(tree.key(prompt[: 31 * 64]))
     row = {"workload": "path of 32 nodes", "page_size": page_size}
     yield {**row, "operation": "match", "us": best_median(tree.match, match.key)}
@@ -223,7 +230,7 @@ def forest(strategy: str, num_leaves: int) -> tuple[RadixTree, list[bytes]]:
     for leaf in range(num_leaves):
         key = np.array([leaf // 1000, leaf], dtype=np.int32).tobytes()
         tree.now = leaf // 8
-        tree.insert(key, np.array([num_leaves + leaf // 1000, leaf], dtype=np.int32))
+        insert(tree, key, np.array([num_leaves + leaf // 1000, leaf], dtype=np.int32))
         keys.append(key)
     for leaf in rng.integers(0, num_leaves, num_leaves // 4).tolist():
         tree.unlock(tree.lock(tree.match(keys[leaf]), priority=leaf % 5 - 2))

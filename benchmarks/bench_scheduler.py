@@ -69,7 +69,7 @@ def decoding(num_running: int, num_steps: int) -> tuple[Planner, Step]:
         planner.admit(Admit(request_id, prompt.tobytes(), params))
     # The first prompt's pages are there for the others once it has run.
     while (step := planner.next_step()) is not None:
-        if len(step.decode_rows) == 4 * num_running and step.append_rows:
+        if len(step.decode_rows) == 4 * num_running and step.table_rows:
             break
         planner.complete(StepDone(0, step.step_id, tokens(rng, num_sampled(step)).tobytes()))
         planner.outbox.clear()

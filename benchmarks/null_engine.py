@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from engine.actors.actor import Actor
+from engine.actors.actor import Actor, Link
 from engine.actors.executor import Runner
 from engine.actors.front_desk import FrontCommand
 from engine.actors.group import Terms
-from engine.actors.mailbox import Link
 from engine.actors.pool import TokenizerPool
 from engine.config import Config
-from engine.messages import Deltas, Logprobs, Step, StepDone
+from engine.messages import Deltas, Logprobs, Step, StepDone, StepExtras
 from engine.system import System
 
 INT32_BYTES = 4
@@ -120,8 +119,12 @@ class NullRunner:
         if self._delivery is not None:
             self._delivery.sampled(count)
         tokens = np.full(count, self._token, dtype=np.int32)
-        logprobs = dict.fromkeys(range(count), self._logprobs) if self._has_logprobs else {}
-        return _Done(StepDone(rank=0, step_id=step.step_id, token_ids=tokens.tobytes(), logprobs=logprobs))
+        extras: dict[int, StepExtras] = {}
+        if self._has_logprobs:
+            prefilled = np.frombuffer(step.prefill_rows, dtype=np.int32)[samples == 1]
+            rows = np.concatenate((np.frombuffer(step.decode_rows, dtype=np.int32), prefilled))
+            extras = dict.fromkeys(rows.tolist(), StepExtras(self._logprobs))
+        return _Done(StepDone(rank=0, step_id=step.step_id, token_ids=tokens.tobytes(), extras=extras))
 
     def leave(self) -> None:
         """There are no other ranks."""

@@ -15,8 +15,8 @@ from engine.messages import Admit, Step, StepDone, Tokens
 from engine.params import SamplingParams
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.manager import Plugins
-from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.planner import Planner
+from engine.scheduling.sequence import PlannerLimits
 
 EOS, TOKEN = 2, 7
 PAGE_SIZE = 16

@@ -8,9 +8,10 @@ Messages are immutable plain data.  Integer columns travel as packed little-endi
 ``engine/links/wire.py`` encodes them with msgpack; nothing is ever pickled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Final
+from itertools import chain
+from typing import Any, Final
 
 import msgspec
 
@@ -154,16 +155,16 @@ class Admission(Message, frozen=True):
 class Step(Message, frozen=True):
     """One forward pass, told as changes to what the executor already holds.
 
-    Applied in order: transfers between the tiers, admissions, page appends, then the batch: every decode row (one
-    token each, its last sampled one) followed by every prefill segment.  Sampled: all decode rows, then the segments
-    that reach the end of their known tokens (``prefill_samples`` is 1), in order.
+    Applied in order: transfers between the tiers, admissions, writes to page tables, then the batch: every decode row
+    (one token each, its last sampled one) followed by every prefill segment.  Sampled: all decode rows, then the
+    segments that reach the end of their known tokens (``prefill_samples`` is 1), in order.
     """
 
     step_id: int
     admissions: tuple[Admission, ...] = ()
-    append_rows: bytes = b""  # int32[P]
-    append_indexes: bytes = b""  # int32[P]  position in the row's page table
-    append_pages: bytes = b""  # int32[P]
+    table_rows: bytes = b""  # int32[P]
+    table_indexes: bytes = b""  # int32[P]  position in the row's page table
+    table_pages: bytes = b""  # int32[P]
     decode_rows: bytes = b""  # int32[D]
     prefill_rows: bytes = b""  # int32[S]
     prefill_starts: bytes = b""  # int32[S]  first position of the segment
@@ -239,20 +240,44 @@ class PromptLogprobs(Message, frozen=True):
     entries: tuple[Logprobs, ...]
 
 
+class StepExtras(Message, frozen=True):
+    """What a step gives for one row beside its token, where asked for.
+
+    logprobs: of the token.  prompt_logprobs: of the part of the prompt that the step computes; all parts come before
+    the first token or with it, and a part may come again.  embedding: float32[D].
+    failure: why the token is -1, where it is not for its logits."""
+
+    logprobs: Logprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    embedding: bytes = b""
+    failure: str = ""
+
+    @classmethod
+    def by_row(cls, **columns: Mapping[int, Any]) -> "dict[int, StepExtras]":
+        """Row -> its extras, from one mapping of rows for each field."""
+        rows = {row for values in columns.values() for row in values}
+        return {row: cls(**{name: of[row] for name, of in columns.items() if row in of}) for row in sorted(rows)}
+
+    def then(self, later: "StepExtras") -> "StepExtras":
+        """One row's extras of a step that was computed in two parts."""
+        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(later), strict=True)
+        both = StepExtras(*(new or old for old, new in pairs))
+        if self.prompt_logprobs is None or later.prompt_logprobs is None:
+            return both
+        entries = self.prompt_logprobs.entries + later.prompt_logprobs.entries
+        return msgspec.structs.replace(both, prompt_logprobs=PromptLogprobs(self.prompt_logprobs.first, entries))
+
+
 class StepDone(Message, frozen=True):
-    """A step has finished.  token_ids: int32[N] in the order ``Step`` defines; -1 where the row's logits
-    were not finite.  logprobs: index into the N sampled -> its log probabilities, where asked for.
-    prompt_logprobs: index into the S prefill segments -> those of the segment's tokens, where asked for.
-    embeddings: index into the N sampled -> float32[D], where asked for.
-    failures: index into the N sampled -> why its token is -1, where it is not for its logits."""
+    """A step has finished.
+
+    token_ids: int32[N] in the order ``Step`` defines; -1 where the row's logits were not finite.
+    extras: row -> what it has beside a token; of prefills that sample nothing too."""
 
     rank: int
     step_id: int
     token_ids: bytes
-    logprobs: dict[int, Logprobs] = {}
-    prompt_logprobs: dict[int, PromptLogprobs] = {}
-    embeddings: dict[int, bytes] = {}
-    failures: dict[int, str] = {}
+    extras: dict[int, StepExtras] = {}
 
 
 # ---- scheduler -> tokenizer -----------------------------------------------------------------
@@ -263,18 +288,14 @@ class Tokens(Message, frozen=True):
 
     request_ids: int64[N].  token_ids: int32[N], -1 for "no token, only an end".  finishes: uint8[N], Finish.
     cached_tokens: request id -> prompt tokens that needed no computing, told with a request's first token.
-    logprobs: line -> log probabilities.  embeddings: line -> float32[D].
-    prompt_logprobs: request id -> log probabilities of a part of its prompt; all parts come before the first token or
-    with it, and a part may come again.
+    extras: request id -> what it has beside a token; it may have no line.
     """
 
     request_ids: bytes
     token_ids: bytes
     finishes: bytes
     cached_tokens: dict[int, int] = {}
-    logprobs: dict[int, Logprobs] = {}
-    prompt_logprobs: dict[int, PromptLogprobs] = {}
-    embeddings: dict[int, bytes] = {}
+    extras: dict[int, StepExtras] = {}
 
 
 class Failed(Message, frozen=True):
@@ -327,7 +348,7 @@ class Delta(Message, frozen=True):
     """
 
     request_id: int
-    text: str
+    text: str = ""
     token_ids: bytes = b""
     finish: Finish = Finish.RUNNING
     stop_reason: str | int | None = None
@@ -337,6 +358,24 @@ class Delta(Message, frozen=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     embedding: bytes = b""
     prompt_token_ids: bytes = b""
+
+    @classmethod
+    def merged(cls, deltas: Sequence["Delta"]) -> "Delta":
+        """One delta that says the same as several in a row: what can be joined is, of all else the last counts."""
+        if len(deltas) == 1:
+            return deltas[0]
+        request_ids, *columns = zip(*map(msgspec.structs.astuple, deltas), strict=True)
+        return cls(request_ids[-1], *map(_joined, cls.__struct_defaults__, columns))
+
+
+def _joined(default: Any, values: tuple[Any, ...]) -> Any:
+    match default:
+        case str() | bytes():
+            return default.join(values)
+        case tuple():
+            return tuple(chain.from_iterable(values))
+        case _:
+            return next((value for value in reversed(values) if value is not default), default)
 
 
 class Deltas(Message, frozen=True):
@@ -350,9 +389,6 @@ class Deltas(Message, frozen=True):
 
 class EngineReady(Message, frozen=True):
     """Requests can be served from now on."""
-
-    num_pages: int
-    page_size: int
 
 
 class EngineRecovering(Message, frozen=True):

@@ -36,9 +36,9 @@ from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.selection import check_named, expected_context
 from engine.plugins.structured import plugin_grammars
-from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.sequence import PlannerLimits
 from engine.text.codec import TextCodec
 from engine.text.loading import load_codec, warn_of_unknown_tokens
 

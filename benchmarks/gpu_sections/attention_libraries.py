@@ -124,16 +124,16 @@ def _captured(library: Library) -> Row:
     graph_backend = library.factory(spec, pool).for_graph(rows, -(-context // page_size))  # type: ignore[attr-defined]
     eager = TorchAttention(spec, pool)
     q_RNH = torch.randn((rows, HEADS, HEAD_SIZE), device=device).to(DTYPE)
-    graph_backend.begin(_batch(pool, np.full(rows, 1), rows))
+    graph_backend.plan_step(_batch(pool, np.full(rows, 1), rows))
     graph_backend.attend(0, q_RNH)
     replay, (out_RNH,) = captured(lambda: [graph_backend.attend(0, q_RNH)], device)
     worst = 0.0
     for count, longest in ((rows, 5), (rows, 6), (rows, context), (min(3, rows), context), (rows, page_size), (1, 1)):
         lengths = np.random.default_rng(longest).integers(1, longest, count, endpoint=True)
         batch = _batch(pool, lengths, rows)
-        graph_backend.begin(batch)
+        graph_backend.plan_step(batch)
         replay()
-        eager.begin(batch)
+        eager.plan_step(batch)
         expected = eager.attend(0, q_RNH[:count])
         worst = max(worst, (out_RNH[:count].float() - expected.float()).abs().max().item())
     return {"case": "captured", "ok": worst <= BOUND, "error": worst}
@@ -147,7 +147,7 @@ def _decode(library: Library) -> Row:
     batch = _batch(pool, np.full(rows, context), rows)
     outs, seconds = [], []
     for backend in (library.factory(spec, pool), TorchAttention(spec, pool)):
-        backend.begin(batch)
+        backend.plan_step(batch)
         outs.append(backend.attend(0, q_RNH).float())
         seconds.append(seconds_of(lambda backend=backend: backend.attend(0, q_RNH), device))
     error = (outs[0] - outs[1]).abs().max().item()

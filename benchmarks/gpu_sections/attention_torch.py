@@ -38,7 +38,7 @@ def _attention_case(
     q_TNH = torch.randn((starts[-1], heads, head_size), generator=generator).to(device, dtype)
     spec = AttentionSpec(1, heads, kv_heads, head_size, head_size**-0.5, window)
     backend = TorchAttention(spec, pool)
-    backend.begin(
+    backend.plan_step(
         AttentionBatch(
             num_decodes=3,
             page_table_BP=table.to(device),

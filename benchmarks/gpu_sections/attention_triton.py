@@ -83,7 +83,7 @@ def _replayed(device: torch.device, replays: Sequence[tuple[int, int]]) -> Itera
         host_query_lengths=np.ones(num_rows, dtype=np.int32),
     )
     q_TNH = torch.zeros((num_rows, 16, 128), dtype=torch.bfloat16, device=device)
-    backend.begin(batch)
+    backend.plan_step(batch)
     layers = range(SPEC.num_layers)
     for layer in layers:
         backend.attend(layer, q_TNH)  # compiles its kernels

@@ -158,7 +158,7 @@ def _seconds(backend: AttentionBackend, size: Size, spec: AttentionSpec, pool: K
     device, num_rows = pool.data.device, size.num_rows
     queries = size.context if size.prompt else 1
     table_P = torch.randperm(pool.num_pages, generator=torch.Generator().manual_seed(0)).to(device, torch.int32)
-    backend.begin(
+    backend.plan_step(
         AttentionBatch(
             num_decodes=0 if size.prompt else num_rows,
             page_table_BP=table_P.view(num_rows, -1),

@@ -12,6 +12,7 @@ from device_rates import copied_bytes_per_s
 from callboard import LLM, SamplingParams
 from engine.errors import PluginError
 from engine.execution.runner import LaunchedStep, ModelRunner
+from engine.layers.attention import is_capturable
 from gpu_sections.rows import Row, seconds_of, skipped
 from gpu_sections.shapes import QWEN3_06B, QWEN3_14B
 from gpu_sections.stepping import Stepping, captures, checkpoint, load, pages_each, prefill
@@ -187,7 +188,7 @@ def _copies(runner: ModelRunner, num_rows: int, context: int, num_steps: int, de
     stepping = Stepping(runner, num_rows, context, ROOM * num_steps, GREEDY)
     stepping.decode().collect()
     num_copies = num_copies_in(traced(lambda: [stepping.decode().collect() for _ in range(num_steps)], device))
-    resident = bool(getattr(runner._attention, "capturable", False))
+    resident = is_capturable(runner._attention)
     how = "attention plans nothing" if resident else "attention is prepared for each"
     case = f"{num_copies} copies to the device in {num_steps} steady steps ({how})"
     return {"case": case, "ok": num_copies == 0 or not resident}

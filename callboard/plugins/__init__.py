@@ -9,9 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import PluginError, RequestError
-from engine.kv.events import KVEvent, Tier
-from engine.kv.eviction import Candidate, EvictionStrategy, Rank
-from engine.kv.hashes import namespace_seed
+from engine.kv.events import KVEvent, Tier, namespace_seed
+from engine.kv.eviction import Candidate, EvictionStrategy, SortKey
 from engine.kv.node import Namespace
 from engine.messages import Finish
 from engine.params import Grammar
@@ -27,7 +26,7 @@ from engine.plugins.hookspecs import (
 )
 from engine.plugins.options import Options, decode_options
 from engine.plugins.selection import attention_factory
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.policy import SchedulingPolicy, Waiting
 from engine.text.grammar import CompiledGrammar, GrammarEngine, GrammarFailure, Mask, Matcher
 
@@ -63,10 +62,10 @@ __all__ = [
     "Options",
     "PluginError",
     "PolicyContext",
-    "Rank",
     "RequestError",
     "RequestMetrics",
     "SchedulingPolicy",
+    "SortKey",
     "Tier",
     "Waiting",
     "attention_factory",

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, assert_never
 
-from engine.actors.actor import Actor
-from engine.actors.mailbox import Link
+from engine.actors.actor import Actor, Link
 from engine.messages import ExecutorInbox, ExecutorReady, Step, StepDone
 
 log = logging.getLogger(__name__)

@@ -16,10 +16,9 @@ from typing import assert_never
 
 import msgspec
 
-from engine.actors.actor import Actor
+from engine.actors.actor import Actor, Link
 from engine.actors.ingress import Part
 from engine.actors.intensity import RestartIntensity
-from engine.actors.mailbox import Link
 from engine.actors.snapshot import RequestsFinished, Snapshot
 from engine.actors.tenure import Desk, Member, ProcessLost, Reports, Tenure, judge
 from engine.errors import EngineDied
@@ -50,7 +49,7 @@ from engine.messages import (
     TokenizersReady,
 )
 from engine.plugins.hookspecs import hookimpl
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import RequestMetrics
 
 log = logging.getLogger(__name__)
 

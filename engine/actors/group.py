@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from engine.actors.actor import Actor
+from engine.actors.actor import Actor, Link
 from engine.actors.intensity import RestartIntensity
-from engine.actors.mailbox import Link
 from engine.actors.watch import TICKS, Watch
 from engine.errors import CallboardError, EngineDied, StepTooLarge
 from engine.messages import ExecutorAlive, ExecutorReady, ExecutorsLost, LossExplained, Step, StepDone, Stop

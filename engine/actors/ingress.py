@@ -15,9 +15,8 @@ from typing import Literal, assert_never
 
 import numpy as np
 
-from engine.actors.actor import Actor
+from engine.actors.actor import Actor, Link
 from engine.actors.admission import RETRY_AFTER_S, check_admission, queue_full
-from engine.actors.mailbox import Link
 from engine.actors.stream import Stream
 from engine.errors import EngineDied, FieldError, RequestError
 from engine.messages import (

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from engine.actors.actor import Link
 from engine.actors.executor import Executor, Runner
 from engine.actors.group import RankLost, Reports, Terms, describe
-from engine.actors.mailbox import Link
 from engine.links.directory import SocketDirectory
 from engine.messages import ExecutorReady, Step, StepDone, Stop
 

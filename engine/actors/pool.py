@@ -16,9 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
-from engine.actors.actor import Actor
+from engine.actors.actor import Actor, Link
 from engine.actors.intensity import RestartIntensity
-from engine.actors.mailbox import Link
 from engine.actors.shards import Shards
 from engine.actors.tenure import Desk, Member, ProcessLost, Reports, Tenure, judge
 from engine.links.wire import WireError

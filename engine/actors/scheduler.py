@@ -8,12 +8,11 @@ waits for: a message; never for a peer.   owns: the life of every sequence and e
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
-from engine.actors.actor import Actor
-from engine.actors.mailbox import Link
-from engine.actors.results import RankResults
+from engine.actors.actor import Actor, Link
 from engine.errors import RequestError
 from engine.messages import (
     Abort,
@@ -164,7 +163,7 @@ class Scheduler(Actor[SchedulerInbox]):
             pages = self._num_pages
         self._num_pages = pages
         log.info("scheduler ready: pages=%d page_size=%d tokens=%d", pages, self._page_size, pages * self._page_size)
-        self._ingress.put(EngineReady(num_pages=pages, page_size=self._page_size))
+        self._ingress.put(EngineReady())
 
     def _executors_lost(self, reason: str, *, is_fault: bool) -> None:
         self._ready_pages.clear()
@@ -172,3 +171,37 @@ class Scheduler(Actor[SchedulerInbox]):
         if self._planner is not None and (explained := self._planner.restart(is_fault=is_fault)) is not None:
             self._losses.put(explained)
         self._ingress.put(EngineRecovering(reason))
+
+
+class RanksDiverged(RuntimeError):
+    """Two ranks have sampled different tokens from what should be the same logits."""
+
+
+class RankResults:
+    """Results of ranks that are ahead of others: a step is done when every rank says so, and they must agree.
+
+    Each rank answers its steps in order; rank 0's answer, which has the details, stands for all."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._waiting: list[deque[StepDone]] = [deque() for _ in range(num_ranks)]
+
+    def add(self, result: StepDone) -> StepDone | None:
+        """Take one rank's result.  Returns the step's once it is complete; raises RanksDiverged if ranks disagree."""
+        if len(self._waiting) == 1:
+            return result
+        self._waiting[result.rank].append(result)
+        if not all(self._waiting):
+            return None
+        first, *others = (results.popleft() for results in self._waiting)
+        for other in others:
+            if (other.step_id, other.token_ids) != (first.step_id, first.token_ids):
+                raise RanksDiverged(
+                    f"step {first.step_id}: rank {other.rank} sampled other tokens than rank {first.rank} "
+                    f"(its answer is to step {other.step_id}); the ranks no longer compute the same"
+                )
+        return first
+
+    def clear(self) -> None:
+        """The ranks are gone; so are their answers."""
+        for results in self._waiting:
+            results.clear()

@@ -35,9 +35,9 @@ class Shards:
         self._moved.pop(request_id, None)
 
     def split(self, message: Tokens) -> list[tuple[int, Tokens]]:
-        """(home, its part) for every home that gets something; lines keep their order.
+        """Returns (home, its part) for every home that gets something; lines keep their order.
 
-        Work per line is numpy's, Python's is per line that has more than a token."""
+        Work per line is numpy's; Python's is per request that has more than a token."""
         if self._num_homes == 1:
             return [(0, message)]
         request_ids = np.frombuffer(message.request_ids, dtype=np.int64)
@@ -52,11 +52,9 @@ class Shards:
                 token_ids[lines].tobytes(),
                 finishes[lines].tobytes(),
                 cached_tokens=self._of_home(home, message.cached_tokens),
-                logprobs=_renumbered(lines, message.logprobs),
-                prompt_logprobs=self._of_home(home, message.prompt_logprobs),
-                embeddings=_renumbered(lines, message.embeddings),
+                extras=self._of_home(home, message.extras),
             )
-            if len(lines) or part.prompt_logprobs:
+            if len(lines) or part.extras:
                 parts.append((home, part))
         return parts
 
@@ -70,10 +68,3 @@ class Shards:
 
     def _of_home(self, home: int, by_request: Mapping[int, V]) -> dict[int, V]:
         return {request_id: one for request_id, one in by_request.items() if self.home(request_id) == home}
-
-
-def _renumbered(lines: npt.NDArray[np.int64], by_line: Mapping[int, V]) -> dict[int, V]:
-    """What belongs to some of the lines, by their place among these."""
-    if not by_line:
-        return {}
-    return {place: by_line[line] for place, line in enumerate(lines.tolist()) if line in by_line}

@@ -7,8 +7,7 @@ import msgspec
 
 from engine.kv.outline import Outline
 from engine.messages import Message
-from engine.scheduling.meter import Meter
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import Meter, RequestMetrics
 
 
 class MailboxGauges(msgspec.Struct, frozen=True):

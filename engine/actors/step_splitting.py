@@ -8,7 +8,6 @@ waiting in the middle of the step: there it is an error that says how large it w
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -16,11 +15,10 @@ import numpy.typing as npt
 
 from engine.actors.executor import PendingStep, Runner
 from engine.errors import StepTooLarge
-from engine.messages import PromptLogprobs, Step, StepDone
+from engine.messages import Step, StepDone, StepExtras
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Ints = npt.NDArray[np.int32]
 
 
@@ -32,7 +30,6 @@ class StepSplitter:
 
     def __init__(self, runner: Runner, *, alone: bool = True, most_tokens: int = 0) -> None:
         self.num_pages = runner.num_pages
-        self.num_shrunk = 0
         self._runner = runner
         self._alone = alone
         self._most_tokens = most_tokens
@@ -56,15 +53,13 @@ class StepSplitter:
         first, second = halves(step)
         if not changes_made:
             first = msgspec.structs.replace(step, **batch_of(first))
-        parts = [(first, self.launch(first)), (second, self.launch(second))]
-        return _Parts(step, parts)
+        return _Parts([self.launch(first), self.launch(second)])
 
     def leave(self) -> None:
         """See ``Runner``."""
         self._runner.leave()
 
     def _note(self, num_tokens: int, error: MemoryError) -> None:
-        self.num_shrunk += 1
         self._most_tokens = num_tokens // 2
         log.warning(
             "the device has no room for a step of %d tokens; steps are cut to %d from now on (%s)",
@@ -125,45 +120,21 @@ def _step(step: Step, decode_rows: bytes, columns: Sequence[Ints]) -> Step:
 class _Parts:
     """Launched parts of a step."""
 
-    step: Step
-    parts: list[tuple[Step, PendingStep]]
+    parts: list[PendingStep]
 
     def ready(self) -> bool:
         """Whether ``collect`` would return at once."""
-        return all(pending.ready() for _, pending in self.parts)
+        return all(pending.ready() for pending in self.parts)
 
     def collect(self) -> StepDone:
         """One result for all."""
-        return merged(self.step, [(part, pending.collect()) for part, pending in self.parts])
+        return merged([pending.collect() for pending in self.parts])
 
 
-def merged(step: Step, results: Sequence[tuple[Step, StepDone]]) -> StepDone:
-    """The result of a step from those of its parts."""
-    logprobs, embeddings, failures = {}, {}, {}
-    prompts: dict[int, PromptLogprobs] = {}
-    rows = np.frombuffer(step.prefill_rows, dtype=np.int32).tolist()
-    num_sampled = 0
-    for part, done in results:
-        logprobs.update(_shifted(done.logprobs, num_sampled))
-        embeddings.update(_shifted(done.embeddings, num_sampled))
-        failures.update(_shifted(done.failures, num_sampled))
-        part_rows = np.frombuffer(part.prefill_rows, dtype=np.int32).tolist()
-        for segment, scored in done.prompt_logprobs.items():
-            at = rows.index(part_rows[segment])  # a row prefills once in a step
-            before = prompts.get(at)
-            prompts[at] = scored if before is None else PromptLogprobs(before.first, before.entries + scored.entries)
-        num_sampled += len(done.token_ids) // 4
-    first = results[0][1]
-    return StepDone(
-        rank=first.rank,
-        step_id=step.step_id,
-        token_ids=b"".join(done.token_ids for _, done in results),
-        logprobs=logprobs,
-        prompt_logprobs=prompts,
-        embeddings=embeddings,
-        failures=failures,
-    )
-
-
-def _shifted(by_index: dict[int, T], offset: int) -> dict[int, T]:
-    return {index + offset: value for index, value in by_index.items()}
+def merged(results: Sequence[StepDone]) -> StepDone:
+    """The result of a step from those of its parts, in their order."""
+    extras: dict[int, StepExtras] = {}
+    for done in results:
+        for row, one in done.extras.items():
+            extras[row] = extras[row].then(one) if row in extras else one
+    return msgspec.structs.replace(results[0], token_ids=b"".join(done.token_ids for done in results), extras=extras)

@@ -67,7 +67,7 @@ class Stream:
             self._read_to_end = True
             assert self._error is not None
             raise self._error
-        delta = merge(self._pending)
+        delta = Delta.merged(self._pending)
         self._pending = []
         self._read_to_end = delta.finish != Finish.RUNNING
         if self._error is not None:
@@ -128,23 +128,3 @@ class Stream:
         if not self._ended:
             self._ended = True
             self._cancel(self.request_id)
-
-
-def merge(deltas: list[Delta]) -> Delta:
-    """One delta that says the same as several in a row."""
-    last = deltas[-1]
-    if len(deltas) == 1:
-        return last
-    return Delta(
-        request_id=last.request_id,
-        text="".join(delta.text for delta in deltas),
-        token_ids=b"".join(delta.token_ids for delta in deltas),
-        finish=last.finish,
-        stop_reason=last.stop_reason,
-        usage=next((delta.usage for delta in reversed(deltas) if delta.usage is not None), None),
-        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
-        reasoning="".join(delta.reasoning for delta in deltas),
-        prompt_logprobs=tuple(entry for delta in deltas for entry in delta.prompt_logprobs),
-        embedding=last.embedding,
-        prompt_token_ids=deltas[0].prompt_token_ids,
-    )

@@ -7,6 +7,7 @@ waits for: a message; encoding runs in a worker thread and comes back as one.   
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -14,9 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.actors.actor import Actor
-from engine.actors.mailbox import Link
-from engine.actors.prompt_columns import PromptColumns
+from engine.actors.actor import Actor, Link
 from engine.errors import RequestError
 from engine.messages import (
     Abort,
@@ -26,6 +25,8 @@ from engine.messages import (
     Failed,
     Finish,
     Logprobs,
+    PromptLogprobs,
+    StepExtras,
     Tokenize,
     TokenizerInbox,
     TokenLogprobs,
@@ -41,6 +42,7 @@ from engine.text.stream import TextStream
 log = logging.getLogger(__name__)
 
 TokenIds = npt.NDArray[np.int32]
+NO_EXTRAS = StepExtras()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,23 @@ class _Encoded:
     error: RequestError | None = None
 
 
+class _PromptColumns:
+    """A prompt's log probabilities as their parts come in; iterating gives (token id, log probabilities).
+
+    The first token has none."""
+
+    def __init__(self, token_ids: TokenIds) -> None:
+        self._token_ids: list[int] = token_ids.tolist()
+        self._logprobs: list[Logprobs | None] = [None] * len(token_ids)
+
+    def take(self, part: PromptLogprobs) -> None:
+        """A part, of a step that may be computed again after a retraction: with the same numbers."""
+        self._logprobs[part.first : part.first + len(part.entries)] = part.entries
+
+    def __iter__(self) -> Iterator[tuple[int, Logprobs | None]]:
+        return iter(zip(self._token_ids, self._logprobs, strict=True))
+
+
 @dataclass(slots=True)
 class _Text:
     """One request's text state, from its arrival to its end.  encoding: what makes tokens of the prompt.
@@ -67,7 +86,7 @@ class _Text:
     num_completion: int = 0
     cached_tokens: int = 0
     stream: TextStream | None = None
-    prompt_logprobs: PromptColumns | None = None
+    prompt_logprobs: _PromptColumns | None = None
 
 
 class Tokenizer(Actor[TokenizerInbox | _Encoded]):
@@ -166,7 +185,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         try:
             text.stream = self._codec.open_stream(encoded.token_ids, params, chat=chat, thinking=encoded.thinking)
             if params.prompt_logprobs is not None:
-                text.prompt_logprobs = PromptColumns(encoded.token_ids)
+                text.prompt_logprobs = _PromptColumns(encoded.token_ids)
             if options.echo or options.return_prompt_ids:
                 prompt = request.text if request.text is not None else self._codec.decode(encoded.token_ids)
                 ids = encoded.token_ids.tobytes() if options.return_prompt_ids else b""
@@ -210,19 +229,19 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         for request_id, cached_tokens in message.cached_tokens.items():
             if (text := self._texts.get(request_id)) is not None:
                 text.cached_tokens = cached_tokens
-        for request_id, part in message.prompt_logprobs.items():
-            if (text := self._texts.get(request_id)) is not None and text.prompt_logprobs is not None:
-                text.prompt_logprobs.take(part)
-        for line, (request_id, token_id, finish) in enumerate(
-            zip(request_ids, token_ids, message.finishes, strict=True)
-        ):
+        for request_id, extras in message.extras.items():
+            text = self._texts.get(request_id)
+            if extras.prompt_logprobs is not None and text is not None and text.prompt_logprobs is not None:
+                text.prompt_logprobs.take(extras.prompt_logprobs)
+        for request_id, token_id, finish in zip(request_ids, token_ids, message.finishes, strict=True):
             text = self._texts.get(request_id)
             if text is not None:  # else it ended here already, by a stop string or a cancellation
+                extras = message.extras.get(request_id, NO_EXTRAS)
                 try:
                     if text.request.options.prompt_only:
-                        self._take_prompt(text, Finish(finish), message.embeddings.get(line, b""))
+                        self._take_prompt(text, Finish(finish), extras.embedding)
                     else:
-                        self._take_token(text, token_id, Finish(finish), message.logprobs.get(line))
+                        self._take_token(text, token_id, Finish(finish), extras.logprobs)
                 except Exception as error:
                     self._texts[request_id] = text
                     self._scheduler.put(Abort(request_id))

@@ -48,7 +48,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     shape: DecoderShape
     dtype: str
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     sampling: SamplingDefaults
     config: dict[str, Any]
 
@@ -92,14 +91,12 @@ def read_spec(directory: Path) -> ModelSpec:
     generation = read_fields(path) if path.exists() else Fields({}, str(path))
     sources = (fields, generation)
     eos_token_ids = {one for source in sources for one in _token_ids(source, "eos_token_id", shape.vocab_size)}
-    bos_token_ids = [one for source in sources for one in _token_ids(source, "bos_token_id", shape.vocab_size)]
     return ModelSpec(
         directory=directory,
         architecture=architecture,
         shape=shape,
         dtype=_dtype(fields),
         eos_token_ids=tuple(sorted(eos_token_ids)),
-        bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         sampling=_sampling(generation),
         config=fields.table,
     )

@@ -24,20 +24,20 @@ SCORED_ROWS = 128  # so many rows of logits at a time: those of a whole step may
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A segment's share of the E positions: entries first..first + count - 1 of the prompt."""
+    """A row's share of the E positions: entries first..first + count - 1 of its prompt."""
 
-    segment: int
+    row: int
     first: int
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Pooled:
-    """A segment's share of the P positions.  sampled: index into N if the prompt ends here, else -1."""
+    """A row's share of the P positions.  ends: whether the prompt ends here."""
 
     row: int
     count: int
-    sampled: int
+    ends: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class PromptOutputs:
 
 @dataclass(frozen=True, slots=True)
 class PromptResults:
-    """On the device, or on the host behind an event.  embeddings: index into N -> float32[D]."""
+    """On the device, or on the host behind an event.  embeddings: row -> float32[D]."""
 
     logprobs: BatchLogprobs | None
     scored: tuple[_Scored, ...]
@@ -69,27 +69,27 @@ class PromptResults:
             self,
             logprobs=None if self.logprobs is None else self.logprobs.to_host(),
             embeddings={
-                index: torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
-                for index, one in self.embeddings.items()
+                row: torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
+                for row, one in self.embeddings.items()
             },
         )
 
     def prompt_logprobs(self) -> dict[int, PromptLogprobs]:
-        """Segment -> its log probabilities."""
+        """Row -> log probabilities of its part of the prompt."""
         if self.logprobs is None:
             return {}
         entries = self.logprobs.messages()
-        start, by_segment = 0, {}
+        start, by_row = 0, {}
         for one in self.scored:
-            by_segment[one.segment] = PromptLogprobs(
+            by_row[one.row] = PromptLogprobs(
                 one.first, tuple(entries[index] for index in range(start, start + one.count))
             )
             start += one.count
-        return by_segment
+        return by_row
 
     def embedding_bytes(self) -> dict[int, bytes]:
-        """Index into N -> float32[D] as bytes."""
-        return {index: one.numpy().tobytes() for index, one in self.embeddings.items()}
+        """Row -> float32[D] as bytes."""
+        return {row: one.numpy().tobytes() for row, one in self.embeddings.items()}
 
 
 class Prompts:
@@ -121,7 +121,6 @@ class Prompts:
         next_ids: list[Int64] = []
         num_top: list[Int64] = []
         pooled_at: list[Int64] = []
-        sampled = batch.num_decodes
         for segment, (row, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
             admission = self._wanting.get(row)
             at = int(batch.query_starts_B1[batch.num_decodes + segment])
@@ -130,15 +129,14 @@ class Prompts:
                 params, num_prompt = admission.params, admission.num_prompt_tokens
                 if params.prompt_logprobs is not None and (count := min(length, num_prompt - 1 - start)) > 0:
                     tokens = np.frombuffer(admission.token_ids, dtype=np.int32)
-                    scored.append(_Scored(segment, start + 1, count))
+                    scored.append(_Scored(row, start + 1, count))
                     scored_at.append(np.arange(at, at + count))
                     next_ids.append(tokens[start + 1 : start + 1 + count].astype(np.int64))
                     num_top.append(np.full(count, params.prompt_logprobs))
                 if params.pooling and (params.pooling == "mean" or ends):
                     count = length if params.pooling == "mean" else 1
-                    pooled.append(_Pooled(row, count, sampled if ends else -1))
+                    pooled.append(_Pooled(row, count, ends))
                     pooled_at.append(np.arange(at + length - count, at + length))
-            sampled += ends
         if not scored and not pooled:
             return None
         return PromptOutputs(
@@ -170,11 +168,11 @@ class Prompts:
             total = part.sum(dim=0)
             if one.row in self._sums:
                 total = total + self._sums.pop(one.row)
-            if one.sampled < 0:
-                self._sums[one.row] = total
-            else:
+            if one.ends:
                 # A mean and a sum point the same way, and length 1 is what everybody compares by.
-                embeddings[one.sampled] = torch.nn.functional.normalize(total, dim=0)
+                embeddings[one.row] = torch.nn.functional.normalize(total, dim=0)
+            else:
+                self._sums[one.row] = total
         return PromptResults(logprobs, wanted.scored, embeddings)
 
 

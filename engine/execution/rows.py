@@ -63,18 +63,18 @@ class DeviceRows:
         if self.lengths_R is not None:
             self.lengths_R.copy_(torch.from_numpy(computed))
 
-    def append_pages(self, step: Step) -> None:
-        """Take in a step's page appends by one packed copy, if there are any."""
-        if step.append_rows:
+    def write_tables(self, step: Step) -> None:
+        """Write a step's entries of page tables by one packed copy, if there are any."""
+        if step.table_rows:
             places, pages = self.appends(step)
             packed = self.upload(np.stack((places, pages)))
             self._pages_flat.index_copy_(0, packed[0], packed[1].to(torch.int32))
 
     def appends(self, step: Step) -> tuple[Int64, Int32]:
-        """A step's page appends as places in the flat page table, and the pages."""
-        rows = np.frombuffer(step.append_rows, dtype=np.int32).astype(np.int64)
-        indexes = np.frombuffer(step.append_indexes, dtype=np.int32)
-        return rows * self.pages_RP.shape[1] + indexes, np.frombuffer(step.append_pages, dtype=np.int32)
+        """A step's writes to page tables as places in the flat page table, and the pages."""
+        rows = np.frombuffer(step.table_rows, dtype=np.int32).astype(np.int64)
+        indexes = np.frombuffer(step.table_indexes, dtype=np.int32)
+        return rows * self.pages_RP.shape[1] + indexes, np.frombuffer(step.table_pages, dtype=np.int32)
 
     def admit(self, admission: Admission) -> None:
         """A sequence takes a row: one packed copy."""

@@ -5,6 +5,7 @@ Owns: everything on the device.  Does not know: requests, text, actors; it knows
 
 import logging
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from engine.layers.attention import AttentionBackend, AttentionBatch
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
-from engine.messages import Admission, Step, StepDone
+from engine.messages import Admission, Step, StepDone, StepExtras
 from engine.models.decoder import Decoder
 from engine.patience import returns_within
 from engine.sampling.captured import Variant
@@ -28,17 +29,20 @@ from engine.sampling.sampler import SampledTokens, Sampler
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # Less than placement.silence_timeout_s is by default: the event loop of an executor that has failed waits for this.
 LEAVE_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step whose kernels are queued.  event: recorded behind its copies to the host; None on CPU.
-    prompts: what it gives of prompts beside tokens.  failures: index into N -> why it has no token, if a grammar is."""
+    """A step whose kernels are queued.  rows_N: those that sample.  event: recorded behind its copies to the host; None
+    on CPU.  prompts: what it gives of prompts beside tokens.  failures: index into N -> why a grammar has no token."""
 
     rank: int
     step_id: int
+    rows_N: npt.NDArray[np.int64]
     sampled: SampledTokens
     event: Event | None
     prompts: PromptResults | None
@@ -54,11 +58,16 @@ class LaunchedStep:
             rank=self.rank,
             step_id=self.step_id,
             token_ids=self.tokens().astype(np.int32, copy=False).tobytes(),
-            logprobs=self.sampled.logprobs.messages() if self.sampled.logprobs is not None else {},
-            prompt_logprobs=self.prompts.prompt_logprobs() if self.prompts is not None else {},
-            embeddings=self.prompts.embedding_bytes() if self.prompts is not None else {},
-            failures=self.failures,
+            extras=StepExtras.by_row(
+                logprobs=self._by_row(self.sampled.logprobs.messages()) if self.sampled.logprobs is not None else {},
+                prompt_logprobs=self.prompts.prompt_logprobs() if self.prompts is not None else {},
+                embedding=self.prompts.embedding_bytes() if self.prompts is not None else {},
+                failure=self._by_row(self.failures),
+            ),
         )
+
+    def _by_row(self, by_index: dict[int, T]) -> dict[int, T]:
+        return {int(self.rows_N[index]): value for index, value in by_index.items()}
 
     def tokens(self) -> npt.NDArray[np.int64]:
         """Wait for the device; int64[N].  From any thread."""
@@ -157,7 +166,7 @@ class ModelRunner:
         self._transfer(step)
         for admission in step.admissions:
             self._admit(admission)
-        self._rows.append_pages(step)
+        self._rows.write_tables(step)
 
     def _transfer(self, step: Step) -> None:
         if step.transfer_to_host:
@@ -170,7 +179,7 @@ class ModelRunner:
         masks = self._constraints.begin(batch.sample_rows_N)
         wanted = self._prompts.wanted(step, batch)
         inputs = self._rows.inputs(batch)
-        self._attention.begin(
+        self._attention.plan_step(
             AttentionBatch(
                 num_decodes=batch.num_decodes,
                 page_table_BP=inputs.page_table_BP,
@@ -197,12 +206,13 @@ class ModelRunner:
         if not len(batch.sample_rows_N):
             # Only chunks in the middle of prompts: the K/V they stored are the step's result.
             nothing = SampledTokens(logits_NV.new_empty(0, dtype=torch.int64), None)
-            return self._returning(step.step_id, nothing, prompts)
+            return self._returning(step.step_id, batch.sample_rows_N, nothing, prompts)
         # Asked for only now: the forward pass is queued, and runs while they are computed.
         ready = None if masks is None else masks.result()
         sampled = self._sampler.sample(logits_NV, batch.sample_rows_N, batch.sample_positions_N, ready)
         self._rows.write_sampled(inputs.write_at_N, sampled.token_ids_N)
-        launched = self._returning(step.step_id, sampled, prompts, {} if ready is None else ready.failures)
+        failures = {} if ready is None else ready.failures
+        launched = self._returning(step.step_id, batch.sample_rows_N, sampled, prompts, failures)
         if ready is not None:
             self._constraints.sampled(batch.sample_rows_N, launched.tokens)
         return launched
@@ -219,12 +229,12 @@ class ModelRunner:
         decoded = graphs.launch(rows_N, lengths_N, variant)
         if decoded.token_ids_N is not None:
             sampled = SampledTokens(decoded.token_ids_N, None)
-            return LaunchedStep(self._rank, step.step_id, sampled, decoded.event, None, {})
+            return LaunchedStep(self._rank, step.step_id, rows_N, sampled, decoded.event, None, {})
         assert decoded.logits_NV is not None
         ready = None if masks is None else masks.result()
         sampled = self._sampler.sample(decoded.logits_NV, rows_N, positions_N, ready)
         self._rows.write_sampled(decoded.write_at_N, sampled.token_ids_N)
-        launched = self._returning(step.step_id, sampled, None, {} if ready is None else ready.failures)
+        launched = self._returning(step.step_id, rows_N, sampled, None, {} if ready is None else ready.failures)
         if ready is not None:
             self._constraints.sampled(rows_N, launched.tokens)
         return launched
@@ -252,14 +262,15 @@ class ModelRunner:
     def _returning(
         self,
         step_id: int,
+        rows_N: npt.NDArray[np.int64],
         sampled: SampledTokens,
         prompts: PromptResults | None,
         failures: dict[int, str] | None = None,
     ) -> LaunchedStep:
         if not self._on_cuda:
-            return LaunchedStep(self._rank, step_id, sampled, None, prompts, failures or {})
+            return LaunchedStep(self._rank, step_id, rows_N, sampled, None, prompts, failures or {})
         host = sampled.to_host()
         host_prompts = None if prompts is None else prompts.to_host()
         event = torch.cuda.Event()
         event.record()
-        return LaunchedStep(self._rank, step_id, host, event, host_prompts, failures or {})
+        return LaunchedStep(self._rank, step_id, rows_N, host, event, host_prompts, failures or {})

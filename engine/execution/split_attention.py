@@ -5,24 +5,10 @@ Legend: T new tokens in the step (ragged, packed) · B sequences · D decode row
 Owns: cutting a step in two.  Does not know: kernels.  It is no plugin: two names in ``plugins.attention`` make one.
 """
 
-from typing import Protocol, cast
-
 import torch
 from torch import Tensor
 
-from engine.layers.attention import AttentionBackend, AttentionBatch
-
-
-class ForGraph(Protocol):
-    """Builds a backend for one CUDA graph of ``num_rows`` decode rows with up to ``max_pages`` pages each."""
-
-    def __call__(self, num_rows: int, max_pages: int) -> AttentionBackend: ...
-
-
-class Capturable(Protocol):
-    """A backend that can be captured whole."""
-
-    for_graph: ForGraph
+from engine.layers.attention import AttentionBackend, AttentionBatch, GraphAttentionBuilder, is_capturable
 
 
 class SplitAttention:
@@ -33,20 +19,19 @@ class SplitAttention:
         self._decode = decode
         self._num_decodes = 0
         self._mixed = False
+        # A captured step has decode rows alone.
+        self.capturable = is_capturable(decode)
+        if isinstance(decode, GraphAttentionBuilder):
+            self.for_graph = decode.for_graph
 
-    @property
-    def capturable(self) -> bool:
-        """See ``AttentionBackend``: of the one that a captured decode step calls."""
-        return bool(getattr(self._decode, "capturable", False))
-
-    def begin(self, batch: AttentionBatch) -> None:
+    def plan_step(self, batch: AttentionBatch) -> None:
         """Let each backend prepare its part."""
         count = self._num_decodes = batch.num_decodes
         self._mixed = 0 < count < len(batch.host_lengths)
         if not self._mixed:
-            (self._decode if count else self._prefill).begin(batch)
+            (self._decode if count else self._prefill).plan_step(batch)
             return
-        self._decode.begin(
+        self._decode.plan_step(
             AttentionBatch(
                 num_decodes=count,
                 page_table_BP=batch.page_table_BP[:count],
@@ -56,7 +41,7 @@ class SplitAttention:
                 host_query_lengths=batch.host_query_lengths[:count],
             )
         )
-        self._prefill.begin(
+        self._prefill.plan_step(
             AttentionBatch(
                 num_decodes=0,
                 page_table_BP=batch.page_table_BP[count:],
@@ -74,8 +59,3 @@ class SplitAttention:
         if not self._mixed:
             return (self._decode if count else self._prefill).attend(layer, q_TNH)
         return torch.cat((self._decode.attend(layer, q_TNH[:count]), self._prefill.attend(layer, q_TNH[count:])))
-
-    @property
-    def for_graph(self) -> ForGraph:
-        """The decode backend's, as a captured batch has decode rows only.  Raises AttributeError if that has none."""
-        return cast("Capturable", self._decode).for_graph

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from engine.errors import PluginError
-from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
+from engine.layers.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    GraphAttentionBuilder,
+    is_capturable,
+)
 from engine.layers.kv_pool import KVPool
 from engine.patience import named_while_slow, returns_within
 from engine.plugins.selection import AttentionChoice
@@ -28,19 +34,22 @@ TRIAL_TIMEOUT_S = 300.0  # kernels that are compiled at their first call take mi
 
 
 class NamedAttention:
-    """A backend whose errors say whose they are.  What else it has than the protocol asks for is found as before."""
+    """A backend whose errors say whose they are; it can be captured as the backend can."""
 
     def __init__(self, label: str, backend: AttentionBackend) -> None:
         self._label = label
         self._backend = backend
         self._attend = backend.attend
+        self.capturable = is_capturable(backend)
+        if isinstance(backend, GraphAttentionBuilder):
+            self.for_graph = backend.for_graph
 
-    def begin(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.begin``."""
+    def plan_step(self, batch: AttentionBatch) -> None:
+        """See ``AttentionBackend.plan_step``."""
         try:
-            self._backend.begin(batch)
+            self._backend.plan_step(batch)
         except BaseException as error:  # sys.exit as well, which would end the server without a word
-            raise self._named(error, "begin") from error
+            raise self._named(error, "plan_step") from error
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``."""
@@ -48,9 +57,6 @@ class NamedAttention:
             return self._attend(layer, q_TNH)
         except BaseException as error:
             raise self._named(error, f"attend, layer {layer}") from error
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._backend, name)
 
     def _named(self, error: BaseException, where: str) -> PluginError:
         # The engine prints deliberate errors without a traceback; the plugin's author needs this one.

@@ -42,9 +42,9 @@ class BreakingAttention:
         # All layers and sizes share it: a layer's result is used up before the next layer's attention.
         self._out_MNH = device.buffer((max_tokens, spec.num_heads, spec.head_size), dtype)
 
-    def begin(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.begin``; called by whoever plans the step, before it is run or replayed."""
-        self._backend.begin(batch)
+    def plan_step(self, batch: AttentionBatch) -> None:
+        """See ``AttentionBackend.plan_step``; called by whoever plans the step, before it is run or replayed."""
+        self._backend.plan_step(batch)
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``.  Valid until the next layer's call."""

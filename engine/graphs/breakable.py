@@ -140,7 +140,7 @@ class SegmentRecorder:
         return tensor if self._parts is None else self._device.weak(tensor)
 
     def _begin_graph(self) -> None:
-        self._device.begin(self._pool, self.size)
+        self._device.begin_capture(self._pool, self.size)
         if self._named is not None:
             self._named.enter()
 

@@ -10,23 +10,20 @@ import torch
 from torch import Tensor
 
 from engine.graphs.breakable import SegmentRecorder
-from engine.layers.comm import Comm
+from engine.layers.comm import CapturableComm, Comm
 
 COLLECTIVE = "collective"  # the kind of break
 
 
 class BreakingComm:
-    """See ``Comm``: the chosen library, for a model whose run may be captured.
-
-    A library whose collectives can be recorded into a CUDA graph has an attribute ``capturable`` that is true.
-    """
+    """See ``Comm``: the chosen library, for a model whose run may be captured."""
 
     def __init__(self, comm: Comm, recorder: SegmentRecorder) -> None:
         self.rank = comm.rank
         self.size = comm.size
         self._comm = comm
         self._recorder = recorder
-        self._capturable = bool(getattr(comm, "capturable", False))
+        self._capturable = isinstance(comm, CapturableComm) and comm.capturable
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See ``Comm``.  tensor: a row per token.  Of a captured run only real rows travel; padding becomes zeros."""

@@ -12,7 +12,7 @@ Legend: M rows of the largest graph · B rows of a graph, padding included · N 
 Owns: static inputs, which graph serves a step, what is copied.  Does not know: how captures are done, the scheduler.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -24,13 +24,12 @@ from engine.execution.batch import decode_rows
 from engine.execution.captured_steps import Decoded
 from engine.execution.rows import DeviceRows
 from engine.graphs.breakable import Recording, SegmentRecorder
-from engine.graphs.capturing import Capturing
+from engine.graphs.capturing import Capturing, round_up
 from engine.graphs.decode_attention import DecodeAttention, PlannedAttention, ResidentAttention
 from engine.graphs.device import GraphDevice
 from engine.graphs.inputs import choose_inputs
 from engine.graphs.pinned_ring import PinnedReceiver, PinnedRing
-from engine.graphs.sizes import round_up
-from engine.layers.attention import AttentionBackend
+from engine.layers.attention import AttentionBackend, GraphAttentionBuilder, is_capturable
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import DecodeInputs, StepTensors
 from engine.messages import Step
@@ -69,7 +68,7 @@ class DecodeGraphs:
         self._device = device
         self._recorder = recorder
         self._capturing = capturing
-        self._steps = choose_inputs(pool.data.device)
+        self._input_ops = choose_inputs(pool.data.device)
         self._lengths_R = rows.keep_lengths()
         largest = self.sizes[-1]
         # Two blocks: columns of the batch, then room for a page for each row.
@@ -82,16 +81,16 @@ class DecodeGraphs:
         self._tokens_M = device.buffer((largest,), torch.int64)
         self._all_rows_M = device.buffer((largest,), torch.int64)
         self._all_rows_M.copy_(torch.arange(largest))
-        resident = bool(getattr(attention, "capturable", False))
+        resident = is_capturable(attention)
         table_width = rows.pages_RP.shape[1] if resident else PlannedAttention.table_width
         self._inputs = self._static_inputs(largest, table_width)
         self._attention: DecodeAttention
         if resident:
             self._attention = ResidentAttention(attention, self._inputs, largest)
         else:
-            for_graph: Callable[[int, int], AttentionBackend] = attention.for_graph  # type: ignore[attr-defined]
+            assert isinstance(attention, GraphAttentionBuilder), "see can_capture"
             self._attention = PlannedAttention(
-                for_graph, self.sizes, pool, self._columns.rows, rows.pages_RP, self._lengths_R
+                attention, self.sizes, pool, self._columns.rows, rows.pages_RP, self._lengths_R
             )
         self._outgoing = PinnedRing(device, LETTERS, self._packed.nbytes)
         self._incoming = PinnedReceiver(device, self._tokens_M.nbytes)
@@ -180,12 +179,12 @@ class DecodeGraphs:
                 buffer = self._outgoing.take()
                 buffer.data[: self._columns_end].numpy()[:] = columns
                 first, end = 0, self._columns_end
-        if step.append_rows:
+        if step.table_rows:
             places_A, pages_A = self._rows.appends(step)
             num_appends = len(pages_A)
             if num_appends > self.sizes[-1]:
                 # More than a page for each row: never from this project's scheduler.
-                self._rows.append_pages(step)
+                self._rows.write_tables(step)
                 num_appends = 0
             else:
                 buffer = buffer or self._outgoing.take()
@@ -236,7 +235,7 @@ class DecodeGraphs:
             lengths_B=static.lengths_B[:size],
             page_table_BW=static.page_table_BW[:size],
         )
-        self._steps.fill(
+        self._input_ops.fill(
             self._columns.rows[:size],
             rows.tokens_RM,
             rows.pages_RP,
@@ -257,7 +256,7 @@ class DecodeGraphs:
         if variant is Variant.LOGITS:
             return logits_BV
         token_ids_B = self._sampler.pick(variant, logits_BV, inputs.positions_B + 1)
-        self._steps.write(inputs.write_at_B, token_ids_B, rows.tokens_RM)
+        self._input_ops.write(inputs.write_at_B, token_ids_B, rows.tokens_RM)
         self._tokens_M[:size].copy_(token_ids_B)
         return self._tokens_M[:size]
 

@@ -1,10 +1,10 @@
 """Attention inside a decode graph: captured with the rest, where the backend can be.
 
 Legend: M rows of the largest graph · B rows of a graph, padding included · N real rows · P page-table width
-Owns: which of a backend's two ways is taken, what ``begin`` is told.  Does not know: kernels, captures.
+Owns: which of a backend's two ways is taken, what ``plan_step`` is told.  Does not know: kernels, captures.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.layers.attention import AttentionBackend, AttentionBatch
+from engine.layers.attention import AttentionBackend, AttentionBatch, GraphAttentionBuilder, is_capturable
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import DecodeInputs
 
@@ -45,7 +45,7 @@ class ResidentAttention:
     def prepare(self, size: int) -> AttentionBackend:
         """See ``DecodeAttention``."""
         ones = np.ones(size, dtype=np.int32)
-        self._backend.begin(
+        self._backend.plan_step(
             AttentionBatch(
                 num_decodes=size,
                 page_table_BP=self._inputs.page_table_BW[:size],
@@ -68,7 +68,7 @@ class PlannedAttention:
 
     def __init__(
         self,
-        for_graph: Callable[[int, int], AttentionBackend],
+        builder: GraphAttentionBuilder,
         sizes: Sequence[int],
         pool: KVPool,
         rows_M: Tensor,
@@ -84,7 +84,7 @@ class PlannedAttention:
         self._starts_M1 = torch.arange(len(rows_M) + 1, dtype=torch.int32, device=device)
         self._dump_11 = torch.full((1, 1), pool.dump_page, dtype=torch.int32, device=device)
         self._one_1 = torch.ones(1, dtype=torch.int32, device=device)
-        self._backends = {size: for_graph(size, pages_RP.shape[1]) for size in sorted(sizes, reverse=True)}
+        self._backends = {size: builder.for_graph(size, pages_RP.shape[1]) for size in sorted(sizes, reverse=True)}
 
     def prepare(self, size: int) -> AttentionBackend:
         """See ``DecodeAttention``: one token of the dump page."""
@@ -102,7 +102,7 @@ class PlannedAttention:
 
     def _begin(self, backend: AttentionBackend, table_NP: Tensor, device_lengths_N: Tensor, lengths_N: Int32) -> None:
         num = len(lengths_N)
-        backend.begin(
+        backend.plan_step(
             AttentionBatch(
                 num_decodes=num,
                 page_table_BP=table_NP,
@@ -116,4 +116,4 @@ class PlannedAttention:
 
 def can_capture(backend: AttentionBackend) -> bool:
     """Whether a decode step with this backend can be captured whole."""
-    return bool(getattr(backend, "capturable", False)) or hasattr(backend, "for_graph")
+    return is_capturable(backend) or isinstance(backend, GraphAttentionBuilder)

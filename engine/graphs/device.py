@@ -65,7 +65,7 @@ class GraphDevice(Protocol):
         """The stream that captures happen on: after all work queued before, and before all that is queued after."""
         ...
 
-    def begin(self, pool: Pool, size: int) -> None:
+    def begin_capture(self, pool: Pool, size: int) -> None:
         """From here on work is recorded and not done.  Inside ``stream()``.  size: rows that are captured."""
         ...
 
@@ -137,7 +137,7 @@ class CudaDevice:
         with self.stream():
             nothing.add_(0)  # loads the kernel, which must not happen in a capture
             try:
-                self.begin(pool, 1)
+                self.begin_capture(pool, 1)
                 nothing.add_(0)
                 self._keepers[pool] = (self.end(), nothing)
             except BaseException:
@@ -165,7 +165,7 @@ class CudaDevice:
         finally:
             outside.wait_stream(self._stream)
 
-    def begin(self, pool: Pool, size: int) -> None:
+    def begin_capture(self, pool: Pool, size: int) -> None:
         """See ``GraphDevice``."""
         assert self._graph is None, "a capture is under way"
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool  # before: a beginning that fails may be half made
@@ -264,7 +264,7 @@ class HostDevice:
         """See ``GraphDevice``."""
         return nullcontext()
 
-    def begin(self, pool: Pool, size: int) -> None:
+    def begin_capture(self, pool: Pool, size: int) -> None:
         """Not here."""
         raise AssertionError("a CPU has no graphs to capture")
 

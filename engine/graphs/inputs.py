@@ -16,19 +16,19 @@ from engine.layers.step import DecodeInputs
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
-    """fill, write: see ``engine/kernels/inputs.py``: ``fill_inputs`` and ``write_tokens``."""
+class InputOps:
+    """What a decode step does with its inputs: ``fill_inputs`` and ``write_tokens`` of ``engine/kernels/inputs.py``."""
 
     fill: Callable[[Tensor, Tensor, Tensor, Tensor, int, int, DecodeInputs], None]
     write: Callable[[Tensor, Tensor, Tensor], None]
 
 
-def choose_inputs(device: torch.device) -> StepInputs:
+def choose_inputs(device: torch.device) -> InputOps:
     """The fastest way that the device has."""
     kernels = choose_kernels(device)
     if kernels is None:
-        return StepInputs(fill_inputs, write_tokens)
-    return StepInputs(kernels.fill_inputs, kernels.write_tokens)
+        return InputOps(fill_inputs, write_tokens)
+    return InputOps(kernels.fill_inputs, kernels.write_tokens)
 
 
 def fill_inputs(

@@ -19,10 +19,8 @@ from torch import Tensor
 from engine.errors import GraphError
 from engine.graphs.attention import ATTENTION, BreakingAttention
 from engine.graphs.breakable import Recording, SegmentRecorder
-from engine.graphs.capturing import Capturing
+from engine.graphs.capturing import Capturing, frozen_garbage, round_up
 from engine.graphs.device import GraphDevice
-from engine.graphs.gc_freeze import frozen_garbage
-from engine.graphs.sizes import round_up
 from engine.layers.attention import AttentionBatch
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
@@ -104,13 +102,7 @@ class Piecewise:
         missing = sorted(set(self.sizes) - set(self._recordings))
         self._plan_nothing()
         self._capturing.capture(
-            PREFILL,
-            missing,
-            self._run,
-            self._record,
-            self._recordings.clear,
-            advice=self._advice,
-            progress=progress,
+            PREFILL, missing, self._run, self._record, self._recordings.clear, advice=self._advice, progress=progress
         )
 
     @torch.inference_mode()
@@ -171,7 +163,7 @@ class Piecewise:
         self._recorder.num_tokens = 1
         self._inputs_3M.copy_(self._padding_31)
         one = torch.ones(1, dtype=torch.int32, device=self._pool.data.device)
-        self._attention.begin(
+        self._attention.plan_step(
             AttentionBatch(
                 num_decodes=0,
                 page_table_BP=one[None] * self._pool.dump_page,

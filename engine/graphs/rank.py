@@ -15,13 +15,12 @@ from engine.errors import ConfigError, GraphError
 from engine.execution.rows import DeviceRows
 from engine.graphs.attention import BreakingAttention
 from engine.graphs.breakable import SegmentRecorder
-from engine.graphs.capturing import Capturing
+from engine.graphs.capturing import Capturing, decode_sizes, piecewise_sizes
 from engine.graphs.comm import BreakingComm
 from engine.graphs.decode import DECODES, DecodeGraphs
 from engine.graphs.decode_attention import can_capture
 from engine.graphs.device import Pool, device_for_graphs
 from engine.graphs.piecewise import PREFILL, Piecewise
-from engine.graphs.sizes import decode_sizes, piecewise_sizes
 from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool

@@ -1,13 +1,16 @@
 """What happened to cached pages, for those who route requests to where their prefix is.
 
-Owns: the batch of events since it was last asked for.  Does not know: who listens.
+Owns: the batch of events since it was last asked for, page hashes.  Does not know: who listens.
 Nothing is hashed or noted unless somebody does.
+
+Chained hashes name cached pages the same way in every process: hash(page) = SHA-256(hash(page before) + the page's
+tokens); before the first page stands the namespace's seed.
 """
 
+import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.kv.hashes import page_hashes
 from engine.kv.node import Namespace, Node, Root
 
 Tier = Literal["device", "host"]
@@ -17,7 +20,7 @@ Tier = Literal["device", "host"]
 class KVEvent:
     """Pages came to or left a tier.  'restored' pages came back to the device from the host, which keeps its copy.
 
-    hashes: of the pages, in order; see ``engine/kv/hashes.py``.  parent: the hash before the first.
+    hashes: of the pages, in order.  parent: the hash before the first.
     tokens: what a stored event's pages hold, int32s; empty for the others."""
 
     kind: Literal["stored", "removed", "restored"]
@@ -53,12 +56,7 @@ class EventLog:
         return events
 
     def _note(
-        self,
-        kind: Literal["stored", "removed", "restored"],
-        tier: Tier,
-        node: Node,
-        first_page: int,
-        tokens: bytes,
+        self, kind: Literal["stored", "removed", "restored"], tier: Tier, node: Node, first_page: int, tokens: bytes
     ) -> None:
         hashes = page_hashes(node, self._page_bytes)
         above = node.parent
@@ -68,3 +66,29 @@ class EventLog:
             above = above.parent
         assert isinstance(above, Root)
         self._events.append(KVEvent(kind, tier, above.namespace, parent, tuple(hashes[first_page:]), tokens))
+
+
+def namespace_seed(namespace: Namespace) -> bytes:
+    """What stands before a namespace's first page.  Lengths keep ("ab", "c") apart from ("a", "bc")."""
+    parts = [part.encode("utf-8", "surrogatepass") for part in namespace]
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+
+
+def page_hashes(node: Node, page_bytes: int) -> list[bytes]:
+    """The hash of each page of a node, computed when first asked for and kept with the node.  Do not change it."""
+    unfinished: list[Node] = []
+    above = node
+    while above.parent is not None and len(above.hashes or ()) * page_bytes < len(above.key):
+        unfinished.append(above)
+        above = above.parent
+    if isinstance(above, Root) and above.hashes is None:
+        above.hashes = [namespace_seed(above.namespace)]
+    assert above.hashes
+    previous = above.hashes[-1]
+    for below in reversed(unfinished):
+        hashes = below.hashes = below.hashes or []
+        previous = hashes[-1] if hashes else previous
+        for start in range(len(hashes) * page_bytes, len(below.key), page_bytes):
+            previous = hashlib.sha256(previous + below.key[start : start + page_bytes]).digest()
+            hashes.append(previous)
+    return node.hashes or []

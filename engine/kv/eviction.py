@@ -11,7 +11,7 @@ from engine.kv.node import Node
 
 CHUNK = 256  # A full chunk has twice as many entries: 4 KB of pointers to move at most, well below a microsecond.
 
-Rank = tuple[int, ...]
+SortKey = tuple[int, ...]
 Entry = tuple[object, ...]
 
 
@@ -37,7 +37,7 @@ class Candidate(Protocol):
 class EvictionStrategy(Protocol):
     """Decides which candidate goes first."""
 
-    def rank(self, candidate: Candidate) -> Rank:
+    def rank(self, candidate: Candidate) -> SortKey:
         """Smaller goes first; among equals, who became a candidate first.  Always the same number of ints.
 
         Asked whenever something becomes a candidate; nothing a strategy sees but num_pages changes while it is one.
@@ -54,7 +54,7 @@ class EvictionQueue:
     has to wade through them would stall a step.
     """
 
-    def __init__(self, rank: Callable[[Node], Rank]) -> None:
+    def __init__(self, rank: Callable[[Node], SortKey]) -> None:
         self._rank = rank
         self._chunks: list[list[Entry]] = []
         self._lasts: list[Entry] = []

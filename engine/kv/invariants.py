@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.kv.hashes import page_hashes
+from engine.kv.events import page_hashes
 from engine.kv.node import INDEX_BYTES, Node, Root, page_indices
 
 

@@ -1,9 +1,11 @@
 """A node of the radix tree: one edge's key, the pages that hold it, and what an eviction strategy may look at.
 
-Owns: its fields and how they are cut in two.  Does not know: sizes, queues, other nodes but parent and children.
+Owns: its fields and how they are cut in two; what a request holds of a node.
+Does not know: sizes, queues, other nodes but parent and children.
 Keys and page indices are int32s in bytearrays: slices compare and join in C, a tail is cut off or appended in place.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +18,8 @@ INDEX_BYTES = 4  # a page index is an int32
 class Namespace(NamedTuple):
     """Who may share pages with whom: only keys of equal namespaces ever meet.
 
-    cache_salt: a tenant's secret, empty for everybody's.  adapter: the weights the K/V were computed with."""
+    cache_salt: a tenant's secret, empty for everybody's.  adapter: the weights the K/V were computed with; nothing
+    sets it before adapters are served."""
 
     cache_salt: str = ""
     adapter: str = ""
@@ -128,3 +131,24 @@ class Root(Node):
 def page_indices(raw: bytes | bytearray) -> Pages:
     """Page indices out of a copy of a node's bytes; a bytearray that numpy looks into could not be resized."""
     return np.frombuffer(bytes(raw), dtype=np.int32)
+
+
+NO_PAGES: Pages = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """One request's lock.  num_pages: length of the prefix it keeps in the tree.  node: its end, None once unlocked."""
+
+    node: Node | None
+    num_pages: int
+    priority: int
+
+
+@dataclass(slots=True, eq=False)
+class Published:
+    """What a request must change: its pages from index ``first`` on are to be ``pages``; ``duplicates`` it may free."""
+
+    first: int
+    pages: Pages
+    duplicates: Pages

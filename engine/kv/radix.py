@@ -14,12 +14,11 @@ import numpy.typing as npt
 
 from engine.kv.events import EventLog, KVEvent
 from engine.kv.eviction import EvictionStrategy
-from engine.kv.handle import NO_PAGES, Handle, Published
 from engine.kv.host_tier import HostTier, Transfer
 from engine.kv.invariants import check_locks, check_nodes, check_pages
 from engine.kv.locks import LockCounts
 from engine.kv.match import Match, common_bytes, match_on_device, match_on_host
-from engine.kv.node import SHARED, Namespace, Node, Root
+from engine.kv.node import NO_PAGES, SHARED, Handle, Namespace, Node, Published, Root
 from engine.kv.outline import Outline, outline
 from engine.kv.pages import Pages
 
@@ -30,7 +29,8 @@ class RadixTree:
     """A prefix tree per namespace over one pool of pages.
 
     now: the step that is being planned; set it before each.  bigram: a key's elements are pairs of neighbours, for
-    draft models whose K/V depend on the next token too.  num_host_pages: size of the host tier, 0 for none.
+    draft models, whose K/V depend on the next token too; nothing sets it before there are some.
+    num_host_pages: size of the host tier, 0 for none.
     record_events: collect what ``drain_events`` returns; somebody must call it then.
     """
 
@@ -155,13 +155,6 @@ class RadixTree:
         self._num_handles -= 1
         self._lock_counts.release(node)
         self._settle_root(node)
-
-    def insert(self, key: bytes, pages: Pages, namespace: Namespace = SHARED) -> Published:
-        """Publish for a request that holds no handle."""
-        handle = self.lock(Match(b"", namespace, self._version, end=self._roots.get(namespace)))
-        published = self.publish(handle, key, pages)
-        self.unlock(handle)
-        return published
 
     def restore(self, handle: Handle, key: bytes, pages: Pages) -> int:
         """Bring back what the host has of ``key`` beyond the handle.  pages: free ones, at most so many come back.

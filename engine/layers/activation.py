@@ -4,16 +4,13 @@ Legend: T new tokens in the step · I intermediate features of this rank
 Owns: the formulas in torch.  Does not know: projections, which family uses which.
 """
 
-from typing import TYPE_CHECKING
-
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from engine.kernels.fused import FusedKernels
+from engine.layers.kernels import LayerKernels
 
 
-def gated(gate_up_T2I: Tensor, kind: str, kernels: "FusedKernels | None") -> Tensor:
+def gated(gate_up_T2I: Tensor, kind: str, kernels: LayerKernels | None) -> Tensor:
     """[T, I] from the merged projections, first all of gate.  kind: see ``DecoderShape.activation``."""
     if kernels is not None:
         return kernels.gated(gate_up_T2I, kind)

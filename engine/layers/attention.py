@@ -6,7 +6,7 @@ Owns: the Protocol and the batch description.  Does not know: kernels, models, t
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -58,21 +58,43 @@ class AttentionBackend(Protocol):
     Scores and sums are accumulated in float32.  A result may depend only on the sequence's own first
     ``lengths[b]`` positions: whatever else lies in the pool, NaN included, must not reach it.
 
-    A decode step is captured whole only with a backend that says how, in one of two ways.
-
-    capturable = True: ``begin`` looks at shapes alone, and kernels read page tables and lengths where the batch has
-    them whenever they run.  So with one ``begin`` in front of it a captured ``attend`` may be replayed for ever.
-    for_graph(num_rows, max_pages) -> AttentionBackend: one for a graph of that many decode rows.  Its ``begin`` is
-    called before the capture and each replay, with at most that many rows, and may queue copies into its own memory.
+    A decode step is captured whole only with a backend that is ``CapturableAttention`` or ``GraphAttentionBuilder``.
     """
 
-    def begin(self, batch: AttentionBatch) -> None:
+    def plan_step(self, batch: AttentionBatch) -> None:
         """Prepare one step (plan, index tensors).  Called once before the step's layers."""
         ...
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """out_TNH in q's dtype.  The step's own K/V of this layer are in the pool already."""
         ...
+
+
+@runtime_checkable
+class CapturableAttention(Protocol):
+    """What a backend has beside, if a graph may hold its ``attend``; the attribute may also say that it must not.
+
+    ``plan_step`` looks at shapes alone, and kernels read page tables and lengths where the batch has them whenever they
+    run.  So after one ``plan_step`` a captured ``attend`` may be replayed for ever."""
+
+    capturable: bool
+
+
+@runtime_checkable
+class GraphAttentionBuilder(Protocol):
+    """What a backend has beside, if it builds another one for each graph."""
+
+    def for_graph(self, num_rows: int, max_pages: int) -> AttentionBackend:
+        """A backend for a graph of that many decode rows of up to ``max_pages`` pages each.
+
+        Its ``plan_step`` is called before the capture and each replay, with at most that many rows, and may queue
+        copies into its own memory."""
+        ...
+
+
+def is_capturable(backend: AttentionBackend) -> bool:
+    """Whether a graph may hold the backend's ``attend``."""
+    return isinstance(backend, CapturableAttention) and backend.capturable
 
 
 class AttentionFactory(Protocol):

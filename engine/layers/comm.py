@@ -25,3 +25,10 @@ class Comm(Protocol):
 
         It waits for no other rank.  No graph holds a collective of the group any more.  Again: no effect."""
         ...
+
+
+@runtime_checkable
+class CapturableComm(Protocol):
+    """What a library has beside, if it knows whether its collectives can be recorded into a CUDA graph."""
+
+    capturable: bool

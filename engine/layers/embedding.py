@@ -4,18 +4,15 @@ Legend: T new tokens in the step · N rows whose logits are wanted · D model di
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.comm import Comm
+from engine.layers.kernels import LayerKernels
 from engine.layers.linear import Linear
 from engine.layers.weights import WeightSlice
-
-if TYPE_CHECKING:
-    from engine.kernels.fused import FusedKernels
 
 
 class VocabLinear(Linear):
@@ -32,7 +29,7 @@ class VocabLinear(Linear):
         self.first = comm.rank * rows
         self.rows = rows
 
-    def embed(self, token_ids_T: Tensor, kernels: "FusedKernels | None" = None) -> Tensor:
+    def embed(self, token_ids_T: Tensor, kernels: LayerKernels | None = None) -> Tensor:
         """Hidden states of token ids; ids below 0 or past the vocabulary are a bug of the caller."""
         if self.comm.size == 1:
             return F.embedding(token_ids_T, self.weight)

@@ -6,16 +6,13 @@ Owns: the formula and its quick form on a CPU.  Does not know: which model it is
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.layers.kernels import LayerKernels
 from engine.layers.weights import WeightSlice, parameter, whole
-
-if TYPE_CHECKING:
-    from engine.kernels.fused import FusedKernels
 
 
 class RMSNorm:
@@ -32,13 +29,13 @@ class RMSNorm:
             return F.rms_norm(x_TD, (self.size,), self.weight, self.eps)
         return self._divide_by_length(x_TD, self._floor)
 
-    def added(self, x_TD: Tensor, update_TD: Tensor, kernels: "FusedKernels | None") -> Tensor:
+    def added(self, x_TD: Tensor, update_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
         """``x += update``, in place, and the norm of the sum."""
         if kernels is not None:
             return kernels.add_norm(x_TD, update_TD, self.weight, self.eps)
         return self(x_TD.add_(update_TD))
 
-    def pack(self, kernels: "FusedKernels | None" = None) -> None:
+    def pack(self, kernels: LayerKernels | None = None) -> None:
         """Prepare for the device; called once, after loading.  Kernels take the weight as it is.
 
         On a CPU torch computes the formula in seven small operations.  Written with the vector's length,

@@ -4,13 +4,10 @@ Legend: T new tokens in the step · A query and key heads · H head size · R ro
 Owns: the rotation.  Does not know: how frequencies are chosen, attention, where positions come from.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from engine.kernels.fused import FusedKernels
+from engine.layers.kernels import LayerKernels
 
 
 class Rotary:
@@ -26,7 +23,7 @@ class Rotary:
         self.half = len(frequencies_R)
         self.dtype = dtype
 
-    def angles(self, positions_T: Tensor, kernels: "FusedKernels | None" = None) -> tuple[Tensor, ...]:
+    def angles(self, positions_T: Tensor, kernels: LayerKernels | None = None) -> tuple[Tensor, ...]:
         """cos_T1H and sin_T1H in the model's dtype; sin is negated in its first half, as ``rotate`` wants it.
 
         With kernels one tensor, as ``rotate_and_store`` wants it.

@@ -17,7 +17,7 @@ class StepTensors:
 
     token_ids_T, positions_T: int64.  slots_T: int64, where each token's K/V go (page * page_size + offset).
     sample_at_N: int64, the rows of T whose logits are wanted.
-    attention has had ``begin`` called for this step; pool is where K/V are stored.
+    attention has had ``plan_step`` called for this step; pool is where K/V are stored.
     """
 
     token_ids_T: Tensor

@@ -6,26 +6,22 @@ Owns: the order of operations.  Does not know: families, files, the scheduler, w
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine.checkpoints.shape import DecoderShape
-from engine.kernels.choice import choose_kernels
 from engine.layers.activation import gated
 from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.embedding import VocabLinear
+from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, QKVLinear, RowLinear
 from engine.layers.norm import HeadNorm, RMSNorm
 from engine.layers.rotary import Rotary
 from engine.layers.step import StepTensors
 from engine.layers.weights import WeightSlice
 from engine.models.frequencies import frequencies
-
-if TYPE_CHECKING:
-    from engine.kernels.fused import FusedKernels
 
 
 class DecoderLayer:
@@ -59,7 +55,7 @@ class DecoderLayer:
         rotary: Rotary,
         angles: tuple[Tensor, ...],
         step: StepTensors,
-        kernels: "FusedKernels | None",
+        kernels: LayerKernels | None,
     ) -> Tensor:
         """q_TQH, normalised and rotated; keys and values are in the pool afterwards."""
         heads = self.qkv(normed_TD).view(-1, *self.head_shape)
@@ -75,12 +71,12 @@ class DecoderLayer:
         step.pool.store(index, qk_TAH[:, self.num_queries :], v_TGH, step.slots_T)
         return qk_TAH[:, : self.num_queries]
 
-    def finish(self, x_TD: Tensor, attended_TQH: Tensor, kernels: "FusedKernels | None") -> Tensor:
+    def finish(self, x_TD: Tensor, attended_TQH: Tensor, kernels: LayerKernels | None) -> Tensor:
         """Add the attention's result to the residual stream, in place, and return the MLP's, which is to be added."""
         normed_TD = self.mlp_norm.added(x_TD, self.output(attended_TQH.flatten(1)), kernels)
         return self.down(gated(self.gate_up(normed_TD), self.activation, kernels))
 
-    def pack(self, kernels: "FusedKernels | None") -> None:
+    def pack(self, kernels: LayerKernels | None) -> None:
         """Lay the weights out for the device and its kernels; called once, after loading."""
         for linear in (self.qkv, self.output, self.gate_up, self.down):
             linear.pack()
@@ -129,7 +125,7 @@ class Decoder:
             first_window_layer=shape.first_window_layer,
         )
         self.parameter_bytes = sum(one.target.nbytes for one in self.slices())
-        self._kernels: FusedKernels | None = None
+        self._kernels: LayerKernels | None = None
 
     def forward(self, step: StepTensors) -> Tensor:
         """Store the step's keys and values and return logits_NV for ``step.sample_at_N``; see ``logits``."""
@@ -174,14 +170,14 @@ class Decoder:
         if self.head is not self.embedding:
             yield from self.head.slices("lm_head")
 
-    def pack(self) -> None:
-        """Lay the weights out for the device; called once, after loading.  ``slices`` is meaningless then.
+    def pack(self, kernels: LayerKernels | None) -> None:
+        """Lay the weights out for the device and kernels; called once, after loading.  ``slices`` is meaningless then.
 
         The LM head is packed as well although a tied one, whose rows the embedding reads, is then there twice:
         it is a quarter of a small model's work.
         """
-        self._kernels = choose_kernels(self.embedding.weight.device)
+        self._kernels = kernels
         for layer in self.layers:
-            layer.pack(self._kernels)
-        self.norm.pack(self._kernels)
+            layer.pack(kernels)
+        self.norm.pack(kernels)
         self.head.pack(keep_weight=self.head is self.embedding)

@@ -23,6 +23,7 @@ from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.shape import DecoderShape
 from engine.checkpoints.shards import StoredTensor, read_shards
 from engine.errors import WeightsError
+from engine.kernels.choice import choose_kernels
 from engine.layers.comm import Comm
 from engine.layers.weights import WeightSlice
 from engine.models.decoder import Decoder
@@ -78,7 +79,7 @@ def load_model(
             _draw(model.slices(), seed)
         else:
             _read(list(model.slices()), stored, progress)
-        model.pack()
+        model.pack(choose_kernels(device))
     return model
 
 

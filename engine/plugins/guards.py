@@ -14,7 +14,7 @@ from engine.scheduling.policy import SchedulingPolicy, Waiting
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Rank = tuple[int, ...]
+SortKey = tuple[int, ...]
 
 SLOW_S = 0.05  # as for observers: every request waits for it
 
@@ -25,14 +25,14 @@ class GuardedRank(Generic[T]):
     After a failure every newcomer gets the last rank given, so newcomers go by age behind all that were ranked before,
     and nobody waits for ever.  All ranks have one length, or the queues could not compare them."""
 
-    def __init__(self, name: str, rank: Callable[[T], Rank], clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, name: str, rank: Callable[[T], SortKey], clock: Callable[[], float] = time.perf_counter) -> None:
         self._name = name
-        self._rank: Callable[[T], Rank] | None = rank
+        self._rank: Callable[[T], SortKey] | None = rank
         self._clock = clock
-        self._last: Rank | None = None
+        self._last: SortKey | None = None
         self._slow = False
 
-    def __call__(self, ranked: T) -> Rank:
+    def __call__(self, ranked: T) -> SortKey:
         if self._rank is None:
             return self._last or (0,)
         began = self._clock()
@@ -62,7 +62,7 @@ class GuardedStrategy:
     """Guards a third party's eviction strategy."""
 
     def __init__(self, name: str, strategy: EvictionStrategy) -> None:
-        self.rank: Callable[[Candidate], Rank] = GuardedRank(name, strategy.rank)
+        self.rank: Callable[[Candidate], SortKey] = GuardedRank(name, strategy.rank)
 
 
 class GuardedPolicy:
@@ -70,4 +70,4 @@ class GuardedPolicy:
 
     def __init__(self, name: str, policy: SchedulingPolicy) -> None:
         self.looks_at_cache = bool(policy.looks_at_cache)
-        self.rank: Callable[[Waiting], Rank] = GuardedRank(name, policy.rank)
+        self.rank: Callable[[Waiting], SortKey] = GuardedRank(name, policy.rank)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.kv.eviction import EvictionStrategy
     from engine.layers.attention import AttentionFactory
     from engine.layers.comm import Comm
-    from engine.scheduling.metrics import RequestMetrics
+    from engine.scheduling.meter import RequestMetrics
     from engine.scheduling.policy import SchedulingPolicy
     from engine.text.grammar import GrammarEngine
 

@@ -15,7 +15,7 @@ from engine.errors import CallboardError, PluginError
 from engine.kv.events import KVEvent
 from engine.plugins.hookspecs import ObserverContext
 from engine.plugins.manager import Plugins
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import RequestMetrics
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import assert_never
 
 from msgspec import structs
 
+from engine.actors.actor import Link
 from engine.actors.group import RankLost, Reports, Terms
-from engine.actors.mailbox import Link
 from engine.checkpoints.checkpoint import read_spec, resolve_checkpoint
 from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config, without_cluster_key

@@ -48,26 +48,25 @@ class Variant(StrEnum):
 class Columns(Generic[C]):
     """One entry for each row of a batch, in this order in memory.
 
-    rows: int64, which row of the engine it is, NO_ROW for padding.  seeds: int64.  top_p: float64, 1 is off.
-    inverse_temperature: float32, 0 for a greedy row.  repetition, presence, frequency: float32.
-    min_p_floor: float32, |log(min_p)|, infinite where off.  top_k: int32, 0 is off.
+    rows: int64, which row of the engine it is, NO_ROW for padding.  From ``seed`` to ``top_k``: as in SamplingState.
     cut: int32, the row's place in its group (see ``group``) if it has cuts, else -1.
     line: int32, its line of token counts, -1 without penalties.
     """
 
     rows: C
-    seeds: C
+    seed: C
     top_p: C
     inverse_temperature: C
     repetition: C
     presence: C
     frequency: C
-    min_p_floor: C
+    floor: C
     top_k: C
     cut: C
     line: C
 
 
+_OF_STATE: Final = ("seed", "top_p", "inverse_temperature", "repetition", "presence", "frequency", "floor", "top_k")
 _DTYPES: Final = (*["int64"] * 2, "float64", *["float32"] * 5, *["int32"] * 3)
 
 
@@ -139,7 +138,7 @@ class CapturedSampler:
             or (positions_N < state.stop_from[rows_N]).any()
         ):
             return Variant.LOGITS
-        if state.penalised[rows_N].any() or self._with_cuts(rows_N).any():
+        if state.penalised[rows_N].any() or state.cut[rows_N].any():
             return Variant.FULL
         return Variant.GREEDY if state.greedy[rows_N].all() else Variant.TEMPERATURE
 
@@ -148,20 +147,12 @@ class CapturedSampler:
         state, num = self._state, len(rows_N)
         for field in fields(columns):
             getattr(columns, field.name)[num:] = _PADDING.get(field.name, 0)
-        greedy_N, penalised_N, cut_N = state.greedy[rows_N], state.penalised[rows_N], self._with_cuts(rows_N)
         columns.rows[:num] = rows_N
-        columns.seeds[:num] = state.seed[rows_N]
-        columns.top_p[:num] = np.where(cut_N, state.top_p[rows_N], 1.0)
-        with np.errstate(divide="ignore"):  # a greedy row's temperature may be 0, and min_p usually is
-            inverse_N = np.float32(1.0) / state.temperature[rows_N]
-            columns.min_p_floor[:num] = np.abs(np.log(state.min_p[rows_N]).astype(np.float32))
-        columns.inverse_temperature[:num] = np.where(greedy_N, np.float32(0.0), inverse_N)
-        columns.repetition[:num] = state.repetition[rows_N]
-        columns.presence[:num] = state.presence[rows_N]
-        columns.frequency[:num] = state.frequency[rows_N]
-        columns.top_k[:num] = np.where(cut_N, state.top_k[rows_N], 0)
-        columns.cut[:num] = np.where(cut_N, np.arange(num) % self.group, _OFF)
+        for name in _OF_STATE:
+            getattr(columns, name)[:num] = getattr(state, name)[rows_N]
+        columns.cut[:num] = np.where(state.cut[rows_N], np.arange(num) % self.group, _OFF)
         columns.line[:num] = _OFF
+        penalised_N = state.penalised[rows_N]
         if penalised_N.any():
             columns.line[:num][penalised_N] = state.counts.lines(rows_N[penalised_N])
 
@@ -179,13 +170,6 @@ class CapturedSampler:
         if variant is Variant.FULL:
             self._state.counts.add(self._lines(size), token_ids_B)
         return token_ids_B
-
-    def _with_cuts(self, rows_N: Int64) -> npt.NDArray[np.bool_]:
-        state = self._state
-        cut_N: npt.NDArray[np.bool_] = (
-            (state.top_k[rows_N] > 0) | (state.top_p[rows_N] < 1.0) | (state.min_p[rows_N] > 0.0)
-        )
-        return cut_N & ~state.greedy[rows_N]
 
     def _lines(self, size: int) -> Tensor:
         """The lines to count in; rows without penalties are counted where nobody looks."""
@@ -210,11 +194,11 @@ class CapturedSampler:
                     *(of.line, of.repetition, of.presence, of.frequency),
                     *(starts, self._no_ids, self._no_bias, starts, self._no_ids),
                 )
-                floor = of.min_p_floor.view(torch.int32)
+                floor = of.floor.view(torch.int32)
                 cut_rows = CutRows(of.cut, self._places32_M[:num], floor, of.top_k, of.top_p)
             draws = variant is not Variant.GREEDY
             at, own = self._places_M[here], self._places_M[:num]
-            parts.append(KernelPart(at, own, of.inverse_temperature, of.seeds, draws, adjustment, cut_rows))
+            parts.append(KernelPart(at, own, of.inverse_temperature, of.seed, draws, adjustment, cut_rows))
         return tuple(parts)
 
     def _pick_by_torch(self, variant: Variant, logits_BV: Tensor, positions_B: Tensor) -> Tensor:
@@ -236,7 +220,7 @@ class CapturedSampler:
             weights_BW = weights(scores_BW)
             if variant is Variant.FULL:
                 weights_BW.masked_fill_(scores_BW < lowest_kept(scores_BW, weights_BW, self._cuts(size)), 0.0)
-            numbers_B = uniforms(stream_starts(columns.seeds[:size]), positions_B)
+            numbers_B = uniforms(stream_starts(columns.seed[:size]), positions_B)
             token_ids_B = torch.where(inverse_B > 0, draw(weights_BW, numbers_B), token_ids_B)
         return torch.where(finite_B & top_B.isfinite(), token_ids_B, -1)
 
@@ -245,7 +229,7 @@ class CapturedSampler:
         columns, vocab_size = self._columns, self._state.vocab_size
         top_k_B1 = columns.top_k[:size, None].to(torch.int64)
         return Cuts(
-            log_min_p_n1=-columns.min_p_floor[:size, None],
+            floor_n1=-columns.floor[:size, None],
             top_k=TopK(
                 at_r=self._places_M[:size],
                 last_r1=torch.where(top_k_B1 > 0, top_k_B1, vocab_size) - 1,
@@ -257,11 +241,4 @@ class CapturedSampler:
 
 
 # What a column holds for a row that is none; 0 in the others.
-_PADDING: Final = {
-    "rows": NO_ROW,
-    "top_p": 1.0,
-    "repetition": 1.0,
-    "min_p_floor": np.inf,
-    "cut": _OFF,
-    "line": _OFF,
-}
+_PADDING: Final = {"rows": NO_ROW, "top_p": 1.0, "repetition": 1.0, "floor": np.inf, "cut": _OFF, "line": _OFF}

@@ -1,9 +1,9 @@
-"""min_p, top_k and top_p as one number per row: the lowest score that may still be drawn.
+"""A floor (of min_p), top_k and top_p as one number per row: the lowest score that may still be drawn.
 
 Legend: n rows of a part · r rows of it that a cut applies to · W padded vocabulary · K largest top_k
 Owns: finding that score, without sorting the vocabulary.  Does not know: temperatures, noise, requests.
 
-Scores are (logit - largest logit) / temperature, so 0 is the most likely token.  min_p and top_k are found first,
+Scores are (logit - largest logit) / temperature, so 0 is the most likely token.  The floor and top_k come first,
 top_p on what they leave, renormalised.  A cut keeps every token whose score equals the last kept one: equal
 logits are never told apart, so a result cannot depend on the order in which ties were visited.  In this one
 point top_p keeps more than an implementation that sorts and breaks ties arbitrarily.
@@ -43,16 +43,16 @@ class TopP:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """What to cut in a part.  log_min_p_n1: float32, -inf where off."""
+    """What to cut in a part.  floor_n1: float32, the lowest score that stays before the others cut; -inf where off."""
 
-    log_min_p_n1: Tensor
+    floor_n1: Tensor
     top_k: TopK | None
     top_p: TopP | None
 
 
 def lowest_kept(scores_nW: Tensor, weights_nW: Tensor, cuts: Cuts) -> Tensor:
     """floor_n1: a row keeps the tokens whose score is at least that.  weights_nW: exp of the scores."""
-    floor_n1 = cuts.log_min_p_n1.clone()
+    floor_n1 = cuts.floor_n1.clone()
     if cuts.top_k is not None:
         at_r = cuts.top_k.at_r
         floor_n1.index_copy_(0, at_r, _top_k_floor(_rows(scores_nW, at_r), floor_n1.index_select(0, at_r), cuts.top_k))

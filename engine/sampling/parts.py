@@ -89,7 +89,7 @@ def build_batch(
 
 
 def _split(state: SamplingState, rows_N: Int64, holding_N: npt.NDArray[np.bool_]) -> tuple[Part, ...]:
-    adjusted_N = state.biased[rows_N] | state.penalised[rows_N] | holding_N
+    adjusted_N = state.adjusted(rows_N, holding_N)
     random_N = ~state.greedy[rows_N]
     rows_per_part = max(1, (PART_SCORES_CPU if state.device.type == "cpu" else PART_SCORES_GPU) // state.vocab_size)
     parts: list[Part] = []
@@ -147,20 +147,18 @@ def _penalties(state: SamplingState, rows_n: Int64) -> Penalties | None:
 
 def _draws(state: SamplingState, rows_n: Int64) -> Draws:
     return Draws(
-        inverse_temperature_n=_upload(state, 1.0 / state.temperature[rows_n]),
+        inverse_temperature_n=_upload(state, state.inverse_temperature[rows_n]),
         stream_starts_n=stream_starts(_upload(state, state.seed[rows_n])),
         cuts=_cuts(state, rows_n),
     )
 
 
 def _cuts(state: SamplingState, rows_n: Int64) -> Cuts | None:
-    top_k_n, top_p_n, min_p_n = state.top_k[rows_n], state.top_p[rows_n], state.min_p[rows_n]
+    if not state.cut[rows_n].any():
+        return None
+    top_k_n, top_p_n = state.top_k[rows_n].astype(np.int64), state.top_p[rows_n]
     with_k = np.flatnonzero(top_k_n)
     only_p = np.flatnonzero((top_k_n == 0) & (top_p_n < 1.0))
-    if not len(with_k) and not len(only_p) and not min_p_n.any():
-        return None
-    with np.errstate(divide="ignore"):
-        log_min_p_n1 = np.log(min_p_n[:, None]).astype(np.float32)
     top_k = top_p = None
     if len(with_k):
         top_p_r1 = top_p_n[with_k, None]
@@ -172,7 +170,7 @@ def _cuts(state: SamplingState, rows_n: Int64) -> Cuts | None:
         )
     if len(only_p):
         top_p = TopP(at_r=_upload(state, only_p), top_p_r1=_upload(state, top_p_n[only_p, None]))
-    return Cuts(log_min_p_n1=_upload(state, log_min_p_n1), top_k=top_k, top_p=top_p)
+    return Cuts(floor_n1=_upload(state, -state.floor[rows_n, None]), top_k=top_k, top_p=top_p)
 
 
 def _slice_or_index(state: SamplingState, at: Int64) -> slice | Tensor:

@@ -86,7 +86,7 @@ class Sampler:
         self._state.admit(row, params, token_ids, num_prompt_tokens, eos_token_ids)
 
     def captured(self, columns: Columns[Tensor]) -> CapturedSampler:
-        """The same rows, sampled in batches of one shape; see ``uniform.py``."""
+        """The same rows, sampled in batches of one shape; see ``captured.py``."""
         return CapturedSampler(self._state, self.kernels, columns)
 
     def sample(self, logits_NV: Tensor, rows_N: Int64, positions_N: Int64, masks: Masks | None = None) -> SampledTokens:

@@ -2,6 +2,9 @@
 
 Owns: one line of host arrays per row, overwritten as a whole when a sequence takes the row; token counts.
 Does not know: logits, batches, why rows change hands.
+
+Arrays hold what samplers compute with, derived here and nowhere else, whether torch, kernels or a captured step sample.
+A parameter that rules out tokens by how far they are below the most likely one is one more bound in ``floor``.
 """
 
 from collections.abc import Sequence
@@ -18,6 +21,7 @@ from engine.sampling.penalties import TokenCounts
 # overflow, so the two cannot be told apart.
 GREEDY_TEMPERATURE: Final = 1e-5
 NO_LOGPROBS: Final = -1
+_NO_CUTS: Final = (0, 1.0, np.inf)
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -32,10 +36,11 @@ class SamplingState:
         self.counts = TokenCounts(max_rows, vocab_size, max_len, device)
         self.greedy = np.ones(max_rows, dtype=np.bool_)
         self.penalised = np.zeros(max_rows, dtype=np.bool_)
-        self.temperature = np.ones(max_rows, dtype=np.float32)
-        self.top_k = np.zeros(max_rows, dtype=np.int64)  # 0 is off
-        self.top_p = np.ones(max_rows, dtype=np.float64)
-        self.min_p = np.zeros(max_rows, dtype=np.float64)
+        self.inverse_temperature = np.zeros(max_rows, dtype=np.float32)  # 0 is greedy
+        self.cut = np.zeros(max_rows, dtype=np.bool_)  # whether one of the next three is on; of greedy rows, none is
+        self.top_k = np.zeros(max_rows, dtype=np.int32)  # 0 is off
+        self.top_p = np.ones(max_rows, dtype=np.float64)  # 1 is off
+        self.floor = np.full(max_rows, np.inf, dtype=np.float32)  # magnitude of the lowest score that may be drawn
         self.repetition = np.ones(max_rows, dtype=np.float32)
         self.presence = np.zeros(max_rows, dtype=np.float32)
         self.frequency = np.zeros(max_rows, dtype=np.float32)
@@ -57,16 +62,21 @@ class SamplingState:
     ) -> None:
         """A sequence takes a row.  token_ids: its prompt, then output kept over a retraction."""
         self.version += 1
-        self.greedy[row] = params.temperature < GREEDY_TEMPERATURE
-        self.temperature[row] = params.temperature
-        self.top_k[row] = params.top_k if 0 < params.top_k < self.vocab_size else 0
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
+        self._admit_draw(row, params)
         self.seed[row] = params.seed or 0
         self.logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self._admit_bias(row, params)
         self._admit_stops(row, params, num_prompt_tokens, eos_token_ids)
         self._admit_penalties(row, params, token_ids, num_prompt_tokens)
+
+    def _admit_draw(self, row: int, params: SamplingParams) -> None:
+        self.greedy[row] = greedy = params.temperature < GREEDY_TEMPERATURE
+        self.inverse_temperature[row] = 0.0 if greedy else np.float32(1.0) / np.float32(params.temperature)
+        top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
+        floor = abs(np.log(params.min_p)) if params.min_p > 0.0 else np.inf
+        cuts = _NO_CUTS if greedy else (top_k, params.top_p, floor)
+        self.top_k[row], self.top_p[row], self.floor[row] = cuts
+        self.cut[row] = cuts != _NO_CUTS
 
     def _admit_bias(self, row: int, params: SamplingParams) -> None:
         self.biased[row] = bool(params.logit_bias)
@@ -95,6 +105,11 @@ class SamplingState:
         self.counts.release(row)
         if self.penalised[row]:
             self.counts.hold(row, token_ids, num_prompt_tokens)
+
+    def adjusted(self, rows_N: TokenIds, holding_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Whether a row has bias, penalties or stop tokens that are held off.  holding_N: the latter."""
+        adjusted_N: npt.NDArray[np.bool_] = self.biased[rows_N] | self.penalised[rows_N] | holding_N
+        return adjusted_N
 
 
 def _no_bias() -> tuple[TokenIds, npt.NDArray[np.float32]]:

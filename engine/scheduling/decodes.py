@@ -57,8 +57,8 @@ class Decodes:
         if self._num_quiet > 0:
             # Nobody joined, and nobody needs a page or reaches its length: two additions are the whole plan.
             self._num_quiet -= 1
-            table.computed[rows] += 1
-            table.planned[rows] += 1
+            table.num_computed[rows] += 1
+            table.num_planned[rows] += 1
             return rows, NO_APPENDS
         # Unless somebody was retracted since.
         needy = self._lacking if self._lacking is not None else self._needy()
@@ -72,9 +72,9 @@ class Decodes:
             appends = Appends(served, table.append_pages(served, pages), pages)
             if len(served) < len(needy):
                 rows = rows[~np.isin(rows, needy[len(served) :])]
-        table.computed[rows] += 1
-        table.planned[rows] += 1
-        full = table.planned[rows] == table.max_total[rows]
+        table.num_computed[rows] += 1
+        table.num_planned[rows] += 1
+        full = table.num_planned[rows] == table.max_total[rows]
         if full.any():
             self._set_rows(self.rows[~np.isin(self.rows, rows[full])])
         self._num_quiet = self._count_quiet_steps()
@@ -83,27 +83,27 @@ class Decodes:
     def _needy(self) -> Rows:
         """Rows whose next position lies in a page they do not have yet."""
         table, rows = self._table, self.rows
-        return rows[table.computed[rows] >= table.num_pages[rows] * table.page_size]
+        return rows[table.num_computed[rows] >= table.num_pages[rows] * table.page_size]
 
     def _needy_soon(self) -> Rows:
         """Rows that will need a page within the next steps."""
         table, rows = self._table, self.rows
         room = table.num_pages.take(rows) * table.page_size
-        soon = (table.computed.take(rows) >= room - AHEAD) & (table.max_total.take(rows) - 1 > room)
+        soon = (table.num_computed.take(rows) >= room - AHEAD) & (table.max_total.take(rows) - 1 > room)
         return rows[soon]
 
     def _pages_coming_back(self) -> int:
         """Pages of rows that only wait for a step in flight: ended, or with their last token being sampled."""
         table = self._table
-        return int(table.num_pages[~table.running | (table.planned == table.max_total)].sum())
+        return int(table.num_pages[~table.running | (table.num_planned == table.max_total)].sum())
 
     def _count_quiet_steps(self) -> int:
         """How many steps until a row needs a page or samples its last token."""
         table, rows = self._table, self.rows
         if not len(rows):
             return 0
-        until_page = table.num_pages[rows] * table.page_size - table.computed[rows]
-        until_end = table.max_total[rows] - table.planned[rows] - 1
+        until_page = table.num_pages[rows] * table.page_size - table.num_computed[rows]
+        until_end = table.max_total[rows] - table.num_planned[rows] - 1
         return int(min(until_page.min(), until_end.min()))
 
     def check(self) -> None:
@@ -111,4 +111,4 @@ class Decodes:
         table = self._table
         for row in self.rows.tolist():
             assert table.running[row], f"row {row} decodes after its end"
-            assert table.computed[row] < table.planned[row] <= table.max_total[row], f"row {row} ran ahead"
+            assert table.num_computed[row] < table.num_planned[row] <= table.max_total[row], f"row {row} ran ahead"

@@ -1,17 +1,18 @@
-"""What the planner has done so far, as numbers: counters, distributions, and the last steps.
+"""What the planner has done so far, as numbers: counters, distributions, the last steps, and what one request cost.
 
-Owns: those numbers, which only grow.  Does not know: who reads them, under which names, when.
+Owns: those numbers, which only grow, and the record that observers get.
+Does not know: who reads them, under which names, when.
 Noting costs per event (a request started or ended, a step completed), never per running request: all rows of a decode
 step waited equally long for their token, so a whole step is one entry with a weight.
 """
 
 from bisect import bisect_left
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
 from engine.messages import Finish
-from engine.scheduling.metrics import RequestMetrics
 
 NUM_RECENT_STEPS = 256
 
@@ -40,6 +41,28 @@ class Distribution(msgspec.Struct):
     def num_seen(self) -> int:
         """How many in all."""
         return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """A request that has ended.  Times are seconds of the scheduler's clock.
+
+    arrived_at: when the scheduler got it.  queue_s: until the first step that computed some of it was planned.
+    ttft_s: from arrival to its first token; tpot_s: mean time between its tokens after the first; None where there
+    was no such token.  cached_tokens: prompt tokens that needed no computing when it first ran.
+    num_retractions: how often it lost its row and had to come back."""
+
+    request_id: int
+    finish: Finish
+    num_prompt_tokens: int
+    num_output_tokens: int
+    cached_tokens: int
+    num_retractions: int
+    arrived_at: float
+    queue_s: float | None
+    ttft_s: float | None
+    tpot_s: float | None
+    e2e_s: float
 
 
 class StepRecord(NamedTuple):

@@ -16,15 +16,13 @@ import numpy as np
 
 from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
-from engine.kv.handle import Handle
 from engine.kv.host_tier import Transfer
-from engine.kv.node import Namespace
+from engine.kv.node import Handle, Namespace
 from engine.kv.outline import Outline
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import RadixTree
-from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.rows import Rows, RowTable
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence import PlannerLimits, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +44,7 @@ class PageManager:
     def __init__(self, limits: PlannerLimits, rows: RowTable, strategy: EvictionStrategy) -> None:
         self._pages = PageAllocator(limits.num_pages)
         self._tree = RadixTree(
-            limits.page_size,
-            strategy,
-            num_host_pages=limits.num_host_pages,
-            record_events=limits.record_events,
+            limits.page_size, strategy, num_host_pages=limits.num_host_pages, record_events=limits.record_events
         )
         self._rows = rows
         self._page_size = limits.page_size

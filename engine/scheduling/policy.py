@@ -5,14 +5,14 @@ Owns: what a policy is and what it may look at.  Does not know: rows, pages, how
 
 from typing import Protocol, runtime_checkable
 
-Rank = tuple[int, ...]
+SortKey = tuple[int, ...]
 
 
 class Waiting(Protocol):
     """What a policy may look at: a request that has no row, new or retracted.
 
     arrival: its place in the order of arrival.  priority: lower is more urgent.  num_tokens: of its prompt, and of its
-    output so far if it was retracted.  num_cached_tokens: how many of them are in the prefix cache now; kept up to
+    output so far if it was retracted.  num_cached_now: how many of them are in the prefix cache now; kept up to
     date only for policies that set ``looks_at_cache``.  num_overtaken: later arrivals that have started before it,
     counted for those policies too."""
 
@@ -23,7 +23,7 @@ class Waiting(Protocol):
     @property
     def num_tokens(self) -> int: ...
     @property
-    def num_cached_tokens(self) -> int: ...
+    def num_cached_now(self) -> int: ...
     @property
     def num_overtaken(self) -> int: ...
 
@@ -39,7 +39,7 @@ class SchedulingPolicy(Protocol):
         If not, a request is ranked when it joins the queue; if so, the oldest 128 are ranked whenever one may start."""
         ...
 
-    def rank(self, waiting: Waiting) -> Rank:
+    def rank(self, waiting: Waiting) -> SortKey:
         """Smaller runs first; among equals, who arrived first.  Always the same number of ints.
 
         Among equally urgent requests nobody may wait for ever, however many better placed ones follow.

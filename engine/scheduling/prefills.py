@@ -12,11 +12,10 @@ import numpy as np
 
 from engine.messages import Admission
 from engine.scheduling.forecast import OutputForecast, peak_growth
-from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.pages import PageManager
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.rows import RowTable
-from engine.scheduling.sequence import Sequence, Tokens
+from engine.scheduling.sequence import PlannerLimits, Sequence, TokenIds
 
 QUEUE = -1  # the waiting queue's place among the rows that take turns
 WORTH_WAITING_TOKENS = 32  # what a shared prefix must save to be waited for
@@ -185,7 +184,7 @@ class Prefills:
 
     def _add_chunk(self, segments: Segments, row: int, budget: int) -> int:
         table = self._table
-        start, known = int(table.computed[row]), int(table.known[row])
+        start, known = int(table.num_computed[row]), int(table.num_known[row])
         length = min(known - start, self._limits.prefill_chunk, budget)
         sequence = table.sequences[row]
         if sequence is not None and sequence.params.prompt_logprobs is not None:
@@ -195,17 +194,17 @@ class Prefills:
         segments.starts.append(start)
         segments.lengths.append(length)
         segments.samples.append(int(ends))
-        table.computed[row] = start + length
+        table.num_computed[row] = start + length
         if ends:
-            table.planned[row] = known + 1
+            table.num_planned[row] = known + 1
             self._turns.remove(row)
         return length
 
     def _admission(self, sequence: Sequence) -> Admission:
         table, row = self._table, sequence.row
-        num_computed = int(table.computed[row])
-        if sequence.cached_tokens < 0:
-            sequence.cached_tokens = num_computed
+        num_computed = int(table.num_computed[row])
+        if sequence.num_cached_at_start < 0:
+            sequence.num_cached_at_start = num_computed
         return Admission(
             row=row,
             token_ids=sequence.tokens.tobytes(),
@@ -224,7 +223,9 @@ class Prefills:
             return False
         table = self._table
         end = self._page_manager.num_cached_tokens(sequence) + max(self._limits.page_size, WORTH_WAITING_TOKENS)
-        common, row = max((_num_common(table.tokens[row, : table.known[row]], sequence.tokens), row) for row in rows)
+        common, row = max(
+            (_num_common(table.tokens[row, : table.num_known[row]], sequence.tokens), row) for row in rows
+        )
         # One token is always left to compute, so a prefix that ends with the prompt saves one less.
         if min(common, len(sequence.tokens) - 1) < end:
             return False
@@ -241,7 +242,7 @@ class Prefills:
             return 0
         num_tokens = len(sequence.tokens)
         # The sequence itself comes last.
-        known = np.append(table.known[rows], num_tokens)
+        known = np.append(table.num_known[rows], num_tokens)
         num_pages = np.append(table.num_pages[rows], -(-num_tokens // page_size))
         generated = known - np.append(table.num_prompt[rows], sequence.num_prompt)
         most = np.append(table.max_total[rows], sequence.max_total) - known
@@ -261,7 +262,7 @@ def _stem(sequence: Sequence) -> Stem:
     return sequence.cache_salt, sequence.tokens[:WORTH_WAITING_TOKENS].tobytes()
 
 
-def _num_common(first: Tokens, second: Tokens) -> int:
+def _num_common(first: TokenIds, second: TokenIds) -> int:
     """How many tokens two sequences begin with in common."""
     length = min(len(first), len(second))
     differing = np.flatnonzero(first[:length] != second[:length])

@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Callable
 from typing import Protocol
 
-from engine.scheduling.policy import Rank, SchedulingPolicy
+from engine.scheduling.policy import SchedulingPolicy, SortKey
 from engine.scheduling.sequence import Sequence
 
 WINDOW = 128  # How many are ranked anew by policies that look at the cache: a look-up each, 2 us.
@@ -48,9 +48,9 @@ class RankedQueue:
     """A heap by rank, then age.  A sequence that leaves out of turn is gone at once, prompt and all: only its number
     stays in the heap, until its turn comes or such numbers are most of the heap."""
 
-    def __init__(self, rank: Callable[[Sequence], Rank]) -> None:
+    def __init__(self, rank: Callable[[Sequence], SortKey]) -> None:
         self._rank = rank
-        self._heap: list[tuple[Rank, int]] = []
+        self._heap: list[tuple[SortKey, int]] = []
         self._waiting: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
@@ -84,13 +84,13 @@ class RankedQueue:
 class RerankedQueue:
     """A window of those who would be first if nothing were cached is ranked anew each time; the others wait behind."""
 
-    def __init__(self, rank: Callable[[Sequence], Rank]) -> None:
+    def __init__(self, rank: Callable[[Sequence], SortKey]) -> None:
         self._rank = rank
-        self._window: list[tuple[Rank, int, Sequence]] = []
+        self._window: list[tuple[SortKey, int, Sequence]] = []
         self._others = RankedQueue(self._rank_uncached)
 
-    def _rank_uncached(self, sequence: Sequence) -> Rank:
-        sequence.num_cached_tokens = 0
+    def _rank_uncached(self, sequence: Sequence) -> SortKey:
+        sequence.num_cached_now = 0
         return self._rank(sequence)
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ class RerankedQueue:
             self._others.push(sequence)
         sequences = [self._others.pop(starts=False) for _ in range(min(WINDOW, len(self._others)))]
         for sequence in sequences:
-            sequence.num_cached_tokens = num_cached_tokens(sequence)
+            sequence.num_cached_now = num_cached_tokens(sequence)
         self._window = sorted((self._rank(sequence), sequence.arrival, sequence) for sequence in sequences)
 
     def first(self) -> Sequence | None:

@@ -1,10 +1,14 @@
 """The row table: every running sequence's numbers as columns, so that a step costs numpy calls and not a loop.
 
 Owns: the host's copy of what a row holds.  Does not know: the queue, budgets, the device.
-A row's tokens come in three counts:  computed (K/V planned) <= planned (existing or being sampled),
-and known (values on the host), which lags planned by the steps in flight.  confirmed is how much of its
-prefill completed steps have computed.  running: from its first step to its end; a row that has ended is kept until
-the last step that used it has completed.  num_shared: pages that it found in the cache when it started.
+Each count of a row's tokens has its writers, beside ``take``, which sets them all:
+  num_known      values on the host                          the completion of a step
+  num_planned    those, and those being sampled              Decodes and Prefills, as they plan
+  num_computed   with K/V, also of steps in flight           Decodes and Prefills, as they plan
+  num_confirmed  of a prefill: with K/V of completed steps   the completion of a step
+num_computed <= num_planned, and num_known lags num_planned by the steps in flight.  Page tables are PageManager's and
+Decodes'.  running: from a row's first step to its end; a row that has ended is kept until the last step that used it
+has completed.  num_shared: pages that it found in the cache when it started.
 """
 
 import numpy as np
@@ -28,10 +32,10 @@ class RowTable:
         self.running = np.zeros(max_running, dtype=np.bool_)
         self.num_prompt = np.zeros(max_running, dtype=np.int32)
         self.num_shared = np.zeros(max_running, dtype=np.int32)
-        self.known = np.zeros(max_running, dtype=np.int32)
-        self.planned = np.zeros(max_running, dtype=np.int32)
-        self.computed = np.zeros(max_running, dtype=np.int32)
-        self.confirmed = np.zeros(max_running, dtype=np.int32)
+        self.num_known = np.zeros(max_running, dtype=np.int32)
+        self.num_planned = np.zeros(max_running, dtype=np.int32)
+        self.num_computed = np.zeros(max_running, dtype=np.int32)
+        self.num_confirmed = np.zeros(max_running, dtype=np.int32)
         self.max_total = np.zeros(max_running, dtype=np.int32)
         self.num_pages = np.zeros(max_running, dtype=np.int32)
         self.page_table = np.zeros((max_running, -(-max_len // page_size)), dtype=np.int32)
@@ -54,8 +58,8 @@ class RowTable:
         self.running[row] = True
         self.num_prompt[row] = sequence.num_prompt
         self.num_shared[row] = num_shared
-        self.known[row] = self.planned[row] = count
-        self.computed[row] = self.confirmed[row] = num_shared * self.page_size
+        self.num_known[row] = self.num_planned[row] = count
+        self.num_computed[row] = self.num_confirmed[row] = num_shared * self.page_size
         self.max_total[row] = sequence.max_total
         self.num_pages[row] = len(pages)
         self.page_table[row, : len(pages)] = pages

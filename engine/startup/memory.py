@@ -145,7 +145,7 @@ def run_largest_step(
     lengths = np.full(len(queries), max_len, dtype=np.int32)
     starts = np.concatenate(([0], queries.cumsum())).astype(np.int32)
     width = -(-max_len // pool.page_size)
-    attention.begin(
+    attention.plan_step(
         AttentionBatch(
             num_decodes=0,
             page_table_BP=torch.full((len(queries), width), pool.dump_page, dtype=torch.int32, device=device),

@@ -21,47 +21,28 @@ class Output:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        self.embedding = b""
-        self.token_ids = b""
-        self.prompt_token_ids = b""
-        self.finish = Finish.RUNNING
-        self.stop_reason: str | int | UnsetType = UNSET
-        self._texts: list[str] = []
-        self._thoughts: list[str] = []
+        self._deltas: list[Delta] = []
 
     def add(self, delta: Delta) -> None:
         """Append new output."""
-        self._texts.append(delta.text)
-        self._thoughts.append(delta.reasoning)
-        self.logprobs += delta.logprobs
-        self.prompt_logprobs += delta.prompt_logprobs
-        self.embedding += delta.embedding
-        self.token_ids += delta.token_ids
-        self.prompt_token_ids += delta.prompt_token_ids
-        self.finish = delta.finish
-        self.stop_reason = stop_reason(delta)
+        self._deltas.append(delta)
 
     @property
-    def text(self) -> str:
-        """The text so far."""
-        return "".join(self._texts)
+    def delta(self) -> Delta:
+        """Everything so far, as one delta."""
+        self._deltas = [Delta.merged(self._deltas)]
+        return self._deltas[0]
 
     @property
-    def reasoning(self) -> str:
-        """What the model thought before the text."""
-        return "".join(self._thoughts)
-
-    @property
-    def total_logprob(self) -> float:
-        """How likely the whole output was, for comparing."""
-        return sum(finite(entry.sampled.logprob) for entry in self.logprobs)
+    def mean_logprob(self) -> float:
+        """How likely the whole output was per token, for comparing."""
+        entries = self.delta.logprobs
+        return sum(finite(entry.sampled.logprob) for entry in entries) / max(1, len(entries))
 
 
-def finish_reason(output: Delta | Output) -> FinishReason | None:
+def finish_reason(delta: Delta) -> FinishReason | None:
     """The API's word for how a choice ended, None while it runs."""
-    return FINISH_REASONS.get(output.finish)
+    return FINISH_REASONS.get(delta.finish)
 
 
 def stop_reason(delta: Delta) -> str | int | UnsetType:

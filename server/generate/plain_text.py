@@ -40,6 +40,4 @@ class PlainText:
 
 def is_plain(delta: Delta) -> bool:
     """Whether there is nothing in it but text, or a token that has none yet."""
-    return bool(delta.token_ids) and not (
-        delta.finish or delta.logprobs or delta.reasoning or delta.prompt_logprobs or delta.embedding
-    )
+    return bool(delta.token_ids) and delta == Delta(delta.request_id, delta.text, delta.token_ids)

@@ -15,7 +15,7 @@ from engine.errors import FieldError
 from engine.messages import Delta, TokenLogprobs, TokenText
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
-from server.generate.output import Output, finish_reason, finite, unpacked
+from server.generate.output import Output, finish_reason, finite, stop_reason, unpacked
 from server.generate.usage import UsageCounter
 from server.native.bodies import Logprob, NativeBody, NativeFinish, NativeInfo, NativeOutput, NativeParams
 from server.openai.completions import read_prompts
@@ -108,15 +108,15 @@ class NativeWriter(Writer):
     def _told(self, output: Output) -> NativeOutput:
         """Returns an output, or what is new of it, in this format."""
         return NativeOutput(
-            text=output.text,
-            output_ids=unpacked(output.token_ids),
+            text=output.delta.text,
+            output_ids=unpacked(output.delta.token_ids),
             index=UNSET if self._is_single else output.index,
             meta_info=self._info(output),
         )
 
     def _info(self, output: Output) -> NativeInfo:
         counts = self._usage.of_choice(output.index)
-        prompt = output.prompt_logprobs[_first_told(self._body) :] if output.prompt_logprobs else ()
+        prompt = output.delta.prompt_logprobs[_first_told(self._body) :] if output.delta.prompt_logprobs else ()
         values, top = self._logprobs(prompt), self._top_logprobs(prompt)
         if prompt and _first_told(self._body) == 0:
             # Nothing comes before a prompt's first token.
@@ -131,16 +131,16 @@ class NativeWriter(Writer):
             cached_tokens=counts.prompt_tokens_details.cached_tokens if counts else 0,
             input_token_logprobs=values if prompt else UNSET,
             input_top_logprobs=top if prompt and asked_top else UNSET,
-            output_token_logprobs=self._logprobs(output.logprobs) if asked else UNSET,
-            output_top_logprobs=self._top_logprobs(output.logprobs) if asked and asked_top else UNSET,
+            output_token_logprobs=self._logprobs(output.delta.logprobs) if asked else UNSET,
+            output_top_logprobs=self._top_logprobs(output.delta.logprobs) if asked and asked_top else UNSET,
         )
 
     def _finish(self, output: Output) -> NativeFinish | None:
-        match finish_reason(output):
+        match finish_reason(output.delta):
             case None:
                 return None
             case "stop":
-                return NativeFinish("stop", matched=output.stop_reason)
+                return NativeFinish("stop", matched=stop_reason(output.delta))
             case "length":
                 return NativeFinish("length", length=self._max_tokens)
             case reason:

@@ -86,27 +86,27 @@ class ChatWriter(ChoicesWriter):
     def whole(self, outputs: Sequence[Output]) -> ChatCompletion:
         choices = []
         for output in outputs:
-            content, calls, cut_off = read_calls(output.text, self.generation.new_parser)
+            content, calls, cut_off = read_calls(output.delta.text, self.generation.new_parser)
             choices.append(
                 ChatChoice(
                     index=output.index,
                     message=ChatAnswer(
                         content if content or not calls else None,
                         tool_calls=calls or UNSET,
-                        reasoning_content=output.reasoning or UNSET,
-                        reasoning=output.reasoning or UNSET,
+                        reasoning_content=output.delta.reasoning or UNSET,
+                        reasoning=output.delta.reasoning or UNSET,
                     ),
-                    logprobs=_logprobs(output.logprobs),
-                    finish_reason=_with_calls(finish_reason(output), bool(calls) and not cut_off),
-                    stop_reason=output.stop_reason,
-                    token_ids=ids(output.token_ids, self.shows_token_ids),
+                    logprobs=_logprobs(output.delta.logprobs),
+                    finish_reason=_with_calls(finish_reason(output.delta), bool(calls) and not cut_off),
+                    stop_reason=stop_reason(output.delta),
+                    token_ids=ids(output.delta.token_ids, self.shows_token_ids),
                 )
             )
         return ChatCompletion(
             **self.head,
             choices=choices,
             usage=self.usage.total(),
-            prompt_token_ids=ids(outputs[0].prompt_token_ids, self.shows_token_ids),
+            prompt_token_ids=ids(outputs[0].delta.prompt_token_ids, self.shows_token_ids),
         )
 
     def chunks(self, state: StreamState, delta: Delta, usage: OptionalUsage) -> list[msgspec.Struct]:

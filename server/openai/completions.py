@@ -74,14 +74,14 @@ class CompletionWriter(ChoicesWriter):
         choices = [
             CompletionChoice(
                 index=index,
-                text=output.text,
-                logprobs=_logprobs(output.logprobs, 0, output.prompt_logprobs) if self._shows_logprobs else None,
-                finish_reason=finish_reason(output),
-                stop_reason=output.stop_reason,
-                token_ids=ids(output.token_ids, self.shows_token_ids),
-                prompt_token_ids=ids(output.prompt_token_ids, self.shows_token_ids),
+                text=delta.text,
+                logprobs=_logprobs(delta.logprobs, 0, delta.prompt_logprobs) if self._shows_logprobs else None,
+                finish_reason=finish_reason(delta),
+                stop_reason=stop_reason(delta),
+                token_ids=ids(delta.token_ids, self.shows_token_ids),
+                prompt_token_ids=ids(delta.prompt_token_ids, self.shows_token_ids),
             )
-            for index, output in enumerate(self._best(outputs))
+            for index, delta in enumerate(output.delta for output in self._best(outputs))
         ]
         return self._completion(choices, self.usage.total())
 
@@ -112,7 +112,7 @@ class CompletionWriter(ChoicesWriter):
         best: list[Output] = []
         for start in range(0, len(outputs), num_choices):
             candidates = outputs[start : start + num_choices]
-            ranked = sorted(candidates, key=lambda output: -output.total_logprob / max(1, len(output.logprobs)))
+            ranked = sorted(candidates, key=lambda output: -output.mean_logprob)
             best += ranked[: self._num_wanted]
         return best
 

@@ -99,10 +99,10 @@ class EmbeddingWriter(Writer):
         self._model = model
 
     def whole(self, outputs: Sequence[Output]) -> EmbeddingList:
-        if any(output.finish == Finish.ABORT for output in outputs):
+        if any(output.delta.finish == Finish.ABORT for output in outputs):
             raise RequestError("the request was aborted", status=409, code="aborted")
         num_tokens = self._usage.total().prompt_tokens
-        data = [EmbeddingEntry(index=one.index, embedding=_encoded(one.embedding, self._body)) for one in outputs]
+        data = [EmbeddingEntry(index=one.index, embedding=_encoded(one.delta.embedding, self._body)) for one in outputs]
         return EmbeddingList(data=data, model=self._model, usage=EmbeddingUsage(num_tokens, num_tokens))
 
 

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from engine.errors import ConfigError
 from engine.plugins.hookspecs import hookimpl
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import RequestMetrics
 from server.backend import Stream
 from server.clients.open_requests import CLIENT
 from server.http.exchange import EXCHANGE, Handler

@@ -116,8 +116,8 @@ class ResponsesWriter(Writer):
 
     def whole(self, outputs: Sequence[Output]) -> ResponseObject:
         (output,) = outputs
-        self._items.take(output)
-        self._finish = output.finish
+        self._items.take(output.delta)
+        self._finish = output.delta.finish
         return self._object()
 
     def events(self, index: int, delta: Delta) -> list[msgspec.Struct]:

@@ -10,7 +10,6 @@ from typing import Any
 
 from engine.messages import Delta, Finish
 from engine.text.tool_calls import CallPiece, Part, ToolCallParser
-from server.generate.output import Output
 from server.openai.answers import TokenLogprob, token_logprob
 from server.responses.objects import (
     CallItem,
@@ -45,7 +44,7 @@ class ItemWriter:
         number, self._num_events = self._num_events, self._num_events + 1
         return Event(type=f"response.{kind}", sequence_number=number, **fields)
 
-    def take(self, delta: Delta | Output) -> list[Event]:
+    def take(self, delta: Delta) -> list[Event]:
         """Add new output; returns the events that tell of it."""
         if delta.reasoning:
             self._write("reasoning", delta.reasoning, ())

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
+from engine.actors.actor import Link
 from engine.actors.admission import RETRY_LATER_S
 from engine.actors.ingress import Ingress
-from engine.actors.mailbox import Link
 from engine.actors.snapshot import RequestsFinished, Snapshot
 from engine.errors import RequestError
 from engine.messages import Ask, Follow

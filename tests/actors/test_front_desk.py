@@ -37,11 +37,11 @@ from engine.messages import (
     TokenizersReady,
 )
 from engine.params import SamplingParams
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import RequestMetrics
 from tests.actors.test_ingress import Sent
 from tests.pace import far
 
-READY = EngineReady(8, 16)
+READY = EngineReady()
 STATS = Stats(3, 1, 0, 4, 2, 2)
 FINISHED = RequestMetrics(1, Finish.STOP, 2, 3, 0, 0, 1.0, 0.1, 0.2, 0.1, 1.0)
 

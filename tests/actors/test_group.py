@@ -8,7 +8,7 @@ import pytest
 
 from engine.actors.group import RankGroup, RankLost, Reports, Terms
 from engine.actors.intensity import RestartIntensity
-from engine.actors.results import RankResults, RanksDiverged
+from engine.actors.scheduler import RankResults, RanksDiverged
 from engine.actors.watch import Watch
 from engine.errors import EngineDied, StepTooLarge, WeightsError
 from engine.links.socket import LinkError

@@ -50,7 +50,7 @@ def with_ingress(scenario: Callable[[Ingress, Sent], Awaitable[None]], **limits:
             rng=random.Random(0),
             tokenizer=sent,
         )
-        ingress.handle(EngineReady(num_pages=8, page_size=4))
+        ingress.handle(EngineReady())
         await scenario(ingress, sent)
         assert len(asyncio.all_tasks()) == 1, "a task was left behind"
 

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from engine.actors.actor import Actor
-from engine.actors.mailbox import Mailbox
+from engine.actors.actor import Actor, Mailbox
 from engine.messages import Stop
 
 

@@ -12,7 +12,7 @@ from benchmarks.null_engine import NullRunner, NullSystem, Turns
 from engine.config import Config, build_config
 from engine.params import SamplingParams
 from engine.plugins.hookspecs import hookimpl
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import RequestMetrics
 from engine.system import System
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"

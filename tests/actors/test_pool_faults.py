@@ -183,7 +183,7 @@ class World:
     async def play(self) -> None:
         """Requests, cancellations and losses; then all must come to rest."""
         running = [asyncio.ensure_future(one) for one in (self.pool.run(), self.ingress.run(), self.book.run())]
-        self.ingress.inbox.put(EngineReady(10, 16))
+        self.ingress.inbox.put(EngineReady())
         await self.ingress.became_ready.wait()
         clients = []
         for _ in range(30):

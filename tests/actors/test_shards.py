@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.actors.shards import Shards
-from engine.messages import Logprobs, PromptLogprobs, Tokens
+from engine.messages import Logprobs, PromptLogprobs, StepExtras, Tokens
 
 
 def tokens(request_ids: list[int], **details: object) -> Tokens:
@@ -30,23 +30,21 @@ def test_every_line_goes_to_its_home_once_and_in_order(num_homes: int) -> None:
         shards.move(request_id, home)
     for _ in range(20):
         ids = rng.permutation(40)[: rng.integers(0, 30)].tolist()
-        logprobs = {line: Logprobs(float(one)) for line, one in enumerate(ids) if one % 5 == 0}
-        embeddings = {line: bytes([one]) for line, one in enumerate(ids) if one % 4 == 0}
+        extras = {one: StepExtras(Logprobs(float(one))) for one in ids if one % 5 == 0}
         cached = {one: one + 1 for one in ids if one % 3 == 0}
-        message = tokens(ids, cached_tokens=cached, logprobs=logprobs, embeddings=embeddings)
+        message = tokens(ids, cached_tokens=cached, extras=extras)
         parts = dict(shards.split(message))
         for home in range(num_homes):
             theirs = [one for one in ids if moved.get(one, one % num_homes) == home]
             part = parts.get(home, tokens([]))
             assert read(part) == [(one, 10 * one, one & 1) for one in theirs]
             assert part.cached_tokens == {one: one + 1 for one in theirs if one % 3 == 0}
-            assert part.logprobs == {at: Logprobs(float(one)) for at, one in enumerate(theirs) if one % 5 == 0}
-            assert part.embeddings == {at: bytes([one]) for at, one in enumerate(theirs) if one % 4 == 0}
+            assert part.extras == {one: extras[one] for one in theirs if one % 5 == 0}
 
 
 def test_a_part_of_a_prompt_travels_without_a_line() -> None:
-    part = PromptLogprobs(0, (Logprobs(-1.0),))
-    assert Shards(2).split(tokens([], prompt_logprobs={3: part})) == [(1, tokens([], prompt_logprobs={3: part}))]
+    extras = {3: StepExtras(prompt_logprobs=PromptLogprobs(0, (Logprobs(-1.0),)))}
+    assert Shards(2).split(tokens([], extras=extras)) == [(1, tokens([], extras=extras))]
 
 
 def test_a_request_that_was_moved_is_forgotten_with_its_end() -> None:

@@ -104,7 +104,7 @@ def launch(case: Case, compiler: Compiler, candidates: bool) -> list[dict[str, A
         every += prefill_candidates(case.head_size, dtype.itemsize, H200)
     rows = []
     for tiles in every:
-        attention.begin(batch, tiles)
+        attention.plan_step(batch, tiles)
         attention.attend(0, q_TNH)
         for kernel in compiler.kernels:
             stats = resources(kernel) | copies(kernel)

@@ -62,7 +62,7 @@ class Rig:
         if num_rows:
             q_TNH = torch.cat((q_TNH, q_TNH.new_ones(num_rows - len(q_TNH), *q_TNH.shape[1:])))
         with torch.inference_mode():
-            backend.begin(case.batch)
+            backend.plan_step(case.batch)
             for layer in range(case.spec.num_layers):
                 out_TNH = backend.attend(layer, q_TNH)
                 assert out_TNH.shape == q_TNH.shape
@@ -138,7 +138,7 @@ def test_rows_of_length_0_read_the_dump_page_and_stay_finite(generation: int, ca
     case.pool.data[:, :, case.pool.dump_page] = 0.5
     rig = Rig(case, generation)
     backend = rig.backend.for_graph(8, 32) if captured else rig.backend
-    backend.begin(padded(case, 2))
+    backend.plan_step(padded(case, 2))
     out = backend.attend(0, torch.ones(8 if captured else 5, 4, 8))
     assert torch.equal(out[3:], torch.full_like(out[3:], 0.5))
 
@@ -164,7 +164,7 @@ def test_rows_that_a_graph_is_not_given_read_the_dump_page_whatever_was_there_be
     graph = Rig(case, generation).backend.for_graph(4, 32)
     for first, last in ((0, 4), (0, 2), (1, 4)):
         with torch.inference_mode():
-            graph.begin(part_of(case, case.batch, first, last).batch)
+            graph.plan_step(part_of(case, case.batch, first, last).batch)
             out = graph.attend(0, torch.ones(4, 4, 8))
         assert torch.equal(out[last - first :], torch.full_like(out[last - first :], 0.5))
     lengths = graph._part.lengths_B
@@ -190,10 +190,10 @@ def test_what_a_graph_was_not_captured_for_is_refused():
     case = paged(spec_of(4, 2, 8), [(30, 1), (64, 1), (5, 5)], 4, seed=9)
     rig = Rig(case)
     with pytest.raises(AssertionError, match="2 of 3 rows, captured for 4"):
-        rig.backend.for_graph(4, 32).begin(case.batch)
+        rig.backend.for_graph(4, 32).plan_step(case.batch)
     rows = part_of(case, case.batch, 0, 2)
     with pytest.raises(AssertionError, match="64 tokens in a row, captured for 32"):
-        rig.backend.for_graph(2, 8).begin(rows.batch)
+        rig.backend.for_graph(2, 8).plan_step(rows.batch)
 
 
 # ---- libraries and the hook ----------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_the_hook_gives_a_factory_that_tries_every_kernel_out(installed: Any, ge
             (num_splits, window) for num_splits in (0, 1) for window in ((-1, -1), (6, 0))
         }
     with torch.inference_mode():
-        backend.begin(case.batch)
+        backend.plan_step(case.batch)
         assert (backend.attend(1, case.q_TNH).double() - case.expected(1)).abs().max() <= 2e-6
 
 

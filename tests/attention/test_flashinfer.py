@@ -58,7 +58,7 @@ class Rig:
         if num_rows:
             q_TNH = torch.cat((q_TNH, q_TNH.new_ones(num_rows - len(q_TNH), *q_TNH.shape[1:])))
         with torch.inference_mode():
-            backend.begin(case.batch)
+            backend.plan_step(case.batch)
             for layer in range(case.spec.num_layers):
                 out_TNH = backend.attend(layer, q_TNH)
                 self.stream.run()
@@ -167,7 +167,7 @@ def test_rows_of_length_0_read_the_dump_page_and_stay_finite(captured: bool):
     rig = Rig(case)
     backend = rig.backend.for_graph(8, 32) if captured else rig.backend
     batch = padded(case, 2)
-    backend.begin(batch)
+    backend.plan_step(batch)
     out = backend.attend(0, torch.ones(8 if captured else 5, 4, 8))
     rig.stream.run()
     assert torch.equal(out[3:], torch.full_like(out[3:], 0.5))
@@ -191,7 +191,7 @@ def test_rows_that_a_graph_is_not_given_read_the_dump_page_whatever_was_there_be
     graph = rig.backend.for_graph(4, 32)
     for first, last in ((0, 4), (0, 2), (1, 4)):
         with torch.inference_mode():
-            graph.begin(part_of(case, case.batch, first, last).batch)
+            graph.plan_step(part_of(case, case.batch, first, last).batch)
             out = graph.attend(0, torch.ones(4, 4, 8))
             rig.stream.run()
         assert torch.equal(out[last - first :], torch.full_like(out[last - first :], 0.5))
@@ -239,7 +239,7 @@ def test_a_plan_that_failed_is_made_anew_also_for_the_rows_of_the_one_before(mon
     with monkeypatch.context() as patched:
         patched.setattr(rig.backend._setup.library.decode, "fast_decode_plan", full)
         with pytest.raises(torch.OutOfMemoryError):
-            graph.begin(grown(case, [9, 10]).batch)
+            graph.plan_step(grown(case, [9, 10]).batch)
     rig.check(grown(case, [5, 6]), graph, num_rows=2)
     assert rig.calls("decode.plan") == ["decode.plan"] * 2
 
@@ -259,12 +259,12 @@ def test_what_a_graph_was_not_captured_for_is_refused():
     case = paged(spec_of(4, 2, 8), [(30, 1), (64, 1), (5, 5)], 4, seed=10)
     rig = Rig(case)
     with pytest.raises(AssertionError, match="2 of 3 rows, captured for 4"):
-        rig.backend.for_graph(4, 16).begin(case.batch)
+        rig.backend.for_graph(4, 16).plan_step(case.batch)
     rows = part_of(case, case.batch, 0, 2)
     with pytest.raises(AssertionError, match="rows, captured for 1"):
-        rig.backend.for_graph(1, 16).begin(rows.batch)
+        rig.backend.for_graph(1, 16).plan_step(rows.batch)
     with pytest.raises(AssertionError, match="24 pages, captured for 8"):
-        rig.backend.for_graph(2, 4).begin(rows.batch)
+        rig.backend.for_graph(2, 4).plan_step(rows.batch)
 
 
 def test_prompts_go_to_fa3_if_they_fill_the_gpu_and_else_to_fa2():
@@ -351,7 +351,7 @@ def test_the_hook_gives_a_factory_that_tries_every_kernel_out(gpu: Any):
     assert called == {"decode.plan", "decode.run", "append"} | prefill
     assert {arguments["window_left"] for name, arguments in gpu.library.calls if "plan" in name} == {-1, 6}
     with torch.inference_mode():
-        backend.begin(case.batch)
+        backend.plan_step(case.batch)
         out = backend.attend(1, case.q_TNH)
         gpu.stream.run()
     assert (out.double() - case.expected(1)).abs().max() <= 2e-6

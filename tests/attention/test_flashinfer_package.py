@@ -142,7 +142,7 @@ def build(case: Paged, tensor_cores: bool) -> FlashInferAttention:
 def check(case: Paged, backend: Any, num_rows: int = 0) -> None:
     q_TNH = torch.cat((case.q_TNH, case.q_TNH.new_ones(max(0, num_rows - len(case.q_TNH)), *case.q_TNH.shape[1:])))
     with torch.inference_mode():
-        backend.begin(case.batch)
+        backend.plan_step(case.batch)
         for layer in range(case.spec.num_layers):
             out_TNH = backend.attend(layer, q_TNH)[: len(case.q_TNH)]
             assert (out_TNH.double() - case.expected(layer)).abs().max() <= 2e-6

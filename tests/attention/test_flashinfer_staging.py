@@ -52,7 +52,7 @@ def overlapped(
             if number >= lag:
                 stream.run(marks[number - lag])
             part = part_of(case, case.batch, first, last)
-            backend.begin(part.batch)
+            backend.plan_step(part.batch)
             layers = range(case.spec.num_layers)
             results.append((part, [backend.attend(layer, part.q_TNH) for layer in layers]))
             marks.append(stream.mark())

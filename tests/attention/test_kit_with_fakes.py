@@ -36,7 +36,7 @@ class AtOnce:
     """A backend over a fake stream, whose work is done when ``attend`` returns."""
 
     def __init__(self, backend: AttentionBackend, stream: FakeStream) -> None:
-        self.begin = backend.begin
+        self.plan_step = backend.plan_step
         self._backend = backend
         self._stream = stream
 

@@ -90,7 +90,7 @@ def paged(
 def check(case: Paged, tolerance: float) -> None:
     backend = TorchAttention(case.spec, case.pool)
     with torch.inference_mode():
-        backend.begin(case.batch)
+        backend.plan_step(case.batch)
         for layer in range(case.spec.num_layers):
             out_TNH = backend.attend(layer, case.q_TNH)
             assert out_TNH.dtype == case.q_TNH.dtype
@@ -127,7 +127,7 @@ def test_groups_are_cut_by_size_and_by_padding(monkeypatch: pytest.MonkeyPatch):
     )
     check(case, 2e-6)
     backend = TorchAttention(case.spec, case.pool)
-    backend.begin(case.batch)
+    backend.plan_step(case.batch)
     assert [(part.first_row, part.last_row) for part in backend._whole] == [
         (0, 2),
         (2, 3),

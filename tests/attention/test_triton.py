@@ -45,7 +45,7 @@ def backend_of(spec: AttentionSpec, device: torch.device = META, page_size: int 
 
 def launches(recorder: Recorder, backend: TritonAttention, batch: AttentionBatch, layer: int = 0) -> list[Launch]:
     spec, num_tokens = backend.spec, int(batch.host_query_lengths.sum())
-    backend.begin(batch)
+    backend.plan_step(batch)
     device = batch.page_table_BP.device
     q_TNH = torch.zeros((num_tokens, spec.num_heads, spec.head_size), dtype=torch.bfloat16, device=device)
     out_TNH = backend.attend(layer, q_TNH)
@@ -102,7 +102,7 @@ def test_the_window_begins_at_its_layer(recorder: Recorder) -> None:
 
 def test_a_slice_of_a_product_is_read_in_place_and_other_strides_are_not(recorder: Recorder) -> None:
     backend = backend_of(spec_of())
-    backend.begin(batch_of(5))
+    backend.plan_step(batch_of(5))
     product = torch.zeros((5, 32, 128), dtype=torch.bfloat16, device=META)
     for q_TNH, stride in ((product[:, :16], 32 * 128), (product[:, ::2], 16 * 128)):
         backend.attend(0, q_TNH)

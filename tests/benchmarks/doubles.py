@@ -67,7 +67,7 @@ def _check_pages(patch: pytest.MonkeyPatch) -> None:
     launch = ModelRunner.launch
 
     def checked(runner: ModelRunner, step: Step) -> LaunchedStep:
-        pages = b"".join([*(one.pages for one in step.admissions), step.append_pages])
+        pages = b"".join([*(one.pages for one in step.admissions), step.table_pages])
         largest = np.frombuffer(pages, dtype=np.int32).max(initial=0)
         assert largest < runner.num_pages, f"page {largest} of a pool of {runner.num_pages}"
         return launch(runner, step)

@@ -1,6 +1,6 @@
 """Attention that plans each step on the host, in torch, under the name of a library that does: see ``doubles.py``.
 
-A graph's tables and lengths are buffers of its own, written by ``begin``; on a GPU each of these is a copy to it.
+A graph's tables and lengths are buffers of its own, written by ``plan_step``; on a GPU each of these is a copy to it.
 """
 
 import numpy as np
@@ -44,14 +44,14 @@ class GraphRows:
             host_query_lengths=np.ones(num_rows, dtype=np.int32),
         )
 
-    def begin(self, batch: AttentionBatch) -> None:
+    def plan_step(self, batch: AttentionBatch) -> None:
         num, width = batch.page_table_BP.shape
         self._batch.page_table_BP.fill_(self._dump_page)
         self._batch.page_table_BP[:num, :width] = batch.page_table_BP
         self._batch.lengths_B.fill_(1)
         self._batch.lengths_B[:num] = batch.lengths_B
         PlannedTorchAttention.num_sent += 2
-        self._inner.begin(self._batch)
+        self._inner.plan_step(self._batch)
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         return self._inner.attend(layer, q_TNH)

@@ -19,12 +19,12 @@ from tests.graphs.engines import EngineDevice
 
 def begin_in_any_order(device: EngineDevice, pool: object, size: int) -> None:
     """Captures that the recording device refuses are what the engine's way is compared with."""
-    graphs, device.graphs, device._pools = device.graphs, [], []
+    graphs, device.graphs, device.pools = device.graphs, [], []
     BEGIN(device, pool, size)
     device.graphs = graphs
 
 
-BEGIN = EngineDevice.begin
+BEGIN = EngineDevice.begin_capture
 
 
 def run_here(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -36,7 +36,7 @@ def run_here(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
 
 def test_every_way_to_capture_is_measured_and_the_engines_own_is_put_back(monkeypatch, tmp_path, capsys):
     install_doubles(monkeypatch)
-    monkeypatch.setattr(EngineDevice, "begin", begin_in_any_order)
+    monkeypatch.setattr(EngineDevice, "begin_capture", begin_in_any_order)
     monkeypatch.setattr(bench_graphs, "QWEN3_06B", SMALL_QWEN3 | {"num_hidden_layers": 1})
     monkeypatch.setattr(bench_graphs.subprocess, "run", run_here)
     monkeypatch.setattr(bench_graphs, "describe_machine", dict)

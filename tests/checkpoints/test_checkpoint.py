@@ -42,39 +42,34 @@ def test_defaults_of_a_sparse_config(tmp_path: Path):
     assert (spec.architecture, spec.vocab_size, spec.max_len, spec.dtype) == ("LlamaForCausalLM", 259, 512, "float32")
     assert (spec.shape.num_kv_heads, spec.shape.head_size, spec.shape.norm_eps) == (4, 16, 1e-6)
     assert spec.shape.rotary == RotaryShape(theta=10000.0)
-    assert (spec.eos_token_ids, spec.bos_token_id) == ((2,), None)
+    assert spec.eos_token_ids == (2,)
     assert spec.sampling == SamplingDefaults()
     assert spec.config["hidden_size"] == 64
 
 
 def test_eos_ids_of_both_files_are_united(tmp_path: Path):
-    directory = write(
-        tmp_path, {"eos_token_id": [2, 9], "bos_token_id": 1}, {"eos_token_id": [9, 7], "bos_token_id": 3}
-    )
+    directory = write(tmp_path, {"eos_token_id": [2, 9]}, {"eos_token_id": [9, 7]})
     spec = read_spec(directory)
     assert spec.eos_token_ids == (2, 7, 9)
-    assert spec.bos_token_id == 1
 
 
 def test_ids_that_the_model_does_not_have_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     many = [*range(259, 300), 2]
-    spec = read_spec(write(tmp_path, {"eos_token_id": many, "bos_token_id": 259}, {"eos_token_id": [258, 1 << 40]}))
-    assert (spec.eos_token_ids, spec.bos_token_id) == ((2, 258), None)
+    spec = read_spec(write(tmp_path, {"eos_token_id": many}, {"eos_token_id": [258, 1 << 40]}))
+    assert spec.eos_token_ids == (2, 258)
     config, generation = tmp_path / "config.json", tmp_path / "generation_config.json"
     assert [record.getMessage() for record in caplog.records] == [
         f"{config}: eos_token_id has 41 ids past the model's last, 258; left out: {', '.join(map(str, many[:8]))}",
         f"{generation}: eos_token_id has 1 ids past the model's last, 258; left out: 1099511627776",
-        f"{config}: bos_token_id has 1 ids past the model's last, 258; left out: 259",
     ]
 
 
-@pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id"])
 @pytest.mark.parametrize("value", [-1, [2, -1], True, [False], "2", ["2"], 2.0, {"id": 2}, [[2]], float("nan")])
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_what_is_no_token_id_is_refused(tmp_path: Path, name: str, value: object, file: str):
-    changes = {name: value}
+def test_what_is_no_token_id_is_refused(tmp_path: Path, value: object, file: str):
+    changes = {"eos_token_id": value}
     write(tmp_path, *((changes, {}) if file == "config.json" else ({}, changes)))
-    with pytest.raises(WeightsError, match=rf"{file}: {name} is .*, expected a whole number or a list of whole"):
+    with pytest.raises(WeightsError, match=rf"{file}: eos_token_id is .*, expected a whole number or a list of whole"):
         read_spec(tmp_path)
 
 

@@ -95,9 +95,9 @@ def test_pages_that_come_back_elsewhere_give_the_same_logits(checkpoint: Path, p
         transfer_to_host=int32([0] * width),
         transfer_device_pages=int32(after),
         transfer_host_pages=int32(on_host),
-        append_rows=int32([0] * width),
-        append_indexes=int32(range(width)),
-        append_pages=int32(after),
+        table_rows=int32([0] * width),
+        table_indexes=int32(range(width)),
+        table_pages=int32(after),
     )
     sizes = {"page_size": page_size, "num_pages": 3 * width}
     expected = logits_of(load(checkpoint, **sizes), stay, poison={})

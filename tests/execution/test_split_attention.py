@@ -18,7 +18,7 @@ class Recorder:
         self.mark = mark
         self.batches: list[AttentionBatch] = []
 
-    def begin(self, batch: AttentionBatch) -> None:
+    def plan_step(self, batch: AttentionBatch) -> None:
         self.batches.append(batch)
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def batch_of(decodes: Sequence[int], segments: Sequence[tuple[int, int]]) -> Att
 def test_each_part_is_a_step_of_its_own(decodes: list[int], segments: list[tuple[int, int]]) -> None:
     prefill, decode = Recorder(100.0), Recorder(1.0)
     split, batch = SplitAttention(prefill, decode), batch_of(decodes, segments)
-    split.begin(batch)
+    split.plan_step(batch)
     for recorder, first, last in ((decode, 0, len(decodes)), (prefill, len(decodes), len(batch.host_lengths))):
         if first == last:
             assert not recorder.batches, "one that has nothing to do is not asked"
@@ -69,7 +69,7 @@ def test_steps_of_other_kinds_may_follow() -> None:
     prefill, decode = Recorder(100.0), Recorder(1.0)
     split = SplitAttention(prefill, decode)
     for decodes, segments in (([5], [(2, 2)]), ([5], []), ([], [(3, 3)]), ([1, 2], [(3, 3)])):
-        split.begin(batch_of(decodes, segments))
+        split.plan_step(batch_of(decodes, segments))
         num_rows = len(decodes) + sum(count for _, count in segments)
         marks = split.attend(0, torch.zeros((num_rows, 1, 1))).flatten().tolist()
         assert marks == [1.0] * len(decodes) + [100.0] * (num_rows - len(decodes))

@@ -1,12 +1,12 @@
 """The models' step driver with captured prefill: a piecewise runner on a recording device, over the driver's pool."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from engine.graphs.attention import BreakingAttention
-from engine.graphs.breakable import SegmentRecorder
+from engine.graphs.breakable import Recording, SegmentRecorder
 from engine.graphs.capturing import Capturing
 from engine.graphs.compiled import CompiledModel
 from engine.graphs.device import GraphDevice
@@ -18,6 +18,18 @@ from tests.graphs.recording import RecordingDevice
 from tests.models.driver import Driver
 
 SIZES = (4, 8, 12, 16)
+
+
+class KeepingRecorder(SegmentRecorder):
+    """A recorder that keeps its recordings, in their order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.recordings: list[Recording] = []
+
+    def record(self, size: int, run: Callable[[], Tensor]) -> Recording:
+        self.recordings.append(super().record(size, run))
+        return self.recordings[-1]
 
 
 class PiecewiseDriver(Driver):

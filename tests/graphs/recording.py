@@ -113,10 +113,10 @@ class RecordingDevice:
         self.clock = 0
         self.memories: dict[int, Memory] = {}
         self._descending = descending
-        self._statics: dict[int, weakref.ref[Tensor]] = {}
+        self.statics: dict[int, weakref.ref[Tensor]] = {}
         self._opaque: set[int] = set()
         self._recorder: _Recorder | None = None
-        self._pools: list[object] = []
+        self.pools: list[object] = []
         self.dropped: list[list[RecordedGraph]] = []
         self._streams = 0
         self.copies_in: list[int] = []
@@ -133,17 +133,17 @@ class RecordingDevice:
             if tensor.layout is not torch.strided:
                 self._opaque.add(id(tensor))
             elif tensor.numel():
-                self._statics[address_of(tensor)] = weakref.ref(tensor)
+                self.statics[address_of(tensor)] = weakref.ref(tensor)
 
     def pool(self) -> object:
         return object()
 
     def drop(self, pool: object) -> None:
         """What was captured into it was a trial, or has failed: what is captured from now on begins anew."""
-        if any(one is not pool for one in self._pools):
+        if any(one is not pool for one in self.pools):
             raise RecordingError("a pool is dropped while another one has graphs")
         self.dropped.append(self.graphs)
-        self.graphs, self._pools = [], []
+        self.graphs, self.pools = [], []
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         buffer = torch.zeros(shape, dtype=dtype)
@@ -162,17 +162,17 @@ class RecordingDevice:
             if self.is_capturing():
                 raise RecordingError("the capturing stream was left inside a capture")
 
-    def begin(self, pool: object, size: int) -> None:
+    def begin_capture(self, pool: object, size: int) -> None:
         if self._recorder is not None:
             raise RecordingError("a capture begins inside another one")
         if not self._streams:
             raise RecordingError("captures need a stream of their own")
-        if pool not in self._pools and self._pools:
+        if pool not in self.pools and self.pools:
             raise RecordingError("this graph would have a pool of its own")
         sizes = [graph.size for graph in self.graphs]
         if sizes and size > (sizes[-1] if self._descending else sizes[0]):
             raise RecordingError(f"{size} is captured after {sizes[-1]}: memory of smaller sizes cannot be reused")
-        self._pools.append(pool)
+        self.pools.append(pool)
         self.clock += 1
         self._recorder = _Recorder(self, RecordedGraph(self, size, self.clock))
         self._recorder.__enter__()
@@ -231,12 +231,12 @@ class RecordingDevice:
         """Whether it was declared static."""
         if tensor.layout is not torch.strided:
             return id(tensor) in self._opaque
-        owner = self._statics.get(address_of(tensor))
+        owner = self.statics.get(address_of(tensor))
         return owner is not None and owner() is not None
 
     def check_static(self, address: int) -> None:
         """Raise if a static tensor is gone or somewhere else."""
-        tensor = self._statics[address]()
+        tensor = self.statics[address]()
         if tensor is None or address_of(tensor) != address:
             raise RecordingError("a static tensor has moved since the capture: the graph reads its old address")
 

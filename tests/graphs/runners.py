@@ -5,6 +5,9 @@ Owns: the pages that rows have, the steps' bytes.  Does not know: graphs.
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -12,13 +15,21 @@ from engine.config import Config, build_config
 from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.messages import Admission, Step
 from engine.params import SamplingParams
-from engine.startup.loading import load_runner
+from engine.startup import loading
 from engine.system import System
 from tests.models.checkpoints import random_tokens
 
 PAGE_SIZE = 4
 MAX_LEN = 64
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+class OpenRunner(ModelRunner):
+    """A runner that shows what it was built from: its arguments, by their names."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.parts = SimpleNamespace(**parts)
 
 
 def load(
@@ -29,7 +40,7 @@ def load(
     attention: str = "torch",
     num_ranks: int = 1,
     **graphs: int,
-) -> ModelRunner:
+) -> OpenRunner:
     model = {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32", "max_model_len": MAX_LEN}
     sections = {
         "model": model,
@@ -40,7 +51,12 @@ def load(
         "plugins": {"attention": attention},
     }
     system = System(build_config(Config(), sections))
-    return load_runner(system.config, system.spec, system.max_len, system._plugins, rank=0, progress=False)
+    with patch.object(loading, "ModelRunner", OpenRunner):
+        runner = loading.load_runner(
+            system.config, system.spec, system.max_len, system._plugins, rank=0, progress=False
+        )
+    assert isinstance(runner, OpenRunner)
+    return runner
 
 
 class Steps:
@@ -76,7 +92,7 @@ class Steps:
                 self.pages[row].append(appends[-1][2])
             self.lengths[row] += 1
         columns = zip(*appends, strict=True) if appends else ((), (), ())
-        names = ("append_rows", "append_indexes", "append_pages")
+        names = ("table_rows", "table_indexes", "table_pages")
         pages = {name: int32(column) for name, column in zip(names, columns, strict=True)}
         return self._launch(decode_rows=int32(rows), **pages)
 

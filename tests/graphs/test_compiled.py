@@ -18,8 +18,7 @@ from engine.graphs.compiled import (
     keep_compilations,
 )
 from engine.graphs.device import HostDevice
-from engine.graphs.split_ops import ATTEND
-from engine.graphs.splitting import fingerprint, split
+from engine.graphs.splitting import ATTEND, fingerprint, split
 from engine.models.decoder import DecoderLayer
 from tests.graphs.driver import PiecewiseDriver
 from tests.models.checkpoints import random_tokens

@@ -94,7 +94,7 @@ def device(allocators):
 def capture(device, body=lambda: None):
     """As ``SegmentRecorder.record`` does it."""
     try:
-        device.begin(POOL, 4)
+        device.begin_capture(POOL, 4)
         body()
         return device.end()
     except BaseException:

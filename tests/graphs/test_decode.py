@@ -6,9 +6,7 @@ import torch
 
 from engine.errors import GraphError
 from engine.execution.rows import DeviceRows
-from engine.execution.runner import ModelRunner
 from engine.graphs import inputs as torch_inputs
-from engine.graphs.breakable import SegmentRecorder
 from engine.graphs.capturing import Capturing
 from engine.graphs.comm import COLLECTIVE, BreakingComm
 from engine.graphs.decode import DecodeGraphs
@@ -16,13 +14,13 @@ from engine.graphs.device import HostDevice
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import DecodeInputs
 from engine.plugins.comm.local import LocalComm
-from engine.sampling.captured import Variant
+from engine.sampling.captured import Variant, columns_bytes, tensor_columns
 from engine.sampling.sampler import Sampler
-from tests.graphs.driver import tensors_of
+from tests.graphs.driver import KeepingRecorder, tensors_of
 from tests.graphs.engines import install
 from tests.graphs.recording import RecordingDevice, RecordingError
 from tests.graphs.resident import ResidentTorchAttention
-from tests.graphs.runners import GREEDY, MAX_LEN, PAGE_SIZE, Steps, load, tokens
+from tests.graphs.runners import GREEDY, MAX_LEN, PAGE_SIZE, OpenRunner, Steps, load, tokens
 from tests.layers.thread_comm import on_ranks
 from tests.models.checkpoints import build, save
 from tests.models.test_tensor_parallel import load_rank
@@ -55,7 +53,7 @@ def both(loaded):
         pass
 
     both = Both()
-    both.device, both.graphs, both.runner = device, captured._decode_graphs, captured
+    both.device, both.parts = device, captured.parts
 
     def compared(name):
         def call(*args, **kwargs):
@@ -80,11 +78,11 @@ def counts(device):
 
 def test_all_sizes_in_all_variants_are_captured_the_largest_first(loaded):
     captured, plain, device = loaded
-    assert plain._decode_graphs is None
-    assert captured._decode_graphs.sizes == captured._decode_graphs.captured == (1, 2, 3, 4, 6, 8)
+    assert plain.parts.decode_graphs is None
+    assert captured.parts.decode_graphs.sizes == captured.parts.decode_graphs.captured == (1, 2, 3, 4, 6, 8)
     descending = [size for size in (8, 8, 6, 4, 3, 2, 1) for _ in Variant]  # the largest once for nothing
     assert [graph.size for graph in device.graphs] == descending
-    assert len(set(device._pools)) == 1
+    assert len(set(device.pools)) == 1
 
 
 def test_a_steady_step_copies_nothing_to_the_device_and_waits_for_nothing(both, monkeypatch):
@@ -188,7 +186,8 @@ def test_padding_touches_the_dump_page_and_no_row(both):
     for row in range(8):
         both.prefill(row, 5)
     both.decode(*range(8))
-    rows, pool = both.runner._rows, both.runner._pool
+    rows, pool = both.parts.rows, both.parts.pool
+    tables = dict(both.parts.attention.tables)  # where graphs of each size write theirs
     before = [one.clone() for one in (rows.tokens_RM, rows.lengths_R, pool.data[:, :, : pool.num_pages])]
     both.decode(5, 6, 7, 2, 3)  # 5 rows in a graph of 6
     after = [one.clone() for one in (rows.tokens_RM, rows.lengths_R, pool.data[:, :, : pool.num_pages])]
@@ -196,7 +195,7 @@ def test_padding_touches_the_dump_page_and_no_row(both):
     slots = 5 * pool.data.shape[0] * 2 * pool.data[0, 0, 0, 0].numel()
     assert changed[0] <= 5
     assert changed[1:] == [5, slots]
-    assert both.graphs._inputs.page_table_BW[5].unique().tolist() == [pool.dump_page]
+    assert tables[6][5].unique().tolist() == [pool.dump_page]
 
 
 def test_a_row_whose_logits_are_not_finite_fails_alone(both):
@@ -204,13 +203,13 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(both):
         both.prefill(row, 5)
     page = both.captured.pages[1][0]
     steps = both.captured
-    kept = both.runner._pool.data.clone()
-    both.runner._pool.data[:, :, page] = torch.nan
+    kept = both.parts.pool.data.clone()
+    both.parts.pool.data[:, :, page] = torch.nan
     got = tokens(steps.decode(0, 1, 2))
-    both.runner._pool.data.copy_(kept)
+    both.parts.pool.data.copy_(kept)
     assert got[1] == -1
     assert min(got[0], got[2]) >= 0
-    assert both.runner._rows.tokens_RM[1, steps.lengths[1] - 1] == 0
+    assert both.parts.rows.tokens_RM[1, steps.lengths[1] - 1] == 0
 
 
 def test_static_memory_that_moves_is_noticed(loaded, monkeypatch):
@@ -218,23 +217,23 @@ def test_static_memory_that_moves_is_noticed(loaded, monkeypatch):
     steps = Steps(captured)
     steps.prefill(0, 5)
     tokens(steps.decode(0))
-    counts_table = captured._sampler._state.counts
-    moved = counts_table._counts_CV
+    columns = tensor_columns(torch.zeros(columns_bytes(1), dtype=torch.uint8), 1)
+    moved = captured.parts.sampler.captured(columns).static[-1]  # the table of token counts
     try:
         moved.set_(moved.clone())
         steps.prefill(0, 5, CUT)
         with pytest.raises(RecordingError, match="moved since the capture"):
             steps.decode(0)
     finally:
-        for address, owner in list(device._statics.items()):
+        for address, owner in list(device.statics.items()):
             if owner() is moved:
-                del device._statics[address]
+                del device.statics[address]
 
 
 def test_larger_batches_run_as_they_are(checkpoint, monkeypatch):
     devices = install(monkeypatch)
     steps = Steps(load(checkpoint, "decode", max_rows=2))
-    assert steps.runner._decode_graphs.sizes == (1, 2)
+    assert steps.runner.parts.decode_graphs.sizes == (1, 2)
     for row in range(3):
         steps.prefill(row, 5)
     devices[0].replays.clear()
@@ -245,30 +244,35 @@ def test_larger_batches_run_as_they_are(checkpoint, monkeypatch):
 
 
 class Planned(ResidentTorchAttention):
-    """A backend that plans: a graph's own buffers are filled by ``begin`` before each replay."""
+    """A backend that plans: a graph's own buffers are filled by ``plan_step`` before each replay."""
 
     capturable = False
 
+    def __init__(self, spec, pool):
+        super().__init__(spec, pool)
+        self.graphs = {}
+
     def for_graph(self, num_rows, max_pages):
-        return PlannedGraph(self, num_rows, max_pages)
+        self.graphs[num_rows] = PlannedGraph(self, num_rows, max_pages)
+        return self.graphs[num_rows]
 
 
 class PlannedGraph(ResidentTorchAttention):
     def __init__(self, backend, num_rows, max_pages):
-        super().__init__(backend._spec, backend._pool)
+        super().__init__(backend.spec, backend.pool)
         self._own = torch.zeros((num_rows, max_pages), dtype=torch.int32), torch.ones(num_rows, dtype=torch.int32)
         self.begun = []
 
-    def begin(self, batch):
+    def plan_step(self, batch):
         num = len(batch.host_lengths)
         assert batch.num_decodes == num <= len(self._own[0])
         self.begun.append(batch.host_lengths.tolist())
         table, lengths = self._own
-        table.fill_(self._pool.dump_page)
+        table.fill_(self.pool.dump_page)
         table[:num, : batch.page_table_BP.shape[1]] = batch.page_table_BP
         lengths.fill_(1)[:num] = batch.lengths_B
         ones = np.ones(len(lengths), dtype=np.int32)
-        super().begin(type(batch)(len(lengths), table, lengths, lengths, ones, ones))
+        super().plan_step(type(batch)(len(lengths), table, lengths, lengths, ones, ones))
 
 
 def test_attention_with_a_plan_is_planned_before_each_replay(checkpoint, monkeypatch):
@@ -283,14 +287,13 @@ def test_attention_with_a_plan_is_planned_before_each_replay(checkpoint, monkeyp
             one.prefill(row, 5 + row)
     for rows in ((0, 1, 2), (0, 1, 2), (2, 1), (0,), (0, 1, 2)):
         assert tokens(steps.decode(*rows)) == tokens(plain.decode(*rows))
-    attention = steps.runner._decode_graphs._attention
-    assert attention._backends[3].begun[-3:] == [[6, 7, 8], [7, 8, 9], [9, 10, 11]]
+    assert steps.runner.parts.attention.graphs[3].begun[-3:] == [[6, 7, 8], [7, 8, 9], [9, 10, 11]]
 
 
 def test_attention_that_cannot_be_captured_leaves_decode_steps_to_the_pieces(checkpoint, monkeypatch):
     devices = install(monkeypatch, resident=False)
     steps, plain = Steps(load(checkpoint, "breakable")), Steps(load(checkpoint, "off"))
-    assert steps.runner._decode_graphs is None
+    assert steps.runner.parts.decode_graphs is None
     for one in (steps, plain):
         for row in range(3):
             one.prefill(row, 5 + row)
@@ -344,9 +347,9 @@ def rank_runner(model, comm, device=None, recorder=None):
             capturing=Capturing(device, comm, cpu),
             sizes=(2, 4),
         )
-        device.register(*tensors_of([model, pool, rows, sampler, graphs]), attention._in_page)
+        device.register(*tensors_of([model, pool, rows, sampler, graphs]), attention.in_page)
         graphs.capture()
-    return ModelRunner(
+    return OpenRunner(
         comm=comm,
         graphs=device or HostDevice(),
         model=model,
@@ -374,12 +377,12 @@ def test_ranks_sample_the_same_tokens_together(cases):
 
     def work(comm):
         device = RecordingDevice()
-        recorder = SegmentRecorder(device, device.pool())
+        recorder = KeepingRecorder(device, device.pool())
         breaking = BreakingComm(comm, recorder)
         runner = rank_runner(load_rank(case.spec, breaking), breaking, device, recorder)
         # One for the embedding, two for each layer, and one for the logits.
-        num_breaks = 2 + 2 * len(runner._model.layers)
-        assert runner._decode_graphs._recordings[2, Variant.FULL].breaks == {COLLECTIVE: num_breaks}
+        num_breaks = 2 + 2 * len(runner.parts.model.layers)
+        assert [one.breaks for one in recorder.recordings] == [{COLLECTIVE: num_breaks}] * len(recorder.recordings)
         return decoded(runner)
 
     expected = decoded(rank_runner(case.model, LocalComm()))

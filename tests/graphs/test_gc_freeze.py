@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from engine.graphs.gc_freeze import frozen_garbage
+from engine.graphs.capturing import frozen_garbage
 
 
 class Cycle:

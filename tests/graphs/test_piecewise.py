@@ -12,11 +12,10 @@ import torch
 
 from engine.errors import GraphError
 from engine.graphs.attention import ATTENTION
-from engine.graphs.breakable import SegmentRecorder
 from engine.graphs.comm import COLLECTIVE, BreakingComm
 from engine.graphs.device import HostDevice
 from engine.models.decoder import DecoderLayer
-from tests.graphs.driver import SIZES, PiecewiseDriver
+from tests.graphs.driver import SIZES, KeepingRecorder, PiecewiseDriver
 from tests.graphs.recording import RecordingDevice
 from tests.layers.thread_comm import ThreadComm, on_ranks
 from tests.models.checkpoints import random_tokens
@@ -139,8 +138,8 @@ class Watched:
     def __init__(self, backend):
         self.backend, self.rows = backend, []
 
-    def begin(self, batch):
-        self.backend.begin(batch)
+    def plan_step(self, batch):
+        self.backend.plan_step(batch)
 
     def attend(self, layer, q):
         self.rows.append(len(q))
@@ -215,7 +214,7 @@ def test_the_progress_bar_tells_sizes_and_memory(cases: Cases, capsys):
 class Harmless:
     """Attention that a capture would swallow without a complaint."""
 
-    def begin(self, batch):
+    def plan_step(self, batch):
         pass
 
     def attend(self, layer, q):
@@ -234,7 +233,7 @@ def test_attention_that_was_captured_is_an_error(cases: Cases):
 def test_attention_refuses_to_run_inside_a_capture(driver):
     q = driver.device.buffer((4, 4, 32), torch.float32)
     with torch.inference_mode(), driver.device.stream():
-        driver.device.begin(driver.recorder._pool, 4)
+        driver.device.begin_capture(driver.device.pools[0], 4)
         with pytest.raises(GraphError, match="attention of layer 1 was about to be captured"):
             driver.breaking.attend(1, q)
         driver.device.abandon()
@@ -306,12 +305,12 @@ def test_ranks_break_at_collectives_that_cannot_be_captured(cases: Cases, compil
 
     def work(comm: ThreadComm):
         device = RecordingDevice()
-        recorder = SegmentRecorder(device, device.pool())
+        recorder = KeepingRecorder(device, device.pool())
         model = load_rank(case.spec, breaking := BreakingComm(comm, recorder))
         driver = PiecewiseDriver(model, device=device, recorder=recorder, comm=breaking, compiler=compiler)
         driver.piecewise.capture()
         # One for the embedding and two for each layer.
-        assert driver.piecewise._recordings[8].breaks == {ATTENTION: 3, COLLECTIVE: 7}
+        assert recorder.recordings[-1].breaks == {ATTENTION: 3, COLLECTIVE: 7}
         return [driver.step({f"s{count}": random_tokens(count, count)})[f"s{count}"] for count in counts]
 
     for logits in on_ranks(2, work):
@@ -337,12 +336,12 @@ class Twin:
 @pytest.mark.parametrize("compiler", [None, "eager"])
 def test_collectives_that_can_be_captured_are(cases: Cases, compiler):
     device = RecordingDevice()
-    recorder = SegmentRecorder(device, device.pool())
+    recorder = KeepingRecorder(device, device.pool())
     comm = BreakingComm(Twin(), recorder)
     model = load_rank(cases["qwen3-yarn-bias"].spec, comm)
     driver = PiecewiseDriver(model, device=device, recorder=recorder, comm=comm, compiler=compiler)
     driver.piecewise.capture()
-    assert driver.piecewise._recordings[8].breaks == {ATTENTION: 3}
+    assert recorder.recordings[-1].breaks == {ATTENTION: 3}
     both((driver, Driver(model, page_size=4)), {"a": random_tokens(7, 1)}, rows="all")
 
 

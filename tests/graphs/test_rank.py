@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from engine.errors import ConfigError
+from engine.graphs.breakable import SegmentRecorder
 from engine.graphs.device import HostDevice
 from engine.graphs.rank import RankGraphs, choose_mode
 from engine.plugins import manager
@@ -55,7 +56,7 @@ def test_nothing_is_built_where_graphs_are_off():
 def test_each_mode_captures_its_steps(checkpoint, monkeypatch, mode, pieces, whole):
     devices = install(monkeypatch)
     runner = load(checkpoint, mode, max_running=2)
-    assert (runner._decode_graphs is not None) == whole
+    assert (runner.parts.decode_graphs is not None) == whole
     steps = Steps(runner)
     devices[0].replays.clear()
     tokens(steps.prefill(0, 9))
@@ -76,10 +77,14 @@ def test_operations_of_a_backend_that_auto_chooses_are_known_before_captures(che
         return found
 
     monkeypatch.setattr(manager, "checked", declaring)
+    used, record = [], SegmentRecorder.record
+    monkeypatch.setattr(
+        SegmentRecorder, "record", lambda self, size, run: (used.append(self), record(self, size, run))[1]
+    )
     break_at = RankGraphs.break_at
     monkeypatch.setattr(
         RankGraphs, "break_at", lambda self, names: (named.append(tuple(names)), break_at(self, names))[1]
     )
-    runner = load(checkpoint, "decode", max_running=1, attention="auto")
+    load(checkpoint, "decode", max_running=1, attention="auto")
     assert named == [("acme::route",)]
-    assert runner._decode_graphs._recorder.named == ("acme::route",)
+    assert {recorder.named for recorder in used} == {("acme::route",)}

@@ -17,7 +17,7 @@ def device():
 
 def capture(device, run, size=4, pool="pool"):
     with device.stream():
-        device.begin(pool, size)
+        device.begin_capture(pool, size)
         try:
             result = run()
         except BaseException:
@@ -92,20 +92,20 @@ def test_indexing_with_numbers_is_no_host_read(device):
 def test_begin_and_end_come_in_turns_on_a_stream_of_their_own(device):
     static = device.buffer((3,), torch.float32)
     with pytest.raises(RecordingError, match="stream"):
-        device.begin("pool", 4)
+        device.begin_capture("pool", 4)
     with pytest.raises(RecordingError, match="no capture to end"):
         device.end()
     graph, _ = capture(device, lambda: static + 1)
     with device.stream():
-        device.begin("pool", 4)
+        device.begin_capture("pool", 4)
         with pytest.raises(RecordingError, match="inside another"):
-            device.begin("pool", 4)
+            device.begin_capture("pool", 4)
         with pytest.raises(RecordingError, match="inside a capture"):
             graph.replay()
         device.abandon()
         device.abandon()
     with pytest.raises(RecordingError, match="left inside"), device.stream():
-        device.begin("pool", 4)
+        device.begin_capture("pool", 4)
     device.abandon()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.graphs.sizes import decode_sizes, piecewise_sizes, round_up
+from engine.graphs.capturing import decode_sizes, piecewise_sizes, round_up
 
 
 def test_token_counts_grow_in_wider_steps():

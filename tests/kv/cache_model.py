@@ -11,9 +11,8 @@ from itertools import pairwise
 import numpy as np
 
 from engine.kv.eviction import EvictionStrategy
-from engine.kv.handle import Handle, Published
 from engine.kv.match import Match
-from engine.kv.node import SHARED, Namespace, Node, page_indices
+from engine.kv.node import SHARED, Handle, Namespace, Node, Published, page_indices
 from engine.kv.pages import PageAllocator
 from engine.kv.radix import RadixTree
 from engine.plugins.hookspecs import EvictionContext

@@ -5,11 +5,11 @@ import hashlib
 import numpy as np
 import pytest
 
-from engine.kv.events import KVEvent
-from engine.kv.hashes import namespace_seed
+from engine.kv.events import KVEvent, namespace_seed
 from engine.kv.node import SHARED, Namespace
 from engine.kv.radix import RadixTree
 from tests.kv.cache_model import CacheModel, strategy
+from tests.kv.inserting import insert
 from tests.kv.operations import NAMES, Operations
 
 
@@ -32,8 +32,8 @@ def chain(tokens: np.ndarray, page_size: int, namespace: Namespace = SHARED) -> 
 def test_stored_names_pages_and_what_they_continue() -> None:
     prompt = ids(42)
     tree = RadixTree(4, strategy(), record_events=True)
-    tree.insert(tree.key(prompt[:20]), pages_from(0, 5))
-    tree.insert(tree.key(prompt), pages_from(10, 10))
+    insert(tree, tree.key(prompt[:20]), pages_from(0, 5))
+    insert(tree, tree.key(prompt), pages_from(10, 10))
     first, second = tree.drain_events()
     hashes = chain(prompt, 4)
     assert first == KVEvent(
@@ -60,7 +60,7 @@ def test_namespaces_give_the_same_tokens_other_names() -> None:
 
 def test_nothing_is_hashed_unless_somebody_listens() -> None:
     tree = RadixTree(4, strategy())
-    tree.insert(tree.key(ids(40)), pages_from(0, 10))
+    insert(tree, tree.key(ids(40)), pages_from(0, 10))
     tree.evict(3)
     assert tree.drain_events() == []
     assert all(node.hashes is None for node in tree._lock_counts.candidates())

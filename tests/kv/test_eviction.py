@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from engine.errors import PluginError
-from engine.kv.eviction import CHUNK, Candidate, EvictionQueue, Rank
+from engine.kv.eviction import CHUNK, Candidate, EvictionQueue, SortKey
 from engine.kv.node import Node
 from engine.kv.radix import RadixTree
 from engine.plugins.manager import Plugins
 from tests.kv.cache_model import STRATEGIES, strategy
+from tests.kv.inserting import insert
 
 
 def ids(name: str, count: int = 4) -> np.ndarray:
@@ -25,7 +26,7 @@ class Shelf:
         for name in names:
             first = 100 * (ord(name) - ord("a"))
             self.tree.now += 1
-            self.tree.insert(self.tree.key(ids(name, count)), np.arange(first, first + count, dtype=np.int32))
+            insert(self.tree, self.tree.key(ids(name, count)), np.arange(first, first + count, dtype=np.int32))
 
     def hit(self, names: str, priority: int = 0) -> None:
         for name in names:
@@ -89,7 +90,7 @@ def test_a_parent_goes_after_its_last_child_with_their_uses() -> None:
     stem, lone = ids("s"), ids("z")
     branches = [np.concatenate((stem, ids(name))) for name in "ab"]
     for number, tokens in enumerate((*branches, lone)):
-        tree.insert(tree.key(tokens), np.arange(100 * number, 100 * number + len(tokens), dtype=np.int32))
+        insert(tree, tree.key(tokens), np.arange(100 * number, 100 * number + len(tokens), dtype=np.int32))
     for tokens in (*branches, lone, lone):
         tree.now += 1
         tree.unlock(tree.lock(tree.match(tree.key(tokens))))
@@ -110,7 +111,7 @@ def test_never_more_pages_than_asked_for(name: str, page_size: int) -> None:
     stem = np.arange(5 * page_size, dtype=np.int32)
     for number in range(6):
         tokens = np.concatenate((stem, np.full(7 * page_size, number, dtype=np.int32)))
-        tree.insert(tree.key(tokens), np.arange(12 * number, 12 * number + 12, dtype=np.int32))
+        insert(tree, tree.key(tokens), np.arange(12 * number, 12 * number + 12, dtype=np.int32))
     left, freed = tree.num_cached, []
     assert left == 5 + 6 * 7
     for count in (1, 2, 3, 9, 0, 1, 13, 100):
@@ -136,7 +137,7 @@ def test_eviction_asks_the_strategy_about_one_node_not_about_all(name: str) -> N
         def __init__(self) -> None:
             self.inner, self.asked = strategy(name), 0
 
-        def rank(self, candidate: Candidate) -> Rank:
+        def rank(self, candidate: Candidate) -> SortKey:
             self.asked += 1
             return self.inner.rank(candidate)
 
@@ -144,7 +145,7 @@ def test_eviction_asks_the_strategy_about_one_node_not_about_all(name: str) -> N
     tree = RadixTree(1, counting)
     for number in range(3000):
         tokens = np.array([number % 7, number], dtype=np.int32)
-        tree.insert(tree.key(tokens), np.array([2 * number, 2 * number + 1], dtype=np.int32))
+        insert(tree, tree.key(tokens), np.array([2 * number, 2 * number + 1], dtype=np.int32))
     counting.asked = 0
     for _ in range(100):
         assert len(tree.evict(1)) == 1

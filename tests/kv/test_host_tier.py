@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from engine.kv.handle import Handle
+from engine.kv.node import Handle
 from engine.kv.radix import RadixTree
 from tests.kv.cache_model import strategy
+from tests.kv.inserting import insert
 
 
 def ids(count: int, seed: int = 0) -> np.ndarray:
@@ -23,7 +24,7 @@ class Cache:
         self.prompts = [ids(40, seed) for seed in range(num_prompts)]
         for number, prompt in enumerate(self.prompts):
             self.tree.now = number
-            self.tree.insert(self.tree.key(prompt), pages_from(10 * number, 10))
+            insert(self.tree, self.tree.key(prompt), pages_from(10 * number, 10))
 
     def counts(self, number: int = 0) -> tuple[int, int]:
         """Pages on the device and beyond those on the host."""
@@ -174,7 +175,7 @@ def test_a_host_too_small_for_a_leaf_is_left_alone() -> None:
 
 def test_without_a_host_tier_nothing_is_kept() -> None:
     tree = RadixTree(4, strategy())
-    tree.insert(tree.key(ids(40)), pages_from(0, 10))
+    insert(tree, tree.key(ids(40)), pages_from(0, 10))
     tree.evict(4)
     match = tree.match(tree.key(ids(40)))
     assert (match.num_pages, match.num_host_pages, tree.num_on_host, tree.drain_transfers()) == (6, 0, 0, [])

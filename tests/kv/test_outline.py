@@ -6,6 +6,7 @@ from engine.kv.node import Namespace
 from engine.kv.outline import FAN, MAX_VISITS, Outline
 from engine.kv.radix import RadixTree
 from engine.plugins.eviction.lru import LeastRecentlyUsed
+from tests.kv.inserting import insert
 
 PAGE = 4
 
@@ -21,7 +22,7 @@ class Cache:
         count = len(tokens) // PAGE
         pages = np.arange(self._next_page, self._next_page + count, dtype=np.int32)
         self._next_page += count
-        self.tree.insert(self.tree.key(np.array(tokens, dtype=np.int32)), pages, Namespace(salt))
+        insert(self.tree, self.tree.key(np.array(tokens, dtype=np.int32)), pages, Namespace(salt))
 
     def ask(self, tokens: list[int]) -> None:
         handle = self.tree.lock(self.tree.match(self.tree.key(np.array(tokens, dtype=np.int32))))

@@ -10,6 +10,7 @@ from engine.kv.match import Match, common_bytes
 from engine.kv.node import SHARED, Namespace
 from engine.kv.radix import RadixTree
 from tests.kv.cache_model import CacheModel, strategy
+from tests.kv.inserting import insert
 
 PAGE_SIZES = (1, 4, 16, 64)
 
@@ -25,7 +26,7 @@ def tree_of(*prompts: np.ndarray, page_size: int = 4, **options: object) -> Radi
     for prompt in prompts:
         key = tree.key(prompt)
         count = len(key) // tree._page_bytes
-        tree.insert(key, pages_from(first, count))
+        insert(tree, key, pages_from(first, count))
         tree.now, first = tree.now + 1, first + count
         tree.check()
     return tree
@@ -335,7 +336,7 @@ def test_namespaces_never_share() -> None:
     tree = RadixTree(4, strategy())
     for number, namespace in enumerate(spaces):
         assert look(tree, prompt, namespace).num_pages == 0
-        tree.insert(tree.key(prompt), pages_from(10 * number, 10), namespace)
+        insert(tree, tree.key(prompt), pages_from(10 * number, 10), namespace)
         tree.check()
     for number, namespace in enumerate(spaces):
         assert look(tree, prompt, namespace).pages.tolist() == list(range(10 * number, 10 * number + 10))
@@ -344,7 +345,7 @@ def test_namespaces_never_share() -> None:
 def test_a_namespace_is_forgotten_with_its_last_page() -> None:
     tree = RadixTree(4, strategy())
     for number in range(50):
-        tree.insert(tree.key(ids(4)), pages_from(number, 1), Namespace(cache_salt=str(number)))
+        insert(tree, tree.key(ids(4)), pages_from(number, 1), Namespace(cache_salt=str(number)))
     assert len(tree._roots) == 50
     tree.evict(20)
     tree.check()

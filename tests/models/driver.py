@@ -78,7 +78,7 @@ class Driver:
         for row, one in enumerate(sequences):
             table[row, : len(one.pages)] = one.pages
         starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-        self.attention.begin(
+        self.attention.plan_step(
             AttentionBatch(
                 num_decodes=sum(count == 1 for count in counts),
                 page_table_BP=torch.from_numpy(table),

@@ -91,11 +91,11 @@ class Odd:
     def __init__(self, backend):
         self.backend, self.attend, self.steps = backend, backend.attend, 0
 
-    def begin(self, batch):
+    def plan_step(self, batch):
         self.steps += 1
         if self.steps == 30:  # the trial before the start has fewer
             raise ValueError("planted")
-        self.backend.begin(batch)
+        self.backend.plan_step(batch)
 
 @hookimpl
 def callboard_attention_backend(context):
@@ -220,7 +220,7 @@ def test_a_backend_that_raises_in_a_step_costs_a_restart_and_is_named(
         assert system.executors.num_restarts == 3  # each time it got 30 steps further
 
     play(checkpoint, scenario, {}, **chosen("attention"))
-    assert caplog.text.count("executor0 crashed: PluginError: plugin attention.odd (acme 1.0) raised in begin") == 3
+    assert caplog.text.count("executor0 crashed: PluginError: plugin attention.odd (acme 1.0) raised in plan_step") == 3
 
 
 @pytest.mark.reliability("P13", "an observer or policy sleeps for 5 s on the engine's loop")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.kv.eviction import Candidate
-from engine.layers.attention import AttentionBatch, AttentionSpec
+from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.declaration import Declaration, Multiples
@@ -26,6 +26,8 @@ from engine.plugins.testing.policy import check_scheduling_policy
 from engine.plugins.testing.reference import attend
 from engine.scheduling.policy import Waiting
 from tests.attention.reference import attend_one
+from tests.benchmarks.planned_attention import GraphRows, PlannedTorchAttention
+from tests.graphs.resident import ResidentTorchAttention
 from tests.layers.thread_comm import ThreadComm
 
 SMALL = Declaration(api=1, dtypes=("float32",), head_sizes=(64,), page_sizes=(16,), heads_per_kv_head=(2,))
@@ -85,16 +87,16 @@ class FirstLayerOnly(Mutant):
 class FirstStepOnly(Mutant):
     begun = False
 
-    def begin(self, batch: AttentionBatch) -> None:
+    def plan_step(self, batch: AttentionBatch) -> None:
         if not self.begun:
-            super().begin(batch)
+            super().plan_step(batch)
         self.begun = True
 
 
 class LengthOffByOne(Mutant):
-    def begin(self, batch: AttentionBatch) -> None:
+    def plan_step(self, batch: AttentionBatch) -> None:
         lengths = np.maximum(batch.host_lengths - 1, batch.host_query_lengths)
-        super().begin(replace(batch, host_lengths=lengths, lengths_B=torch.from_numpy(lengths)))
+        super().plan_step(replace(batch, host_lengths=lengths, lengths_B=torch.from_numpy(lengths)))
 
 
 class WholePages(Mutant):
@@ -107,9 +109,9 @@ class WholePages(Mutant):
         out_TNH[0] += 0.0 * rest.sum()
         return out_TNH
 
-    def begin(self, batch: AttentionBatch) -> None:
+    def plan_step(self, batch: AttentionBatch) -> None:
         self.batch = batch
-        super().begin(batch)
+        super().plan_step(batch)
 
 
 class Writer(Mutant):
@@ -135,8 +137,26 @@ class Overflows(Mutant):
         return out_TNH * (torch.exp(q_TNH.square().sum((-1, -2), keepdim=True).sqrt()) / torch.inf + 1)
 
 
+class PlansByTheHost(Mutant):
+    """Says that a graph may hold it, and yet works with the lengths that the host knew."""
+
+    capturable = True
+
+
+class RowsWithoutTables(GraphRows):
+    def plan_step(self, batch: AttentionBatch) -> None:
+        super().plan_step(replace(batch, page_table_BP=torch.zeros_like(batch.page_table_BP)))
+
+
+class ForgetsTables(PlannedTorchAttention):
+    """Builds backends for graphs that do not look at page tables."""
+
+    def for_graph(self, num_rows: int, max_pages: int) -> GraphRows:
+        return RowsWithoutTables(*self._parts, num_rows, max_pages)
+
+
 class Begun:
-    def begin(self, batch: AttentionBatch) -> None: ...
+    def plan_step(self, batch: AttentionBatch) -> None: ...
 
 
 def failures(factory: Callable[[AttentionSpec, KVPool], object], declares: Declaration = SMALL) -> dict[str, str]:
@@ -164,6 +184,18 @@ def test_what_is_wrong_everywhere_fails_every_case(mutant: type[Mutant]) -> None
 def test_what_is_wrong_in_some_cases_fails_those(mutant: type[Mutant], cases: str, said: str) -> None:
     failed = failures(mutant)
     assert all(cases in case and said in reason for case, reason in failed.items()), failed
+
+
+@pytest.mark.parametrize("mutant", [PlansByTheHost, ForgetsTables])
+def test_a_backend_that_cannot_be_captured_as_it_says_fails_the_decode_steps(mutant: type[TorchAttention]) -> None:
+    failed = failures(mutant)
+    assert "decode, float32, 4/2 heads of 64, page 16" in failed
+    assert all("as a graph calls it: layer 0" in reason for reason in failed.values()), failed
+
+
+@pytest.mark.parametrize("backend", [ResidentTorchAttention, PlannedTorchAttention])
+def test_a_backend_that_can_be_captured_passes(backend: Callable[[AttentionSpec, KVPool], AttentionBackend]) -> None:
+    check_attention_backend(backend, SMALL)
 
 
 def test_reading_what_lies_behind_the_last_token_is_found() -> None:
@@ -210,10 +242,10 @@ def test_padding_must_disturb_nobody() -> None:
 
         filler = 0.0
 
-        def begin(self, batch: AttentionBatch) -> None:
+        def plan_step(self, batch: AttentionBatch) -> None:
             self.real = int((batch.host_lengths > 0).sum())
             self.total = len(batch.host_lengths)
-            super().begin(
+            super().plan_step(
                 replace(
                     batch,
                     num_decodes=min(batch.num_decodes, self.real),
@@ -345,7 +377,7 @@ class ShortestFirst(Policy):
 
 class Blind(Policy):
     def rank(self, waiting: Waiting) -> tuple[int, ...]:
-        return (-waiting.num_cached_tokens,)
+        return (-waiting.num_cached_now,)
 
 
 class Unsure(Policy):
@@ -356,7 +388,7 @@ class Unsure(Policy):
     ("policy", "said"),
     [
         (ShortestFirst, "nobody waits for ever: a prompt of a million tokens still waits"),
-        (Blind, "it ranks by num_cached_tokens or num_overtaken, but looks_at_cache is False"),
+        (Blind, "it ranks by num_cached_now or num_overtaken, but looks_at_cache is False"),
         (Unsure, "looks_at_cache is None"),
     ],
 )

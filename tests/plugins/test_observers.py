@@ -13,7 +13,7 @@ from engine.messages import Finish
 from engine.plugins.hookspecs import hookimpl
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import RequestMetrics
 from tests.plugins.conftest import Install
 
 HOOKIMPL = 'from engine.plugins.hookspecs import hookimpl\n\nCALLBOARD_PLUGIN = {"api": 1}\n'

@@ -19,7 +19,7 @@ class Waits:
     arrival: int
     priority: int = 0
     num_tokens: int = 100
-    num_cached_tokens: int = 0
+    num_cached_now: int = 0
     num_overtaken: int = 0
 
 
@@ -35,12 +35,12 @@ def order(policy: SchedulingPolicy, waiting: list[Waits]) -> list[int]:
 
 
 WAITING = [
-    Waits(0, priority=0, num_cached_tokens=0),
-    Waits(1, priority=2, num_cached_tokens=90),
-    Waits(2, priority=-1, num_cached_tokens=10),
-    Waits(3, priority=0, num_cached_tokens=50),
-    Waits(4, priority=-1, num_cached_tokens=20),
-    Waits(5, priority=0, num_cached_tokens=50),
+    Waits(0, priority=0, num_cached_now=0),
+    Waits(1, priority=2, num_cached_now=90),
+    Waits(2, priority=-1, num_cached_now=10),
+    Waits(3, priority=0, num_cached_now=50),
+    Waits(4, priority=-1, num_cached_now=20),
+    Waits(5, priority=0, num_cached_now=50),
 ]
 
 
@@ -60,7 +60,7 @@ def test_the_order(name: str, expected: list[int]) -> None:
 
 def test_lpm_lets_who_was_overtaken_too_often_go_first_among_equally_urgent_ones() -> None:
     unlucky, nearly = Waits(1, num_overtaken=3), Waits(0, num_overtaken=2)
-    cached, urgent = Waits(2, num_cached_tokens=99), Waits(3, priority=-1)
+    cached, urgent = Waits(2, num_cached_now=99), Waits(3, priority=-1)
     assert order(policy("lpm", max_overtaken=3), [nearly, unlucky, cached, urgent]) == [3, 1, 2, 0]
     assert order(policy("lpm"), [nearly, unlucky, cached, urgent]) == [3, 2, 0, 1]
 
@@ -70,7 +70,7 @@ def test_under_lpm_nobody_is_overtaken_more_often_than_the_limit_says() -> None:
     waiting = [Waits(0), Waits(1)]
     most = {}
     for arrival in range(2, 200):
-        waiting.append(Waits(arrival, num_cached_tokens=50))
+        waiting.append(Waits(arrival, num_cached_now=50))
         (first, *_) = order(rule, waiting)
         for one in waiting:
             one.num_overtaken += one.arrival < first

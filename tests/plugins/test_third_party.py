@@ -14,12 +14,14 @@ from engine.execution import third_party as foreign
 from engine.execution.attention import RankAttention
 from engine.execution.split_attention import SplitAttention
 from engine.execution.third_party import NamedAttention
-from engine.layers.attention import AttentionBackend, AttentionSpec
+from engine.layers.attention import AttentionBackend, AttentionSpec, GraphAttentionBuilder, is_capturable
 from engine.layers.kv_pool import KVPool
 from engine.plugins import manager, selection
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.manager import Plugins
 from engine.sections import AttentionNames
+from tests.benchmarks.planned_attention import PlannedTorchAttention
+from tests.graphs.resident import ResidentTorchAttention
 from tests.plugins.conftest import Install
 
 CPU = torch.device("cpu")
@@ -76,7 +78,8 @@ def test_one_that_is_right_serves_behind_its_name(publish: Publish, caplog: pyte
     publish()
     backend = start()
     assert isinstance(backend, NamedAttention)
-    assert backend.spec is SPEC, "what else it has stays within reach"
+    assert not is_capturable(backend)
+    assert not isinstance(backend, GraphAttentionBuilder)
     assert any("attention.theirs (acme-theirs 1.0): right on a trial" in message for message in caplog.messages)
 
 
@@ -89,6 +92,14 @@ def test_ours_are_not_wrapped() -> None:
 def test_two_are_behind_one(publish: Publish) -> None:
     publish()
     assert isinstance(start(AttentionNames(prefill="torch", decode="theirs")), SplitAttention)
+
+
+@pytest.mark.parametrize(("theirs", "resident"), [(ResidentTorchAttention, True), (PlannedTorchAttention, False)])
+def test_one_that_can_be_captured_can_be_behind_its_name(theirs: type, resident: bool) -> None:
+    pool = KVPool(1, 4, 16, SPEC.num_kv_heads, SPEC.head_size, torch.float32, CPU)
+    backend = NamedAttention("theirs", theirs(SPEC, pool))
+    assert is_capturable(backend) == resident
+    assert isinstance(backend, GraphAttentionBuilder) != resident
 
 
 @pytest.mark.parametrize(
@@ -181,15 +192,15 @@ def test_one_that_takes_long_to_be_built_is_named(
 @pytest.mark.parametrize("error", [SystemExit(9), KeyboardInterrupt()])
 def test_one_that_exits_while_it_serves_does_not_end_the_server_without_a_word(error: BaseException) -> None:
     class Exits:
-        def begin(self, batch: object) -> None:
+        def plan_step(self, batch: object) -> None:
             raise error
 
         def attend(self, layer: int, q_TNH: torch.Tensor) -> torch.Tensor:
             raise error
 
     backend = NamedAttention("attention.theirs (acme 1.0)", Exits())  # type: ignore[arg-type]
-    with pytest.raises(PluginError, match=rf"theirs \(acme 1\.0\) raised in begin: {type(error).__name__}"):
-        backend.begin(None)  # type: ignore[arg-type]
+    with pytest.raises(PluginError, match=rf"theirs \(acme 1\.0\) raised in plan_step: {type(error).__name__}"):
+        backend.plan_step(None)  # type: ignore[arg-type]
     with pytest.raises(PluginError, match=rf"raised in attend, layer 3: {type(error).__name__}"):
         backend.attend(3, torch.ones(1))
 

@@ -38,8 +38,7 @@ from engine.params import SamplingParams
 from engine.processes.assignment import FrontAssignment, FrontProcessInbox
 from engine.processes.outgoing import Outgoing
 from engine.processes.switchboard import Switchboard
-from engine.scheduling.meter import Meter, StepRecord
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import Meter, RequestMetrics, StepRecord
 from server.run.front_process import EngineLink
 from tests.actors.test_ingress import Sent
 from tests.pace import far
@@ -115,7 +114,7 @@ def test_all_that_the_engine_shows_survives_the_wire() -> None:
     meter.ended(one)
     gauges = Gauges(3, stalled_s=0.5, recovering=True, mailboxes=(MailboxGauges("scheduler", 1, 2, 3),))
     node = OutlinedNode(-1, 0, 2, 0, 1, 5, 3, 0, 0, False, b"\1\0\0\0")
-    handover = Handover(9, (EngineReady(8, 16), Stats(3, 1, 0, 4, 2, 2)), b"about", b"kept")
+    handover = Handover(9, (EngineReady(), Stats(3, 1, 0, 4, 2, 2)), b"about", b"kept")
     assignment = FrontAssignment(Config(), 64, 100, False, 5, 99, 0.25, LogSettings(20, "text"), handover)
     wire = Wire("front", accepts=FrontProcessInbox)
     for message in (

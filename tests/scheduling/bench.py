@@ -7,10 +7,10 @@ from engine.messages import Admit, Failed, Finish, LossExplained, Step
 from engine.params import SamplingParams
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.policy.priority import MostUrgentFirst
-from engine.scheduling.limits import PlannerLimits
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.sequence import PlannerLimits
 from tests.scheduling.fake_device import VOCAB, FakeDevice, expected_output
 
 EOS = 3

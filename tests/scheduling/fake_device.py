@@ -61,8 +61,7 @@ class FakeDevice:
             self._pages[admission.row, : len(pages)] = pages
             self._computed[admission.row] = admission.num_computed_tokens
         rows, indexes, pages = (
-            np.frombuffer(column, dtype=np.int32)
-            for column in (step.append_rows, step.append_indexes, step.append_pages)
+            np.frombuffer(column, dtype=np.int32) for column in (step.table_rows, step.table_indexes, step.table_pages)
         )
         self._pages[rows, indexes] = pages
         batch = lay_out(step, self._computed)

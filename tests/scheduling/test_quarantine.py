@@ -17,7 +17,7 @@ def run_until_lost(bench: Bench, poison: int, at_output: int) -> bool:
             bench.groups.append(requests)  # type: ignore[attr-defined]
             if poison in requests:
                 row = rows[requests.index(poison)]
-                samples = bench.planner._rows.computed[row] >= bench.prompts[poison] + at_output  # type: ignore[attr-defined]
+                samples = bench.planner._rows.num_computed[row] >= bench.prompts[poison] + at_output  # type: ignore[attr-defined]
                 if samples:
                     return True
             bench.device.run(step)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine.messages import Finish
 from engine.plugins.policy.lpm import LongestPrefixMatch
+from tests.kv.inserting import insert
 from tests.scheduling.bench import EOS, Bench, lose_the_device, prompt_of
 from tests.scheduling.fake_device import expected_output
 
@@ -158,7 +159,7 @@ def test_the_oracle_would_notice_a_page_kept_over_the_loss() -> None:
     assert kept.num_cached == 0
     # As if the tree had survived: its pages would be read from a device that has never seen them.
     tree_key = kept.key(prompt_of(24)[:20])
-    kept.insert(tree_key, bench.planner._page_manager._pages.allocate(5))
+    insert(kept, tree_key, bench.planner._page_manager._pages.allocate(5))
     bench.submit(2, prompt_of(24), max_tokens=2, ignore_eos=True)
     while bench.plan() or bench.deliver():
         pass

@@ -9,8 +9,8 @@ from engine.kv.node import Namespace
 from engine.kv.radix import RadixTree
 from engine.messages import Finish
 from engine.plugins.eviction.lru import LeastRecentlyUsed
-from engine.scheduling.meter import Meter, StepRecord
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import Meter, RequestMetrics, StepRecord
+from tests.kv.inserting import insert
 from tests.server.fake_ingress import FakeIngress
 
 PAGE = 16
@@ -57,7 +57,7 @@ class FakeMonitor:
         count = len(tokens) // PAGE
         pages = np.arange(self._num_pages, self._num_pages + count, dtype=np.int32)
         self._num_pages += count
-        self.tree.insert(self.tree.key(np.array(tokens, dtype=np.int32)), pages, Namespace(salt))
+        insert(self.tree, self.tree.key(np.array(tokens, dtype=np.int32)), pages, Namespace(salt))
 
     def run(self, *, seconds: float, decodes: int, prefill_tokens: int = 0) -> None:
         """As if a step had completed."""

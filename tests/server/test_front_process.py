@@ -41,7 +41,7 @@ from tests.pace import far
 from tests.server.live_server import CARD, MODEL
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
-HANDOVER = Handover(9, (EngineReady(8, 16),), msgspec.msgpack.encode(CARD))
+HANDOVER = Handover(9, (EngineReady(),), msgspec.msgpack.encode(CARD))
 COMPLETION = {"model": MODEL, "prompt": "p"}
 
 
@@ -128,7 +128,7 @@ def test_a_front_that_comes_while_the_engine_recovers_or_loads_says_so() -> None
     async def loading(stage: Stage) -> None:
         assert (await stage.ask("GET", "/ready"))[1]["error"]["code"] == "not_ready"
 
-    on_stage(recovering, Handover(1, (EngineReady(8, 16), EngineRecovering("why")), msgspec.msgpack.encode(CARD)))
+    on_stage(recovering, Handover(1, (EngineReady(), EngineRecovering("why")), msgspec.msgpack.encode(CARD)))
     on_stage(loading, Handover(1, (), msgspec.msgpack.encode(CARD)))
 
 

@@ -11,7 +11,7 @@ from engine.actors.snapshot import Gauges, RequestsFinished, Snapshot
 from engine.errors import RequestError
 from engine.messages import Ask, Finish, Follow
 from engine.plugins.hookspecs import hookimpl
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import RequestMetrics
 from server.run.remote_monitor import MAX_ASKED, RemoteMonitor
 from tests.actors.test_ingress import Sent
 

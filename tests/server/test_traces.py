@@ -15,7 +15,7 @@ from benchmarks.null_engine import NullSystem
 from engine.config import Config, build_config
 from engine.errors import ConfigError
 from engine.messages import Finish
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import RequestMetrics
 from engine.sections import ServerSection
 from server.operators.traces import open_provider
 from server.run import app

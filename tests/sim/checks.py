@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.errors import EngineDied, RequestError
 from engine.messages import Abort, Admit, Deltas, Failed, Finish, Message, Step, Tokens
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import RequestMetrics
 from tests.sim.client import Client
 from tests.sim.codec import ALPHABET, text_of
 from tests.sim.device import logprob_of

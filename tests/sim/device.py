@@ -11,10 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.actors.actor import Actor
-from engine.actors.mailbox import Link
+from engine.actors.actor import Actor, Link
 from engine.kv.pages import Pages
-from engine.messages import ExecutorInbox, ExecutorReady, ExecutorsLost, Logprobs, Step, StepDone
+from engine.messages import ExecutorInbox, ExecutorReady, ExecutorsLost, Logprobs, Step, StepDone, StepExtras
 from tests.sim.failures import SimIncorrect
 from tests.sim.luck import luck
 from tests.sim.oracle import U64, WEIGHT, hashes, next_tokens
@@ -106,8 +105,8 @@ class SimDevice:
             self._logprob_rows.discard(row)
             if admission.params.logprobs is not None:
                 self._logprob_rows.add(row)
-        if step.append_rows:
-            self._tables[ints(step.append_rows), ints(step.append_indexes)] = ints(step.append_pages)
+        if step.table_rows:
+            self._tables[ints(step.table_rows), ints(step.table_indexes)] = ints(step.table_pages)
         return self._forward(step)
 
     def _transfer(self, step: Step) -> None:
@@ -158,18 +157,18 @@ class SimDevice:
             token = int(tokens[index])
             value = logprob_of(token, int(positions[index]))
             top = np.array([token], np.int32).tobytes(), np.array([value], np.float32).tobytes()
-            logprobs[index] = Logprobs(value, *top)
+            logprobs[row] = Logprobs(value, *top)
         for row in [row for row in self._nan_positions if row in sampled]:
             at = np.flatnonzero(sampled == row)[0]
             if positions[at] == self._nan_positions[row]:
                 del self._nan_positions[row]
                 tokens[at] = -1
-                logprobs.pop(int(at), None)
+                logprobs.pop(row, None)
                 self._slots[written[np.repeat(rows, lengths) == row]] = GARBAGE
                 self._mark("NaN")
         self._tokens[sampled, positions] = np.maximum(tokens, 0)
         self._known[sampled] = positions + 1
-        return StepDone(0, step.step_id, tokens.astype(np.int32).tobytes(), logprobs)
+        return StepDone(0, step.step_id, tokens.astype(np.int32).tobytes(), StepExtras.by_row(logprobs=logprobs))
 
     def _compute(self, step: Step, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Write the K/V of the step's tokens; returns their slots."""

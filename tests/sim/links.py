@@ -13,7 +13,7 @@ from struct import pack
 
 from msgspec.msgpack import encode
 
-from engine.actors.mailbox import Mailbox
+from engine.actors.actor import Mailbox
 from engine.messages import Abort, Admit, Deltas, Failed, Message, Stats, Step, StepDone, Stop, Tokenize, Tokens
 from tests.sim.luck import luck
 

@@ -15,6 +15,7 @@ from engine.kv.host_tier import Transfer
 from engine.kv.node import SHARED, Namespace, Node
 from engine.kv.radix import RadixTree
 from engine.messages import Abort, StepDone
+from engine.scheduling.completions import Completions
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.pages import Appends, PageManager
 from engine.scheduling.planner import Planner
@@ -65,7 +66,7 @@ def a_page_leaks_when_a_row_is_released(release: Callable[..., None]) -> Callabl
 def a_page_comes_one_token_late(_: Callable[..., Rows]) -> Callable[..., Rows]:
     def mutant(self: Decodes) -> Rows:
         table, rows = self._table, self.rows
-        return rows[table.computed[rows] > table.num_pages[rows] * table.page_size]
+        return rows[table.num_computed[rows] > table.num_pages[rows] * table.page_size]
 
     return mutant
 
@@ -145,8 +146,8 @@ def the_look_ahead_ignores_the_salt(_: Callable[..., int]) -> Callable[..., int]
 
 
 def a_row_is_reused_while_a_step_uses_it(release_ended: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Planner) -> None:
-        self._rows.last_step[self._ended] = -1
+    def mutant(self: Completions) -> None:
+        self._table.last_step[self._ended] = -1
         release_ended(self)
 
     return mutant
@@ -155,8 +156,8 @@ def a_row_is_reused_while_a_step_uses_it(release_ended: Callable[..., None]) -> 
 def more_counts_as_computed_than_is(take: Callable[..., int]) -> Callable[..., int]:
     def mutant(self: RowTable, sequence: Sequence, pages: Any, num_shared: int) -> int:
         row = take(self, sequence, pages, num_shared)
-        if 0 < self.computed[row] < self.known[row] - 1:
-            self.computed[row] += 1
+        if 0 < self.num_computed[row] < self.num_known[row] - 1:
+            self.num_computed[row] += 1
         return row
 
     return mutant
@@ -191,7 +192,7 @@ def who_stands_aside_is_forgotten(_: Callable[..., None]) -> Callable[..., None]
 
 
 def a_token_after_the_end_is_shown(complete: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Planner, done: StepDone) -> None:
+    def mutant(self: Completions, done: StepDone) -> None:
         ended, self._ended = self._ended, []
         complete(self, done)
         self._ended += ended
@@ -229,7 +230,7 @@ def the_cache_outlives_the_device(_: Callable[..., None]) -> Callable[..., None]
 
 def who_ran_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..., None]:
     def mutant(self: Planner, **how: bool) -> None:
-        running = [sequence for sequence in self._sequences.values() if sequence.row >= 0]
+        running = [sequence for sequence in self._requests.open.values() if sequence.row >= 0]
         restart(self, **how)
         for sequence in running:
             self._prefills.forget(sequence)
@@ -239,7 +240,7 @@ def who_ran_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..
 
 def what_was_said_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..., None]:
     def mutant(self: Planner, **how: bool) -> None:
-        self._rows.known[:] = self._rows.num_prompt
+        self._rows.num_known[:] = self._rows.num_prompt
         restart(self, **how)
 
     return mutant
@@ -270,12 +271,12 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     rows_keep_stale_pages_after_dedup: (PageManager, "take_rewrites"),
     salts_are_ignored: (holdings_module, "Namespace"),
     the_look_ahead_ignores_the_salt: (PageManager, "num_cached_tokens"),
-    a_row_is_reused_while_a_step_uses_it: (Planner, "_release_ended"),
+    a_row_is_reused_while_a_step_uses_it: (Completions, "_release_ended"),
     more_counts_as_computed_than_is: (RowTable, "take"),
     a_retraction_forgets_a_token: (Prefills, "wait"),
     the_youngest_goes_first: (RankedQueue, "push"),
     who_stands_aside_is_forgotten: (Prefills, "_publishes_no_more"),
-    a_token_after_the_end_is_shown: (Planner, "complete"),
+    a_token_after_the_end_is_shown: (Completions, "complete"),
     a_request_ends_twice: (Ingress, "_end"),
     a_cancel_is_lost: (Tokenizer, "_abort"),
     a_deadline_is_lost: (Ingress, "_expire"),

@@ -23,10 +23,9 @@ from engine.plugins.eviction.slru import SegmentedLRU
 from engine.plugins.policy.fcfs import FirstComeFirstServed
 from engine.plugins.policy.lpm import LongestPrefixMatch
 from engine.plugins.policy.priority import MostUrgentFirst
-from engine.scheduling.limits import PlannerLimits
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence import PlannerLimits, Sequence
 from tests.sim.scenario import Setup
 
 STRATEGIES: dict[str, Callable[[], EvictionStrategy]] = {
@@ -105,19 +104,19 @@ class Probe:
 
     def _watch_abort(self, abort: Callable[..., None], request_id: int, finish: Finish = Finish.ABORT) -> None:
         planner = self.planner
-        sequence = planner._sequences.get(request_id)
+        sequence = planner._requests.open.get(request_id)
         if sequence is None:
             self._mark("abort of an ended request")
         elif sequence.row < 0:
             self._mark("abort while queued")
-        elif self._rows.last_step[sequence.row] > planner._last_completed:
+        elif self._rows.last_step[sequence.row] > planner._completions.last_completed:
             self._mark("abort in flight")
         else:
             self._mark("abort between steps")
         abort(request_id, finish)
 
     def _watch_complete(self, complete: Callable[[StepDone], None], done: StepDone) -> None:
-        if not self._rows.running[self.planner._in_flight[0].sampled_rows].all():
+        if not self._rows.running[self.planner._completions.in_flight[0].sampled_rows].all():
             self._mark("token after the end dropped")
         complete(done)
 
@@ -155,14 +154,14 @@ class Probe:
         """Those that got a row in this step, in order; it has just been planned."""
         planner = self.planner
         ids = [int(self._rows.request_ids[admission.row]) for admission in step.admissions]
-        return [planner._sequences[request_id] for request_id in ids]
+        return [planner._requests.open[request_id] for request_id in ids]
 
     def waiting(self) -> Iterator[Sequence]:
         """Those without a row, but for those who stand aside to share what another one computes."""
         aside = {sequence.arrival for entries in self.planner._prefills._aside.values() for _, sequence in entries}
         if aside:
             self._mark("stood aside to share")
-        return (one for one in self.planner._sequences.values() if one.row < 0 and one.arrival not in aside)
+        return (one for one in self.planner._requests.open.values() if one.row < 0 and one.arrival not in aside)
 
     def looked_ahead(self, sequence: Sequence) -> int:
         """Cached tokens of a sequence without a row, as the planner counts them to order and to delay."""

@@ -16,7 +16,7 @@ import msgspec
 
 from engine.kv.events import KVEvent
 from engine.messages import Message, Step, Stop, Tokenize
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
 from tests.sim import probe
 from tests.sim.assembly import assemble

@@ -145,7 +145,7 @@ def test_all_graphs_are_counted_from_the_two_largest():
     runs = []
 
     def record(size):
-        device.begin(None, size)
+        device.begin_capture(None, size)
         device.end()
 
     trial = Capturing(device, LocalComm(), torch.device("cpu"))

@@ -92,7 +92,7 @@ class TorchAttention:
         self._whole: list[DecodeGroup | Segment] = []
         self._windowed: list[DecodeGroup | Segment] = []
 
-    def begin(self, batch: AttentionBatch) -> None:
+    def plan_step(self, batch: AttentionBatch) -> None:
         """Find every sequence's keys, once for all layers."""
         self._reserve(int(batch.host_lengths.max()))
         if not self.spec.window or self.spec.first_window_layer:

@@ -1,6 +1,6 @@
 """Evicts what was cached first, however often it was used since.  The cheapest to reason about."""
 
-from engine.kv.eviction import Candidate, Rank
+from engine.kv.eviction import Candidate, SortKey
 from engine.plugins.hookspecs import EvictionContext, hookimpl
 from engine.plugins.options import Options, decode_options
 
@@ -10,7 +10,7 @@ CALLBOARD_PLUGIN = {"api": 1}
 class FirstInFirstOut:
     """By the step of creation."""
 
-    def rank(self, candidate: Candidate) -> Rank:
+    def rank(self, candidate: Candidate) -> SortKey:
         """Oldest first."""
         return (candidate.created,)
 

@@ -1,6 +1,6 @@
 """Evicts what the fewest requests hit.  Keeps popular prompts through a flood of one-off requests."""
 
-from engine.kv.eviction import Candidate, Rank
+from engine.kv.eviction import Candidate, SortKey
 from engine.plugins.hookspecs import EvictionContext, hookimpl
 from engine.plugins.options import Options, decode_options
 
@@ -10,7 +10,7 @@ CALLBOARD_PLUGIN = {"api": 1}
 class LeastFrequentlyUsed:
     """By hits; among equals, by the step of the last use."""
 
-    def rank(self, candidate: Candidate) -> Rank:
+    def rank(self, candidate: Candidate) -> SortKey:
         """Fewest hits first."""
         return (candidate.hits, candidate.last_used)
 

@@ -1,6 +1,6 @@
 """Evicts what nobody has used for longest.  The default: it needs no tuning and suits conversations."""
 
-from engine.kv.eviction import Candidate, Rank
+from engine.kv.eviction import Candidate, SortKey
 from engine.plugins.hookspecs import EvictionContext, hookimpl
 from engine.plugins.options import Options, decode_options
 
@@ -10,7 +10,7 @@ CALLBOARD_PLUGIN = {"api": 1}
 class LeastRecentlyUsed:
     """By the step of the last use."""
 
-    def rank(self, candidate: Candidate) -> Rank:
+    def rank(self, candidate: Candidate) -> SortKey:
         """Oldest use first."""
         return (candidate.last_used,)
 

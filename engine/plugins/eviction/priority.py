@@ -1,6 +1,6 @@
 """Evicts the least urgent requests' pages.  For deployments that give their requests priorities."""
 
-from engine.kv.eviction import Candidate, Rank
+from engine.kv.eviction import Candidate, SortKey
 from engine.plugins.hookspecs import EvictionContext, hookimpl
 from engine.plugins.options import Options, decode_options
 
@@ -10,7 +10,7 @@ CALLBOARD_PLUGIN = {"api": 1}
 class LeastUrgent:
     """By the priority of the most urgent request that used the pages; among equals, by the step of the last use."""
 
-    def rank(self, candidate: Candidate) -> Rank:
+    def rank(self, candidate: Candidate) -> SortKey:
         """Largest number first: a lower priority is more urgent, as in the queue."""
         return (-candidate.priority, candidate.last_used)
 

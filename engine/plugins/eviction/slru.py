@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from engine.kv.eviction import Candidate, Rank
+from engine.kv.eviction import Candidate, SortKey
 from engine.plugins.hookspecs import EvictionContext, hookimpl
 from engine.plugins.options import Options, decode_options
 
@@ -23,7 +23,7 @@ class SegmentedLRU:
     def __init__(self, protected_hits: int) -> None:
         self._protected_hits = protected_hits
 
-    def rank(self, candidate: Candidate) -> Rank:
+    def rank(self, candidate: Candidate) -> SortKey:
         """The segment on probation first, oldest use first."""
         return (int(candidate.hits >= self._protected_hits), candidate.last_used)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from engine.kv.events import KVEvent
 from engine.plugins.hookspecs import ObserverContext, hookimpl
 from engine.plugins.options import Options, decode_options
-from engine.scheduling.metrics import RequestMetrics
+from engine.scheduling.meter import RequestMetrics
 
 CALLBOARD_PLUGIN = {"api": 1}
 

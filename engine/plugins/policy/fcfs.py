@@ -4,7 +4,7 @@ For deployments where clients must not overtake each other by asking to."""
 
 from engine.plugins.hookspecs import PolicyContext, hookimpl
 from engine.plugins.options import Options, decode_options
-from engine.scheduling.policy import Rank, Waiting
+from engine.scheduling.policy import SortKey, Waiting
 
 CALLBOARD_PLUGIN = {"api": 1}
 
@@ -14,7 +14,7 @@ class FirstComeFirstServed:
 
     looks_at_cache = False
 
-    def rank(self, waiting: Waiting) -> Rank:
+    def rank(self, waiting: Waiting) -> SortKey:
         """All are equal, and among equals who came first goes first."""
         return ()
 

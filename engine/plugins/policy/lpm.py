@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from engine.plugins.hookspecs import PolicyContext, hookimpl
 from engine.plugins.options import Options, decode_options
-from engine.scheduling.policy import Rank, Waiting
+from engine.scheduling.policy import SortKey, Waiting
 
 CALLBOARD_PLUGIN = {"api": 1}
 
@@ -30,11 +30,11 @@ class LongestPrefixMatch:
     def __init__(self, max_overtaken: int) -> None:
         self._max_overtaken = max_overtaken
 
-    def rank(self, waiting: Waiting) -> Rank:
+    def rank(self, waiting: Waiting) -> SortKey:
         """Most cached tokens first, within a priority."""
         if waiting.num_overtaken >= self._max_overtaken:
             return (waiting.priority, 0, 0)
-        return (waiting.priority, 1, -waiting.num_cached_tokens)
+        return (waiting.priority, 1, -waiting.num_cached_now)
 
 
 @hookimpl

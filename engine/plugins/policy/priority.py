@@ -2,7 +2,7 @@
 
 from engine.plugins.hookspecs import PolicyContext, hookimpl
 from engine.plugins.options import Options, decode_options
-from engine.scheduling.policy import Rank, Waiting
+from engine.scheduling.policy import SortKey, Waiting
 
 CALLBOARD_PLUGIN = {"api": 1}
 
@@ -12,7 +12,7 @@ class MostUrgentFirst:
 
     looks_at_cache = False
 
-    def rank(self, waiting: Waiting) -> Rank:
+    def rank(self, waiting: Waiting) -> SortKey:
         """A lower priority is more urgent."""
         return (waiting.priority,)
 

@@ -55,7 +55,7 @@ def try_out(
     with trial(plugin, device):
         shape = (int(lengths.sum()), spec.num_heads, spec.head_size)
         q_TNH = torch.zeros(shape, dtype=pool.data.dtype, device=device)
-        backend.begin(batch)
+        backend.plan_step(batch)
         # A window may begin after the first layer, and has kernels of its own.
         for layer in {0, spec.num_layers - 1}:
             backend.attend(layer, q_TNH)

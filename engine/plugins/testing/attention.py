@@ -10,7 +10,7 @@ Does not know: which cases there are (``attention_cases.py``), kernels.
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionFactory, AttentionSpec
+from engine.layers.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionFactory,
+    AttentionSpec,
+    GraphAttentionBuilder,
+    is_capturable,
+)
 from engine.layers.kv_pool import KVPool
 from engine.patience import returns_within
 from engine.plugins.declaration import Declaration
@@ -105,13 +112,15 @@ def check_steps(case: AttentionCase, factory: AttentionFactory, spec: AttentionS
         device=device,
     )
     backend = factory(spec, pool)
-    for method in ("begin", "attend"):
+    for method in ("plan_step", "attend"):
         assert callable(getattr(backend, method, None)), f"the backend has no method {method!r}"
     generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
     for number, (rows, segments) in enumerate(case.steps):
         step = _Step.draw(case, rows, segments, spec, pool, generator)
         try:
             _check_step(backend, step, spec, pool, case)
+            if not segments and not case.num_padding:
+                _check_captured(backend, step, spec, pool, case)
         except Exception as error:
             if len(case.steps) == 1:
                 raise
@@ -182,7 +191,7 @@ def _check_step(backend: AttentionBackend, step: _Step, spec: AttentionSpec, poo
         "the query starts": batch.query_starts_B1,
     }
     before = {name: tensor.clone() for name, tensor in inputs.items()}
-    backend.begin(batch)
+    backend.plan_step(batch)
     for layer in range(NUM_LAYERS):
         out_TNH = backend.attend(layer, q_TNH)
         assert isinstance(out_TNH, Tensor), f"attend returned {type(out_TNH).__name__}, not a tensor"
@@ -194,6 +203,32 @@ def _check_step(backend: AttentionBackend, step: _Step, spec: AttentionSpec, poo
             same = torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8))  # bytes: NaN is not NaN
             assert same, f"the backend wrote to {name}"
         _compare(out_TNH, step, spec, pool, layer, case)
+
+
+@torch.inference_mode()
+def _check_captured(
+    backend: AttentionBackend, step: _Step, spec: AttentionSpec, pool: KVPool, case: AttentionCase
+) -> None:
+    """A decode step as a graph has it; nothing is captured, but what a replay would not repeat is not called."""
+    batch, q_TNH = step.batch, step.q_TNH
+    num_rows = len(q_TNH)
+    if is_capturable(backend):
+        ones = np.ones(num_rows, dtype=np.int32)
+        table_BP, lengths_B = torch.zeros_like(batch.page_table_BP), torch.ones_like(batch.lengths_B)
+        backend.plan_step(replace(batch, page_table_BP=table_BP, lengths_B=lengths_B, host_lengths=ones))
+        table_BP.copy_(batch.page_table_BP)
+        lengths_B.copy_(batch.lengths_B)
+    elif isinstance(backend, GraphAttentionBuilder):
+        backend = backend.for_graph(num_rows + 1, batch.page_table_BP.shape[1])
+        backend.plan_step(batch)
+        q_TNH = torch.cat((q_TNH, torch.zeros_like(q_TNH[:1])))
+    else:
+        return
+    try:
+        for layer in range(NUM_LAYERS):
+            _compare(backend.attend(layer, q_TNH)[:num_rows], step, spec, pool, layer, case)
+    except AssertionError as error:
+        raise AssertionError(f"as a graph calls it: {error}") from error
 
 
 def _compare(out_TNH: Tensor, step: _Step, spec: AttentionSpec, pool: KVPool, layer: int, case: AttentionCase) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.kv.eviction import EvictionStrategy
-from engine.kv.handle import Handle
+from engine.kv.node import Handle
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import RadixTree
 from engine.plugins.testing.findings import Findings

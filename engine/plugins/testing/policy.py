@@ -25,7 +25,7 @@ class Waits:
     arrival: int
     priority: int = 0
     num_tokens: int = 100
-    num_cached_tokens: int = 0
+    num_cached_now: int = 0
     num_overtaken: int = 0
 
 
@@ -64,9 +64,9 @@ def _check_unmoved(policy: SchedulingPolicy, waiting: list[Waits]) -> None:
     if policy.looks_at_cache:
         return
     for one in waiting:
-        for later in (replace(one, num_cached_tokens=one.num_tokens), replace(one, num_overtaken=1 << 20)):
+        for later in (replace(one, num_cached_now=one.num_tokens), replace(one, num_overtaken=1 << 20)):
             assert policy.rank(one) == policy.rank(later), (
-                "it ranks by num_cached_tokens or num_overtaken, but looks_at_cache is False"
+                "it ranks by num_cached_now or num_overtaken, but looks_at_cache is False"
             )
 
 
@@ -74,7 +74,7 @@ def _check_patience(policy: SchedulingPolicy) -> None:
     """Queue a long prompt that is not cached among short cached ones, all equally urgent; one starts at a time."""
     waiting = [Waits(0, num_tokens=1 << 20)]
     for arrival in range(1, NUM_NEWCOMERS):
-        waiting.append(Waits(arrival, num_tokens=2, num_cached_tokens=1))
+        waiting.append(Waits(arrival, num_tokens=2, num_cached_now=1))
         if arrival % 4:  # a queue that never gets empty
             continue
         first = min(waiting, key=lambda one: (policy.rank(one), one.arrival))

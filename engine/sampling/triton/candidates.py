@@ -1,4 +1,4 @@
-"""Rows with top_k, top_p or min_p: their few likely tokens are gathered, cut and drawn from.
+"""Rows with a floor, top_k or top_p: their few likely tokens are gathered, cut and drawn from.
 
 Legend: r rows with cuts · V vocabulary · K room for candidates of a row · T candidates at once
 Owns: the second pass over those rows' logits, the cuts, the draw.  Does not know: parameters, other rows.
@@ -106,7 +106,7 @@ def draw_candidate(
     vocab_size,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One row per program: min_p and top_k, of what they leave top_p, of what that leaves one token."""
+    """One row per program: floor and top_k, of what they leave top_p, of what that leaves one token."""
     r = first + tl.program_id(0)
     num = tl.load(counts + r)
     if num > 0:

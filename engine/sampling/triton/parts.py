@@ -58,7 +58,7 @@ def plan_part(state: SamplingState, rows_N: Int64, holding_N: Bools, at: Int64, 
     """The part of the batch's rows ``at``, on the host.  holding_N: see ``build_batch``."""
     rows_n = rows_N[at]
     return HostPart(
-        columns=[at, np.arange(len(at)), _inverse_temperatures(state, rows_n), state.seed[rows_n]],
+        columns=[at, np.arange(len(at)), state.inverse_temperature[rows_n], state.seed[rows_n]],
         draws=not state.greedy[rows_n].all(),
         adjustment=_adjustment(state, rows_n, holding_N[at]) if adjusted else [],
         cuts=_cuts(state, rows_n),
@@ -76,12 +76,6 @@ def place(parts: Sequence[HostPart], device: torch.device) -> tuple[KernelPart, 
         cut_rows = CutRows(*islice(tensors, len(part.cuts))) if part.cuts else None
         placed.append(KernelPart(at_n, own_n, inverse_n, seeds_n, part.draws, adjustment, cut_rows))
     return tuple(placed)
-
-
-def with_adjustments(state: SamplingState, rows_N: Int64, holding_N: Bools) -> Bools:
-    """Which rows have bias, penalties or stop tokens that are held off.  holding_N: see ``build_batch``."""
-    adjusted_N: Bools = state.biased[rows_N] | state.penalised[rows_N] | holding_N
-    return adjusted_N
 
 
 def _adjustment(state: SamplingState, rows_n: Int64, holding_n: Bools) -> Arrays:
@@ -104,24 +98,14 @@ def _adjustment(state: SamplingState, rows_n: Int64, holding_n: Bools) -> Arrays
 
 
 def _cuts(state: SamplingState, rows_n: Int64) -> Arrays:
-    cut_n = (state.top_k[rows_n] > 0) | (state.top_p[rows_n] < 1.0) | (state.min_p[rows_n] > 0.0)
-    at_r = np.flatnonzero(cut_n & ~state.greedy[rows_n])
+    at_r = np.flatnonzero(state.cut[rows_n])
     if not len(at_r):
         return []
     index_n = np.full(len(rows_n), _OFF, dtype=np.int32)
     index_n[at_r] = np.arange(len(at_r))
     rows_r = rows_n[at_r]
-    with np.errstate(divide="ignore"):  # min_p is 0 where it is off: its magnitude is infinite, see ``scores.py``
-        floor_r = np.abs(np.log(state.min_p[rows_r]).astype(np.float32)).view(np.int32)
-    return [index_n, at_r.astype(np.int32), floor_r, state.top_k[rows_r].astype(np.int32), state.top_p[rows_r]]
-
-
-def _inverse_temperatures(state: SamplingState, rows_n: Int64) -> npt.NDArray[np.float32]:
-    """1 / temperature of each row, 0 for a greedy one."""
-    inverse_n = np.zeros(len(rows_n), dtype=np.float32)
-    random_n = ~state.greedy[rows_n]
-    inverse_n[random_n] = np.float32(1.0) / state.temperature[rows_n[random_n]]
-    return inverse_n
+    floor_r = state.floor[rows_r].view(np.int32)
+    return [index_n, at_r.astype(np.int32), floor_r, state.top_k[rows_r], state.top_p[rows_r]]
 
 
 def _starts(lists: list[Int64]) -> npt.NDArray[np.int32]:

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CutRows:
-    """Rows with top_k, top_p or min_p, and perhaps room for more of them.
+    """Rows with cuts, and perhaps room for more of them.
 
     index_n: int32, per row of the part its number among these, -1 for none.  at_r: int32, the reverse.
-    floor_r: int32, magnitude of log(min_p).  top_k_r: int32, 0 is off.  top_p_r: float64, 1 is off.
+    floor_r: int32, magnitude of the lowest score that may be drawn.  top_k_r: int32, 0 is off.
+    top_p_r: float64, 1 is off.
     """
 
     index_n: Tensor

@@ -20,7 +20,7 @@ from engine.sampling.state import SamplingState
 from engine.sampling.triton.adjusted import adjusted_logits
 from engine.sampling.triton.blocks import measure_blocks
 from engine.sampling.triton.candidates import pick_candidates
-from engine.sampling.triton.parts import KernelPart, place, plan_part, with_adjustments
+from engine.sampling.triton.parts import KernelPart, place, plan_part
 from engine.sampling.triton.picks import pick
 
 # Most tokens of rows that take memory of their own: 134 MB for candidates, half of that for adjusted logits.
@@ -38,7 +38,7 @@ class KernelSampler:
     def plan(self, rows_N: Int64, holding_N: npt.NDArray[np.bool_]) -> tuple[KernelPart, ...]:
         """The parts that ``pick`` takes for a batch, until one of its rows changes; see ``build_batch``."""
         state = self._state
-        adjusted_N = with_adjustments(state, rows_N, holding_N)
+        adjusted_N = state.adjusted(rows_N, holding_N)
         plain, adjusted = np.flatnonzero(~adjusted_N), np.flatnonzero(adjusted_N)
         parts = [plan_part(state, rows_N, holding_N, plain, adjusted=False)] if len(plain) else []
         at_once = rows_at_once(state.vocab_size)

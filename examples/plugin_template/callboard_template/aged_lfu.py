@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from callboard.plugins import Candidate, EvictionContext, Options, Rank, decode_options, hookimpl
+from callboard.plugins import Candidate, EvictionContext, Options, SortKey, decode_options, hookimpl
 
 CALLBOARD_PLUGIN = {"api": 1}
 
@@ -23,7 +23,7 @@ class AgedLFU:
     def __init__(self, steps_per_hit: int) -> None:
         self._steps_per_hit = steps_per_hit
 
-    def rank(self, candidate: Candidate) -> Rank:
+    def rank(self, candidate: Candidate) -> SortKey:
         """The smallest goes first."""
         return (candidate.last_used + self._steps_per_hit * candidate.hits,)
 

@@ -53,10 +53,10 @@ class WatchedAttention:
         self._every = every
         self._batch: AttentionBatch | None = None
 
-    def begin(self, batch: AttentionBatch) -> None:
+    def plan_step(self, batch: AttentionBatch) -> None:
         """Keep the batch for as long as the step runs."""
         self._batch = batch
-        self._backend.begin(batch)
+        self._backend.plan_step(batch)
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """What the other backend says."""
@@ -69,7 +69,7 @@ class WatchedAttention:
     def _compare(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
         """One sequence, another one each time."""
         batch, page_size = self._batch, self._pool.page_size
-        assert batch is not None, "attend before begin"
+        assert batch is not None, "attend before plan_step"
         row = self.num_compared % len(batch.host_lengths)
         self.num_compared += 1
         length, count = int(batch.host_lengths[row]), int(batch.host_query_lengths[row])

@@ -1,7 +1,7 @@
 """A decode step as a CUDA graph has it: launched over tensors that stay where they are, while what they hold changes.
 
 A graph replays launches with the arguments of the capture.  Here the same is done by calling ``attend`` again without
-``begin``: nothing of the host's but the shapes of the tensors may matter.
+``plan_step``: nothing of the host's but the shapes of the tensors may matter.
 """
 
 import numpy as np
@@ -70,7 +70,7 @@ def test_one_capture_serves_every_step(padding_length: int) -> None:
     growing = Growing()
     batch = batch_of(ROWS, width=MAX_PAGES, device=CPU)
     attention = TritonAttention(SPEC, growing.pool)
-    attention.begin(batch)
+    attention.plan_step(batch)
     for rows, count in STEPS:
         for row in rows:
             growing.grow(row, count)

@@ -75,7 +75,7 @@ def test_rows_of_no_length_among_others_read_nothing_and_give_zeros() -> None:
     batch.page_table_BP[1] = torch.tensor([1, 0])
     batch.page_table_BP[4] = torch.tensor([1, 2])
     q_TNH = torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(1))
-    attention.begin(batch)
+    attention.plan_step(batch)
     out_TNH = attention.attend(0, q_TNH)
     assert (out_TNH[[0, 2, 3]] == 0).all()
     assert out_TNH.isfinite().all()

@@ -30,8 +30,8 @@ class FlashAttention:
         self._parts: list[Part] = []
         self._prepared: list[list[Prepared]] = []
 
-    def begin(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.begin``."""
+    def plan_step(self, batch: AttentionBatch) -> None:
+        """See ``AttentionBackend.plan_step``."""
         self._parts = cut(batch, self._spec, self._pool)
         self._prepared = [[self._kernels.prepare(part, window) for part in self._parts] for window in self._windows]
 
@@ -48,7 +48,7 @@ class FlashAttention:
     def for_graph(self, num_rows: int, max_pages: int) -> AttentionBackend:
         """See ``AttentionBackend``.  ``attend`` takes a query for every row of the graph, and runs before its capture.
 
-        What it returns for the rows that ``begin`` was not given has no meaning."""
+        What it returns for the rows that ``plan_step`` was not given has no meaning."""
         return GraphAttention(self._spec, self._pool, self._kernels, num_rows, max_pages)
 
 
@@ -69,8 +69,8 @@ class GraphAttention(FlashAttention):
         )
         self._parts = [self._part]
 
-    def begin(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.begin``.  Rows that the batch does not have get one token each, of the dump page."""
+    def plan_step(self, batch: AttentionBatch) -> None:
+        """See ``AttentionBackend``.  Rows that the batch does not have get one token each, of the dump page."""
         table_RP, lengths_R = self._part.page_table_BP, self._part.lengths_B
         count, num_rows = len(batch.host_lengths), len(lengths_R)
         assert batch.num_decodes == count <= num_rows, f"{batch.num_decodes} of {count} rows, captured for {num_rows}"

@@ -36,8 +36,8 @@ class FlashInferAttention:
         self._pages = pages_of(setup.pool)
         self._num_decodes = 0
 
-    def begin(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.begin``."""
+    def plan_step(self, batch: AttentionBatch) -> None:
+        """See ``AttentionBackend.plan_step``."""
         count = self._num_decodes = batch.num_decodes
         table_BP = padding_on_dump_page(batch, self._setup.pool)
         lengths, query_lengths = batch.host_lengths, batch.host_query_lengths
@@ -69,7 +69,7 @@ class FlashInferAttention:
     def for_graph(self, num_rows: int, max_pages: int) -> AttentionBackend:
         """See ``AttentionBackend``.  ``attend`` takes a query for every row of the graph, and runs before its capture.
 
-        What it returns for the rows that ``begin`` was not given has no meaning."""
+        What it returns for the rows that ``plan_step`` was not given has no meaning."""
         return GraphAttention(self._setup, self._lists, num_rows, max_pages)
 
 
@@ -89,8 +89,8 @@ class GraphAttention(FlashInferAttention):
         ]
         self._one_query_each = np.ones(num_rows, dtype=np.int32)
 
-    def begin(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.begin``.  Rows that the batch does not have get one token each, of the dump page."""
+    def plan_step(self, batch: AttentionBatch) -> None:
+        """See ``AttentionBackend``.  Rows that the batch does not have get one token each, of the dump page."""
         count, num_rows = len(batch.host_lengths), self._num_decodes
         assert batch.num_decodes == count <= num_rows, f"{batch.num_decodes} of {count} rows, captured for {num_rows}"
         lengths = np.ones(num_rows, dtype=np.int32)

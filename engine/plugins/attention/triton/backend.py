@@ -5,7 +5,7 @@ Legend: T new tokens in the step (ragged, packed) · B sequences · D decode row
 Owns: launches and what they need of memory, the choice of tiles.  Does not know: models, the scheduler.
 
 There is no plan: kernels read lengths and page tables on the device, and the host chooses launches by shapes alone.
-So a captured step may be replayed with other lengths and tables in the same tensors, without another ``begin``.
+So a captured step may be replayed with other lengths and tables in the same tensors, without another ``plan_step``.
 Decode rows of length 0 read nothing, and their output is 0.
 """
 
@@ -70,7 +70,7 @@ class TritonAttention:
         self._decode: DecodeTiles = self._default_decode
         self._prefill: PrefillTiles = self._default_prefill
 
-    def begin(self, batch: AttentionBatch, tiles: DecodeTiles | PrefillTiles | None = None) -> None:
+    def plan_step(self, batch: AttentionBatch, tiles: DecodeTiles | PrefillTiles | None = None) -> None:
         """Choose tiles by the shapes of the batch, without waiting for the device or starting anything on it.
 
         tiles: used instead, for a trial of them."""
@@ -91,7 +91,7 @@ class TritonAttention:
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``."""
         batch, spec = self._batch, self.spec
-        assert batch is not None, "begin comes first"
+        assert batch is not None, "plan_step comes first"
         window = spec.window if layer >= spec.first_window_layer else 0
         if q_TNH.stride()[1:] != (spec.head_size, 1):
             q_TNH = q_TNH.contiguous()

@@ -123,7 +123,7 @@ def _work(attention: TritonAttention, batch: AttentionBatch, tiles: DecodeTiles 
     layers = [layer for layer in range(spec.num_layers) if not spec.window or layer >= spec.first_window_layer]
 
     def work() -> None:
-        attention.begin(batch, tiles)
+        attention.plan_step(batch, tiles)
         for layer in layers[:MAX_LAYERS]:
             attention.attend(layer, q_TNH)
 

@@ -1,0 +1,200 @@
+"""What a finished step means: tokens are noted, requests end, and rows and pages come back.
+
+Owns: the steps in flight, and rows that have ended and that one of them still uses.
+Does not know: queues, text, what the next step is.  A row and its pages are reused only after the last step that used
+them has completed.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.messages import Failed, Finish, StepDone, StepExtras, Tokens
+from engine.scheduling.budget import StepBudget
+from engine.scheduling.decodes import Decodes
+from engine.scheduling.meter import StepRecord
+from engine.scheduling.pages import PageManager
+from engine.scheduling.prefills import Prefills
+from engine.scheduling.requests import Requests
+from engine.scheduling.rows import Rows, RowTable
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """What a planned step will bring.  prefill_ends: how many tokens of each prefilling row are then computed."""
+
+    sampled_rows: Rows
+    num_decodes: int
+    launched_at: float
+    prefill_rows: tuple[int, ...] = ()
+    prefill_ends: tuple[int, ...] = ()
+    num_prefill_tokens: int = 0
+
+
+class Completions:
+    """The steps in flight, oldest first, and what is done as each of them completes.
+
+    last_completed: id of the last step; num_completed: how many there were."""
+
+    def __init__(
+        self,
+        table: RowTable,
+        page_manager: PageManager,
+        decodes: Decodes,
+        prefills: Prefills,
+        requests: Requests,
+        budget: StepBudget,
+        clock: Callable[[], float],
+    ) -> None:
+        self.in_flight: deque[InFlight] = deque()
+        self.last_completed = -1
+        self.num_completed = 0
+        self._table = table
+        self._page_manager = page_manager
+        self._decodes = decodes
+        self._prefills = prefills
+        self._requests = requests
+        self._budget = budget
+        self._clock = clock
+        self._ended: list[int] = []
+
+    def forget(self, last_launched: int) -> None:
+        """Steps in flight never come back, nor does anything that they used."""
+        self.in_flight.clear()
+        self._ended.clear()
+        self.last_completed = last_launched
+
+    def complete(self, done: StepDone) -> None:
+        """Take in a step's tokens: note them, end what ends, and free what no step uses any more."""
+        record = self.in_flight.popleft()
+        due = self.last_completed + 1
+        assert done.step_id == due, f"step {done.step_id} completed, step {due} was due"
+        self.last_completed = done.step_id
+        self.num_completed += 1
+        now = self._clock()
+        began_at = max(record.launched_at, self._requests.meter.last_completed_at)
+        if self._budget.learns:
+            self._budget.observe(record.num_decodes, record.num_prefill_tokens, now - began_at)
+        rows = record.sampled_rows
+        tokens = np.frombuffer(done.token_ids, dtype=np.int32)
+        if self._ended:
+            live = self._table.running[rows]
+            rows, tokens = rows[live], tokens[live]
+        if len(tokens) and tokens.min() < 0:
+            failed = tokens < 0
+            self._fail_rows(rows[failed].tolist(), done.extras)
+            rows, tokens = rows[~failed], tokens[~failed]
+        ids, running = self._table.request_ids, self._table.running
+        extras = {int(ids[row]): one for row, one in done.extras.items() if running[row]}
+        first = self._confirm_prefills(record) if record.prefill_rows else {}
+        num_decodes, num_prefills = record.num_decodes, len(record.prefill_rows)
+        step = StepRecord(done.step_id, began_at, now, num_decodes, num_prefills, record.num_prefill_tokens)
+        self._requests.meter.completed(step, len(rows) - len(first), len(first))
+        if len(rows) or extras:
+            self._commit(rows, tokens, first, extras)
+        self._release_ended()
+
+    def _confirm_prefills(self, record: InFlight) -> dict[int, int]:
+        """Share what the step's prefills have computed.
+
+        Returns request id -> cached tokens of those whose first token this step has sampled."""
+        table, first = self._table, {}
+        now = self._clock()
+        for row, end in zip(record.prefill_rows, record.prefill_ends, strict=True):
+            sequence = table.sequences[row]
+            if sequence is None or not table.running[row]:
+                continue
+            table.num_confirmed[row] = end
+            self._page_manager.publish(row, end)
+            self._prefills.published(row, end)
+            if end == sequence.num_prompt == len(sequence.tokens):
+                first[sequence.request_id] = sequence.num_cached_at_start
+                sequence.first_token_at = now
+                self._requests.meter.ttft_s.note(now - sequence.arrived_at)
+        return first
+
+    def _commit(self, rows: Rows, tokens: Rows, cached_tokens: dict[int, int], extras: dict[int, StepExtras]) -> None:
+        table = self._table
+        known = table.num_known[rows]
+        table.tokens[rows, known] = tokens
+        known += 1
+        table.num_known[rows] = known
+        stopped = (table.stop_ids.take(rows, axis=1) == tokens).any(axis=0)
+        full = known >= table.max_total.take(rows)
+        ends = stopped | full
+        some_end = ends.any()
+        if some_end:
+            finishes = full.view(np.uint8) * np.uint8(Finish.LENGTH)
+            finishes[stopped] = Finish.STOP
+        else:
+            finishes = full.view(np.uint8)
+        self._requests.outbox.append(
+            Tokens(
+                request_ids=table.request_ids[rows].tobytes(),
+                token_ids=tokens.tobytes(),
+                finishes=finishes.tobytes(),
+                cached_tokens=cached_tokens,
+                extras=extras,
+            )
+        )
+        if not some_end:
+            return
+        for row, finish in zip(rows[ends].tolist(), finishes[ends].tolist(), strict=True):
+            self.end(row, Finish(finish))
+
+    def _fail_rows(self, rows: list[int], extras: dict[int, StepExtras]) -> None:
+        """End rows that have no token."""
+        for row in rows:
+            reason = extras[row].failure if row in extras else ""
+            self.end(row, Finish.ERROR, share=False)
+            self._requests.outbox.append(
+                Failed(
+                    int(self._table.request_ids[row]),
+                    reason or "the model's logits were not finite (NaN or infinity) for this request; it was ended",
+                    status=400 if reason else 500,
+                    code="grammar_failed" if reason else "nonfinite_logits",
+                )
+            )
+
+    def end(self, row: int, finish: Finish, *, share: bool = True) -> None:
+        """End the request that has this row.  share: see ``leave``."""
+        sequence = self._table.sequences[row]
+        assert sequence is not None, f"row {row} ends and is free"
+        self.leave(row, share=share)
+        self._requests.end(sequence, finish, int(self._table.num_known[row]))
+
+    def leave(self, row: int, *, share: bool = True) -> None:
+        """Take a row out of the batch; its pages follow once no step in flight uses them.
+
+        share: keep what completed steps have computed for others; not where it may be wrong."""
+        table, sequence = self._table, self._table.sequences[row]
+        if share and sequence is not None:
+            # Once it has sampled, everything is computed but the last known token.
+            self._page_manager.publish(row, self.num_done(row))
+        self._prefills.leave(row)
+        self._decodes.leave(row)
+        table.running[row] = False
+        self._ended.append(row)
+        self._release_ended()
+
+    def _release_ended(self) -> None:
+        self._page_manager.collect(self.last_completed)
+        if not self._ended:
+            return
+        still_used: list[int] = []
+        for row in self._ended:
+            if self._table.last_step[row] <= self.last_completed:
+                self._page_manager.release(row)
+                self._prefills.unblock()
+            else:
+                still_used.append(row)
+        self._ended = still_used
+
+    def num_done(self, row: int) -> int:
+        """Tokens of a row that completed steps have computed."""
+        table, sequence = self._table, self._table.sequences[row]
+        assert sequence is not None, f"row {row} is free"
+        has_sampled = table.num_known[row] > len(sequence.tokens)
+        return int(table.num_known[row]) - 1 if has_sampled else int(table.num_confirmed[row])
