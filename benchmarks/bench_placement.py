@@ -27,14 +27,14 @@ from machine import describe_machine
 from rich.console import Console
 from rich.table import Table
 
-from engine.actors.group import Placement, RankGroup
-from engine.actors.inline import InlinePlacement
-from engine.actors.intensity import RestartIntensity
 from engine.config import Config, build_config
 from engine.messages import ExecutorReady, ExecutorsLost, Finish, Step, StepDone, Stop
 from engine.params import SamplingParams
-from engine.processes.placement import ProcessPlacement
 from engine.system import System
+from engine.workers.executors import Placement, RankGroup
+from engine.workers.inline import InlinePlacement
+from engine.workers.intensity import RestartIntensity
+from engine.workers.placement import ProcessPlacement
 
 PLACEMENTS = ("inline", "process")
 WARM_UP = 200

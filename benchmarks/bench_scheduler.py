@@ -35,7 +35,6 @@ from simulation import DEPTH, PAGE_SIZE, Request, Simulation, new_planner, num_s
 
 from engine.actors.scheduler import Scheduler
 from engine.kv.events import KVEvent
-from engine.links.wire import Wire
 from engine.messages import Admit, ExecutorReady, Failed, Step, StepDone, Stop, Tokens
 from engine.params import SamplingParams
 from engine.plugins.manager import Plugins
@@ -43,6 +42,7 @@ from engine.plugins.observers import Observers
 from engine.scheduling.forecast import OutputForecast
 from engine.scheduling.planner import Planner
 from engine.scheduling.prefills import WORTH_WAITING_TOKENS
+from engine.workers.wire import Wire
 
 Row = dict[str, Any]
 

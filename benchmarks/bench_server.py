@@ -56,8 +56,8 @@ async def serve_callboard(num_pages: int, tokenizers: int, num_logprobs: int, in
     """The real thing but for the device."""
     from null_engine import NullSystem, Stopwatch
 
-    from engine.actors.front_desk import FrontCommand, FrontDesk
     from engine.config import Config, build_config
+    from engine.workers.frontend import FrontCommand, FrontDesk
     from server.app import create_runner
     from server.cli import FRONT_MODULE
     from server.listener import bind

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 
 from engine.messages import Step, StepDone
-from engine.processes.assignment import Assignment
-from engine.processes.executor import main
+from engine.workers.executor_main import main
+from engine.workers.messages import Assignment
 
 
 @dataclass(slots=True)

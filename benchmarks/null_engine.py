@@ -16,13 +16,13 @@ import numpy as np
 
 from engine.actors.actor import Actor
 from engine.actors.executor import Runner
-from engine.actors.front_desk import FrontCommand
-from engine.actors.group import Terms
 from engine.actors.mailbox import Link
-from engine.actors.pool import TokenizerPool
 from engine.config import Config
 from engine.messages import Deltas, Logprobs, Step, StepDone
 from engine.system import System
+from engine.workers.executors import Terms
+from engine.workers.frontend import FrontCommand
+from engine.workers.tokenizers import TokenizerPool
 
 INT32_BYTES = 4
 # Scheduler, tokenizer, ingress and handler are a turn each; two more for a drain and a write.

@@ -5,7 +5,7 @@
 
 Messages are immutable plain data.  Integer columns travel as packed little-endian bytes
 (int32 unless said otherwise), so a message costs per step and not per token.
-``engine/links/wire.py`` encodes them with msgpack; nothing is ever pickled.
+``engine/workers/wire.py`` encodes them with msgpack; nothing is ever pickled.
 """
 
 from enum import IntEnum

@@ -10,10 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from engine.actors.front_desk import FrontDesk
-from engine.actors.group import RankGroup
 from engine.actors.ingress import Ingress
-from engine.actors.pool import TokenizerPool
 from engine.actors.scheduler import Scheduler
 from engine.actors.snapshot import Gauges, MailboxGauges, Snapshot
 from engine.actors.tokenizer import Tokenizer
@@ -21,6 +18,9 @@ from engine.kv.outline import Outline
 from engine.messages import Ask
 from engine.plugins.observers import Observers
 from engine.scheduling.meter import Meter
+from engine.workers.executors import RankGroup
+from engine.workers.frontend import FrontDesk
+from engine.workers.tokenizers import TokenizerPool
 
 
 class Monitor:

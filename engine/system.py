@@ -14,12 +14,7 @@ import msgspec
 
 from engine.actors.actor import Actor
 from engine.actors.executor import Runner
-from engine.actors.front_desk import FrontCommand, FrontDesk
-from engine.actors.group import Placement, RankGroup, Terms
 from engine.actors.ingress import Ingress, Part
-from engine.actors.inline import InlinePlacement
-from engine.actors.intensity import RestartIntensity
-from engine.actors.pool import TokenizerPool
 from engine.actors.scheduler import Scheduler
 from engine.actors.step_splitting import StepSplitter
 from engine.actors.supervisor import Supervisor
@@ -41,9 +36,14 @@ from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.text.codec import TextCodec
 from engine.text.loading import load_codec, warn_of_unknown_tokens
+from engine.workers.executors import Placement, RankGroup, Terms
+from engine.workers.frontend import FrontCommand, FrontDesk
+from engine.workers.inline import InlinePlacement
+from engine.workers.intensity import RestartIntensity
+from engine.workers.tokenizers import TokenizerPool
 
 if TYPE_CHECKING:
-    from engine.processes.head import Head
+    from engine.workers.cluster.head import Head
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class System:
                 tokenizer=self.tokenizer.inbox,
                 parts=parts,
             )
-        from engine.processes.fronts import ProcessFronts  # ZeroMQ is needed from here on
+        from engine.workers.placement import ProcessFronts  # ZeroMQ is needed from here on
 
         fronts = ProcessFronts(
             config=self._child_config(),
@@ -203,7 +203,7 @@ class System:
             return Tokenizer(
                 capacity=capacity, codec=self._codec, vocab_size=self.spec.vocab_size, grammars=self._grammars
             )
-        from engine.processes.tokenizers import ProcessTokenizers  # ZeroMQ is needed from here on
+        from engine.workers.placement import ProcessTokenizers  # ZeroMQ is needed from here on
 
         return TokenizerPool(
             capacity=capacity,
@@ -216,7 +216,7 @@ class System:
     def _placement(self, capacity: int) -> Placement:
         num_ranks = self.config.device.tensor_parallel
         if self.config.placement.executor == "process":
-            from engine.processes.placement import ProcessPlacement  # ZeroMQ is needed from here on
+            from engine.workers.placement import ProcessPlacement  # ZeroMQ is needed from here on
 
             return ProcessPlacement(
                 config=self.config,

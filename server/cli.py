@@ -26,7 +26,7 @@ from engine.logs import LogSettings
 from engine.params import SamplingParams
 from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
-from engine.processes.cluster import Cluster, check_cluster, read_cluster
+from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
 from server.listener import bind
 from server.model_card import ModelCard
 from server.serve import serve, serve_from_process
@@ -184,14 +184,14 @@ def _serve_replicas(parsed: argparse.Namespace, config: Config) -> None:
 
 
 async def _join(cluster: Cluster, config: Config) -> None:
-    from engine.processes.joiner import Joiner
+    from engine.workers.cluster.node import Joiner
 
     check_cluster(cluster, config)
     await Joiner(cluster, config).run()
 
 
 async def _serve_as_head(cluster: Cluster, config: Config) -> None:
-    from engine.processes.head import Head
+    from engine.workers.cluster.head import Head
 
     check_cluster(cluster, config)
     async with Head(cluster, config) as head:
@@ -199,8 +199,8 @@ async def _serve_as_head(cluster: Cluster, config: Config) -> None:
 
 
 async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> None:  # type: ignore[name-defined]  # noqa: F821
-    from engine.actors.front_desk import FrontCommand, FrontDesk
     from engine.system import System
+    from engine.workers.frontend import FrontCommand, FrontDesk
 
     # The port first: finding it taken must not cost the time of loading a model.
     with bind(config.server.host, config.server.port) as listener:

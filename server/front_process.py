@@ -19,7 +19,6 @@ from engine.actors.actor import Actor
 from engine.actors.ingress import Ingress
 from engine.actors.snapshot import RequestsFinished, Snapshot
 from engine.errors import CallboardError, EngineDied
-from engine.links.wire import WireError
 from engine.messages import (
     Abort,
     AbortAll,
@@ -34,11 +33,11 @@ from engine.messages import (
     Stop,
     Tokenize,
 )
-from engine.processes.assignment import FrontAssignment, FrontProcessInbox, Ticket
-from engine.processes.entry import enter
-from engine.processes.outgoing import Outgoing
-from engine.processes.resident import Resident
 from engine.text.loading import load_codec
+from engine.workers.child import enter
+from engine.workers.main import Outgoing, Resident
+from engine.workers.messages import FrontAssignment, FrontProcessInbox, Ticket
+from engine.workers.wire import WireError
 from server.app import create_runner
 from server.connection import Runner
 from server.listener import BACKLOG

@@ -13,9 +13,9 @@ from typing import Any
 
 from aiohttp import web
 
-from engine.actors.front_desk import FrontDesk
 from engine.config import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
+from engine.workers.frontend import FrontDesk
 from server.app import create_runner
 from server.backend import Entrance, Ingress, Monitor
 from server.listener import BACKLOG

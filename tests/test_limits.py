@@ -30,13 +30,13 @@ REACHED = {
     "server.keepalive_timeout_s": "server/test_deadlines.py::test_an_idle_connection_is_closed",
     "server.write_timeout_s": "server/test_deadlines.py::test_a_reader_that_stalls_is_cut_and_its_request_cancelled",
     "server.drain_timeout_s": "server/test_serve.py::test_what_is_open_when_draining_ends_is_told_so",
-    "placement.join_timeout_s": "processes/test_cluster.py::test_a_store_without_a_head_is_waited_at_so_long",
-    "placement.step_timeout_s": "processes/test_recovery.py::test_a_hang_in_this_process_is_a_clear_failure",
-    "placement.silence_timeout_s": "processes/test_server.py::test_a_hung_executor_shows_and_is_replaced",
+    "placement.join_timeout_s": "workers/test_cluster.py::test_a_store_without_a_head_is_waited_at_so_long",
+    "placement.step_timeout_s": "workers/test_recovery.py::test_a_hang_in_this_process_is_a_clear_failure",
+    "placement.silence_timeout_s": "workers/test_server.py::test_a_hung_executor_shows_and_is_replaced",
     "placement.max_restarts": (
-        "processes/test_server.py::test_an_executor_that_cannot_live_ends_the_server_with_one_line"
+        "workers/test_server.py::test_an_executor_that_cannot_live_ends_the_server_with_one_line"
     ),
-    "placement.restart_window_s": "actors/test_group.py::test_intensity_forgets_what_is_long_ago",
+    "placement.restart_window_s": "workers/test_executors.py::test_intensity_forgets_what_is_long_ago",
 }
 SECTIONS = {"limits": LimitsSection, "server": ServerSection, "placement": PlacementSection}
 

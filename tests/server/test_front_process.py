@@ -14,7 +14,6 @@ import pytest
 from engine.actors.ingress import Ingress
 from engine.actors.snapshot import Gauges, Snapshot
 from engine.config import Config, build_config
-from engine.links.curve import ClientKeys, KeyPair
 from engine.logs import LogSettings
 from engine.messages import (
     Ask,
@@ -32,8 +31,9 @@ from engine.messages import (
     Tokenize,
     Usage,
 )
-from engine.processes.assignment import FrontAssignment, Ticket
-from engine.processes.outgoing import Outgoing
+from engine.workers.keys import ClientKeys, KeyPair
+from engine.workers.main import Outgoing
+from engine.workers.messages import FrontAssignment, Ticket
 from server.front_process import FrontProcess
 from server.listener import bind
 from tests.actors.test_ingress import Sent

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from engine import LLM
-from engine.actors.group import Terms
 from engine.checkpoints.checkpoint import read_spec
 from engine.config import Config, build_config
 from engine.errors import ConfigError, GraphError
@@ -21,10 +20,11 @@ from engine.graphs.device import DeviceMemory
 from engine.models import loader
 from engine.models.decoder import Decoder
 from engine.plugins.comm.local import LocalComm
-from engine.processes.executor import load_rank
 from engine.startup import loading, memory, preview
 from engine.startup.memory import Needs, host_needs, pool_pages
 from engine.system import System
+from engine.workers.executor_main import load_rank
+from engine.workers.executors import Terms
 from tests.graphs.engines import install
 from tests.graphs.recording import RecordingDevice
 from tests.graphs.runners import Steps, load, tokens
@@ -248,7 +248,7 @@ def test_a_runner_that_comes_back_with_its_pages_is_not_asked_whether_they_fit(c
     if executor == "inline":
         assert system._load_runner(0, terms).num_pages == 100
         return
-    monkeypatch.setattr("engine.processes.placement.ProcessRanks", lambda assignments, *_: assignments)
+    monkeypatch.setattr("engine.workers.placement.ProcessRanks", lambda assignments, *_: assignments)
     (assignment,) = system._placement(1).start(None, terms)
     assert assignment.config.kv.num_pages == 0
     assert load_rank(assignment).num_pages == 100
