@@ -20,8 +20,8 @@ from engine.actors.mailbox import Link
 from engine.config import Config
 from engine.messages import Deltas, Logprobs, Step, StepDone
 from engine.system import System
-from engine.workers.executors import Terms
-from engine.workers.frontend import FrontCommand
+from engine.workers.executors import GenerationSettings
+from engine.workers.frontend import FrontendCommand
 from engine.workers.tokenizers import TokenizerPool
 
 INT32_BYTES = 4
@@ -137,7 +137,7 @@ class NullSystem(System):
         text: str = " return",
         step_s: float = 0.0,
         num_logprobs: int = 0,
-        front: FrontCommand | None = None,
+        front: FrontendCommand | None = None,
     ) -> None:
         super().__init__(config, front=front)
         self._token = int(self.codec.encode(text)[-1])
@@ -153,7 +153,7 @@ class NullSystem(System):
             self.tokenizer.connect(scheduler=self.scheduler.inbox, ingress=self._delivery)
         await super().start()
 
-    def _load_runner(self, rank: int, terms: Terms, *_: Any) -> Runner:
+    def _load_runner(self, rank: int, terms: GenerationSettings, *_: Any) -> Runner:
         turns = Turns(self._loop, LOOP_TURNS)
         num_pages = terms.num_pages or self.config.kv.num_pages
         return NullRunner(num_pages, self._token, turns, self._step_s, self._delivery, self._num_logprobs)

@@ -36,10 +36,10 @@ from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.text.codec import TextCodec
 from engine.text.loading import load_codec, warn_of_unknown_tokens
-from engine.workers.executors import Placement, RankGroup, Terms
-from engine.workers.frontend import FrontCommand, FrontDesk
-from engine.workers.inline import InlinePlacement
-from engine.workers.intensity import RestartIntensity
+from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings
+from engine.workers.frontend import FrontendCommand, RemoteIngress
+from engine.workers.inline import InlineExecutors
+from engine.workers.limits import RestartIntensity
 from engine.workers.tokenizers import TokenizerPool
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class System:
         *,
         progress: bool = False,
         head: "Head | None" = None,
-        front: FrontCommand | None = None,
+        front: FrontendCommand | None = None,
     ) -> None:
         """Check everything that can be checked without loading weights.  Raises CallboardError.
 
@@ -104,7 +104,7 @@ class System:
         self.tokenizer = self._tokenizer(capacity)
         self.entrance = self._entrance(capacity)
         placement = config.placement
-        self.executors = RankGroup(
+        self.executors = Executors(
             num_ranks=config.device.tensor_parallel,
             placement=self._placement(capacity),
             intensity=RestartIntensity(placement.max_restarts, placement.restart_window_s),
@@ -116,7 +116,7 @@ class System:
             page_size=config.kv.page_size,
             new_planner=self._new_planner,
             executors=self.executors.links,
-            losses=self.executors.losses,
+            explain=self.executors.explain,
             tokenizer=self.tokenizer.inbox,
             ingress=self.entrance.inbox,
             observers=self._observers,
@@ -137,7 +137,7 @@ class System:
             decode=self._codec.decode,
             clock=time.monotonic,
         )
-        if isinstance(self.entrance, FrontDesk):
+        if isinstance(self.entrance, RemoteIngress):
             self.entrance.connect(look=self.monitor.snapshot, watch=self.monitor.watch)
 
     @property
@@ -157,7 +157,7 @@ class System:
         given: dict[str, float | int | None] = msgspec.to_builtins(self.spec.sampling)
         return {name: value for name, value in given.items() if value is not None}
 
-    def _entrance(self, capacity: int) -> Ingress | FrontDesk:
+    def _entrance(self, capacity: int) -> Ingress | RemoteIngress:
         config, placement = self.config, self.config.placement
         parts: tuple[Part, ...] = ("executors", "tokenizers") if placement.tokenizers else ("executors",)
         if self._front is None:
@@ -170,19 +170,19 @@ class System:
                 tokenizer=self.tokenizer.inbox,
                 parts=parts,
             )
-        from engine.workers.placement import ProcessFronts  # ZeroMQ is needed from here on
+        from engine.workers.placement import ProcessFrontend  # ZeroMQ is needed from here on
 
-        fronts = ProcessFronts(
+        frontend = ProcessFrontend(
             config=self._child_config(),
             command=self._front,
             max_len=self.max_len,
             vocab_size=self.spec.vocab_size,
             capacity=capacity,
         )
-        return FrontDesk(
+        return RemoteIngress(
             capacity=capacity,
             tokenizer=self.tokenizer.inbox,
-            start=fronts.start,
+            start=frontend.start,
             intensity=RestartIntensity(placement.max_restarts, placement.restart_window_s),
             silence_timeout_s=placement.silence_timeout_s,
             parts=parts,
@@ -213,12 +213,12 @@ class System:
             silence_timeout_s=placement.silence_timeout_s,
         )
 
-    def _placement(self, capacity: int) -> Placement:
+    def _placement(self, capacity: int) -> ExecutorPlacement:
         num_ranks = self.config.device.tensor_parallel
         if self.config.placement.executor == "process":
-            from engine.workers.placement import ProcessPlacement  # ZeroMQ is needed from here on
+            from engine.workers.placement import ProcessExecutors  # ZeroMQ is needed from here on
 
-            return ProcessPlacement(
+            return ProcessExecutors(
                 config=self.config,
                 max_len=self.max_len,
                 num_ranks=num_ranks,
@@ -226,9 +226,9 @@ class System:
                 progress=self._progress,
                 head=self._head,
             )
-        return InlinePlacement(num_ranks=num_ranks, capacity=capacity, load=self._load_runner)
+        return InlineExecutors(num_ranks=num_ranks, capacity=capacity, load=self._load_runner)
 
-    def _load_runner(self, rank: int, terms: Terms, rendezvous: str = "") -> Runner:
+    def _load_runner(self, rank: int, settings: GenerationSettings, rendezvous: str = "") -> Runner:
         from engine.startup.loading import load_runner  # torch is needed from here on
 
         runner = load_runner(
@@ -239,10 +239,10 @@ class System:
             rank=rank,
             rendezvous=rendezvous,
             progress=self._progress and not rank,
-            num_pages=terms.num_pages,
+            num_pages=settings.num_pages,
             grammars=self._grammars,
         )
-        return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=terms.most_tokens)
+        return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=settings.most_tokens)
 
     def _new_planner(self, num_pages: int) -> Planner:
         scheduler, kv = self.config.scheduler, self.config.kv

@@ -200,11 +200,11 @@ async def _serve_as_head(cluster: Cluster, config: Config) -> None:
 
 async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> None:  # type: ignore[name-defined]  # noqa: F821
     from engine.system import System
-    from engine.workers.frontend import FrontCommand, FrontDesk
+    from engine.workers.frontend import FrontendCommand, RemoteIngress
 
     # The port first: finding it taken must not cost the time of loading a model.
     with bind(config.server.host, config.server.port) as listener:
-        front = FrontCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None
+        front = FrontendCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None
         system = System(config, progress=sys.stderr.isatty(), head=head, front=front)
         if head is not None:
             head.follow(lambda: system.entrance.draining)
@@ -212,7 +212,7 @@ async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> No
         card = ModelCard.of(system, config.server)
         engine = asyncio.create_task(_run_engine(system, f"http://{host}:{port}"))
         try:
-            if isinstance(system.entrance, FrontDesk):
+            if isinstance(system.entrance, RemoteIngress):
                 system.entrance.about = msgspec.msgpack.encode(card)
                 await serve_from_process(config.server, system.entrance, listener=listener, engine=engine)
             else:

@@ -19,24 +19,20 @@ from engine.actors.actor import Actor
 from engine.actors.ingress import Ingress
 from engine.actors.snapshot import RequestsFinished, Snapshot
 from engine.errors import CallboardError, EngineDied
-from engine.messages import (
-    Abort,
+from engine.messages import Abort, Failed, Stop, Tokenize
+from engine.text.loading import load_codec
+from engine.workers.child import Ticket, enter
+from engine.workers.main import Outgoing, WorkerProcess
+from engine.workers.messages import (
     AbortAll,
     Drain,
     EngineFailed,
-    Failed,
-    FrontAlive,
-    FrontDrains,
-    FrontFailed,
-    FrontKeeps,
-    FrontReady,
-    Stop,
-    Tokenize,
+    FrontendAssignment,
+    FrontendDrained,
+    FrontendProcessInbox,
+    FrontendState,
+    WorkerReady,
 )
-from engine.text.loading import load_codec
-from engine.workers.child import enter
-from engine.workers.main import Outgoing, Resident
-from engine.workers.messages import FrontAssignment, FrontProcessInbox, Ticket
 from engine.workers.wire import WireError
 from server.app import create_runner
 from server.connection import Runner
@@ -55,13 +51,13 @@ def main() -> None:
     enter(lambda ticket: FrontProcess(ticket).run())
 
 
-class FrontProcess(Resident[FrontAssignment]):
+class FrontProcess(WorkerProcess[FrontendAssignment]):
     """An ingress actor with HTTP around it, and the link that stands for the engine."""
 
     def __init__(self, ticket: Ticket) -> None:
-        super().__init__(ticket, assignment=FrontAssignment, accepts=FrontProcessInbox, capacity=CAPACITY)
+        super().__init__(ticket, assignment=FrontendAssignment, accepts=FrontendProcessInbox, capacity=CAPACITY)
 
-    async def build(self, assignment: FrontAssignment, outgoing: Outgoing) -> Ingress:
+    async def build(self, assignment: FrontendAssignment, outgoing: Outgoing) -> Ingress:
         """Listens when ingress knows what the one before it knew, so that clients who have waited are served."""
         config, handover = assignment.config, assignment.handover
         codec = await asyncio.to_thread(load_codec, config.model, Path(config.model.path))
@@ -78,7 +74,7 @@ class FrontProcess(Resident[FrontAssignment]):
             first_id=handover.first_id,
         )
         engine.connect(ingress)
-        for message in handover.news:
+        for message in handover.replay:
             ingress.handle(message)
         self._monitor = RemoteMonitor(outgoing, ingress, codec.decode)
         self._runner: Runner = create_runner(
@@ -88,7 +84,7 @@ class FrontProcess(Resident[FrontAssignment]):
             msgspec.msgpack.decode(handover.about, type=ModelCard),
             self._monitor,
             codec,
-            Salts(config.server, kept=handover.kept, keep=lambda what: outgoing.put(FrontKeeps(what))),
+            Salts(config.server, kept=handover.state, keep=lambda what: outgoing.put(FrontendState(what))),
         )
         await self._runner.setup()
         gc.collect()
@@ -97,7 +93,7 @@ class FrontProcess(Resident[FrontAssignment]):
         listener.setblocking(False)
         await web.SockSite(self._runner, listener, backlog=BACKLOG).start()
         log.info("listening on %s", self._runner.addresses[0])
-        outgoing.put(FrontReady())
+        outgoing.put(WorkerReady())
         return ingress
 
     def deliver(self, actor: Actor[Any], message: Any) -> None:
@@ -107,7 +103,7 @@ class FrontProcess(Resident[FrontAssignment]):
                 self._monitor.take(message)
             case Drain():
                 self._ingress.draining = True
-                self._outgoing.put(FrontDrains())
+                self._outgoing.put(FrontendDrained())
             case AbortAll():
                 self._ingress.abort_all()
             case EngineFailed(reason):
@@ -121,15 +117,6 @@ class FrontProcess(Resident[FrontAssignment]):
         """Clients first: what is written to them still goes by way of ingress."""
         await self._runner.cleanup()
         actor.inbox.put(Stop())
-
-    def alive(self) -> FrontAlive:
-        if self._actor is None:
-            return FrontAlive()
-        inbox = self._actor.inbox
-        return FrontAlive(len(inbox), inbox.peak)
-
-    def failed(self, error: Exception) -> FrontFailed:
-        return FrontFailed(type(error).__name__, str(error))
 
 
 class EngineLink:

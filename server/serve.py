@@ -15,7 +15,7 @@ from aiohttp import web
 
 from engine.config import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
-from engine.workers.frontend import FrontDesk
+from engine.workers.frontend import RemoteIngress
 from server.app import create_runner
 from server.backend import Entrance, Ingress, Monitor
 from server.listener import BACKLOG
@@ -61,16 +61,16 @@ async def serve(
 
 
 async def serve_from_process(
-    server: ServerSection, desk: FrontDesk, *, listener: socket.socket, engine: "asyncio.Future[None]"
+    server: ServerSection, ingress: RemoteIngress, *, listener: socket.socket, engine: "asyncio.Future[None]"
 ) -> None:
     """The same while a process of its own has the connections: it is told, and ends before this returns."""
     told_to_stop = _listen_for_signals()
     try:
         await _either(told_to_stop.wait(), engine)
         if told_to_stop.is_set() and not engine.done():
-            await _drain(server, desk, engine)
+            await _drain(server, ingress, engine)
     finally:
-        await desk.leave()
+        await ingress.leave()
         listener.close()  # nobody accepts on it any more
     if engine.done():
         engine.result()

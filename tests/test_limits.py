@@ -66,5 +66,5 @@ def test_nothing_is_named_that_is_no_limit() -> None:
 
 def test_restarts_are_counted_as_the_configuration_says() -> None:
     system = System(build_config(Config(), {"placement": {"max_restarts": 5, "restart_window_s": 7.0}}))
-    intensity = system.executors._intensity
+    intensity = system.executors._group.intensity
     assert (intensity.max_restarts, intensity.window_s) == (5, 7.0)

@@ -25,12 +25,27 @@ import msgspec
 import uvloop
 
 from engine.config import ENVIRONMENT_PREFIX
-from engine.workers.messages import Ticket
+from engine.workers.keys import ClientKeys
+from engine.workers.messages import Place
 
 CLUSTER_KEY = f"{ENVIRONMENT_PREFIX}PLACEMENT__CLUSTER_KEY"  # nothing that a child would need
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MAX_TICKET_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """How a child reaches its engine; it says as little as possible, the rest comes over the link.
+
+    rank: of an executor, or a tokenizer's number, or 0.  parent: the process to die with; 0 for none.
+    place: of a rank of several machines."""
+
+    rank: int
+    link: str
+    endpoint: str
+    keys: ClientKeys
+    parent: int = 0
+    place: Place | None = None
 
 
 class Child:

@@ -12,13 +12,11 @@ from msgspec import structs
 
 from engine.actors.executor import Executor, Runner
 from engine.actors.step_splitting import StepSplitter
-from engine.errors import StepTooLarge
-from engine.messages import ExecutorAlive, ExecutorFailed
-from engine.workers.child import enter
-from engine.workers.main import Outgoing, Resident
-from engine.workers.messages import Assignment, ExecutorProcessInbox, Place, Ticket
+from engine.workers.child import Ticket, enter
+from engine.workers.main import Outgoing, WorkerProcess
+from engine.workers.messages import ExecutorAssignment, ExecutorProcessInbox, Place, WorkerReady
 
-Load = Callable[[Assignment], Runner]
+Load = Callable[[ExecutorAssignment], Runner]
 CAPACITY = 64  # of the link, in messages; with two steps in flight a handful are under way
 
 
@@ -27,32 +25,25 @@ def main(load: Load) -> None:
     enter(lambda ticket: ExecutorProcess(ticket, load).run())
 
 
-class ExecutorProcess(Resident[Assignment]):
+class ExecutorProcess(WorkerProcess[ExecutorAssignment]):
     """An executor actor, and the link that stands for the scheduler."""
 
     def __init__(self, ticket: Ticket, load: Load) -> None:
-        super().__init__(ticket, assignment=Assignment, accepts=ExecutorProcessInbox, capacity=CAPACITY)
+        super().__init__(ticket, assignment=ExecutorAssignment, accepts=ExecutorProcessInbox, capacity=CAPACITY)
         self._rank = ticket.rank
         self._place = ticket.place
         self._load = load
 
-    async def build(self, assignment: Assignment, outgoing: Outgoing) -> Executor:
+    async def build(self, assignment: ExecutorAssignment, outgoing: Outgoing) -> Executor:
         """It loads on its own thread, once it runs."""
         if self._place is not None:
             assignment = settle(assignment, self._place)
         executor = Executor(rank=self._rank, capacity=assignment.capacity, load=partial(self._load, assignment))
-        executor.connect(outgoing)
+        executor.connect(ready=lambda num_pages: outgoing.put(WorkerReady(num_pages)), done=outgoing.put)
         return executor
 
-    def alive(self) -> ExecutorAlive:
-        return ExecutorAlive(self._rank)
 
-    def failed(self, error: Exception) -> ExecutorFailed:
-        num_tokens = error.num_tokens if isinstance(error, StepTooLarge) else 0
-        return ExecutorFailed(self._rank, type(error).__name__, str(error), num_tokens)
-
-
-def settle(assignment: Assignment, place: Place) -> Assignment:
+def settle(assignment: ExecutorAssignment, place: Place) -> ExecutorAssignment:
     """``assignment`` as this machine has it."""
     model = assignment.config.model
     if place.path:
@@ -61,7 +52,7 @@ def settle(assignment: Assignment, place: Place) -> Assignment:
     return structs.replace(assignment, config=config, local_rank=place.local_rank)
 
 
-def load_rank(assignment: Assignment) -> Runner:
+def load_rank(assignment: ExecutorAssignment) -> Runner:
     """The runner of one rank; on the device thread.  Raises what the loading raises."""
     from engine.checkpoints.checkpoint import read_spec
     from engine.checkpoints.fingerprint import check_fingerprint

@@ -1,4 +1,4 @@
-"""The front desk: stands where ingress stands, while clients are served by a front in a process of its own.
+"""The ingress of an engine whose clients are served by a front in a process of its own.
 
 consumes: Deltas, Failed (tokenizer) · EngineReady, EngineRecovering, Stats (scheduler) · Stop (system)
   TokenizersReady, TokenizersLost (tokenizer pool) · what the front says
@@ -12,6 +12,7 @@ aborted.  The next front is started on the same socket, where new clients wait m
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import assert_never
 
 import msgspec
@@ -19,27 +20,15 @@ import msgspec
 from engine.actors.actor import Actor
 from engine.actors.ingress import Part
 from engine.actors.mailbox import Link
-from engine.actors.snapshot import RequestsFinished, Snapshot
+from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.errors import EngineDied
 from engine.messages import (
     Abort,
-    AbortAll,
-    Ask,
     Deltas,
-    Drain,
-    EngineFailed,
     EngineReady,
     EngineRecovering,
     Failed,
     Finish,
-    Follow,
-    FrontAlive,
-    FrontDrains,
-    FrontKeeps,
-    FrontOrder,
-    FrontReady,
-    FrontWord,
-    Handover,
     IngressInbox,
     Stats,
     Tokenize,
@@ -48,24 +37,36 @@ from engine.messages import (
 )
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.metrics import RequestMetrics
-from engine.workers.group import Desk, Member, ProcessLost, Reports, Tenure, judge
-from engine.workers.intensity import RestartIntensity
+from engine.workers.group import Owner, Reports, Worker, WorkerGroup, WorkerLost, WorkerSlot, one_for_one
+from engine.workers.limits import Patience, RestartIntensity
+from engine.workers.messages import (
+    AbortAll,
+    Drain,
+    EngineFailed,
+    FromFrontend,
+    FrontendDrained,
+    FrontendState,
+    Handover,
+    ToFrontend,
+    WorkerReady,
+)
 from engine.workers.wire import WireError
 
 log = logging.getLogger(__name__)
 
-FrontTold = IngressInbox | FrontOrder | Snapshot | RequestsFinished
-Start = Callable[[str, Handover, Reports[FrontWord]], Member[FrontTold]]
+LOAD_TIMEOUT_S = 120.0  # to import a few libraries and to read a tokenizer
+FrontendSlot = WorkerSlot[FromFrontend, ToFrontend]
+Start = Callable[[FrontendSlot, Reports[FromFrontend], Handover], Worker[ToFrontend]]
 
 
-class FrontCommand(msgspec.Struct, frozen=True):
+class FrontendCommand(msgspec.Struct, frozen=True):
     """What a front is: a module to run, and the descriptor of the socket that it listens on."""
 
     module: str
     listener: int
 
 
-class _Follower:
+class _Subscription:
     """An observer of the engine on the front's behalf."""
 
     def __init__(self, tell: Callable[[RequestsFinished], None]) -> None:
@@ -76,8 +77,8 @@ class _Follower:
         self._tell(RequestsFinished(tuple(requests)))
 
 
-class FrontDesk(Actor[IngressInbox]):
-    """start: (name, handover, reports) -> a new process.  silence_timeout_s: one that says nothing for so long hangs.
+class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
+    """start: starts a front's process.  silence_timeout_s: one that says nothing for so long hangs.
 
     parts: what must say that it is ready, besides the front.  about: see ``Handover``; to be set before it runs."""
 
@@ -93,34 +94,41 @@ class FrontDesk(Actor[IngressInbox]):
     ) -> None:
         super().__init__("front", capacity)
         self.about = b""
-        self.num_restarts = 0
         self.became_ready = asyncio.Event()
-        self.desk: Desk[FrontWord, FrontTold] = Desk("front")
         self._tokenizer = tokenizer
-        self._start = start
-        self._intensity = intensity
-        self._silence_timeout_s = silence_timeout_s
+        self._group = WorkerGroup[FromFrontend, ToFrontend](
+            self,
+            ["front"],
+            one_for_one,
+            lambda: nullcontext(lambda slot, reports: start(slot, reports, self._handover())),
+            intensity=intensity,
+            patience=Patience(silence_s=silence_timeout_s, first_load_s=LOAD_TIMEOUT_S),
+        )
+        (self.slot,) = self._group.slots
         self._parts = tuple(parts)
         self._came: dict[Part, EngineReady | TokenizersReady] = {}
         self._lost: dict[Part, EngineRecovering | TokenizersLost] = {}
         self._stats: Stats | None = None
         self._open: set[int] = set()
         self._largest_id = 0
-        self._kept = b""
+        self._state = b""
         self._draining = self._has_drained = False
         self._idle = asyncio.Event()
-        self._has_started = False
-        self._is_following = False
-        self._told_to_stop = asyncio.Event()
+        self._is_subscribed = False
         self._keeping: asyncio.Task[None] | None = None
         self._settle()
 
-    def connect(self, *, look: Callable[[Ask], Snapshot], watch: Callable[[object, str], None]) -> None:
+    def connect(self, *, look: Callable[[GetSnapshot], Snapshot], watch: Callable[[object, str], None]) -> None:
         """What the front is answered from: a monitor, which needs this actor to be there first."""
         self._look = look
         self._watch = watch
 
     # ---- as ingress: for the supervisor and the server --------------------------------------
+
+    @property
+    def num_restarts(self) -> int:
+        """Of fronts."""
+        return self._group.num_restarts
 
     @property
     def num_open(self) -> int:
@@ -162,11 +170,11 @@ class FrontDesk(Actor[IngressInbox]):
         """The engine is gone: the front tells its clients why, and ends."""
         self._tell(EngineFailed(str(error)))
         self._open.clear()
-        self._told_to_stop.set()
+        self._group.stop()
 
     async def leave(self) -> None:
         """Let the front finish what it writes, and end; returns when nothing is left of it."""
-        self._told_to_stop.set()
+        self._group.stop()
         if self._keeping is not None:
             await asyncio.wait((self._keeping,))
 
@@ -201,16 +209,15 @@ class FrontDesk(Actor[IngressInbox]):
         self._look_ready()
 
     def _look_ready(self) -> None:
-        if self.desk.is_ready and all(part in self._came for part in self._parts):
+        if self.slot.is_ready and all(part in self._came for part in self._parts):
             self.became_ready.set()
 
-    def _tell(self, message: FrontTold) -> None:
+    def _tell(self, message: ToFrontend) -> None:
         """To the front, if it is there: the next one gets a handover instead."""
-        tenure = self.desk.tenure
-        if tenure is None or not tenure.is_ready:
+        if not self.slot.is_ready:
             return
         try:
-            tenure.put(message)
+            self.slot.put(message)
         except WireError as error:
             if not isinstance(message, Deltas):
                 raise
@@ -229,14 +236,8 @@ class FrontDesk(Actor[IngressInbox]):
 
     # ---- from the front ---------------------------------------------------------------------
 
-    def take(self, desk: Desk[FrontWord, FrontTold], message: FrontWord) -> None:
-        """What the front says.  As with a message in the mailbox, what goes wrong here ends this actor."""
-        try:
-            self._take_word(message)
-        except Exception as error:
-            self._finish(error)
-
-    def _take_word(self, message: FrontWord) -> None:
+    def take(self, slot: FrontendSlot, message: FromFrontend) -> None:
+        """The front says something."""
         match message:
             case Tokenize():
                 self._open.add(message.request_id)
@@ -245,20 +246,16 @@ class FrontDesk(Actor[IngressInbox]):
                 self._tokenizer.put(message)
             case Abort():
                 self._abort(message)
-            case Ask():
+            case GetSnapshot():
                 self._tell(self._look(message))
-            case Follow():
-                if not self._is_following:
-                    self._is_following = True
-                    self._watch(_Follower(self._tell), "the front")
-            case FrontDrains():
+            case Subscribe():
+                if not self._is_subscribed:
+                    self._is_subscribed = True
+                    self._watch(_Subscription(self._tell), "the front")
+            case FrontendDrained():
                 self._has_drained = True
-            case FrontKeeps(what):
-                self._kept = what
-            case FrontReady():
-                self._arrived()
-            case FrontAlive():
-                pass  # the desk's own business
+            case FrontendState(state):
+                self._state = state
             case _:
                 assert_never(message)
         self._settle()
@@ -269,29 +266,30 @@ class FrontDesk(Actor[IngressInbox]):
             self._open.discard(message.request_id)
             self._tokenizer.put(message)
 
-    def _arrived(self) -> None:
-        log.info("the front is ready")
-        self._has_started = True
-        for message in self._news():
+    def came(self, slots: Sequence[FrontendSlot], ready: Sequence[WorkerReady]) -> None:
+        """A front has loaded.  What it missed since its handover is said again."""
+        for message in self._replay():
             self._tell(message)
         if self._draining:
             self._tell(Drain())
         self._look_ready()
+        self._settle()
 
-    def _news(self) -> tuple[IngressInbox, ...]:
+    def _replay(self) -> tuple[IngressInbox, ...]:
         """What brings a new ingress to where an old one would be."""
         stats = () if self._stats is None else (self._stats,)
         return (*self._came.values(), *self._lost.values(), *stats)
 
-    def went(self, desk: Desk[FrontWord, FrontTold], loss: ProcessLost) -> None:
-        """The front is gone, and with it everybody who would read an answer."""
-        try:
-            if self._open:
-                log.warning("the front had %d requests, which are aborted", len(self._open))
-            self._abort_open()
-            self._settle()
-        except Exception as error:
-            self._finish(error)
+    def _handover(self) -> Handover:
+        return Handover(self._largest_id + 1, self._replay(), self.about, self._state)
+
+    def went(self, slots: Sequence[FrontendSlot], loss: WorkerLost) -> None:
+        """The front is gone, and with it every client that would read an answer."""
+        if self._open:
+            log.warning("the front had %d requests, which are aborted", len(self._open))
+        self._abort_open()
+        if self._draining:  # no clients may come: no other front is needed
+            self._group.stop()
 
     def _abort_open(self) -> None:
         for request_id in sorted(self._open):
@@ -301,7 +299,7 @@ class FrontDesk(Actor[IngressInbox]):
 
     def _settle(self) -> None:
         """Look whether ``wait_idle`` may go on."""
-        may_come = self._draining and not self._has_drained and self.desk.is_ready
+        may_come = self._draining and not self._has_drained and self.slot.is_ready
         if self._open or may_come:
             self._idle.clear()
         else:
@@ -310,7 +308,7 @@ class FrontDesk(Actor[IngressInbox]):
     # ---- the front's life -------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Handle messages until Stop, with a front at the desk.  It outlives a crash, to tell its clients.
+        """Handle messages until Stop, and keep a front running.  It outlives a crash, to tell its clients.
 
         Raises what the first load raised, or EngineDied when restarting does not help."""
         self._keeping = asyncio.create_task(self._keep(), name="front.keep")
@@ -318,17 +316,7 @@ class FrontDesk(Actor[IngressInbox]):
         await self.leave()
 
     async def _keep(self) -> None:
-        """One process after the other."""
         try:
-            while (loss := await self._fill()) is not None and not self._draining:
-                judge(loss, has_started=self._has_started, intensity=self._intensity)
-                self.num_restarts += 1
-                log.warning("%s; it is restarted (%d so far)", loss, self.num_restarts)
+            await self._group.run()
         except Exception as error:
             self._finish(error)
-
-    async def _fill(self) -> ProcessLost | None:
-        """One process, from its start to its end."""
-        tenure = Tenure(self, self.desk, self._silence_timeout_s)
-        handover = Handover(self._largest_id + 1, self._news(), self.about, self._kept)
-        return await tenure.hold(lambda reports: self._start(self.desk.name, handover, reports), self._told_to_stop)

@@ -7,102 +7,82 @@ are clear failures of the engine.  Executors in processes of their own survive t
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from engine.actors.executor import Executor, Runner
-from engine.actors.mailbox import Link
-from engine.messages import ExecutorReady, Step, StepDone, Stop
-from engine.workers.executors import RankLost, Reports, Terms, describe
-from engine.workers.socket_directory import SocketDirectory
+from engine.messages import Step, StepDone, Stop
+from engine.workers.executors import GenerationSettings
+from engine.workers.group import Reports, Start, WorkerLost, WorkerSlot
+from engine.workers.messages import WorkerReady
+from engine.workers.socket_directory import Rendezvous
 
 END_TIMEOUT_S = 4.0
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The link of an executor whose words go to the rank group."""
-
-    reports: Reports
-    rank: int
-
-    def put(self, message: ExecutorReady | StepDone) -> None:
-        """Pass it on under the rank's name."""
-        self.reports.heard(self.rank, message)
-
-
-class Meeting:
-    """Where the ranks of one generation find each other, and what their library keeps there for as long as they are a
-    group.  One rank needs none."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._directory = SocketDirectory() if num_ranks > 1 else None
-        self.url = self._directory.rendezvous() if self._directory is not None else ""
-
-    def end(self) -> None:
-        """The group is no more."""
-        if self._directory is not None:
-            self._directory.remove()
-
-
-class InlinePlacement:
-    """load: (rank, terms, rendezvous) -> runner, called on the rank's device thread."""
+class InlineExecutors:
+    """load: (rank, settings, rendezvous) -> runner, called on the rank's device thread."""
 
     can_kill = False
-    silence_timeout_s = 0.0
-    join_timeout_s = 0.0
+    silence_s = 0.0
+    join_s = 0.0
 
-    def __init__(self, *, num_ranks: int, capacity: int, load: Callable[[int, Terms, str], Runner]) -> None:
+    def __init__(
+        self, *, num_ranks: int, capacity: int, load: Callable[[int, GenerationSettings, str], Runner]
+    ) -> None:
         self._num_ranks = num_ranks
         self._capacity = capacity
         self._load = load
 
-    def start(self, reports: Reports, terms: Terms) -> "InlineRanks":
-        """Start a thread per rank."""
-        executors = []
-        meeting = Meeting(self._num_ranks)
-        for rank in range(self._num_ranks):
-            load = partial(self._load, rank, terms, meeting.url)
-            executor = Executor(rank=rank, capacity=self._capacity, load=load)
-            executor.connect(Report(reports, rank))
-            executors.append(executor)
-        return InlineRanks(executors, reports, meeting, reloaded=terms.num_pages > 0)
+    @contextmanager
+    def generation(self, settings: GenerationSettings) -> Iterator[Start[StepDone, Step]]:
+        """See ``ExecutorPlacement``."""
+        rendezvous = Rendezvous(self._num_ranks)
 
+        def start(slot: WorkerSlot[StepDone, Step], reports: Reports[StepDone]) -> InlineWorker:
+            load = partial(self._load, slot.number, settings, rendezvous.url)
+            executor = Executor(rank=slot.number, capacity=self._capacity, load=load)
+            return InlineWorker(executor, reports, reloaded=settings.num_pages > 0)
 
-class InlineRanks:
-    """One generation.  meeting: of its ranks.  reloaded: it is not the first."""
-
-    def __init__(self, executors: Sequence[Executor], reports: Reports, meeting: Meeting, *, reloaded: bool) -> None:
-        self.links: Sequence[Link[Step]] = [executor.inbox for executor in executors]
-        self._executors = executors
-        self._meeting = meeting
-        self._reloaded = reloaded
-        self._tasks = [
-            asyncio.create_task(self._run(rank, executor, reports), name=executor.name)
-            for rank, executor in enumerate(executors)
-        ]
-
-    async def _run(self, rank: int, executor: Executor, reports: Reports) -> None:
         try:
-            await executor.run()
-        except Exception as error:
-            # If it cannot even be loaded again, the device is beyond what this process can do for it.
-            curable = executor.loaded or not self._reloaded
-            reports.lost(RankLost(describe(rank, error), error=error, curable=curable))
+            yield start
+        finally:
+            rendezvous.end()
+
+
+class InlineWorker:
+    """reloaded: it is not of the first generation."""
+
+    def __init__(self, executor: Executor, reports: Reports[StepDone], *, reloaded: bool) -> None:
+        self._executor = executor
+        self._reports = reports
+        self._reloaded = reloaded
+        executor.connect(ready=lambda num_pages: reports.heard(WorkerReady(num_pages)), done=reports.heard)
+        self._task = asyncio.create_task(self._run(), name=executor.name)
+
+    def put(self, message: Step) -> None:
+        """Send."""
+        self._executor.inbox.put(message)
 
     async def end(self) -> None:
-        """Ask every executor to end after the steps it has."""
-        for executor in self._executors:
-            executor.inbox.put(Stop())
-        await asyncio.wait(self._tasks, timeout=END_TIMEOUT_S)
+        """Ask it to end after the steps it has."""
+        self._executor.inbox.put(Stop())
+        await asyncio.wait((self._task,), timeout=END_TIMEOUT_S)
 
-    async def kill(self, *, stuck: bool) -> None:
-        """End the actors; a thread that is stuck is left behind."""
-        for executor, task in zip(self._executors, self._tasks, strict=True):
-            if not task.done():
-                if stuck:
-                    executor.abandon()
-                task.cancel()
-        await asyncio.wait(self._tasks)
-        self._meeting.end()
+    async def kill(self, *, is_stuck: bool) -> None:
+        """End the actor; a thread that is stuck is left behind."""
+        if not self._task.done():
+            if is_stuck:
+                self._executor.abandon()
+            self._task.cancel()
+        await asyncio.wait((self._task,))
+
+    async def _run(self) -> None:
+        try:
+            await self._executor.run()
+        except Exception as error:
+            # If it cannot even be loaded again, the device is beyond what this process can do for it.
+            curable = self._executor.loaded or not self._reloaded
+            reason = f"{self._executor.name} crashed: {type(error).__name__}: {error}"
+            self._reports.lost(WorkerLost(reason, error, curable=curable))

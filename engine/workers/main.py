@@ -17,8 +17,9 @@ from engine.actors.actor import Actor
 from engine.errors import CallboardError
 from engine.logs import LogSettings
 from engine.messages import Message, Stop
+from engine.workers.child import Ticket
 from engine.workers.link import LinkError, SocketLink
-from engine.workers.messages import Ticket
+from engine.workers.messages import WorkerAlive, WorkerFailed
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class Instructions(Protocol):
 A = TypeVar("A", bound=Instructions)
 
 
-class Resident(ABC, Generic[A]):
+class WorkerProcess(ABC, Generic[A]):
     """assignment: the type of the first message.  accepts: the union of all messages that may come.
     capacity: of the link, in messages."""
 
@@ -82,14 +83,6 @@ class Resident(ABC, Generic[A]):
     async def build(self, assignment: A, outgoing: Outgoing) -> Actor[Any]:
         """The actor, connected.  Raises what its making raises."""
 
-    @abstractmethod
-    def alive(self) -> Message:
-        """That the process is there."""
-
-    @abstractmethod
-    def failed(self, error: Exception) -> Message:
-        """Why the process is about to end."""
-
     def deliver(self, actor: Actor[Any], message: Any) -> None:
         """To the actor, or where else it belongs."""
         actor.inbox.put(message)
@@ -102,12 +95,17 @@ class Resident(ABC, Generic[A]):
         link: SocketLink[Any] = SocketLink(ticket.link, context, self._accepts, self._take, capacity=self._capacity)
         try:
             link.connect(ticket.endpoint, ticket.keys)
-            link.put(self.alive())
+            link.put(self._alive())
             assignment = await self._assigned
             return 0 if assignment is None else await self._serve(assignment, link)
         finally:
             link.close(LAST_WORDS_S)
             context.term()
+
+    def _alive(self) -> WorkerAlive:
+        if self._actor is None:
+            return WorkerAlive()
+        return WorkerAlive(len(self._actor.inbox), self._actor.inbox.peak)
 
     def _take(self, message: Any) -> None:
         assert self._assigned is not None
@@ -123,7 +121,7 @@ class Resident(ABC, Generic[A]):
         name = self._ticket.link
         assignment.logs.apply(name)
         outgoing = Outgoing(link)
-        heartbeat = asyncio.create_task(beat(link, assignment.heartbeat_s, self.alive), name=f"{name}.heartbeat")
+        heartbeat = asyncio.create_task(beat(link, assignment.heartbeat_s, self._alive), name=f"{name}.heartbeat")
         try:
             self._actor = actor = await self.build(assignment, outgoing)
             running = asyncio.create_task(actor.run(), name=actor.name)
@@ -136,7 +134,7 @@ class Resident(ABC, Generic[A]):
                 error = error.exceptions[0]
             if not isinstance(error, CallboardError):
                 log.error("%s fails", name, exc_info=error)
-            link.put(self.failed(error))
+            link.put(WorkerFailed.of(error))
             return 1
         finally:
             heartbeat.cancel()

@@ -1,37 +1,34 @@
-"""What a child process is told: how to reach its engine, and then what to be.
+"""What a worker and its engine say to each other, besides what its actor sends and receives.
 
-Owns: the shape of both.  Does not know: who sends them, how they travel.
-The ticket comes over a pipe and says as little as possible; the rest comes over the link that it opens.
+Owns: the assignment that a worker starts from, how it says that it is ready, alive or about to end, and what the
+front's process and its engine tell each other.  Does not know: who sends them, how they travel.
 """
 
 import msgspec
 
-from engine.actors.snapshot import RequestsFinished, Snapshot
+from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.config import Config
-from engine.errors import (
-    CallboardError,
-    ConfigError,
-    EngineDied,
-    GraphError,
-    PluginError,
-    StepTooLarge,
-    WeightsError,
-)
+from engine.errors import CallboardError, ConfigError, EngineDied, GraphError, PluginError, StepTooLarge, WeightsError
 from engine.logs import LogSettings
 from engine.messages import (
-    ExecutorFailed,
-    FrontOrder,
-    Handover,
+    Abort,
+    Admit,
+    Deltas,
+    Failed,
     IngressInbox,
     Message,
+    SchedulerInbox,
     Step,
     Stop,
+    Tokenize,
     TokenizerInbox,
 )
-from engine.workers.keys import ClientKeys
 
 # Errors that mean the same on both sides of a process boundary; any other is told as text.
-SPOKEN = {error.__name__: error for error in (ConfigError, WeightsError, PluginError, GraphError)}
+TOLD_AS_THEMSELVES = {error.__name__: error for error in (ConfigError, WeightsError, PluginError, GraphError)}
+
+
+# ---- how a worker starts ----------------------------------------------------------------------
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -43,20 +40,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     tokenizer: str = ""
 
 
-class Ticket(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """How to reach the engine.  rank: of an executor, or a tokenizer's number, or 0.
-
-    parent: the process to die with; 0 for none.  place: of a rank of several machines."""
-
-    rank: int
-    link: str
-    endpoint: str
-    keys: ClientKeys
-    parent: int = 0
-    place: Place | None = None
-
-
-class Assignment(Message, frozen=True):
+class ExecutorAssignment(Message, frozen=True):
     """The first message to an executor: one rank of a group of ``num_ranks``.
 
     rendezvous: where the ranks meet to form their communicator, as torch.distributed's ``init_method`` has it; empty
@@ -82,7 +66,7 @@ class Assignment(Message, frozen=True):
 
 
 class TokenizerAssignment(Message, frozen=True):
-    """The first message to a tokenizer process.  The rest as in ``Assignment``."""
+    """The first message to a tokenizer process.  The rest as in ``ExecutorAssignment``."""
 
     config: Config
     capacity: int
@@ -90,8 +74,20 @@ class TokenizerAssignment(Message, frozen=True):
     logs: LogSettings
 
 
-class FrontAssignment(Message, frozen=True):
-    """The first message to the front's process.  The rest as in ``Assignment``.
+class Handover(Message, frozen=True):
+    """What a front must know of those before it.
+
+    first_id: no request had this one yet, nor a larger one.  replay: what ingress would have heard by now.
+    about: what the server tells every front of it.  state: what the last one had in ``FrontendState``."""
+
+    first_id: int = 1
+    replay: tuple[IngressInbox, ...] = ()
+    about: bytes = b""
+    state: bytes = b""
+
+
+class FrontendAssignment(Message, frozen=True):
+    """The first message to the front's process.  The rest as in ``ExecutorAssignment``.
 
     has_tokenizers: in processes, which must be ready as well.  listener: the inherited descriptor of its socket."""
 
@@ -106,19 +102,83 @@ class FrontAssignment(Message, frozen=True):
     handover: Handover
 
 
-ExecutorProcessInbox = Assignment | Step | Stop
+# ---- what every worker says -------------------------------------------------------------------
+
+
+class WorkerReady(Message, frozen=True):
+    """A worker has loaded, and takes work.  num_pages: of an executor's KV pool."""
+
+    num_pages: int = 0
+
+
+class WorkerAlive(Message, frozen=True):
+    """A worker is there and its event loop turns; sent every so often.
+
+    waiting, peak: of its actor's mailbox, see ``MailboxGauges``."""
+
+    waiting: int = 0
+    peak: int = 0
+
+
+class WorkerFailed(Message, frozen=True):
+    """A worker is about to end.  kind: the name of the exception's class.
+
+    num_tokens: of the step that the device had no room for, if that is why."""
+
+    kind: str
+    text: str
+    num_tokens: int = 0
+
+    @classmethod
+    def of(cls, error: Exception) -> "WorkerFailed":
+        """What a worker says of an exception."""
+        return cls(type(error).__name__, str(error), error.num_tokens if isinstance(error, StepTooLarge) else 0)
+
+    def error(self, name: str) -> CallboardError:
+        """The error that the worker ``name`` has told."""
+        if self.num_tokens:
+            return StepTooLarge(self.text, self.num_tokens)
+        known = TOLD_AS_THEMSELVES.get(self.kind)
+        return known(self.text) if known is not None else EngineDied(f"{name} crashed: {self.kind}: {self.text}")
+
+
+# ---- the front's process -> the engine --------------------------------------------------------
+
+
+class FrontendDrained(Message, frozen=True):
+    """The answer to ``Drain``: no request comes after this."""
+
+
+class FrontendState(Message, frozen=True):
+    """What the front wants to know again after it was lost, in its own words."""
+
+    state: bytes
+
+
+# ---- the engine -> the front's process --------------------------------------------------------
+
+
+class Drain(Message, frozen=True):
+    """Take no more requests; those that are open go on."""
+
+
+class AbortAll(Message, frozen=True):
+    """End every open request, and say that the server is shutting down."""
+
+
+class EngineFailed(Message, frozen=True):
+    """An actor crashed, and this is all: end every open request with the reason."""
+
+    reason: str
+
+
+FromWorker = WorkerReady | WorkerAlive | WorkerFailed
+# What each kind of worker says besides, and what it is told.
+FromTokenizer = Admit | Abort | Deltas | Failed
+FromFrontend = Tokenize | Abort | GetSnapshot | Subscribe | FrontendDrained | FrontendState
+ToFrontend = IngressInbox | Drain | AbortAll | EngineFailed | Snapshot | RequestsFinished
+ExecutorProcessInbox = ExecutorAssignment | Step | Stop
 TokenizerProcessInbox = TokenizerAssignment | TokenizerInbox | Stop
-FrontProcessInbox = FrontAssignment | IngressInbox | FrontOrder | Snapshot | RequestsFinished | Stop
-
-
-def spoken_error(failed: ExecutorFailed) -> CallboardError:
-    """The error that an executor's process has ended with."""
-    if failed.num_tokens:
-        return StepTooLarge(failed.message, failed.num_tokens)
-    return spoken(failed.kind, failed.message, f"executor{failed.rank}")
-
-
-def spoken(kind: str, message: str, name: str) -> CallboardError:
-    """An error that the process ``name`` has told."""
-    known = SPOKEN.get(kind)
-    return known(message) if known is not None else EngineDied(f"{name} crashed: {kind}: {message}")
+FrontendProcessInbox = FrontendAssignment | ToFrontend | Stop
+# Whatever crosses a queue, but for assignments.
+AnyMessage = SchedulerInbox | Step | TokenizerInbox | FromWorker | FromTokenizer | FromFrontend | ToFrontend | Stop

@@ -1,59 +1,89 @@
-"""Executors in processes of their own, one per rank, on a link each.
+"""Workers in processes of their own: what each kind of them is told, and how it is started.
 
-Owns: the processes and links of a generation, and their end.  Does not know: restarts, what a step is.
+Owns: the assignments, the addresses of links, what the ranks of one generation share.
+Does not know: restarts, what is lost with a worker.
 """
 
-import asyncio
-import logging
 import os
 import sys
-from collections.abc import Sequence
-from functools import partial
-from typing import assert_never
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from msgspec import structs
 
-from engine.actors.mailbox import Link
 from engine.checkpoints.checkpoint import read_spec, resolve_checkpoint
 from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config, without_cluster_key
-from engine.errors import CallboardError, ConfigError, EngineDied
+from engine.errors import ConfigError
 from engine.logs import LogSettings
-from engine.messages import (
-    ExecutorAlive,
-    ExecutorFailed,
-    ExecutorReady,
-    FrontDeskInbox,
-    FrontWord,
+from engine.messages import Message, Step, StepDone, TokenizerInbox
+from engine.workers.child import Child, Ticket
+from engine.workers.cluster.head import Head
+from engine.workers.executors import GenerationSettings
+from engine.workers.frontend import FrontendCommand, FrontendSlot
+from engine.workers.group import Reports, Start, Worker, WorkerSlot
+from engine.workers.link_server import LinkServer
+from engine.workers.messages import (
+    ExecutorAssignment,
+    FromFrontend,
+    FromTokenizer,
+    FromWorker,
+    FrontendAssignment,
     Handover,
-    RankGroupInbox,
-    Step,
-    StepDone,
-    Stop,
-    TokenizerInbox,
-    TokenizerPoolInbox,
-    TokenizerWord,
+    Place,
+    ToFrontend,
+    TokenizerAssignment,
 )
-from engine.workers.child import Child
-from engine.workers.cluster.head import Call, Head, named
-from engine.workers.executors import RankLost, Reports, Terms
-from engine.workers.frontend import FrontCommand, FrontTold
-from engine.workers.group import Reports as ProcessReports
-from engine.workers.link import LinkError, SocketLink
-from engine.workers.link_server import Switchboard
-from engine.workers.messages import Assignment, FrontAssignment, Place, Ticket, TokenizerAssignment, spoken_error
-from engine.workers.worker import STEPS_BEHIND, ProcessMember, Seat
+from engine.workers.socket_directory import Rendezvous
+from engine.workers.tokenizers import TokenizerSlot
+from engine.workers.worker import END_TIMEOUT_S, LinkedWorker
 
-log = logging.getLogger(__name__)
-
-LINK_CAPACITY = 64  # messages; with two steps in flight a handful are under way
-BEATS = 4  # a rank says so many times that it is there before its silence is too long
-LAST_WORDS_S = 0.05  # what a process said before it ended may arrive just after its end is seen
-END_TIMEOUT_S = 4.0
-KILL_TIMEOUT_S = 10.0
+BEATS = 4  # a worker says so many times that it is there before its silence is too long
+RANK_CAPACITY = 64  # of a rank's link, in messages; with two steps in flight a handful are under way
+STEPS_BEHIND = 4096  # so many steps' output a busy process may be behind before it is given up
 
 
-class ProcessPlacement:
+def start_child(
+    slot: WorkerSlot[Any, Any],
+    assignment: Message,
+    reports: Reports[Any],
+    *,
+    module: str,
+    where: str,
+    accepts: Any,
+    capacity: int,
+    keep: tuple[int, ...] = (),
+    place: Place | None = None,
+    end_timeout_s: float = END_TIMEOUT_S,
+) -> LinkedWorker[Any, Any]:
+    """Start a worker in a child of this process.  Raises ConfigError or LinkError if its link cannot be made.
+
+    module: what it runs.  where: its link waits, as ``placement.link`` says it.  accepts: what it says, but for how
+    it is.  capacity: of the link, in messages.  keep: descriptors that it inherits.  place: see ``Ticket``."""
+    return LinkedWorker(
+        slot.name,
+        assignment,
+        reports,
+        lambda deliver: LinkServer(slot.name, where, accepts | FromWorker, deliver, capacity=capacity),
+        lambda endpoint, keys, ended: Child(
+            module, Ticket(slot.number, slot.name, endpoint, keys, os.getpid(), place), ended, keep
+        ),
+        end_timeout_s=end_timeout_s,
+    )
+
+
+def _any_port(where: str) -> str:
+    """``where`` for one of several links: a port is good for one."""
+    return f"{where.rpartition(':')[0]}:0" if where.startswith("tcp") else where
+
+
+def _require_linux(setting: str, other: str) -> None:
+    if sys.platform != "linux":
+        raise ConfigError(f"placement.{setting}: processes are watched in Linux's ways; use {other} here")
+
+
+class ProcessExecutors:
     """max_len: longest sequence.  capacity: of an executor's mailbox.  num_ranks: tensor-parallel size.
 
     module: what a rank's process runs.  head: of the machines that the ranks are on; None if they are all on this one.
@@ -72,11 +102,10 @@ class ProcessPlacement:
         module: str = "engine.workers.executor_main",
         head: Head | None = None,
     ) -> None:
-        if sys.platform != "linux":
-            raise ConfigError("placement.executor=process: processes are watched in Linux's ways; use 'inline' here")
-        self.silence_timeout_s = config.placement.silence_timeout_s
-        self.join_timeout_s = head.join_timeout_s if head is not None else 0.0
-        self._config = config
+        _require_linux("executor=process", "'inline'")
+        self.silence_s = config.placement.silence_timeout_s
+        self.join_s = head.join_timeout_s if head is not None else 0.0
+        self._config = without_cluster_key(config)
         self._max_len = max_len
         self._num_ranks = num_ranks
         self._capacity = capacity
@@ -84,184 +113,99 @@ class ProcessPlacement:
         self._module = module
         self._head = head
 
-    def start(self, reports: Reports, terms: Terms) -> "ProcessRanks":
-        """Start a process per rank.  Raises ConfigError or LinkError if their links cannot be made."""
-        config = without_cluster_key(self._config)
-        path = resolve_checkpoint(config.model.path, config.model.revision)
-        config = structs.replace(config, model=structs.replace(config.model, path=str(path)))
-        told = "" if self._head is None else fingerprint(read_spec(path), config.model.load_format)
-        assignments = [
-            Assignment(
-                rank=rank,
-                num_ranks=self._num_ranks,
-                rendezvous="",
-                config=config,
-                num_pages=terms.num_pages,
-                most_tokens=terms.most_tokens,
-                max_len=self._max_len,
-                capacity=self._capacity,
-                heartbeat_s=self.silence_timeout_s / BEATS,
-                logs=LogSettings.here(),
-                progress=self._progress and not rank,
-                fingerprint=told if rank else "",
-            )
-            for rank in range(self._num_ranks)
-        ]
-        return ProcessRanks(assignments, reports, self._module, self._head)
-
-
-class ProcessRanks:
-    """One generation."""
-
-    def __init__(
-        self, assignments: Sequence[Assignment], reports: Reports, module: str, head: Head | None = None
-    ) -> None:
-        self._assignments = assignments
-        self._reports = reports
-        self._module = module
-        self._connected: set[int] = set()
-        self._sockets: list[SocketLink[RankGroupInbox]] = []
-        self._children: list[Child | Seat] = []
-        self._ending = False
-        several = len(assignments) > 1
-        self._call: Call | None = None
-        self._deadline: asyncio.TimerHandle | None = None
-        if head is None:
-            # Ranks meet in a directory also where the links are TCP: these are on this machine.
-            self._switchboard = Switchboard(assignments[0].config.placement.link, meeting=several)
-            rendezvous = self._switchboard.rendezvous
-        else:
-            self._call = head.call(self._lost_elsewhere)
-            self._switchboard = Switchboard("unix")  # for rank 0's executor, which is on this machine
-            rendezvous = self._call.rendezvous
+    @contextmanager
+    def generation(self, settings: GenerationSettings) -> Iterator[Start[StepDone, Step]]:
+        """See ``ExecutorPlacement``."""
+        link = self._config.placement.link
+        if self._head is not None:
+            with self._on_machines(settings, self._head) as start:
+                yield start
+            return
+        rendezvous = Rendezvous(self._num_ranks, link)
+        assignment = self._assignment(settings, rendezvous.url)
+        where = link if self._num_ranks == 1 else _any_port(link)
         try:
-            if several:
-                self._assignments = [structs.replace(one, rendezvous=rendezvous) for one in assignments]
-            for assignment in self._assignments:
-                self._start(assignment, head)
-            if self._call is not None and head is not None:
-                self._call.begin()
-                loop = asyncio.get_running_loop()
-                self._deadline = loop.call_later(head.join_timeout_s, self._check_joined, head.join_timeout_s)
-        except BaseException:
-            self._let_go()
-            raise
-        self.links: Sequence[Link[Step]] = self._sockets
+            yield lambda slot, reports: self._start_here(slot, reports, assignment, where)
+        finally:
+            rendezvous.end()
 
-    @property
-    def pids(self) -> list[int]:
-        """The processes on this machine, in the order of ranks."""
-        return [child.pid for child in self._children if isinstance(child, Child)]
+    @contextmanager
+    def _on_machines(self, settings: GenerationSettings, head: Head) -> Iterator[Start[StepDone, Step]]:
+        """Rank 0 is on this machine, and each other one wherever its node is."""
+        call = head.call()
+        assignment = self._assignment(settings, call.rendezvous)
 
-    def _start(self, assignment: Assignment, head: Head | None) -> None:
-        rank = assignment.rank
-        name = f"executor{rank}"
-        link, endpoint, keys = self._switchboard.open(
-            name,
-            RankGroupInbox,
-            partial(self._take, rank),
-            capacity=LINK_CAPACITY,
-            place=self._call.link(rank) if self._call is not None and rank else None,
+        def start(slot: WorkerSlot[StepDone, Step], reports: Reports[StepDone]) -> Worker[Step]:
+            rank = slot.number
+            if not rank:
+                return self._start_here(slot, reports, assignment, "unix", Place(head.cluster.local_rank))
+            where, keys = call.link(rank)
+            return LinkedWorker(
+                slot.name,
+                self._told(assignment, rank),
+                reports,
+                lambda deliver: LinkServer(
+                    slot.name, where, StepDone | FromWorker, deliver, capacity=RANK_CAPACITY, keys=keys
+                ),
+                lambda endpoint, _, ended: call.process(rank, endpoint, ended),
+            )
+
+        try:
+            yield start
+        finally:
+            call.end()
+
+    def _start_here(
+        self,
+        slot: WorkerSlot[StepDone, Step],
+        reports: Reports[StepDone],
+        assignment: ExecutorAssignment,
+        where: str,
+        place: Place | None = None,
+    ) -> Worker[Step]:
+        return start_child(
+            slot,
+            self._told(assignment, slot.number),
+            reports,
+            module=self._module,
+            where=where,
+            accepts=StepDone,
+            capacity=RANK_CAPACITY,
+            place=place,
         )
-        self._sockets.append(link)
-        if self._call is not None and rank:
-            self._call.add(rank, endpoint)
-            self._children.append(Seat())
-            return
-        place = Place(head.cluster.local_rank) if head is not None else None
-        ticket = Ticket(rank, name, endpoint, keys, parent=os.getpid(), place=place)
-        self._children.append(Child(self._module, ticket, partial(self._ended, rank)))
 
-    # ---- what ranks say ---------------------------------------------------------------------
+    def _assignment(self, settings: GenerationSettings, rendezvous: str) -> ExecutorAssignment:
+        """What the ranks of a generation are told."""
+        config = self._config
+        path = resolve_checkpoint(config.model.path, config.model.revision)
+        return ExecutorAssignment(
+            rank=0,
+            num_ranks=self._num_ranks,
+            rendezvous=rendezvous,
+            config=structs.replace(config, model=structs.replace(config.model, path=str(path))),
+            num_pages=settings.num_pages,
+            most_tokens=settings.most_tokens,
+            max_len=self._max_len,
+            capacity=self._capacity,
+            heartbeat_s=self.silence_s / BEATS,
+            logs=LogSettings.here(),
+            progress=self._progress,
+            fingerprint="" if self._head is None else fingerprint(read_spec(path), config.model.load_format),
+        )
 
-    def _take(self, rank: int, message: RankGroupInbox) -> None:
-        if message.rank != rank:
-            log.warning("link executor%d: refused: a message of rank %d", rank, message.rank)
-            return
-        match message:
-            case ExecutorAlive():
-                if rank not in self._connected:
-                    self._connected.add(rank)
-                    if self._call is not None and rank:
-                        log.info("rank %d has joined", rank)
-                    self._sockets[rank].put(self._assignments[rank])
-                    self._leave_directory()
-                self._reports.heard(rank, message)
-            case ExecutorReady() | StepDone():
-                self._reports.heard(rank, message)
-            case ExecutorFailed():
-                error = spoken_error(message)
-                self._reports.lost(RankLost(str(error), error=error))
-            case _:
-                assert_never(message)
-
-    def _leave_directory(self) -> None:
-        """Connected sockets need no file: leave nothing to clean up.
-
-        Unless ranks meet in one of these files: their library may go on asking it for as long as they are a group."""
-        if len(self._connected) == len(self._assignments) and not self._switchboard.rendezvous:
-            self._switchboard.leave_directory()
-
-    def _ended(self, rank: int, how: str) -> None:
-        if not self._ending:
-            loss = RankLost(f"executor{rank} {how}")
-            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._reports.lost, loss)
-
-    def _lost_elsewhere(self, rank: int, how: str, error: CallboardError | None) -> None:
-        seat = self._children[rank]
-        assert isinstance(seat, Seat)
-        seat.leave()
-        if error is not None and not self._ending:
-            self._reports.lost(RankLost(str(error), error=error))
-        else:
-            self._ended(rank, how)
-
-    def _check_joined(self, timeout_s: float) -> None:
-        missing = [one.rank for one in self._assignments if one.rank not in self._connected]
-        if missing and not self._ending:
-            has = "have" if len(missing) > 1 else "has"
-            error = EngineDied(f"{named(missing)} {has} not joined within {timeout_s:g} s")
-            # They have had as long as was asked for; another generation would only wait as long again.
-            self._reports.lost(RankLost(str(error), error=error, curable=False))
-
-    # ---- the end ----------------------------------------------------------------------------
-
-    async def end(self) -> None:
-        """Tell every process to end after the steps it has."""
-        self._ending = True
-        for link in self._sockets:
-            try:
-                link.put(Stop())
-            except LinkError as error:
-                log.debug("%s", error)  # it never connected, or is on its way out
-        await asyncio.gather(*(child.wait(END_TIMEOUT_S) for child in self._children))
-
-    async def kill(self, *, stuck: bool) -> None:
-        """End every process that is left, and let go of links and files."""
-        if len(self._children) > 1 and not self._ending:
-            await asyncio.sleep(LAST_WORDS_S)  # one rank's failure may be that of another, whose reason is the true one
-        self._let_go()
-        for rank, child in enumerate(self._children):
-            if isinstance(child, Child) and not await child.wait(KILL_TIMEOUT_S):
-                log.error("executor%d (pid %d) does not die; it holds its device", rank, child.pid)
-
-    def _let_go(self) -> None:
-        self._ending = True
-        if self._deadline is not None:
-            self._deadline.cancel()
-        for child in self._children:
-            child.kill()
-        if self._call is not None:
-            self._call.end()
-        self._switchboard.close()
+    @staticmethod
+    def _told(assignment: ExecutorAssignment, rank: int) -> ExecutorAssignment:
+        """The same for one rank: the first one tells of progress, and has read the checkpoint that others compare."""
+        if not rank:
+            return structs.replace(assignment, fingerprint="")
+        return structs.replace(assignment, rank=rank, progress=False)
 
 
 class ProcessTokenizers:
-    """Starts them.  config: with the model's path resolved.  capacity: of a mailbox.  module: what they run."""
+    """config: with the model's path resolved.  capacity: of a mailbox.  module: what a tokenizer's process runs."""
 
     def __init__(self, *, config: Config, capacity: int, module: str = "engine.workers.tokenizer_main") -> None:
-        if sys.platform != "linux":
-            raise ConfigError("placement.tokenizers: processes are watched in Linux's ways; use 0 here")
+        _require_linux("tokenizers", "0")
         self._module = module
         self._assignment = TokenizerAssignment(
             config=config,
@@ -271,41 +215,36 @@ class ProcessTokenizers:
             logs=LogSettings.here(),
         )
 
-    def start(
-        self, name: str, number: int, reports: ProcessReports[TokenizerWord]
-    ) -> ProcessMember[TokenizerWord, TokenizerInbox]:
+    def start(self, slot: TokenizerSlot, reports: Reports[FromTokenizer]) -> Worker[TokenizerInbox]:
         """Start one.  Raises ConfigError or LinkError if its link cannot be made."""
-        return ProcessMember(
-            name,
-            number,
+        return start_child(
+            slot,
             self._assignment,
             reports,
             module=self._module,
-            where=self._assignment.config.placement.link,
-            accepts=TokenizerPoolInbox,
+            where=_any_port(self._assignment.config.placement.link),
+            accepts=FromTokenizer,
             capacity=self._assignment.capacity,
         )
 
 
-class ProcessFronts:
-    """Starts one after the other.  config: with the model's path resolved.  capacity: of its ingress's mailbox."""
+class ProcessFrontend:
+    """config: with the model's path resolved.  capacity: of its ingress's mailbox."""
 
-    def __init__(self, *, config: Config, command: FrontCommand, max_len: int, vocab_size: int, capacity: int) -> None:
-        if sys.platform != "linux":
-            raise ConfigError("placement.ingress: processes are watched in Linux's ways; use 'inline' here")
+    def __init__(
+        self, *, config: Config, command: FrontendCommand, max_len: int, vocab_size: int, capacity: int
+    ) -> None:
+        _require_linux("ingress", "'inline'")
         self._config = config
         self._command = command
         self._max_len = max_len
         self._vocab_size = vocab_size
-        # Of the link as well, which holds what the mailbox has not taken yet.
-        self._capacity = capacity + STEPS_BEHIND
+        self._capacity = capacity + STEPS_BEHIND  # as of a tokenizer
 
-    def start(
-        self, name: str, handover: Handover, reports: ProcessReports[FrontWord]
-    ) -> ProcessMember[FrontWord, FrontTold]:
+    def start(self, slot: FrontendSlot, reports: Reports[FromFrontend], handover: Handover) -> Worker[ToFrontend]:
         """Start one.  Raises ConfigError or LinkError if its link cannot be made."""
         config, listener = self._config, self._command.listener
-        assignment = FrontAssignment(
+        assignment = FrontendAssignment(
             config=config,
             max_len=self._max_len,
             vocab_size=self._vocab_size,
@@ -316,14 +255,13 @@ class ProcessFronts:
             logs=LogSettings.here(),
             handover=handover,
         )
-        return ProcessMember(
-            name,
-            0,
+        return start_child(
+            slot,
             assignment,
             reports,
             module=self._command.module,
-            where=config.placement.link,
-            accepts=FrontDeskInbox,
+            where=_any_port(config.placement.link),
+            accepts=FromFrontend,
             capacity=self._capacity,
             keep=(listener,),
             # Its last clients may read as slowly as any.

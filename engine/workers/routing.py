@@ -1,4 +1,4 @@
-"""Which of several homes a request has, and one step's tokens dealt out to them.
+"""Which of several tokenizers a request is with, and one step's tokens dealt out to them.
 
 Owns: the requests that are not where their number says, how the columns of ``Tokens`` are cut.
 Does not know: what a home is, which requests are open.
@@ -15,7 +15,7 @@ from engine.messages import Tokens
 V = TypeVar("V")
 
 
-class Shards:
+class Router:
     """A request's home is its id modulo ``num_homes``, unless it was given another one."""
 
     def __init__(self, num_homes: int) -> None:

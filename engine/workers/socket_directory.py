@@ -49,16 +49,32 @@ class SocketDirectory:
             raise ConfigError(f"placement.link: {path} is longer than the {LONGEST_PATH} bytes of a socket's address")
         return f"ipc://{path}"
 
-    def rendezvous(self) -> str:
-        """Where the ranks of one group meet, as communication plugins take it."""
-        return f"file://{self.path}/ranks"
-
     def remove(self) -> None:
         """Nothing of it is left; again: no effect."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+
+
+class Rendezvous:
+    """Where the ranks of one generation find each other, and what their library keeps there for as long as they are a
+    group.  One rank needs none.  where: as ``placement.link`` says it."""
+
+    def __init__(self, num_ranks: int, where: str = "unix") -> None:
+        self._directory = SocketDirectory(base_of(where)) if num_ranks > 1 else None
+        self.url = f"file://{self._directory.path}/ranks" if self._directory is not None else ""
+
+    def end(self) -> None:
+        """The group is no more."""
+        if self._directory is not None:
+            self._directory.remove()
+
+
+def base_of(where: str) -> Path | None:
+    """The directory that ``placement.link`` names for sockets, if it names one."""
+    base = where.removeprefix("unix").removeprefix(":") if where.startswith("unix") else ""
+    return Path(base) if base else None
 
 
 def _checked(base: Path) -> Path:

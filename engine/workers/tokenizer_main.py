@@ -11,23 +11,15 @@ from engine.actors.tokenizer import Tokenizer
 from engine.checkpoints.checkpoint import ModelSpec, read_spec
 from engine.config import Config
 from engine.errors import CallboardError
-from engine.messages import (
-    Abort,
-    Admit,
-    Deltas,
-    Failed,
-    TokenizerAlive,
-    TokenizerFailed,
-    TokenizerReady,
-)
+from engine.messages import Abort, Admit, Deltas, Failed
 from engine.plugins.manager import Plugins
 from engine.plugins.structured import plugin_grammars
 from engine.text.codec import TextCodec
 from engine.text.grammars import Grammars
 from engine.text.loading import load_codec
-from engine.workers.child import enter
-from engine.workers.main import Outgoing, Resident
-from engine.workers.messages import Ticket, TokenizerAssignment, TokenizerProcessInbox
+from engine.workers.child import Ticket, enter
+from engine.workers.main import Outgoing, WorkerProcess
+from engine.workers.messages import TokenizerAssignment, TokenizerProcessInbox, WorkerReady
 from engine.workers.wire import WireError
 
 CAPACITY = 1 << 18  # of the link, in messages: of as many requests as may be open at most, four each
@@ -38,32 +30,20 @@ def main() -> None:
     enter(lambda ticket: TokenizerProcess(ticket).run())
 
 
-class TokenizerProcess(Resident[TokenizerAssignment]):
+class TokenizerProcess(WorkerProcess[TokenizerAssignment]):
     """A tokenizer actor, and the link that stands for ingress and scheduler."""
 
     def __init__(self, ticket: Ticket) -> None:
         super().__init__(ticket, assignment=TokenizerAssignment, accepts=TokenizerProcessInbox, capacity=CAPACITY)
-        self._tokenizer: Tokenizer | None = None
 
     async def build(self, assignment: TokenizerAssignment, outgoing: Outgoing) -> Tokenizer:
         """Reads the files beside the loop, so that the process goes on saying that it is alive."""
         spec, codec, grammars = await asyncio.to_thread(load_text, assignment.config)
-        self._tokenizer = tokenizer = Tokenizer(
-            capacity=assignment.capacity, codec=codec, vocab_size=spec.vocab_size, grammars=grammars
-        )
+        tokenizer = Tokenizer(capacity=assignment.capacity, codec=codec, vocab_size=spec.vocab_size, grammars=grammars)
         link = TextLink(outgoing)
         tokenizer.connect(scheduler=link, ingress=link)
-        outgoing.put(TokenizerReady())
+        outgoing.put(WorkerReady())
         return tokenizer
-
-    def alive(self) -> TokenizerAlive:
-        if self._tokenizer is None:
-            return TokenizerAlive()
-        inbox = self._tokenizer.inbox
-        return TokenizerAlive(len(inbox), inbox.peak)
-
-    def failed(self, error: Exception) -> TokenizerFailed:
-        return TokenizerFailed(type(error).__name__, str(error))
 
 
 class TextLink:

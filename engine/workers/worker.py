@@ -1,48 +1,57 @@
-"""A tokenizer or a front in a process of its own, on a link of its own, as the actor's desk holds it.
+"""A worker at the other end of a link, in a process of this machine or of another one.
 
-Owns: a process and its link, and their end.  Does not know: restarts, requests, the other processes.
+Owns: a process, as far as it can be known, and the link to it, and the end of both.
+Does not know: restarts, what the worker does, the other workers.
 """
 
 import asyncio
 import logging
-import os
-from typing import Any, Generic
+from collections.abc import Callable
+from typing import Any, Generic, Protocol
 
-from engine.messages import FrontAlive, FrontFailed, Message, Stop, TokenizerAlive, TokenizerFailed
-from engine.workers.child import Child
-from engine.workers.group import ProcessLost, Reports, Told, Word
+from engine.errors import CallboardError
+from engine.messages import Message, Stop
+from engine.workers.group import LAST_WORDS_S, Reports, Said, Told, WorkerLost
+from engine.workers.keys import ClientKeys
 from engine.workers.link import LinkError
-from engine.workers.link_server import Switchboard
-from engine.workers.messages import Ticket, spoken
+from engine.workers.link_server import LinkServer
+from engine.workers.messages import WorkerAlive, WorkerFailed
 
 log = logging.getLogger(__name__)
 
-STEPS_BEHIND = 4096  # so many steps' output a busy process may be behind before it is given up
-BEATS = 4  # a process says so many times that it is there before its silence is too long
-LAST_WORDS_S = 0.05  # what a process said before it ended may arrive just after its end is seen
 END_TIMEOUT_S = 4.0
 KILL_TIMEOUT_S = 10.0
 
 
-class ProcessMember(Generic[Word, Told]):
-    """One process, from its start to its end.
+class Process(Protocol):
+    """What runs at the other end, as far as it can be known from here."""
 
-    module: what it runs.  where: its link waits, as ``placement.link`` says it.  accepts: the union of what it says.
-    assignment: the first message to it.  capacity: of the link, in messages.  keep: descriptors that it inherits.
-    Raises ConfigError or LinkError if its link cannot be made."""
+    def kill(self) -> None:
+        """End it at once, where that can be done from here."""
+        ...
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; False if that did not come in time."""
+        ...
+
+
+StartProcess = Callable[[str, ClientKeys, Callable[..., None]], Process]
+"""Starts what connects to an endpoint with such keys; see ``LinkedWorker.ended`` for what is called at its end."""
+
+
+class LinkedWorker(Generic[Said, Told]):
+    """assignment: the first message to the worker.  server: makes the link, given where it delivers.
+
+    Raises ConfigError or LinkError if the link cannot be made."""
 
     def __init__(
         self,
         name: str,
-        number: int,
         assignment: Message,
-        reports: Reports[Word],
+        reports: Reports[Said],
+        server: Callable[[Callable[[Any], None]], LinkServer[Any]],
+        start: StartProcess,
         *,
-        module: str,
-        where: str,
-        accepts: Any,
-        capacity: int,
-        keep: tuple[int, ...] = (),
         end_timeout_s: float = END_TIMEOUT_S,
     ) -> None:
         self._name = name
@@ -51,83 +60,49 @@ class ProcessMember(Generic[Word, Told]):
         self._end_timeout_s = end_timeout_s
         self._is_connected = False
         self._ending = False
-        if where.startswith("tcp"):
-            where = f"{where.rpartition(':')[0]}:0"  # there are several of us, and a port is good for one
-        self._switchboard = Switchboard(where)
+        self._server = server(self._take)
         try:
-            self._link, endpoint, keys = self._switchboard.open(name, accepts, self._take, capacity=capacity)
-            ticket = Ticket(number, name, endpoint, keys, parent=os.getpid())
-            self._child = Child(module, ticket, self._ended, keep=keep)
+            self.process = start(self._server.endpoint, self._server.client, self.ended)
         except BaseException:
-            self._switchboard.close()
+            self._server.close()
             raise
 
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._child.pid
-
     def put(self, message: Told) -> None:
-        """Send.  Raises WireError if the message is over the limit, LinkError if the process takes nothing."""
-        self._link.put(message)
+        """Send.  Raises WireError if the message is over the limit, LinkError if the worker takes nothing."""
+        self._server.link.put(message)
 
     async def end(self) -> None:
         """Tell it to end after what it has."""
         self._ending = True
         try:
-            self._link.put(Stop())
+            self._server.link.put(Stop())
         except LinkError as error:
             log.debug("%s", error)  # it is on its way out
-        await self._child.wait(self._end_timeout_s)
-        # Its last words are here by now, but may not have been read.
-        await asyncio.sleep(LAST_WORDS_S)
+        await self.process.wait(self._end_timeout_s)
+        await asyncio.sleep(LAST_WORDS_S)  # they are here by now, but may not have been read
 
-    async def kill(self) -> None:
+    async def kill(self, *, is_stuck: bool) -> None:
         """End it, if it is left, and let go of link and files."""
         self._ending = True
-        self._child.kill()
-        self._switchboard.close()
-        if not await self._child.wait(KILL_TIMEOUT_S):
-            log.error("%s (pid %d) does not die", self._name, self.pid)
+        self.process.kill()
+        self._server.close()
+        if not await self.process.wait(KILL_TIMEOUT_S):
+            log.error("%s does not die; it holds what it has", self._name)
 
     def _take(self, message: Any) -> None:
-        """What the link has let in: words, and how the process fails."""
-        match message:
-            case TokenizerFailed(kind, text) | FrontFailed(kind, text):
-                error = spoken(kind, text, self._name)
-                self._reports.lost(ProcessLost(str(error), error))
-                return
-            case TokenizerAlive() | FrontAlive() if not self._is_connected:
-                self._is_connected = True
-                self._link.put(self._assignment)
-                # A connected socket needs no file: leave nothing to clean up.
-                self._switchboard.leave_directory()
+        """What the link has let in: what the worker says, and how it fails."""
+        if isinstance(message, WorkerFailed):
+            error = message.error(self._name)
+            self._reports.lost(WorkerLost(str(error), error))
+            return
+        if isinstance(message, WorkerAlive) and not self._is_connected:
+            self._is_connected = True
+            self._server.link.put(self._assignment)
+            self._server.leave_directory()
         self._reports.heard(message)
 
-    def _ended(self, how: str) -> None:
+    def ended(self, how: str, error: CallboardError | None = None) -> None:
+        """The process has ended.  how: what to say of it.  error: one that would only come again."""
         if not self._ending:
-            loss = ProcessLost(f"{self._name} {how}")
+            loss = WorkerLost(f"{self._name} {how}") if error is None else WorkerLost(str(error), error)
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._reports.lost, loss)
-
-
-class Seat:
-    """Taken until its rank is said to have left, or is given up."""
-
-    def __init__(self) -> None:
-        self._left = asyncio.Event()
-
-    def leave(self) -> None:
-        """Its process has ended."""
-        self._left.set()
-
-    def kill(self) -> None:
-        """Wait for it no longer: it is its joiner that ends it, and before it starts another one."""
-        self._left.set()
-
-    async def wait(self, timeout_s: float) -> bool:
-        """Wait for its end; False if that did not come in time."""
-        try:
-            await asyncio.wait_for(self._left.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True

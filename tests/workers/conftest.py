@@ -9,9 +9,10 @@ import pytest
 import uvloop
 import zmq
 
-from engine.messages import RankGroupInbox, Step, Stop
+from engine.messages import Step, StepDone, Stop
 from engine.workers.keys import ClientKeys, Doorman, KeyPair
 from engine.workers.link import SocketLink
+from engine.workers.messages import FromWorker
 from engine.workers.socket_directory import SocketDirectory
 from tests.pace import far
 
@@ -23,10 +24,11 @@ class Pair:
         self.context = zmq.Context()
         self.messages: list[Any] = []
         self.directory = SocketDirectory(base)
-        self.link: SocketLink[RankGroupInbox] = SocketLink(
+        self.link: SocketLink[StepDone | FromWorker] = SocketLink(
             "executor0",
             self.context,
-            RankGroupInbox,
+            StepDone,
+            FromWorker,
             self.messages.append,
             capacity=capacity,
             max_frame_bytes=max_frame_bytes,

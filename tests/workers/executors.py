@@ -23,7 +23,7 @@ def children(parent: int | None = None, role: str = "executor") -> list[int]:
         if (
             state != "Z"
             and int(ppid) == (parent or os.getpid())
-            and any(one.endswith(role.encode()) for one in command)
+            and any(one.removesuffix(b"_main").endswith(role.encode()) for one in command)
         ):
             found.append(int(entry.name))
     return sorted(found)

@@ -9,7 +9,7 @@ from engine.actors.step_splitting import StepSplitter
 from engine.errors import WeightsError
 from engine.messages import Step, StepDone
 from engine.workers.executor_main import main
-from engine.workers.messages import Assignment
+from engine.workers.messages import ExecutorAssignment
 
 OVERSIZED, EXITS, RAISES, FINE, LARGE = range(5)
 MOST_ROWS = 3  # that there is room for
@@ -48,7 +48,7 @@ class OddRunner:
         pass
 
 
-def load(assignment: Assignment) -> Runner:
+def load(assignment: ExecutorAssignment) -> Runner:
     if assignment.config.model.name == "no such thing":
         raise KeyError("embed_tokens")
     runner = OddRunner(assignment.rank)

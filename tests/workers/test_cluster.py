@@ -13,15 +13,15 @@ import uvloop
 
 from engine.config import Config, build_config
 from engine.errors import ConfigError, EngineDied, WeightsError
-from engine.messages import ExecutorReady, ExecutorsLost, Stop
+from engine.messages import ExecutorsLost, ExecutorsReady, Stop
 from engine.plugins.support.rendezvous import serve_store
 from engine.workers.cluster import node as joiner_module
 from engine.workers.cluster.head import Head
 from engine.workers.cluster.node import Joiner
 from engine.workers.cluster.store import Board, Notice, our_release
-from engine.workers.executors import RankGroup
-from engine.workers.intensity import RestartIntensity
-from engine.workers.placement import ProcessPlacement
+from engine.workers.executors import Executors
+from engine.workers.limits import RestartIntensity
+from engine.workers.placement import ProcessExecutors
 from tests.pace import far
 from tests.workers.executors import children
 from tests.workers.machines import KEY, cluster, configured, free_port
@@ -31,13 +31,13 @@ MODULE = "tests.workers.odd_executor"
 
 
 class Scene:
-    """A head with its rank group, and joiners as they come."""
+    """A head with its executors, and joiners as they come."""
 
     def __init__(self, port: int, config: Config) -> None:
         self.port = port
         self.config = config
         self.heard = Heard()
-        self.group: RankGroup | None = None
+        self.group: Executors | None = None
         self.engine: asyncio.Task[None] | None = None
         self.joiners: list[asyncio.Task[None]] = []
 
@@ -49,8 +49,7 @@ class Scene:
 
     async def ready(self) -> None:
         """Both ranks are."""
-        for _ in range(2):
-            await self.heard.next(ExecutorReady)
+        await self.heard.next(ExecutorsReady)
 
     async def lost(self) -> str:
         """Why a generation was."""
@@ -64,10 +63,10 @@ class Scene:
         async with Head(cluster(0, self.port, is_served=is_served), self.config) as head:
             if meanwhile is not None:
                 await meanwhile()
-            placement = ProcessPlacement(
+            placement = ProcessExecutors(
                 config=self.config, max_len=64, num_ranks=2, capacity=64, progress=False, module=MODULE, head=head
             )
-            self.group = RankGroup(
+            self.group = Executors(
                 num_ranks=2, placement=placement, intensity=RestartIntensity(9, 100.0), step_timeout_s=0.0
             )
             self.group.connect(self.heard)
@@ -164,7 +163,7 @@ def test_a_joiner_that_is_told_to_end_with_its_head_waits_for_it(
 
 def test_without_the_key_nobody_joins_and_both_sides_say_so(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(scene: Scene) -> None:
-        with pytest.raises(EngineDied, match=r"^rank 1 has not joined within 2 s$"):
+        with pytest.raises(EngineDied, match=r"^executor1 did not join within 2 s$"):
             async with scene.running():
                 with pytest.raises(ConfigError, match=r"^rank 1: placement.cluster_key is not rank 0's, or a stranger"):
                     await scene.join(configured(key="another-key-of-32-characters-or-more"))

@@ -11,12 +11,12 @@ from engine.logs import LogSettings
 from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
 from engine.workers.cluster.head import Head
 from engine.workers.executor_main import load_rank, settle
-from engine.workers.messages import Assignment, Place
+from engine.workers.messages import ExecutorAssignment, Place
 from tests.workers.machines import cluster, configured, environment
 
 
 def test_a_rank_takes_its_own_machines_checkpoint_and_gpu_and_looks_whether_it_is_the_same() -> None:
-    assignment = Assignment(
+    assignment = ExecutorAssignment(
         rank=1,
         num_ranks=2,
         rendezvous="",

@@ -1,68 +1,91 @@
-"""The rank group: generations start, are watched, and are replaced whole; and when that helps no more it says so."""
+"""The executors of an engine: they start, are watched, and are replaced all at once; what no longer helps is said."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from engine.actors.results import RankResults, RanksDiverged
 from engine.errors import EngineDied, StepTooLarge, WeightsError
-from engine.messages import ExecutorAlive, ExecutorReady, ExecutorsLost, LossExplained, Step, StepDone, Stop
-from engine.workers.executors import RankGroup, RankLost, Reports, Terms
-from engine.workers.intensity import RestartIntensity
+from engine.messages import ExecutorsLost, ExecutorsReady, LossExplained, Step, StepDone, Stop
+from engine.workers.executors import Executors, ExecutorSlot, GenerationSettings
+from engine.workers.group import Reports, Start, WorkerLost
+from engine.workers.limits import RestartIntensity, Watch
 from engine.workers.link import LinkError
-from engine.workers.watch import Watch
+from engine.workers.messages import WorkerAlive, WorkerReady
 from tests.pace import far
 
 
 class FakeRanks:
     """A generation that does what the test says."""
 
-    def __init__(self, reports: Reports, num_ranks: int, terms: Terms) -> None:
-        self.reports = reports
-        self.terms = terms
-        self.steps: list[list[Step]] = [[] for _ in range(num_ranks)]
-        self.links = [FakeLink(steps) for steps in self.steps]
-        self.ended = False
-        self.killed: list[bool] = []
+    def __init__(self, settings: GenerationSettings) -> None:
+        self.settings = settings
+        self.workers: list[FakeWorker] = []
+        self.is_over = False
+
+    def start(self, slot: ExecutorSlot, reports: Reports[StepDone]) -> "FakeWorker":
+        self.workers.append(FakeWorker(reports))
+        return self.workers[-1]
+
+    @property
+    def steps(self) -> list[list[Step]]:
+        return [worker.steps for worker in self.workers]
+
+    @property
+    def ended(self) -> list[bool]:
+        return [worker.ended for worker in self.workers]
+
+    @property
+    def killed(self) -> list[list[bool]]:
+        return [worker.killed for worker in self.workers]
+
+    def hear(self, rank: int, message: Any) -> None:
+        self.workers[rank].reports.heard(message)
 
     def ready(self, num_pages: int = 9) -> None:
-        for rank in range(len(self.links)):
-            self.reports.heard(rank, ExecutorReady(rank, num_pages))
+        for rank in range(len(self.workers)):
+            self.hear(rank, WorkerReady(num_pages))
 
     def lose(self, rank: int = 0, reason: str = "executor0 was killed by SIGKILL", **details: Any) -> None:
-        self.reports.lost(RankLost(reason, **details))
-
-    async def end(self) -> None:
-        self.ended = True
-
-    async def kill(self, *, stuck: bool) -> None:
-        self.killed.append(stuck)
+        self.workers[rank].reports.lost(WorkerLost(reason, **details))
 
 
-class FakeLink:
-    def __init__(self, steps: list[Step]) -> None:
-        self.steps = steps
-        self.broken = False
+class FakeWorker:
+    def __init__(self, reports: Reports[StepDone]) -> None:
+        self.reports = reports
+        self.steps: list[Step] = []
+        self.broken = self.ended = False
+        self.killed: list[bool] = []
 
     def put(self, step: Step) -> None:
         if self.broken:
             raise LinkError("link executor0: Step cannot be sent: Resource temporarily unavailable")
         self.steps.append(step)
 
+    async def end(self) -> None:
+        self.ended = True
+
+    async def kill(self, *, is_stuck: bool) -> None:
+        self.killed.append(is_stuck)
+
 
 class FakePlacement:
     def __init__(self, *, can_kill: bool = True, silence_timeout_s: float = 0.0) -> None:
         self.can_kill = can_kill
-        self.silence_timeout_s = silence_timeout_s
-        self.join_timeout_s = 0.0
-        self.num_ranks = 1
+        self.silence_s = silence_timeout_s
+        self.join_s = 0.0
         self.started: list[FakeRanks] = []
 
-    def start(self, reports: Reports, terms: Terms) -> FakeRanks:
-        self.started.append(FakeRanks(reports, self.num_ranks, terms))
-        return self.started[-1]
+    @contextmanager
+    def generation(self, settings: GenerationSettings) -> Iterator[Start[StepDone, Step]]:
+        self.started.append(ranks := FakeRanks(settings))
+        try:
+            yield ranks.start
+        finally:
+            ranks.is_over = True
 
 
 class Bench:
@@ -72,9 +95,8 @@ class Bench:
         self, placement: FakePlacement | None = None, *, num_ranks: int = 1, max_restarts: int = 3, step_s: float = 0.0
     ) -> None:
         self.placement = placement or FakePlacement()
-        self.placement.num_ranks = num_ranks
         self.heard: list[Any] = []
-        self.group = RankGroup(
+        self.group = Executors(
             num_ranks=num_ranks,
             placement=self.placement,
             intensity=RestartIntensity(max_restarts, 100.0),
@@ -115,11 +137,12 @@ def test_steps_and_results_pass_and_the_end_is_orderly() -> None:
         ranks.ready()
         for link in bench.group.links:
             link.put(Step(1))
-        ranks.reports.heard(1, StepDone(1, 1, b""))
+        ranks.hear(1, StepDone(1, 1, b""))
         assert ranks.steps == [[Step(1)], [Step(1)]]
-        assert bench.heard == [ExecutorReady(0, 9), ExecutorReady(1, 9), StepDone(1, 1, b"")]
+        assert bench.heard == [ExecutorsReady(9), StepDone(1, 1, b"")]
         await bench.stop()
-        assert (ranks.ended, ranks.killed) == (True, [False])
+        assert (ranks.ended, ranks.killed) == ([True, True], [[False], [False]])
+        assert ranks.is_over
 
     play(scenario)
 
@@ -133,10 +156,11 @@ def test_one_lost_rank_replaces_all_of_them_and_the_scheduler_hears_of_it_once()
         first.lose()
         assert bench.heard == [ExecutorsLost("executor0 was killed by SIGKILL")], "before anything else can happen"
         first.lose(1, "executor1 was killed by SIGTERM")
-        first.reports.heard(0, StepDone(0, 4, b"late"))
+        first.hear(0, StepDone(0, 4, b"late"))
         bench.group.links[1].put(Step(5))
         second = await bench.generation(2)
-        assert (first.killed, first.ended, second.terms) == ([False], False, Terms(7))
+        assert (first.killed, first.ended) == ([[False]] * 2, [False] * 2)
+        assert (first.is_over, second.settings) == (True, GenerationSettings(7))
         assert first.steps == [[], []]
         assert len(bench.heard) == 1
         second.ready(7)
@@ -153,10 +177,12 @@ def test_a_link_that_takes_nothing_is_a_lost_rank() -> None:
         bench = Bench()
         ranks = await bench.generation(1)
         ranks.ready()
-        ranks.links[0].broken = True
+        ranks.workers[0].broken = True
         bench.group.links[0].put(Step(0))
-        assert isinstance(bench.heard[-1], ExecutorsLost)
+        bench.group.links[0].put(Step(1))
         await bench.generation(2)
+        assert [type(one) for one in bench.heard] == [ExecutorsReady, ExecutorsLost]
+        assert "Step cannot be sent" in bench.heard[-1].reason
         await bench.stop()
 
     play(scenario)
@@ -191,7 +217,7 @@ def test_losses_that_are_explained_count_as_none_or_as_one_if_executors_may_be_t
             await asyncio.sleep(0)
             if number % 3 == 0:
                 # The scheduler hears of a loss and answers before the group judges it.
-                asyncio.get_running_loop().call_soon(bench.group.losses.put, LossExplained(3, executors_work))
+                asyncio.get_running_loop().call_soon(bench.group.explain, LossExplained(3, executors_work))
             ranks.lose()
             if number > num_losses:
                 with pytest.raises(EngineDied, match="3 restarts in 100 s did not help"):
@@ -212,7 +238,7 @@ def test_what_explains_one_loss_explains_no_other() -> None:
             ranks.ready()
             await asyncio.sleep(0)
             if number == 1:
-                bench.group.losses.put(LossExplained(3, executors_work=True))
+                bench.group.explain(LossExplained(3, executors_work=True))
             ranks.lose(error=error)
         with pytest.raises(EngineDied, match="1 restarts in 100 s did not help"):
             await bench.task
@@ -233,7 +259,8 @@ def test_a_step_that_was_too_large_is_no_fault_and_the_next_generation_cuts_step
         last = await bench.generation(4)
         told = [one for one in bench.heard if isinstance(one, ExecutorsLost)]
         assert [one.is_fault for one in told] == [True, False] * 3, "each loss, and then that it was none"
-        assert [one.terms for one in bench.placement.started] == [Terms(), Terms(7, 24), Terms(7, 12), Terms(7, 1)]
+        settings = [GenerationSettings(), *(GenerationSettings(7, most) for most in (24, 12, 1))]
+        assert [one.settings for one in bench.placement.started] == settings
         assert bench.group.num_restarts == 3
         last.ready(7)
         await bench.stop()
@@ -307,7 +334,7 @@ def test_a_step_that_takes_too_long_is_a_hang(can_kill: bool) -> None:
         else:
             with pytest.raises(EngineDied, match="does not finish its step; that cannot be cured"):
                 await bench.task
-        assert ranks.killed == [True]
+        assert ranks.killed == [[True]]
 
     play(scenario)
 
@@ -320,7 +347,7 @@ def test_a_rank_that_says_nothing_for_too_long_is_gone_and_one_that_does_is_not(
 
         async def beat() -> None:
             while True:
-                ranks.reports.heard(0, ExecutorAlive(0))
+                ranks.hear(0, WorkerAlive())
                 await asyncio.sleep(0.01)
 
         beating = asyncio.ensure_future(beat())
@@ -337,9 +364,9 @@ def test_a_rank_that_falls_silent_while_it_loads_is_gone_and_one_that_has_not_co
     async def scenario() -> None:
         bench = Bench(FakePlacement(silence_timeout_s=0.016), num_ranks=3)
         ranks = await bench.generation(1)
-        ranks.reports.heard(0, ExecutorAlive(0))
-        ranks.reports.heard(0, ExecutorReady(0, 9))
-        ranks.reports.heard(1, ExecutorAlive(1))
+        ranks.hear(0, WorkerAlive())
+        ranks.hear(0, WorkerReady(9))
+        ranks.hear(1, WorkerAlive())
         with pytest.raises(EngineDied, match="executor1 has stopped answering while it started"):
             await asyncio.wait_for(bench.task, far(5))
 
@@ -348,14 +375,16 @@ def test_a_rank_that_falls_silent_while_it_loads_is_gone_and_one_that_has_not_co
 
 def test_ranks_that_do_not_come_again_are_the_end_however_many_restarts_are_left() -> None:
     async def scenario() -> None:
-        bench = Bench(max_restarts=9)
+        placement = FakePlacement()
+        placement.join_s = 0.05
+        bench = Bench(placement, num_ranks=2, step_s=0.08, max_restarts=9)
         (await bench.generation(1)).ready()
         await asyncio.sleep(0)
         bench.placement.started[0].lose()
-        missing = EngineDied("rank 1 has not joined within 300 s")
-        (await bench.generation(2)).lose(1, str(missing), error=missing, curable=False)
-        with pytest.raises(EngineDied, match=r"^rank 1 has not joined within 300 s$"):
-            await bench.task
+        (await bench.generation(2)).hear(0, WorkerAlive())
+        with pytest.raises(EngineDied, match=r"^executor1 did not join within 0.05 s$"):
+            await asyncio.wait_for(bench.task, far(5))
+        assert len(placement.started) == 2
 
     play(scenario)
 
@@ -367,7 +396,7 @@ def test_cancelling_the_group_ends_its_ranks() -> None:
         bench.task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await bench.task
-        assert ranks.killed == [False]
+        assert ranks.killed == [[False]]
 
     play(scenario)
 

@@ -16,35 +16,27 @@ from engine.actors.snapshot import Gauges, MailboxGauges, RequestsFinished, Snap
 from engine.config import Config
 from engine.kv.outline import Outline, OutlinedNode
 from engine.logs import LogSettings
-from engine.messages import (
-    Abort,
-    Delta,
-    Deltas,
-    Drain,
-    EngineReady,
-    Failed,
-    Finish,
-    FrontAlive,
-    FrontDeskInbox,
-    Handover,
-    Stats,
-    Stop,
-    Tokenize,
-    TokenizerAlive,
-)
+from engine.messages import Abort, Delta, Deltas, EngineReady, Failed, Finish, Stats, StepDone, Stop, Tokenize
 from engine.params import SamplingParams
 from engine.scheduling.meter import Meter, StepRecord
 from engine.scheduling.metrics import RequestMetrics
-from engine.workers.link import SocketLink
-from engine.workers.link_server import Switchboard
+from engine.workers.link_server import LinkServer
 from engine.workers.main import Outgoing
-from engine.workers.messages import FrontAssignment, FrontProcessInbox
+from engine.workers.messages import (
+    Drain,
+    FromFrontend,
+    FromWorker,
+    FrontendAssignment,
+    FrontendProcessInbox,
+    Handover,
+    WorkerAlive,
+)
 from engine.workers.wire import Wire
 from server.front_process import EngineLink
 from tests.actors.test_ingress import Sent
 from tests.pace import far
 
-ALIVE, DRAIN = Wire("test").encode(FrontAlive(1, 2)), Wire("test").encode(Drain())
+ALIVE, DRAIN = Wire("test").encode(WorkerAlive(1, 2)), Wire("test").encode(Drain())
 
 
 async def wait_for(condition: Callable[[], bool]) -> None:
@@ -59,19 +51,18 @@ def refused(tmp_path: Path, good: bytes, frame: bytes, accepts: Any) -> list[Any
     arrived: list[Any] = []
 
     async def main() -> None:
-        switchboard = Switchboard(f"unix:{tmp_path}")
-        link: SocketLink[Any]
-        link, endpoint, keys = switchboard.open("front", accepts, arrived.append, capacity=8)
+        server: LinkServer[Any] = LinkServer("front", f"unix:{tmp_path}", accepts, arrived.append, capacity=8)
+        keys = server.client
         context = zmq.Context()
         bare = context.socket(zmq.PAIR)
         bare.curve_publickey, bare.curve_secretkey, bare.curve_serverkey = keys.own.public, keys.own.secret, keys.server
-        bare.connect(endpoint)
+        bare.connect(server.endpoint)
         for sent in (good, frame, good):
             bare.send(sent)
         await wait_for(lambda: len(arrived) == 2)
-        assert link.num_refused == 1
+        assert server.link.num_refused == 1
         context.destroy(linger=0)
-        switchboard.close()
+        server.close()
 
     asyncio.run(main())
     return arrived
@@ -84,17 +75,17 @@ def refused(tmp_path: Path, good: bytes, frame: bytes, accepts: Any) -> list[Any
         ALIVE[:-1],
         ALIVE + b"\0",
         msgspec.msgpack.encode(["Nonsense", 1]),
-        msgspec.msgpack.encode(["Ask", "one"]),
+        msgspec.msgpack.encode(["GetSnapshot", "one"]),
         msgspec.msgpack.encode(["Tokenize", 1]),
-        Wire("test").encode(TokenizerAlive()),  # a message, but not one that a front says
+        Wire("test").encode(StepDone(0, 1, b"")),  # a message, but not one that a front says
         Wire("test").encode(Deltas((Delta(1, "x"),))),
         Wire("test").encode(Stop()),
     ],
-    ids=["empty", "cut short", "too long by one", "tag", "type", "field", "tokenizer's", "engine's", "stop"],
+    ids=["empty", "cut short", "too long by one", "tag", "type", "field", "executor's", "engine's", "stop"],
 )
 def test_what_no_front_says_is_refused_by_name(tmp_path: Path, frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert refused(tmp_path, ALIVE, frame, FrontDeskInbox) == [FrontAlive(1, 2)] * 2
+        assert refused(tmp_path, ALIVE, frame, FromFrontend | FromWorker) == [WorkerAlive(1, 2)] * 2
     assert caplog.messages[0].startswith("link front: refused: ")
 
 
@@ -103,7 +94,7 @@ def test_what_no_front_says_is_refused_by_name(tmp_path: Path, frame: bytes, cap
 )
 def test_what_no_engine_says_is_refused_by_name(tmp_path: Path, frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert refused(tmp_path, DRAIN, frame, FrontProcessInbox) == [Drain()] * 2
+        assert refused(tmp_path, DRAIN, frame, FrontendProcessInbox) == [Drain()] * 2
     assert caplog.messages[0].startswith("link front: refused: ")
 
 
@@ -116,8 +107,8 @@ def test_all_that_the_engine_shows_survives_the_wire() -> None:
     gauges = Gauges(3, stalled_s=0.5, recovering=True, mailboxes=(MailboxGauges("scheduler", 1, 2, 3),))
     node = OutlinedNode(-1, 0, 2, 0, 1, 5, 3, 0, 0, False, b"\1\0\0\0")
     handover = Handover(9, (EngineReady(8, 16), Stats(3, 1, 0, 4, 2, 2)), b"about", b"kept")
-    assignment = FrontAssignment(Config(), 64, 100, False, 5, 99, 0.25, LogSettings(20, "text"), handover)
-    wire = Wire("front", accepts=FrontProcessInbox)
+    assignment = FrontendAssignment(Config(), 64, 100, False, 5, 99, 0.25, LogSettings(20, "text"), handover)
+    wire = Wire("front", accepts=FrontendProcessInbox)
     for message in (
         Snapshot(3, 51.0, gauges, meter, Outline((node,), False)),
         RequestsFinished((one,)),

@@ -1,4 +1,4 @@
-"""The front desk, with doubles of the front's processes: who is told what, and what a lost front leaves behind."""
+"""Ingress for a front elsewhere, with doubles of its processes: who is told what, and what a lost one leaves behind."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -6,26 +6,16 @@ from typing import Any
 
 import pytest
 
-from engine.actors.snapshot import Gauges, RequestsFinished, Snapshot
+from engine.actors.snapshot import Gauges, GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.errors import CallboardError, ConfigError, EngineDied
 from engine.messages import (
     Abort,
-    AbortAll,
-    Ask,
     Delta,
     Deltas,
-    Drain,
-    EngineFailed,
     EngineReady,
     EngineRecovering,
     Failed,
     Finish,
-    Follow,
-    FrontDrains,
-    FrontKeeps,
-    FrontReady,
-    FrontWord,
-    Handover,
     Stats,
     Stop,
     Tokenize,
@@ -33,10 +23,20 @@ from engine.messages import (
 )
 from engine.params import SamplingParams
 from engine.scheduling.metrics import RequestMetrics
-from engine.workers.frontend import FrontDesk
-from engine.workers.group import ProcessLost, Reports
-from engine.workers.intensity import RestartIntensity
+from engine.workers.frontend import FrontendSlot, RemoteIngress
+from engine.workers.group import Reports, WorkerLost
+from engine.workers.limits import RestartIntensity
 from engine.workers.link import LinkError
+from engine.workers.messages import (
+    AbortAll,
+    Drain,
+    EngineFailed,
+    FromFrontend,
+    FrontendDrained,
+    FrontendState,
+    Handover,
+    WorkerReady,
+)
 from engine.workers.wire import WireError
 from tests.actors.test_ingress import Sent
 from tests.pace import far
@@ -49,7 +49,7 @@ FINISHED = RequestMetrics(1, Finish.STOP, 2, 3, 0, 0, 1.0, 0.1, 0.2, 0.1, 1.0)
 class Double:
     """A front: keeps what it gets, and says what the test wants it to say."""
 
-    def __init__(self, handover: Handover, reports: Reports[FrontWord]) -> None:
+    def __init__(self, handover: Handover, reports: Reports[FromFrontend]) -> None:
         self.handover = handover
         self.reports = reports
         self.got: list[Any] = []
@@ -67,25 +67,25 @@ class Double:
     async def end(self) -> None:
         self.ended = True
 
-    async def kill(self) -> None:
+    async def kill(self, *, is_stuck: bool) -> None:
         self.killed = True
 
-    def says(self, *messages: FrontWord) -> None:
+    def says(self, *messages: FromFrontend) -> None:
         for message in messages:
             self.reports.heard(message)
 
     def dies(self, error: CallboardError | None = None) -> None:
-        self.reports.lost(ProcessLost("front was killed", error))
+        self.reports.lost(WorkerLost("front was killed", error))
 
 
 class Stage:
-    """The desk and who is around it.  started: every front so far."""
+    """The ingress and who is around it.  started: every front so far."""
 
     def __init__(self, max_restarts: int, silence_timeout_s: float, has_tokenizers: bool) -> None:
         self.started: list[Double] = []
         self.tokenizer = Sent()
         self.watching: list[Any] = []
-        self.desk = FrontDesk(
+        self.ingress = RemoteIngress(
             capacity=100,
             tokenizer=self.tokenizer,
             start=self._start,
@@ -93,17 +93,17 @@ class Stage:
             silence_timeout_s=silence_timeout_s,
             parts=("executors", "tokenizers") if has_tokenizers else ("executors",),
         )
-        self.desk.about = b"about"
-        self.desk.connect(look=self._look, watch=lambda observer, name: self.watching.append(observer))
-        self.running = asyncio.ensure_future(self.desk.run())
+        self.ingress.about = b"about"
+        self.ingress.connect(look=self._look, watch=lambda observer, name: self.watching.append(observer))
+        self.running = asyncio.ensure_future(self.ingress.run())
 
-    def _start(self, name: str, handover: Handover, reports: Reports[FrontWord]) -> Double:
-        assert name == "front"
+    def _start(self, slot: FrontendSlot, reports: Reports[FromFrontend], handover: Handover) -> Double:
+        assert slot.name == "front"
         self.started.append(Double(handover, reports))
         return self.started[-1]
 
-    def _look(self, ask: Ask) -> Snapshot:
-        return Snapshot(ask.number, 1.0, Gauges(num_open=self.desk.num_open))
+    def _look(self, ask: GetSnapshot) -> Snapshot:
+        return Snapshot(ask.number, 1.0, Gauges(num_open=self.ingress.num_open))
 
     @property
     def front(self) -> Double:
@@ -112,11 +112,11 @@ class Stage:
 
     async def turn(self) -> None:
         """Let everything happen that can."""
-        for _ in range(10):
+        for _ in range(20):
             await asyncio.sleep(0)
 
     async def end(self) -> None:
-        """Wait for the desk's end.  Raises what it ended with."""
+        """Wait for the ingress's end.  Raises what it ended with."""
         try:
             await asyncio.wait_for(self.running, far(5))
         except ExceptionGroup as group:
@@ -124,7 +124,7 @@ class Stage:
 
     async def put(self, *messages: Any) -> None:
         for message in messages:
-            self.desk.inbox.put(message)
+            self.ingress.inbox.put(message)
         await self.turn()
 
 
@@ -144,18 +144,18 @@ def on_stage(
     has_tokenizers: bool = False,
     ready: bool = True,
 ) -> None:
-    """Plays a scenario; the desk must end with it, and its front with the desk."""
+    """Plays a scenario; the ingress must end with it, and its front with the ingress."""
 
     async def main() -> None:
         stage = Stage(max_restarts, silence_timeout_s, has_tokenizers)
         await stage.turn()
         if ready:
-            stage.front.says(FrontReady())
+            stage.front.says(WorkerReady())
             await stage.put(READY)
             stage.front.got.clear()
         await scenario(stage)
         if not stage.running.done():
-            stage.desk.inbox.put(Stop())
+            stage.ingress.inbox.put(Stop())
             await asyncio.wait_for(stage.running, far(5))
         assert all(one.killed for one in stage.started)
         assert len(asyncio.all_tasks()) == 1
@@ -167,17 +167,17 @@ def on_stage(
 def test_it_is_ready_once_the_front_and_every_part_are(last: str) -> None:
     async def scenario(stage: Stage) -> None:
         comes = {
-            "front": lambda: stage.front.says(FrontReady()),
-            "executors": lambda: stage.desk.inbox.put(READY),
-            "tokenizers": lambda: stage.desk.inbox.put(TokenizersReady()),
+            "front": lambda: stage.front.says(WorkerReady()),
+            "executors": lambda: stage.ingress.inbox.put(READY),
+            "tokenizers": lambda: stage.ingress.inbox.put(TokenizersReady()),
         }
         for part in [one for one in comes if one != last]:
             comes[part]()
             await stage.turn()
-        assert not stage.desk.became_ready.is_set()
+        assert not stage.ingress.became_ready.is_set()
         comes[last]()
         await stage.turn()
-        assert stage.desk.became_ready.is_set()
+        assert stage.ingress.became_ready.is_set()
         assert {READY, TokenizersReady()} <= set(stage.front.got), "whenever it came, it was told"
 
     on_stage(scenario, has_tokenizers=True, ready=False)
@@ -186,33 +186,33 @@ def test_it_is_ready_once_the_front_and_every_part_are(last: str) -> None:
 def test_requests_go_one_way_and_what_comes_of_them_the_other() -> None:
     async def scenario(stage: Stage) -> None:
         stage.front.says(tokenize(1), tokenize(2), tokenize(3), tokenize(4))
-        assert (stage.tokenizer.messages, stage.desk.num_open) == ([tokenize(one) for one in (1, 2, 3, 4)], 4)
+        assert (stage.tokenizer.messages, stage.ingress.num_open) == ([tokenize(one) for one in (1, 2, 3, 4)], 4)
         said = (deltas(1, 2), deltas(1, finish=Finish.STOP), Failed(2, "why"), STATS)
         await stage.put(*said)
-        assert (stage.front.got, stage.desk.num_open) == (list(said), 2)
+        assert (stage.front.got, stage.ingress.num_open) == (list(said), 2)
         stage.front.says(Abort(1), Abort(3))  # the first one has crossed its request's end
-        assert (stage.tokenizer.messages[4:], stage.desk.num_open) == ([Abort(3)], 1)
+        assert (stage.tokenizer.messages[4:], stage.ingress.num_open) == ([Abort(3)], 1)
 
     on_stage(scenario)
 
 
 def test_the_next_front_knows_what_the_lost_one_knew_and_nobody_owns_its_requests() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.front.says(tokenize(1), tokenize(7), tokenize(3), FrontKeeps(b"kept"))
+        stage.front.says(tokenize(1), tokenize(7), tokenize(3), FrontendState(b"kept"))
         await stage.put(STATS, deltas(3, finish=Finish.STOP), EngineRecovering("why"))
         stage.front.dies()
         assert stage.tokenizer.messages[3:] == [Abort(1), Abort(7)]
-        assert (stage.desk.num_open, stage.desk.num_restarts) == (0, 0)
+        assert (stage.ingress.num_open, stage.ingress.num_restarts) == (0, 0)
         await stage.put(deltas(1, 7))  # on its way before
-        assert (len(stage.started), stage.desk.num_restarts) == (2, 1)
+        assert (len(stage.started), stage.ingress.num_restarts) == (2, 1)
         first, second = (one.handover for one in stage.started)
         assert first == Handover(1, (), b"about", b"")
         assert second == Handover(8, (READY, EngineRecovering("why"), STATS), b"about", b"kept")
         assert stage.front.got == []
         await stage.put(READY)  # while it loads
-        stage.front.says(FrontReady())
+        stage.front.says(WorkerReady())
         assert stage.front.got == [READY, STATS]
-        assert not stage.desk.recovering
+        assert not stage.ingress.recovering
 
     on_stage(scenario)
 
@@ -253,26 +253,26 @@ def test_output_that_is_too_large_is_cut_and_what_cannot_be_is_one_requests_end(
         await stage.put(deltas(2))
         (failed,) = stage.front.got
         assert (failed.request_id, failed.status, failed.code) == (2, 413, "output_too_large")
-        assert (stage.tokenizer.messages[5:], stage.desk.num_open) == ([Abort(2)], 4)
+        assert (stage.tokenizer.messages[5:], stage.ingress.num_open) == ([Abort(2)], 4)
 
     on_stage(scenario)
 
 
 def test_draining_waits_for_the_word_that_no_more_comes_and_for_what_is_open() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.desk.draining = True
+        stage.ingress.draining = True
         assert stage.front.got == [Drain()]
-        waiting = asyncio.ensure_future(stage.desk.wait_idle(5))
+        waiting = asyncio.ensure_future(stage.ingress.wait_idle(5))
         await stage.turn()
         assert not waiting.done(), "something may be on its way"
         stage.front.says(tokenize(1), tokenize(2))  # sent before it heard of the drain
         await stage.put(deltas(1, finish=Finish.STOP))
-        stage.front.says(FrontDrains())
+        stage.front.says(FrontendDrained())
         await stage.turn()
         assert not waiting.done()
         await stage.put(deltas(2, finish=Finish.STOP))
         assert await waiting
-        assert await stage.desk.wait_idle(0)
+        assert await stage.ingress.wait_idle(0)
 
     on_stage(scenario)
 
@@ -280,14 +280,14 @@ def test_draining_waits_for_the_word_that_no_more_comes_and_for_what_is_open() -
 def test_what_is_open_when_time_is_up_is_aborted_on_both_sides() -> None:
     async def scenario(stage: Stage) -> None:
         stage.front.says(tokenize(1))
-        stage.desk.draining = True
-        stage.front.says(FrontDrains())
-        assert not await stage.desk.wait_idle(0.01)
-        stage.desk.abort_all()
+        stage.ingress.draining = True
+        stage.front.says(FrontendDrained())
+        assert not await stage.ingress.wait_idle(0.01)
+        stage.ingress.abort_all()
         assert stage.front.got == [Drain(), AbortAll()]
         assert stage.tokenizer.messages[1:] == [Abort(1)]
         stage.front.says(Abort(1))  # its own, of the same request
-        assert (stage.tokenizer.messages[1:], await stage.desk.wait_idle(0)) == ([Abort(1)], True)
+        assert (stage.tokenizer.messages[1:], await stage.ingress.wait_idle(0)) == ([Abort(1)], True)
 
     on_stage(scenario)
 
@@ -295,10 +295,10 @@ def test_what_is_open_when_time_is_up_is_aborted_on_both_sides() -> None:
 def test_a_front_that_is_lost_while_it_drains_is_not_missed() -> None:
     async def scenario(stage: Stage) -> None:
         stage.front.says(tokenize(1))
-        stage.desk.draining = True
+        stage.ingress.draining = True
         stage.front.dies()
-        assert await stage.desk.wait_idle(5)
-        await stage.desk.leave()
+        assert await stage.ingress.wait_idle(5)
+        await stage.ingress.leave()
         assert len(stage.started) == 1
         assert stage.tokenizer.messages[1:] == [Abort(1)]
 
@@ -309,9 +309,9 @@ def test_one_that_came_while_the_engine_drains_is_told_so() -> None:
     async def scenario(stage: Stage) -> None:
         stage.front.dies()
         await stage.turn()
-        stage.desk.draining = True
-        assert await stage.desk.wait_idle(0), "there is nobody to wait for"
-        stage.front.says(FrontReady())
+        stage.ingress.draining = True
+        assert await stage.ingress.wait_idle(0), "there is nobody to wait for"
+        stage.front.says(WorkerReady())
         assert stage.front.got == [READY, Drain()]
 
     on_stage(scenario)
@@ -323,11 +323,11 @@ def test_a_crashed_engine_is_told_to_clients_although_its_actors_have_ended() ->
         stage.running.cancel()
         await asyncio.wait((stage.running,))
         assert not stage.front.killed
-        stage.desk.fail_all(EngineDied("scheduler crashed"))
+        stage.ingress.fail_all(EngineDied("scheduler crashed"))
         await stage.turn()
         assert stage.front.killed, "and that was its end"
         assert (stage.front.got, stage.front.ended) == ([EngineFailed("scheduler crashed")], True)
-        assert stage.desk.num_open == 0
+        assert stage.ingress.num_open == 0
 
     on_stage(scenario)
 
@@ -352,18 +352,18 @@ def test_restarts_end_somewhere(max_restarts: int, said: str) -> None:
             await stage.turn()
         with pytest.raises(EngineDied, match=f"front was killed; {said}"):
             await stage.end()
-        assert stage.desk.num_restarts == max_restarts
+        assert stage.ingress.num_restarts == max_restarts
 
     on_stage(scenario, max_restarts=max_restarts)
 
 
 def test_who_asks_is_answered_and_who_follows_is_told_once_for_all_fronts() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.front.says(tokenize(1), Ask(5), Follow())
+        stage.front.says(tokenize(1), GetSnapshot(5), Subscribe())
         assert stage.front.got == [Snapshot(5, 1.0, Gauges(num_open=1))]
         stage.front.dies()
         await stage.turn()
-        stage.front.says(FrontReady(), Follow())
+        stage.front.says(WorkerReady(), Subscribe())
         (follower,) = stage.watching
         follower.callboard_request_finished([FINISHED])
         assert stage.front.got[-1] == RequestsFinished((FINISHED,))
@@ -380,6 +380,6 @@ def test_a_bug_in_handling_what_the_front_says_ends_the_actor() -> None:
         stage.front.says(tokenize(1))
         with pytest.raises(RuntimeError, match="no room"):
             await stage.end()
-        await stage.desk.leave()
+        await stage.ingress.leave()
 
     on_stage(scenario)

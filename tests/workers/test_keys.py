@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import zmq
 
-from engine.messages import ExecutorAlive, RankGroupInbox, Step
+from engine.messages import Step, StepDone
 from engine.workers.keys import ClientKeys, Doorman, KeyPair
 from engine.workers.link import SocketLink
+from engine.workers.messages import FromWorker, WorkerAlive
 from tests.pace import far
 
 TCP = "tcp://127.0.0.1:0"
@@ -25,8 +26,8 @@ class Host:
         self.doorman = Doorman(self.context)
         self.doorman.admit("executor0", frozenset((self.client.public,)))
         self.messages: list[Any] = []
-        self.link: SocketLink[RankGroupInbox] = SocketLink(
-            "executor0", self.context, RankGroupInbox, self.messages.append, capacity=8
+        self.link: SocketLink[StepDone | FromWorker] = SocketLink(
+            "executor0", self.context, StepDone | FromWorker, self.messages.append, capacity=8
         )
         self.endpoint = self.link.bind(TCP, self.server)
 
@@ -34,7 +35,7 @@ class Host:
         arrived: list[Any] = []
         link: SocketLink[Any] = SocketLink("engine", context, Step, arrived.append, capacity=8)
         link.connect(self.endpoint, keys)
-        link.put(ExecutorAlive(0))
+        link.put(WorkerAlive(0))
         return link, arrived
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
@@ -89,7 +90,7 @@ def test_keys_are_derived_alike_by_all_who_share_the_secret_and_by_nobody_else()
         stranger.close()
         link, _ = host.knock(ClientKeys(host.client, host.server.public), elsewhere)
         await host.wait_for(lambda: bool(host.messages))
-        assert (host.messages, arrived) == ([ExecutorAlive(0)], [])
+        assert (host.messages, arrived) == ([WorkerAlive(0)], [])
         link.close()
 
     play(scenario)
@@ -121,7 +122,7 @@ def test_who_cannot_shake_hands_never_reaches_the_link(how: str) -> None:
             bare.curve_serverkey = KeyPair.draw().public
         events = bare.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         bare.connect(host.endpoint)
-        bare.send(b"\x92\xadExecutorAlive\x00")
+        bare.send(b"\x91\xabWorkerAlive")
         await host.wait_for(lambda: bool(events.poll(0)))
         assert int.from_bytes(events.recv_multipart()[0][:2], "little") == zmq.EVENT_DISCONNECTED
         bare.disable_monitor()

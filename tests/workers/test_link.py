@@ -16,19 +16,20 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.messages import ExecutorAlive, ExecutorReady, Step, StepDone, Stop
+from engine.messages import Step, StepDone, Stop
 from engine.workers.link import MAX_LOGGED_REFUSALS, LinkError
+from engine.workers.messages import WorkerAlive, WorkerReady
 from engine.workers.wire import Wire, WireError
 from tests.workers.conftest import Pair
 
 Run = Callable[..., None]
-GOOD = Wire("test").encode(ExecutorAlive(0))
+GOOD = Wire("test").encode(WorkerAlive(0))
 
 
 def test_messages_pass_in_order_both_ways(run: Run) -> None:
     async def scenario(pair: Pair) -> None:
         other, arrived = pair.connect()
-        other.put(ExecutorReady(0, 7))
+        other.put(WorkerReady(7))
         await pair.wait_for(lambda: len(pair.messages) == 1)
         for step_id in range(200):
             pair.link.put(Step(step_id, decode_rows=bytes(4 * step_id)))
@@ -53,7 +54,7 @@ def test_messages_pass_in_order_both_ways(run: Run) -> None:
         GOOD[:-1],
         GOOD + b"\x00",
         msgspec.msgpack.encode(["Nonsense", 1]),
-        msgspec.msgpack.encode(["ExecutorAlive", "zero"]),
+        msgspec.msgpack.encode(["WorkerAlive", "zero"]),
         msgspec.msgpack.encode({"step_id": 1}),
         Wire("test").encode(Step(1)),  # a message, but not one that an executor says
         Wire("test").encode(Stop()),
@@ -119,7 +120,7 @@ def test_bytes_that_are_no_zeromq_do_not_disturb_the_one_who_speaks_it(run: Run)
             vandal.sendall(greeting)
             vandals.append(vandal)
         other, arrived = pair.connect()
-        other.put(ExecutorAlive(0))
+        other.put(WorkerAlive(0))
         await pair.wait_for(lambda: len(pair.messages) == 1)
         pair.link.put(Step(1))
         await pair.wait_for(lambda: len(arrived) == 1)
@@ -133,15 +134,15 @@ def test_bytes_that_are_no_zeromq_do_not_disturb_the_one_who_speaks_it(run: Run)
 def test_a_second_peer_is_not_listened_to(run: Run) -> None:
     async def scenario(pair: Pair) -> None:
         other, arrived = pair.connect()
-        other.put(ExecutorAlive(0))
+        other.put(WorkerAlive(0))
         await pair.wait_for(lambda: len(pair.messages) == 1)
         pair.bare.connect(pair.endpoint)
-        pair.bare.send(Wire("test").encode(ExecutorReady(0, 1)))
-        other.put(ExecutorAlive(1))
+        pair.bare.send(Wire("test").encode(WorkerReady(1)))
+        other.put(WorkerAlive(1))
         await pair.wait_for(lambda: len(pair.messages) == 2)
         pair.link.put(Step(1))
         await pair.wait_for(lambda: len(arrived) == 1)
-        assert pair.messages == [ExecutorAlive(0), ExecutorAlive(1)]
+        assert pair.messages == [WorkerAlive(0), WorkerAlive(1)]
         other.close()
 
     run(scenario)
@@ -197,7 +198,7 @@ FRAMES = st.one_of(
     st.binary(max_size=300),
     st.builds(
         mutated,
-        st.sampled_from([Wire("t").encode(one) for one in (StepDone(0, 3, bytes(8)), ExecutorReady(0, 9), Step(1))]),
+        st.sampled_from([Wire("t").encode(one) for one in (StepDone(0, 3, bytes(8)), WorkerReady(9), Step(1))]),
         st.lists(st.tuples(st.integers(0, 40), st.integers(0, 255)), max_size=3),
         st.integers(0, 30),
     ),

@@ -1,4 +1,4 @@
-"""What becomes of an executor process that misbehaves, told to whoever holds the rank group."""
+"""What becomes of an executor process that misbehaves, told to whoever holds the executors."""
 
 import asyncio
 import os
@@ -11,10 +11,10 @@ import uvloop
 
 from engine.config import Config, build_config
 from engine.errors import EngineDied
-from engine.messages import ExecutorReady, ExecutorsLost, Step, StepDone, Stop
-from engine.workers.executors import RankGroup
-from engine.workers.intensity import RestartIntensity
-from engine.workers.placement import ProcessPlacement
+from engine.messages import ExecutorsLost, ExecutorsReady, Step, StepDone, Stop
+from engine.workers.executors import Executors
+from engine.workers.limits import RestartIntensity
+from engine.workers.placement import ProcessExecutors
 from tests.pace import far
 from tests.workers.executors import children
 from tests.workers.odd_executor import EXITS, FINE, LARGE, OVERSIZED, RAISES
@@ -43,9 +43,9 @@ class Heard:
                 await self.arrived.wait()
 
 
-def start(name: str = "", max_restarts: int = 5, num_ranks: int = 1) -> tuple[RankGroup, Heard, "asyncio.Task[None]"]:
+def start(name: str = "", max_restarts: int = 5, num_ranks: int = 1) -> tuple[Executors, Heard, "asyncio.Task[None]"]:
     config = build_config(Config(), {"model": {"name": name}})
-    placement = ProcessPlacement(
+    placement = ProcessExecutors(
         config=config,
         max_len=64,
         num_ranks=num_ranks,
@@ -53,7 +53,7 @@ def start(name: str = "", max_restarts: int = 5, num_ranks: int = 1) -> tuple[Ra
         progress=False,
         module="tests.workers.odd_executor",
     )
-    group = RankGroup(
+    group = Executors(
         num_ranks=num_ranks, placement=placement, intensity=RestartIntensity(max_restarts, 100.0), step_timeout_s=0.0
     )
     heard = Heard()
@@ -71,11 +71,11 @@ def test_every_way_to_fail_is_named_and_the_next_process_serves() -> None:
     async def main() -> None:
         group, heard, running = start()
         for step_id, reason in said.items():
-            assert await heard.next(ExecutorReady) == ExecutorReady(0, 5)
+            assert await heard.next(ExecutorsReady) == ExecutorsReady(5)
             group.links[0].put(Step(step_id))
             with pytest.raises(AssertionError, match=reason):
                 raise AssertionError((await heard.next(ExecutorsLost)).reason)
-        await heard.next(ExecutorReady)
+        await heard.next(ExecutorsReady)
         group.links[0].put(Step(FINE))
         assert (await heard.next(StepDone)).step_id == FINE
         group.inbox.put(Stop())
@@ -96,8 +96,7 @@ def test_where_ranks_meet_there_is_a_place_for_as_long_as_they_are_a_group(
         group, heard, running = start(num_ranks=num_ranks)
         places = []
         for _ in range(2):
-            for _ in range(num_ranks):
-                await heard.next(ExecutorReady)
+            await heard.next(ExecutorsReady)
             places.append(os.listdir(tmp_path))
             assert len(places[-1]) == (num_ranks > 1), "of one rank nothing is left, of several where they meet"
             for link in group.links:
@@ -117,11 +116,11 @@ def test_a_step_that_two_ranks_have_no_room_for_is_cut_in_the_next_generations_a
         group, heard, running = start(max_restarts=0, num_ranks=2)
         large = Step(LARGE, decode_rows=np.arange(12, dtype=np.int32).tobytes())
         for _ in range(2):  # a limit of 6, which is too much still, and of 3
-            await ready(heard)
+            await heard.next(ExecutorsReady)
             for link in group.links:
                 link.put(large)
             assert "no room for a step of" in (await heard.next(ExecutorsLost)).reason
-        await ready(heard)
+        await heard.next(ExecutorsReady)
         for link in group.links:
             link.put(large)
         answers = [await heard.next(StepDone) for _ in group.links]
@@ -129,10 +128,6 @@ def test_a_step_that_two_ranks_have_no_room_for_is_cut_in_the_next_generations_a
         group.inbox.put(Stop())
         await asyncio.wait_for(running, far(10))
         assert group.num_restarts == 2
-
-    async def ready(heard: Heard) -> None:
-        for _ in range(2):
-            await heard.next(ExecutorReady)
 
     uvloop.run(main())
     assert not children()

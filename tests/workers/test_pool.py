@@ -17,16 +17,15 @@ from engine.messages import (
     Finish,
     Stop,
     Tokenize,
-    TokenizerAlive,
-    TokenizerReady,
     TokenizersLost,
     TokenizersReady,
     Tokens,
 )
 from engine.params import SamplingParams
-from engine.workers.group import ProcessLost, Reports
-from engine.workers.intensity import RestartIntensity
-from engine.workers.tokenizers import TokenizerPool
+from engine.workers.group import Reports, WorkerLost
+from engine.workers.limits import RestartIntensity
+from engine.workers.messages import WorkerAlive, WorkerReady
+from engine.workers.tokenizers import TokenizerPool, TokenizerSlot
 from engine.workers.wire import WireError
 from tests.actors.test_ingress import Sent
 from tests.pace import far
@@ -54,7 +53,7 @@ class Double:
         self.ended = True
         self.says(Deltas((Delta(99, "last words"),)))
 
-    async def kill(self) -> None:
+    async def kill(self, *, is_stuck: bool) -> None:
         self.killed = True
 
     def says(self, *messages: Any) -> None:
@@ -62,7 +61,7 @@ class Double:
             self.reports.heard(message)
 
     def dies(self, reason: str = "was killed", error: CallboardError | None = None) -> None:
-        self.reports.lost(ProcessLost(f"{self.name} {reason}", error))
+        self.reports.lost(WorkerLost(f"{self.name} {reason}", error))
 
 
 class Stage:
@@ -81,8 +80,8 @@ class Stage:
         self.pool.connect(scheduler=self.scheduler, ingress=self.ingress)
         self.running = asyncio.ensure_future(self.pool.run())
 
-    def _start(self, name: str, number: int, reports: Reports) -> Double:
-        self.started.append(Double(name, number, reports))
+    def _start(self, slot: TokenizerSlot, reports: Reports) -> Double:
+        self.started.append(Double(slot.name, slot.number, reports))
         return self.started[-1]
 
     async def turn(self) -> None:
@@ -124,7 +123,7 @@ def on_stage(
         await stage.turn()
         if ready:
             for one in list(stage.started):
-                one.says(TokenizerReady())
+                one.says(WorkerReady())
             assert stage.ingress.messages == [TokenizersReady()]
             stage.ingress.messages.clear()
         await scenario(stage)
@@ -140,9 +139,9 @@ def on_stage(
 
 def test_requests_are_taken_once_every_process_has_loaded() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.started[1].says(TokenizerAlive(), TokenizerReady())
+        stage.started[1].says(WorkerAlive(), WorkerReady())
         assert stage.ingress.messages == []
-        stage.started[0].says(TokenizerReady())
+        stage.started[0].says(WorkerReady())
         assert stage.ingress.messages == [TokenizersReady()]
 
     on_stage(scenario, ready=False)
@@ -231,7 +230,7 @@ def test_a_lost_process_fails_its_requests_and_no_others() -> None:
         assert (again.number, again.name) == (0, "tokenizer0")
         await stage.open(6)
         assert other.got[-1] == tokenize(6)
-        again.says(TokenizerReady())
+        again.says(WorkerReady())
         ids = np.array([6, 8], dtype=np.int64)
         await stage.open(8)
         await stage.put(Tokens(ids.tobytes(), bytes(8), bytes(2)))
@@ -266,7 +265,7 @@ def test_without_any_process_requests_wait_and_ingress_is_told() -> None:
         await stage.put(Abort(3))
         again = stage.started[1]
         assert again.got == []
-        again.says(TokenizerReady())
+        again.says(WorkerReady())
         has_left = Deltas((Delta(3, "", finish=Finish.ABORT),))
         assert stage.ingress.messages[1:] == [has_left, TokenizersReady()], "no process has ever had it"
         assert again.got == [tokenize(2), tokenize(5)]
@@ -305,10 +304,10 @@ def test_a_process_that_falls_silent_is_lost_and_one_that_beats_is_not() -> None
         silent, beating = stage.started
         async with asyncio.timeout(far(5)):
             while len(stage.started) == 2:
-                beating.says(TokenizerAlive(waiting=3, peak=9))
+                beating.says(WorkerAlive(waiting=3, peak=9))
                 await asyncio.sleep(0.005)
         assert (silent.killed, beating.killed) == (True, False)
-        assert [(desk.waiting, desk.peak) for desk in stage.pool.desks] == [(0, 0), (3, 9)]
+        assert [(slot.waiting, slot.peak) for slot in stage.pool.slots] == [(0, 0), (3, 9)]
 
     on_stage(scenario, silence_timeout_s=0.2)
 

@@ -16,20 +16,12 @@ from engine.actors.ingress import Ingress
 from engine.actors.tokenizer import Tokenizer
 from engine.config import LimitsSection
 from engine.errors import RequestError
-from engine.messages import (
-    Abort,
-    Admit,
-    EngineReady,
-    Finish,
-    Stop,
-    TokenizerAlive,
-    TokenizerReady,
-    Tokens,
-)
+from engine.messages import Abort, Admit, EngineReady, Finish, Stop, Tokens
 from engine.params import SamplingParams
-from engine.workers.group import ProcessLost, Reports
-from engine.workers.intensity import RestartIntensity
-from engine.workers.tokenizers import TokenizerPool
+from engine.workers.group import Reports, WorkerLost
+from engine.workers.limits import RestartIntensity
+from engine.workers.messages import WorkerAlive, WorkerReady
+from engine.workers.tokenizers import TokenizerPool, TokenizerSlot
 from engine.workers.wire import Wire
 from tests.sim.codec import SimCodec, text_of
 from tests.sim.loop import SimLoop
@@ -82,12 +74,12 @@ class Process:
 
     async def _live(self, load_s: float) -> None:
         await asyncio.sleep(load_s)
-        self._back.put(TokenizerReady())
+        self._back.put(WorkerReady())
         await self.tokenizer.run()
 
     async def _beat(self) -> None:
         while True:
-            self._back.put(TokenizerAlive())
+            self._back.put(WorkerAlive())
             await asyncio.sleep(SILENCE_S / 4)
 
     @property
@@ -98,7 +90,7 @@ class Process:
         """quietly: as a hang, which nobody tells."""
         self._to.is_cut = self._back.is_cut = True
         if not quietly:
-            self._reports.lost(ProcessLost(f"{self.name} was killed"))
+            self._reports.lost(WorkerLost(f"{self.name} was killed"))
 
     def put(self, message: Any) -> None:
         self._to.put(message)
@@ -107,7 +99,7 @@ class Process:
         self._to.put(Stop())
         await asyncio.wait(self._tasks[:1])
 
-    async def kill(self) -> None:
+    async def kill(self, *, is_stuck: bool) -> None:
         self._to.is_cut = self._back.is_cut = True
         for task in self._tasks:
             task.cancel()
@@ -176,8 +168,8 @@ class World:
         self.book.ingress = self.ingress
         self.pool.connect(scheduler=self.book, ingress=self.ingress.inbox)
 
-    def _start(self, name: str, number: int, reports: Reports) -> Process:
-        self.processes.append(Process(self, name, number, reports))
+    def _start(self, slot: TokenizerSlot, reports: Reports) -> Process:
+        self.processes.append(Process(self, slot.name, slot.number, reports))
         return self.processes[-1]
 
     async def play(self) -> None:
@@ -209,13 +201,13 @@ class World:
         if living:
             victim = self.rng.choice(living)
             # One that loads has two minutes for that, which is too long for a test.
-            quietly = self.rng.random() < 0.3 and self.pool.desks[victim.number].is_ready
+            quietly = self.rng.random() < 0.3 and self.pool.slots[victim.number].is_ready
             victim.die(quietly=quietly)
             self.marks["hang" if quietly else "kill"] += 1
             if self.pool.num_ready == 0:
                 self.marks["nobody left"] += 1
             self.marks["encoded again"] += sum(request.again for request in self.pool._requests.values())
-            self.marks["moved"] += len(self.pool._shards._moved)
+            self.marks["moved"] += len(self.pool._router._moved)
 
     async def client(self) -> None:
         prompt = [self.rng.randrange(90) for _ in range(self.rng.randint(1, 9))]
@@ -244,13 +236,13 @@ class World:
         assert expected.startswith(text), "what came before an error is right"
 
     async def rest(self) -> None:
-        """Nothing is left anywhere, and every desk is taken again."""
+        """Nothing is left anywhere, and every slot is taken again."""
         while self.book.open or self.pool.num_ready < self.num_processes or len(self.living) < self.num_processes:
             await asyncio.sleep(0.1)
         await asyncio.sleep(1.0)
         assert self.ingress.num_open == 0
         assert self.pool._requests == {}
-        assert self.pool._shards._moved == {}
+        assert self.pool._router._moved == {}
         assert [one.tokenizer._texts for one in self.living] == [{}] * self.num_processes
         assert not self.ingress.recovering
 

@@ -12,27 +12,17 @@ import msgspec
 import pytest
 import zmq
 
-from engine.messages import (
-    Abort,
-    Admit,
-    Delta,
-    Deltas,
-    ExecutorAlive,
-    Failed,
-    Stop,
-    Tokenize,
-    TokenizerAlive,
-    TokenizerPoolInbox,
-)
+from engine.messages import Abort, Admit, Delta, Deltas, Failed, StepDone, Stop, Tokenize
 from engine.params import SamplingParams
 from engine.workers.keys import KeyPair
-from engine.workers.link_server import Switchboard
+from engine.workers.link_server import LinkServer
 from engine.workers.main import Outgoing
+from engine.workers.messages import FromTokenizer, FromWorker, WorkerAlive
 from engine.workers.tokenizer_main import TextLink
 from engine.workers.wire import Wire
 from tests.pace import far
 
-GOOD = Wire("test").encode(TokenizerAlive(1, 2))
+GOOD = Wire("test").encode(WorkerAlive(1, 2))
 
 
 async def wait_for(condition: Callable[[], bool]) -> None:
@@ -50,7 +40,7 @@ async def wait_for(condition: Callable[[], bool]) -> None:
         msgspec.msgpack.encode(["Nonsense", 1]),
         msgspec.msgpack.encode(["Admit", "one", b"", {}]),
         msgspec.msgpack.encode(["Deltas", [["Delta", 1]]]),
-        Wire("test").encode(ExecutorAlive(0)),  # a message, but not one that a tokenizer says
+        Wire("test").encode(StepDone(0, 1, b"")),  # a message, but not one that a tokenizer says
         Wire("test").encode(Tokenize(1, SamplingParams(), text="x")),
         Wire("test").encode(Stop()),
     ],
@@ -63,22 +53,22 @@ def test_what_no_tokenizer_says_is_refused_by_name(
     arrived: list[Any] = []
 
     async def main() -> None:
-        switchboard = Switchboard(f"unix:{tmp_path}")
-        link, endpoint, keys = switchboard.open("tokenizer0", TokenizerPoolInbox, arrived.append, capacity=8)
+        server = LinkServer("tokenizer0", f"unix:{tmp_path}", FromTokenizer | FromWorker, arrived.append, capacity=8)
+        keys = server.client
         context = zmq.Context()
         bare = context.socket(zmq.PAIR)
         bare.curve_publickey, bare.curve_secretkey, bare.curve_serverkey = keys.own.public, keys.own.secret, keys.server
-        bare.connect(endpoint)
+        bare.connect(server.endpoint)
         for sent in (GOOD, frame, GOOD):
             bare.send(sent)
         await wait_for(lambda: len(arrived) == 2)
-        assert link.num_refused == 1
+        assert server.link.num_refused == 1
         context.destroy(linger=0)
-        switchboard.close()
+        server.close()
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
-    assert arrived == [TokenizerAlive(1, 2)] * 2
+    assert arrived == [WorkerAlive(1, 2)] * 2
     assert caplog.messages[0].startswith("link tokenizer0: refused: ")
     assert list(tmp_path.iterdir()) == []
 
@@ -88,17 +78,17 @@ def test_a_stranger_gets_no_tokenizers_place(tmp_path: Path, caplog: pytest.LogC
     arrived: list[Any] = []
 
     async def main() -> None:
-        switchboard = Switchboard(f"unix:{tmp_path}")
-        _, endpoint, keys = switchboard.open("tokenizer0", TokenizerPoolInbox, arrived.append, capacity=8)
+        server = LinkServer("tokenizer0", f"unix:{tmp_path}", FromTokenizer | FromWorker, arrived.append, capacity=8)
+        keys = server.client
         context = zmq.Context()
         stranger = KeyPair.draw()
         bare = context.socket(zmq.PAIR)
         bare.curve_publickey, bare.curve_secretkey, bare.curve_serverkey = stranger.public, stranger.secret, keys.server
-        bare.connect(endpoint)
+        bare.connect(server.endpoint)
         bare.send(GOOD)
         await wait_for(lambda: bool(caplog.messages))
         context.destroy(linger=0)
-        switchboard.close()
+        server.close()
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())

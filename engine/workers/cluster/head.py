@@ -30,31 +30,61 @@ STORE_TIMEOUT_S = 30.0
 LEAVE_TIMEOUT_S = 2.0  # for the joiners to see that all is done, before the store is gone
 MAX_LOGGED_FORGERIES = 20
 
-Lost = Callable[[int, str, CallboardError | None], None]
+Ended = Callable[[str, CallboardError | None], None]
+
+
+class RemoteProcess:
+    """A rank's process on another machine, whose joiner starts and ends it.
+
+    ended: told what has become of it, and an error that would only come again."""
+
+    def __init__(self, ended: Ended) -> None:
+        self._ended = ended
+        self._left = asyncio.Event()
+
+    def leave(self, how: str, error: CallboardError | None) -> None:
+        """It has ended."""
+        self._left.set()
+        self._ended(how, error)
+
+    def kill(self) -> None:
+        """Wait for it no longer: its joiner ends it, and before it starts another one."""
+        self._left.set()
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; False if that did not come in time."""
+        try:
+            await asyncio.wait_for(self._left.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
 
 
 class Call:
     """One generation as the other machines hear of it.  rendezvous: where its ranks form their communicator."""
 
-    def __init__(self, head: "Head", lost: Lost) -> None:
+    def __init__(self, head: "Head") -> None:
         self.nonce = secrets.token_hex(16)
         self.rendezvous = board.rendezvous(head.cluster, self.nonce)
-        self.lost = lost
         self._head = head
         self._endpoints = [""] * head.cluster.size
+        self._processes: dict[int, RemoteProcess] = {}
 
-    def link(self, rank: int) -> tuple[str, KeyPair, ClientKeys]:
+    def link(self, rank: int) -> tuple[str, tuple[KeyPair, ClientKeys]]:
         """Where a rank's link listens, as ZeroMQ takes it, and its keys.  Raises ConfigError if that is nowhere."""
-        head, client = board.link_keys(self._head.cluster_key, self.nonce, rank)
-        return self._head.listening_place(rank), head, client
+        return self._head.listening_place(rank), board.link_keys(self._head.cluster_key, self.nonce, rank)
 
-    def add(self, rank: int, endpoint: str) -> None:
-        """A rank's link listens at ``endpoint``."""
+    def process(self, rank: int, endpoint: str, ended: Ended) -> RemoteProcess:
+        """The process of a rank, whose link listens at ``endpoint``.  Once all links do, the joiners may come."""
         self._endpoints[rank] = f"tcp://{self._head.reached_by}:{endpoint.rpartition(':')[2]}"
+        self._processes[rank] = RemoteProcess(ended)
+        if all(self._endpoints[1:]):
+            self._head.begin(self, tuple(self._endpoints))
+        return self._processes[rank]
 
-    def begin(self) -> None:
-        """All links are there: let the joiners come."""
-        self._head.begin(self, tuple(self._endpoints))
+    def lost(self, rank: int, how: str, error: CallboardError | None) -> None:
+        """What has become of a rank, and an error that would only come again."""
+        self._processes[rank].leave(how, error)
 
     def end(self) -> None:
         """Let the joiners end their executors; again: no effect."""
@@ -123,12 +153,11 @@ class Head:
         asked from another thread."""
         self._is_leaving = is_leaving
 
-    def call(self, lost: Lost) -> Call:
-        """A new generation.  lost: called on the loop with a rank, what has become of it, and an error that would only
-        come again.  Raises EngineDied if joiners cannot be reached any more."""
+    def call(self) -> Call:
+        """A new generation.  Raises EngineDied if joiners cannot be reached any more."""
         if self._gone is not None:
             raise self._gone
-        return Call(self, lost)
+        return Call(self)
 
     def listening_place(self, rank: int) -> str:
         """Where ZeroMQ listens for a rank; it takes addresses and no names."""

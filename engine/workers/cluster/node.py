@@ -20,13 +20,13 @@ from typing import Any
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.config import Config
 from engine.errors import CallboardError, ConfigError, EngineDied, WeightsError
-from engine.workers.child import Child
+from engine.workers.child import Child, Ticket
 from engine.workers.cluster import store as board
 from engine.workers.cluster.environment import Cluster
 from engine.workers.cluster.polling import Rounds
 from engine.workers.cluster.store import Board, Forged, Notice, Word
-from engine.workers.messages import Place, Ticket
-from engine.workers.watch import TICKS, Watch
+from engine.workers.limits import TICKS, Watch
+from engine.workers.messages import Place
 
 log = logging.getLogger(__name__)
 
