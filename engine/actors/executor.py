@@ -45,7 +45,7 @@ class Runner(Protocol):
         ...
 
     def leave(self) -> None:
-        """After a failure: give up the ranks' communicator, so that ranks which wait for this one fail too, and at once."""
+        """After a failure: give up the communicator, so that ranks which wait for this one fail too, and at once."""
         ...
 
 
