@@ -269,8 +269,8 @@ class WorkerGroup(Generic[Said, Told]):
         self._tick_s = min((one for one in (patience.step_s, patience.silence_s) if one > 0), default=TICKS) / TICKS
         self._load_s = 0.0
         self._told_to_stop = asyncio.Event()
+        self._is_given_up = False
         self._failure: Exception | None = None
-        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def num_ready(self) -> int:
@@ -285,19 +285,18 @@ class WorkerGroup(Generic[Said, Told]):
         """Keep a worker in every slot until told to stop.
 
         Raises what the first load raised, what the owner raises, or EngineDied when restarting does not help."""
-        self._tasks = [
+        tasks = [
             asyncio.create_task(self._keep(slots), name=f"{slots[0].name}.keep") for slots in self._policy(self.slots)
         ]
         try:
-            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            self._cancel()
-            await asyncio.wait(self._tasks)
+            self._give_up()
+            await asyncio.wait(tasks)
         if self._failure is not None:
             raise self._failure
-        for task in self._tasks:
-            if not task.cancelled():
-                task.result()
+        for task in tasks:
+            task.result()
 
     def new_watch(self) -> Watch:
         """For a new worker."""
@@ -310,13 +309,12 @@ class WorkerGroup(Generic[Said, Told]):
             what(self._owner)
         except Exception as error:
             self._failure = self._failure or error
-            self._cancel()
+            self._give_up()
 
-    def _cancel(self) -> None:
-        """Once only: what a task does when it is cancelled is to end its workers."""
-        for task in self._tasks:
-            if not task.cancelling():
-                task.cancel()
+    def _give_up(self) -> None:
+        """Kill what is there.  No task is cancelled for it: it may be in the middle of killing its workers."""
+        self._is_given_up = True
+        self._told_to_stop.set()
 
     def loaded(self, generation: _Generation[Said, Told], ready: Sequence[WorkerReady]) -> None:
         """A generation takes work from now on."""
@@ -356,7 +354,7 @@ class WorkerGroup(Generic[Said, Told]):
                     if generation.losses and len(workers) > 1:
                         # One's failure may be that of another, whose reason is the true one.
                         await asyncio.sleep(LAST_WORDS_S)
-                    elif generation.is_ready and not generation.losses:  # what still loads has nothing to finish
+                    elif generation.is_ready and not generation.losses and not self._is_given_up:
                         await asyncio.gather(*(worker.end() for worker in workers))
                 finally:
                     generation.close()
