@@ -184,10 +184,10 @@ def _serve_replicas(parsed: argparse.Namespace, config: Config) -> None:
 
 
 async def _join(cluster: Cluster, config: Config) -> None:
-    from engine.workers.cluster.node import Joiner
+    from engine.workers.cluster.node import Node
 
     check_cluster(cluster, config)
-    await Joiner(cluster, config).run()
+    await Node(cluster, config).run()
 
 
 async def _serve_as_head(cluster: Cluster, config: Config) -> None:

@@ -50,7 +50,7 @@ from engine.workers.messages import (
     ToFrontend,
     WorkerReady,
 )
-from engine.workers.wire import WireError
+from engine.workers.wire import WireError, in_parts
 
 log = logging.getLogger(__name__)
 
@@ -221,18 +221,8 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
         except WireError as error:
             if not isinstance(message, Deltas):
                 raise
-            self._tell_in_parts(message, error)
-
-    def _tell_in_parts(self, message: Deltas, error: WireError) -> None:
-        """What is too large for a frame is cut, and if it cannot be cut, it is its request's end and nobody else's."""
-        if len(message.deltas) > 1:
-            middle = len(message.deltas) // 2
-            self._tell(Deltas(message.deltas[:middle]))
-            self._tell(Deltas(message.deltas[middle:]))
-            return
-        (delta,) = message.deltas
-        self._abort(Abort(delta.request_id))
-        self._tell(Failed(delta.request_id, f"the output is too large: {error}", 413, "output_too_large"))
+            for part in in_parts(message, error):
+                self._abort(part) if isinstance(part, Abort) else self._tell(part)
 
     # ---- from the front ---------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from engine.text.loading import load_codec
 from engine.workers.child import Ticket, enter
 from engine.workers.main import Outgoing, WorkerProcess
 from engine.workers.messages import TokenizerAssignment, TokenizerProcessInbox, WorkerReady
-from engine.workers.wire import WireError
+from engine.workers.wire import WireError, in_parts
 
 CAPACITY = 1 << 18  # of the link, in messages: of as many requests as may be open at most, four each
 
@@ -63,14 +63,9 @@ class TextLink:
             self._outgoing.fail(error)
 
     def _put_smaller(self, message: Admit | Abort | Deltas | Failed, error: WireError) -> None:
-        if isinstance(message, Deltas) and len(message.deltas) > 1:
-            middle = len(message.deltas) // 2
-            self.put(Deltas(message.deltas[:middle]))
-            self.put(Deltas(message.deltas[middle:]))
-        elif isinstance(message, Deltas):
-            (delta,) = message.deltas
-            self.put(Abort(delta.request_id))
-            self.put(Failed(delta.request_id, f"the output is too large: {error}", 413, "output_too_large"))
+        if isinstance(message, Deltas):
+            for part in in_parts(message, error):
+                self.put(part)
         elif isinstance(message, Admit):
             self.put(Failed(message.request_id, f"the prompt is too large: {error}", 413, "request_too_large"))
         else:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import CallboardError
-from engine.messages import Message
+from engine.messages import Abort, Deltas, Failed, Message
 from engine.workers.messages import AnyMessage
 
 MAX_FRAME_BYTES = 64 << 20
@@ -47,3 +47,12 @@ class Wire:
             return self._decoder.decode(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(f"link {self._name}: not a message: {error}") from None
+
+
+def in_parts(message: Deltas, error: WireError) -> tuple[Deltas, Deltas] | tuple[Abort, Failed]:
+    """What to send in place of deltas that are too large for a frame: two halves, or the end of the one request."""
+    if len(message.deltas) > 1:
+        middle = len(message.deltas) // 2
+        return Deltas(message.deltas[:middle]), Deltas(message.deltas[middle:])
+    request_id = message.deltas[0].request_id
+    return Abort(request_id), Failed(request_id, f"the output is too large: {error}", 413, "output_too_large")

@@ -15,10 +15,10 @@ from engine.config import Config, build_config
 from engine.errors import ConfigError, EngineDied, WeightsError
 from engine.messages import ExecutorsLost, ExecutorsReady, Stop
 from engine.plugins.support.rendezvous import serve_store
-from engine.workers.cluster import node as joiner_module
+from engine.workers.cluster import node as node_module
 from engine.workers.cluster.head import Head
-from engine.workers.cluster.node import Joiner
-from engine.workers.cluster.store import Board, Notice, our_release
+from engine.workers.cluster.node import Node
+from engine.workers.cluster.store import ClusterStore, Notice, our_release
 from engine.workers.executors import Executors
 from engine.workers.limits import RestartIntensity
 from engine.workers.placement import ProcessExecutors
@@ -43,7 +43,7 @@ class Scene:
 
     def join(self, config: Config | None = None, **changes: Any) -> "asyncio.Task[None]":
         """One more joiner for rank 1."""
-        joiner = Joiner(cluster(1, self.port, **changes), config or self.config, MODULE)
+        joiner = Node(cluster(1, self.port, **changes), config or self.config, MODULE)
         self.joiners.append(asyncio.create_task(joiner.run()))
         return self.joiners[-1]
 
@@ -124,13 +124,13 @@ def test_a_joiner_that_is_told_to_end_alone_does_and_the_next_one_takes_its_plac
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Notice | None]:
     """What joiners have read on boards so far."""
     seen: list[Notice | None] = []
-    read = Board.read
+    read = ClusterStore.read
 
-    def noted(board: Board) -> Notice | None:
+    def noted(board: ClusterStore) -> Notice | None:
         seen.append(read(board))
         return seen[-1]
 
-    monkeypatch.setattr(Board, "read", noted)
+    monkeypatch.setattr(ClusterStore, "read", noted)
     return seen
 
 
@@ -142,7 +142,7 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_a_joiner_that_is_told_to_end_with_its_head_waits_for_it(
     looks: list[Notice | None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(joiner_module, "LEAVE_GRACE_S", 0.1)
+    monkeypatch.setattr(node_module, "LEAVE_GRACE_S", 0.1)
 
     async def scenario(scene: Scene) -> None:
         joiner = scene.join()
@@ -258,7 +258,7 @@ def test_a_head_whose_first_load_fails_ends_with_its_reason() -> None:
 def test_what_an_earlier_head_has_left_in_a_launchers_store_misleads_nobody(looks: list[Notice | None]) -> None:
     async def scenario(scene: Scene) -> None:
         store = serve_store("127.0.0.1", scene.port, 5)
-        board = Board(store, KEY)
+        board = ClusterStore(store, KEY)
         board.post(
             Notice(our_release(), 2, state="failed", reason="long ago", nonce="old", endpoints=("", "tcp://x:1"))
         )
@@ -274,7 +274,7 @@ def test_what_an_earlier_head_has_left_in_a_launchers_store_misleads_nobody(look
 
 def test_a_head_that_is_silent_is_gone() -> None:
     async def scenario(scene: Scene) -> None:
-        board = Board(serve_store("127.0.0.1", scene.port, 5), KEY)
+        board = ClusterStore(serve_store("127.0.0.1", scene.port, 5), KEY)
         board.clear([1])
         board.post(Notice(our_release(), 2))
         joiner = scene.join()

@@ -17,10 +17,18 @@ import msgspec
 
 from engine.config import Config
 from engine.errors import CallboardError, ConfigError, EngineDied
-from engine.workers.cluster import store as board
 from engine.workers.cluster.environment import Cluster, link_place
-from engine.workers.cluster.polling import Rounds
-from engine.workers.cluster.store import Board, Forged, Notice, Word
+from engine.workers.cluster.polling import Polling
+from engine.workers.cluster.store import (
+    ClusterStore,
+    Forged,
+    NodeStatus,
+    Notice,
+    link_keys,
+    our_release,
+    rendezvous,
+    shortened,
+)
 from engine.workers.keys import ClientKeys, KeyPair
 
 log = logging.getLogger(__name__)
@@ -65,14 +73,14 @@ class Call:
 
     def __init__(self, head: "Head") -> None:
         self.nonce = secrets.token_hex(16)
-        self.rendezvous = board.rendezvous(head.cluster, self.nonce)
+        self.rendezvous = rendezvous(head.cluster, self.nonce)
         self._head = head
         self._endpoints = [""] * head.cluster.size
         self._processes: dict[int, RemoteProcess] = {}
 
     def link(self, rank: int) -> tuple[str, tuple[KeyPair, ClientKeys]]:
         """Where a rank's link listens, as ZeroMQ takes it, and its keys.  Raises ConfigError if that is nowhere."""
-        return self._head.listening_place(rank), board.link_keys(self._head.cluster_key, self.nonce, rank)
+        return self._head.listening_place(rank), link_keys(self._head.cluster_key, self.nonce, rank)
 
     def process(self, rank: int, endpoint: str, ended: Ended) -> RemoteProcess:
         """The process of a rank, whose link listens at ``endpoint``.  Once all links do, the joiners may come."""
@@ -103,12 +111,12 @@ class Head:
         self.join_timeout_s = config.placement.join_timeout_s
         self._listens_on, self.reached_by, self._port = link_place(cluster, config)
         self._joiners = range(1, cluster.size)
-        self._board: Board | None = None
-        self._rounds: Rounds | None = None
-        self._notice = Notice(board.our_release(), cluster.size)
+        self._store: ClusterStore | None = None
+        self._polling: Polling | None = None
+        self._notice = Notice(our_release(), cluster.size)
         self._posted: Notice | None = None
         self._heard: dict[int, bytes] = {}
-        self._unfit: dict[int, Word] = {}  # what those have said that do not fit, until they say something else
+        self._unfit: dict[int, NodeStatus] = {}  # what those have said that do not fit, until they say something else
         self._num_forgeries = 0
         self._generation = 0
         self._call: Call | None = None
@@ -125,20 +133,20 @@ class Head:
         log.info("rank 0 of %d, the head: the store is %s, at %s", self.cluster.size, whose, self.cluster.store)
         for host in sorted({self.cluster.host, self.reached_by}):
             _warn_of_loopback(host)
-        self._board = Board(self._open_store(), self.cluster_key)
-        self._rounds = Rounds("head", self._begin, self._go, self._store_gone, pause_s=PAUSE_S)
-        self._rounds.start()
+        self._store = ClusterStore(self._open_store(), self.cluster_key)
+        self._polling = Polling("head", self._begin, self._go, self._store_gone, pause_s=PAUSE_S)
+        self._polling.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._rounds is not None
+        assert self._polling is not None
         if error is None or isinstance(error, asyncio.CancelledError):
             self._say(state="done", nonce="", endpoints=())
         else:
             reason = str(error) if isinstance(error, CallboardError) else type(error).__name__
-            self._say(state="failed", reason=board.shortened(reason), nonce="", endpoints=())
+            self._say(state="failed", reason=shortened(reason), nonce="", endpoints=())
         if self._gone is None:
             try:
                 async with asyncio.timeout(LEAVE_TIMEOUT_S):
@@ -146,7 +154,7 @@ class Head:
                     await self._nobody_here.wait()
             except TimeoutError:
                 log.info("%s did not say goodbye", named(sorted(self._here)) if self._here else "the store")
-        self._rounds.end()
+        self._polling.end()
 
     def follow(self, is_leaving: Callable[[], bool]) -> None:
         """is_leaving: whether no more requests are taken.  Joiners that were told to end then wait for those that run;
@@ -185,9 +193,9 @@ class Head:
             self._say(nonce="", endpoints=())
 
     def _say(self, **changes: object) -> None:
-        assert self._rounds is not None
+        assert self._polling is not None
         self._notice = msgspec.structs.replace(self._notice, **changes)
-        self._rounds.hurry()
+        self._polling.hurry()
 
     # ---- on the thread ----------------------------------------------------------------------
 
@@ -203,25 +211,25 @@ class Head:
             raise ConfigError(f"MASTER_ADDR:MASTER_PORT={cluster.store}: no rendezvous store: {reason}") from None
 
     def _begin(self) -> None:
-        assert self._board is not None
-        self._board.clear(self._joiners)
+        assert self._store is not None
+        self._store.clear(self._joiners)
 
     def _go(self) -> None:
-        assert self._board is not None
-        assert self._rounds is not None
+        assert self._store is not None
+        assert self._polling is not None
         if self._notice.state == "serving" and self._is_leaving():
-            self._rounds.tell(self._note_leaving)
+            self._polling.tell(self._note_leaving)
         notice = self._notice
         if notice is not self._posted:
-            self._board.post(notice)
+            self._store.post(notice)
             self._posted = notice
             if notice.state in ("done", "failed"):
-                self._rounds.tell(self._last_posted.set)
-        self._board.beat()  # after the notice: who sees a beat knows that the notice is of a head that lives
-        for rank, sealed in zip(self._joiners, self._board.slots(self._joiners), strict=True):
+                self._polling.tell(self._last_posted.set)
+        self._store.beat()  # after the notice: who sees a beat knows that the notice is of a head that lives
+        for rank, sealed in zip(self._joiners, self._store.slots(self._joiners), strict=True):
             if sealed and sealed != self._heard.get(rank):
                 self._heard[rank] = sealed
-                self._rounds.tell(partial(self._hear, rank, sealed))
+                self._polling.tell(partial(self._hear, rank, sealed))
 
     # ---- on the loop ------------------------------------------------------------------------
 
@@ -230,9 +238,9 @@ class Head:
             self._say(state="leaving")
 
     def _hear(self, rank: int, sealed: bytes) -> None:
-        assert self._board is not None
+        assert self._store is not None
         try:
-            word = self._board.read_word(sealed, rank)
+            word = self._store.read_status(sealed, rank)
         except Forged:
             self._num_forgeries += 1
             if self._num_forgeries <= MAX_LOGGED_FORGERIES:
@@ -253,7 +261,7 @@ class Head:
             self._nobody_here.set()
         self._pass_on(word)
 
-    def _pass_on(self, word: Word) -> None:
+    def _pass_on(self, word: NodeStatus) -> None:
         call = self._call
         if call is None or word.kind == "here":
             return

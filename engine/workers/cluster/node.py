@@ -21,10 +21,17 @@ from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.config import Config
 from engine.errors import CallboardError, ConfigError, EngineDied, WeightsError
 from engine.workers.child import Child, Ticket
-from engine.workers.cluster import store as board
 from engine.workers.cluster.environment import Cluster
-from engine.workers.cluster.polling import Rounds
-from engine.workers.cluster.store import Board, Forged, Notice, Word
+from engine.workers.cluster.polling import Polling
+from engine.workers.cluster.store import (
+    ClusterStore,
+    Forged,
+    NodeStatus,
+    Notice,
+    link_keys,
+    our_release,
+    shortened,
+)
 from engine.workers.limits import TICKS, Watch
 from engine.workers.messages import Place
 
@@ -42,7 +49,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a look at the board shows.  notice: None if there is none, or only one that is not the head's.
+    """What a look at the store shows.  notice: None if there is none, or only one that is not the head's.
     got_place: in its generation, if that is a new one: whether the rank's place there was free."""
 
     beats: int
@@ -51,7 +58,7 @@ class View:
     got_place: bool | None
 
 
-class Joiner:
+class Node:
     """module: what the rank's process runs.  Where the checkpoint is a hub's, this waits for its download."""
 
     def __init__(self, cluster: Cluster, config: Config, module: str = "engine.workers.executor_main") -> None:
@@ -59,9 +66,9 @@ class Joiner:
         self._config = config
         self._module = module
         self._name = f"rank {cluster.rank}"
-        self._board: Board | None = None
-        self._rounds: Rounds | None = None
-        self._words: queue.SimpleQueue[Word] = queue.SimpleQueue()
+        self._store: ClusterStore | None = None
+        self._polling: Polling | None = None
+        self._words: queue.SimpleQueue[NodeStatus] = queue.SimpleQueue()
         self._said = asyncio.Event()
         self._events: asyncio.Queue[Callable[[], Coroutine[Any, Any, bool]]] = asyncio.Queue(MOST_EVENTS)
         self._watch = Watch(0, TICKS)
@@ -104,8 +111,8 @@ class Joiner:
         finally:
             timer.cancel()
             await self._end_child()
-            if self._rounds is not None:
-                self._rounds.end()
+            if self._polling is not None:
+                self._polling.end()
 
     # ---- finding the head -------------------------------------------------------------------
 
@@ -122,8 +129,8 @@ class Joiner:
         except TimeoutError:
             raise EngineDied(f"{self._name}: nobody listens at {cluster.store} since {timeout_s:g} s") from None
         asyncio.get_running_loop().call_later(timeout_s, self._check_met, timeout_s)
-        self._rounds = Rounds("joiner", self._open_board, self._look, self._store_gone, pause_s=PAUSE_S)
-        self._rounds.start()
+        self._polling = Polling("joiner", self._open_cluster_store, self._look, self._store_gone, pause_s=PAUSE_S)
+        self._polling.start()
 
     async def _knock(self) -> bool:
         try:
@@ -143,7 +150,7 @@ class Joiner:
 
     # ---- on the thread ----------------------------------------------------------------------
 
-    def _open_board(self) -> None:
+    def _open_cluster_store(self) -> None:
         # Its C++ half would write a page of addresses whenever the head goes away.
         is_ours = CPP_LOG_LEVEL not in os.environ
         os.environ.setdefault(CPP_LOG_LEVEL, "ERROR")
@@ -153,26 +160,26 @@ class Joiner:
             del os.environ[CPP_LOG_LEVEL]  # an executor may complain
         timeout_s = self._config.placement.silence_timeout_s
         store = join_store(self._cluster.host, self._cluster.port, timeout_s)
-        self._board = Board(store, self._config.placement.cluster_key)
+        self._store = ClusterStore(store, self._config.placement.cluster_key)
 
     def _look(self) -> None:
-        assert self._board is not None
-        rounds, rank = self._rounds, self._cluster.rank
-        assert rounds is not None
+        assert self._store is not None
+        polling, rank = self._polling, self._cluster.rank
+        assert polling is not None
         while not self._words.empty():
-            self._board.say(self._words.get())
+            self._store.say(self._words.get())
             if self._words.empty():
-                rounds.tell(self._said.set)
-        beats = self._board.beats()
+                polling.tell(self._said.set)
+        beats = self._store.beats()
         try:
-            notice, is_forged = self._board.read(), False
+            notice, is_forged = self._store.read(), False
         except Forged:
             notice, is_forged = None, True
         got_place = None
         if self._has_met and notice is not None and notice.nonce and notice.nonce != self._looked_at:
             self._looked_at = notice.nonce
-            got_place = self._board.take_place(notice.nonce, rank)
-        rounds.tell(partial(self._arrived, View(beats, notice, is_forged, got_place)))
+            got_place = self._store.take_place(notice.nonce, rank)
+        polling.tell(partial(self._arrived, View(beats, notice, is_forged, got_place)))
 
     # ---- on the loop ------------------------------------------------------------------------
 
@@ -182,7 +189,7 @@ class Joiner:
     def _store_gone(self, error: Exception) -> None:
         if not isinstance(error, RuntimeError):
             log.error("%s cannot go on", self._name, exc_info=error)
-        self._rounds = None
+        self._polling = None
         self._post(partial(self._give_up, f"rank 0 is gone: the store at {self._cluster.store} has closed"))
 
     async def _give_up(self, reason: str) -> bool:
@@ -207,7 +214,7 @@ class Joiner:
             self._post(partial(self._see, view))
 
     async def _see(self, view: View) -> bool:
-        """A look at the board; returns whether all is done."""
+        """Handle a look at the store; returns whether all is done."""
         if view.is_forged:
             raise ConfigError(
                 f"{self._name}: placement.cluster_key is not rank 0's, or a stranger writes to {self._cluster.store}"
@@ -237,13 +244,13 @@ class Joiner:
     def _meet(self, notice: Notice) -> None:
         """The head's first notice.  Raises ConfigError or WeightsError if we do not fit."""
         cluster = self._cluster
-        if notice.release != board.our_release():
-            raise ConfigError(f"{self._name}: rank 0 runs {notice.release}, we {board.our_release()}")
+        if notice.release != our_release():
+            raise ConfigError(f"{self._name}: rank 0 runs {notice.release}, we {our_release()}")
         if notice.num_ranks != cluster.size:
             raise ConfigError(f"{self._name}: WORLD_SIZE={cluster.size}, but rank 0 has WORLD_SIZE={notice.num_ranks}")
         if self._unfit is not None:
             raise self._unfit
-        self._words.put(Word(cluster.rank, "here"))
+        self._words.put(NodeStatus(cluster.rank, "here"))
         log.info("%s has found rank 0 at %s", self._name, cluster.store)
 
     # ---- the executor -----------------------------------------------------------------------
@@ -252,16 +259,16 @@ class Joiner:
         rank = self._cluster.rank
         endpoint = notice.endpoints[rank]
         self._nonce = notice.nonce
-        _, keys = board.link_keys(self._config.placement.cluster_key, notice.nonce, rank)
+        _, keys = link_keys(self._config.placement.cluster_key, notice.nonce, rank)
         ticket = Ticket(rank, f"executor{rank}", endpoint, keys, parent=os.getpid(), place=self._place)
         self._child = Child(self._module, ticket, partial(self._ended, notice.nonce))
         log.info("%s joins generation %d at %s (pid %d)", self._name, notice.generation, endpoint, self._child.pid)
 
     def _ended(self, nonce: str, how: str) -> None:
         if nonce == self._nonce:
-            self._words.put(Word(self._cluster.rank, "lost", nonce, board.shortened(how)))
-            if self._rounds is not None:
-                self._rounds.hurry()
+            self._words.put(NodeStatus(self._cluster.rank, "lost", nonce, shortened(how)))
+            if self._polling is not None:
+                self._polling.hurry()
 
     async def _end_generation(self) -> None:
         if self._child is not None:
@@ -282,11 +289,11 @@ class Joiner:
 
     async def _say(self, kind: Any, text: str) -> None:
         """Have a word written, and wait until it is."""
-        if self._rounds is None:
+        if self._polling is None:
             return
         self._said.clear()
-        self._words.put(Word(self._cluster.rank, kind, self._nonce, board.shortened(text)))
-        self._rounds.hurry()
+        self._words.put(NodeStatus(self._cluster.rank, kind, self._nonce, shortened(text)))
+        self._polling.hurry()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._said.wait(), SAY_TIMEOUT_S)
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 
-class Rounds:
+class Polling:
     """From ``start`` on ``begin`` once, then ``go`` every ``pause_s``, on a daemon thread.
 
     failed: called on the loop with what either of them raises; after that there are no more rounds."""

@@ -1,4 +1,4 @@
-"""The notice board of a cluster: what the head lets its joiners know, and what they say, in torch's key-value store.
+"""What a cluster shares: what the head lets its joiners know, and what they say, in torch's key-value store.
 
 Owns: the keys in the store, the shape of what is under them, and its seal.
 Does not know: threads, when to say what.
@@ -42,7 +42,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
     endpoints: tuple[str, ...] = ()
 
 
-class Word(msgspec.Struct, frozen=True, array_like=True):
+class NodeStatus(msgspec.Struct, frozen=True, array_like=True):
     """A joiner's latest word.  nonce: of the generation that it speaks of.  text: why.
 
     kind: 'here'; 'lost', its executor of that generation is; 'unfit', it gives up, and so would the next one that is
@@ -55,10 +55,10 @@ class Word(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Forged(Exception):
-    """Something on the board that was not written with our cluster key."""
+    """Something in the store that was not written with our cluster key."""
 
 
-class Board:
+class ClusterStore:
     """store: a torch.distributed store.  Every method may wait for it, and raise RuntimeError if it is gone."""
 
     def __init__(self, store: Any, key: str) -> None:
@@ -84,9 +84,9 @@ class Board:
         """What every rank has in its slot, as it is."""
         return [bytes(one) for one in self._store.multi_get([_slot(rank) for rank in ranks])]
 
-    def read_word(self, sealed: bytes, rank: int) -> Word:
+    def read_status(self, sealed: bytes, rank: int) -> NodeStatus:
         """Raises Forged."""
-        word: Word = self._unseal(b"word", sealed, Word)
+        word: NodeStatus = self._unseal(b"word", sealed, NodeStatus)
         if word.rank != rank:
             raise Forged
         return word
@@ -104,7 +104,7 @@ class Board:
         notice: Notice = self._unseal(b"notice", bytes(self._store.get(NOTICE)), Notice)
         return notice
 
-    def say(self, word: Word) -> None:
+    def say(self, word: NodeStatus) -> None:
         """Put it in the place of the one before."""
         self._store.set(_slot(word.rank), self._seal(b"word", word))
 
@@ -114,7 +114,7 @@ class Board:
 
     # ---- the seal ---------------------------------------------------------------------------
 
-    def _seal(self, kind: bytes, what: Notice | Word) -> bytes:
+    def _seal(self, kind: bytes, what: Notice | NodeStatus) -> bytes:
         body = msgspec.msgpack.encode(what)
         return self._mac(kind, body) + body
 
@@ -150,7 +150,7 @@ def our_release() -> str:
 
 
 def shortened(text: str) -> str:
-    """Of an error that goes onto the board."""
+    """The text of an error, as it goes into the store."""
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
 
 
