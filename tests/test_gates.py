@@ -17,7 +17,12 @@ from server.errors import as_request_error, error_response
 ROOT = Path(__file__).parents[1]
 TREES = ("engine", "server", "benchmarks", "examples")
 # What simulations run: here time, dice and names come from outside.
-REPLAYED = ("engine/actors/", "engine/scheduling/", "engine/kv/")
+REPLAYED = (
+    "engine/actors/",
+    "engine/scheduling/",
+    "engine/kv/",
+    *(f"engine/workers/{name}.py" for name in ("executors", "frontend", "group", "limits", "routing", "tokenizers")),
+)
 
 Gate = Callable[[ast.AST], bool]
 
