@@ -170,9 +170,9 @@ class System:
                 tokenizer=self.tokenizer.inbox,
                 parts=parts,
             )
-        from engine.workers.placement import ProcessFrontend  # ZeroMQ is needed from here on
+        from engine.workers.placement import process_frontend  # ZeroMQ is needed from here on
 
-        frontend = ProcessFrontend(
+        start = process_frontend(
             config=self._child_config(),
             command=self._front,
             max_len=self.max_len,
@@ -182,7 +182,7 @@ class System:
         return RemoteIngress(
             capacity=capacity,
             tokenizer=self.tokenizer.inbox,
-            start=frontend.start,
+            start=start,
             intensity=RestartIntensity(placement.max_restarts, placement.restart_window_s),
             silence_timeout_s=placement.silence_timeout_s,
             parts=parts,
@@ -203,12 +203,12 @@ class System:
             return Tokenizer(
                 capacity=capacity, codec=self._codec, vocab_size=self.spec.vocab_size, grammars=self._grammars
             )
-        from engine.workers.placement import ProcessTokenizers  # ZeroMQ is needed from here on
+        from engine.workers.placement import process_tokenizers  # ZeroMQ is needed from here on
 
         return TokenizerPool(
             capacity=capacity,
             num_processes=placement.tokenizers,
-            start=ProcessTokenizers(config=self._child_config(), capacity=capacity).start,
+            start=process_tokenizers(config=self._child_config(), capacity=capacity),
             intensity=RestartIntensity(placement.max_restarts, placement.restart_window_s),
             silence_timeout_s=placement.silence_timeout_s,
         )

@@ -21,6 +21,7 @@ from engine.messages import ExecutorsLost, ExecutorsReady, LossExplained, Step, 
 from engine.workers.group import Owner, Start, WorkerGroup, WorkerLost, WorkerSlot, one_for_all
 from engine.workers.limits import Patience, RestartIntensity
 from engine.workers.messages import WorkerReady
+from engine.workers.wire import WireError
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,10 @@ class RankLink:
         """Send, or drop if the rank is gone: the scheduler hears of that next, and plans anew."""
         if self.slot.is_ready:
             self.slot.watch.sent()
-            self.slot.put(message)
+            try:
+                self.slot.put(message)
+            except WireError as error:
+                self.slot.lose(WorkerLost(f"{self.slot.name}: {error}"))
 
 
 class Executors(Actor[Stop], Owner[StepDone, Step]):

@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 120.0  # to import a few libraries and to read a tokenizer
 FrontendSlot = WorkerSlot[FromFrontend, ToFrontend]
-Start = Callable[[FrontendSlot, Reports[FromFrontend], Handover], Worker[ToFrontend]]
+StartFrontend = Callable[[FrontendSlot, Reports[FromFrontend], Handover], Worker[ToFrontend]]
 
 
 class FrontendCommand(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
         *,
         capacity: int,
         tokenizer: Link[Tokenize | Abort],
-        start: Start,
+        start: StartFrontend,
         intensity: RestartIntensity,
         silence_timeout_s: float,
         parts: Iterable[Part] = ("executors",),

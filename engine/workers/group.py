@@ -117,13 +117,16 @@ class WorkerSlot(Generic[Said, Told]):
     @property
     def watch(self) -> Watch:
         """Of its worker."""
+        return self._current.watch
+
+    @property
+    def _current(self) -> "_Life[Said, Told]":
         assert self.life is not None, f"{self.name} has no worker"
-        return self.life.watch
+        return self.life
 
     def put(self, message: Told) -> None:
         """Send to the worker, which must be ready; one that takes nothing is as good as lost.  Raises WireError."""
-        life = self.life
-        assert life is not None, f"{self.name} is not ready for {type(message).__name__}"
+        life = self._current
         assert life.takes_work, f"{self.name} is not ready for {type(message).__name__}"
         assert life.worker is not None
         try:
@@ -134,6 +137,10 @@ class WorkerSlot(Generic[Said, Told]):
             # It gets no more, and is not lost yet: what has become of it is known in a moment, and says more.
             life.takes_work = False
             asyncio.get_running_loop().call_later(GRACE_S, life.lost, WorkerLost(f"{self.name}: {error}"))
+
+    def lose(self, loss: WorkerLost) -> None:
+        """Give its worker up."""
+        self._current.lost(loss)
 
 
 class _Life(Generic[Said, Told]):
@@ -383,5 +390,5 @@ class WorkerGroup(Generic[Said, Told]):
                 error = EngineDied(f"{', '.join(missing)} did not join within {patience.join_s:g} s")
                 # They have had as long as was asked for; another generation would only wait as long again.
                 generation.lost(WorkerLost(str(error), error, curable=False))
-            elif loading_s > load_timeout_s:
+            elif 0 < load_timeout_s < loading_s:
                 generation.lost(WorkerLost(f"{', '.join(loading)} did not load within {load_timeout_s:.0f} s"))

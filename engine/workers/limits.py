@@ -5,7 +5,6 @@ Time is counted in ticks of a timer, not read from a clock: when this process it
 busy machine) one tick passes, however long that took, so no worker is blamed.  And a step costs no look at a clock.
 """
 
-import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -16,15 +15,15 @@ TICKS = 8  # so many make a timeout
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a group waits for its workers; 0 for ever, but for ``first_load_s``, which is ``math.inf`` then.
+    """How long a group waits for its workers, in seconds; 0 for ever.
 
-    silence_s: without a word.  step_s: for the answer to what ``WorkerSlot.watch`` was told of.  first_load_s: for the
-    first generation; the next ones by how long that took.  join_s: for the first word of workers that come by
-    themselves, and do not have to be waited for otherwise."""
+    silence_s: for a word of one that has loaded.  step_s: for the answer to a step.  first_load_s: until the first
+    generation has loaded; the next ones get some times as long as that took.  join_s: for the first word of workers
+    that come by themselves."""
 
     silence_s: float = 0.0
     step_s: float = 0.0
-    first_load_s: float = math.inf
+    first_load_s: float = 0.0
     join_s: float = 0.0
 
 

@@ -8,18 +8,16 @@ import asyncio
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import zmq
 
 from engine.actors.actor import Actor
 from engine.errors import CallboardError
-from engine.logs import LogSettings
 from engine.messages import Message, Stop
 from engine.workers.child import Ticket
 from engine.workers.link import LinkError, SocketLink
-from engine.workers.messages import WorkerAlive, WorkerFailed
+from engine.workers.messages import Assignment, WorkerAlive, WorkerFailed
 
 log = logging.getLogger(__name__)
 
@@ -46,25 +44,7 @@ class Outgoing:
             self.failed.set_result(error)
 
 
-async def beat(link: SocketLink[Any], interval_s: float, alive: Callable[[], Message]) -> None:
-    """Say that this process is alive, for ever."""
-    while True:
-        await asyncio.sleep(interval_s)
-        with contextlib.suppress(LinkError):  # nobody listens just now: then nobody would miss it either
-            link.put(alive())
-
-
-class Instructions(Protocol):
-    """What every assignment says.  heartbeat_s: how often to say that the process is alive."""
-
-    @property
-    def heartbeat_s(self) -> float: ...
-
-    @property
-    def logs(self) -> LogSettings: ...
-
-
-A = TypeVar("A", bound=Instructions)
+A = TypeVar("A", bound=Assignment)
 
 
 class WorkerProcess(ABC, Generic[A]):
@@ -102,6 +82,13 @@ class WorkerProcess(ABC, Generic[A]):
             link.close(LAST_WORDS_S)
             context.term()
 
+    async def _beat(self, link: SocketLink[Any], interval_s: float) -> None:
+        """Say that this process is alive, for ever."""
+        while True:
+            await asyncio.sleep(interval_s)
+            with contextlib.suppress(LinkError):  # nobody listens just now: then nobody would miss it either
+                link.put(self._alive())
+
     def _alive(self) -> WorkerAlive:
         if self._actor is None:
             return WorkerAlive()
@@ -121,7 +108,7 @@ class WorkerProcess(ABC, Generic[A]):
         name = self._ticket.link
         assignment.logs.apply(name)
         outgoing = Outgoing(link)
-        heartbeat = asyncio.create_task(beat(link, assignment.heartbeat_s, self._alive), name=f"{name}.heartbeat")
+        heartbeat = asyncio.create_task(self._beat(link, assignment.heartbeat_s), name=f"{name}.heartbeat")
         try:
             self._actor = actor = await self.build(assignment, outgoing)
             running = asyncio.create_task(actor.run(), name=actor.name)

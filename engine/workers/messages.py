@@ -40,38 +40,40 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     tokenizer: str = ""
 
 
-class ExecutorAssignment(Message, frozen=True):
+class Assignment(Message, frozen=True):
+    """What the first message to a worker says whatever its kind.
+
+    config: with the model's path resolved.  capacity: messages that its mailbox holds.  heartbeat_s: how often to say
+    that it is alive."""
+
+    config: Config
+    capacity: int
+    heartbeat_s: float
+    logs: LogSettings
+
+
+class ExecutorAssignment(Assignment, frozen=True):
     """The first message to an executor: one rank of a group of ``num_ranks``.
 
     rendezvous: where the ranks meet to form their communicator, as torch.distributed's ``init_method`` has it; empty
-    for a group of one.  config: with the model's path resolved.  num_pages: of the pool, once the engine knows, or 0.
-    most_tokens: steps with more are cut; 0 for no limit.  heartbeat_s: how often to say that it is alive.
-    capacity: messages that its mailbox holds.  fingerprint: of the checkpoint, which may lie elsewhere for a rank on
-    another machine; empty if that is not to be looked at.  local_rank: its GPU; None for the one of its rank's number.
+    for a group of one.  num_pages: of the pool, once the engine knows, or 0.  most_tokens: steps with more are cut; 0
+    for no limit.  fingerprint: of the checkpoint, which may lie elsewhere for a rank on another machine; empty if that
+    is not to be looked at.  local_rank: its GPU; None for the one of its rank's number.
     """
 
     rank: int
     num_ranks: int
     rendezvous: str
-    config: Config
     num_pages: int
     most_tokens: int
     max_len: int
-    capacity: int
-    heartbeat_s: float
-    logs: LogSettings
     progress: bool
     fingerprint: str = ""
     local_rank: int | None = None
 
 
-class TokenizerAssignment(Message, frozen=True):
-    """The first message to a tokenizer process.  The rest as in ``ExecutorAssignment``."""
-
-    config: Config
-    capacity: int
-    heartbeat_s: float
-    logs: LogSettings
+class TokenizerAssignment(Assignment, frozen=True):
+    """The first message to a tokenizer process."""
 
 
 class Handover(Message, frozen=True):
@@ -86,19 +88,15 @@ class Handover(Message, frozen=True):
     state: bytes = b""
 
 
-class FrontendAssignment(Message, frozen=True):
-    """The first message to the front's process.  The rest as in ``ExecutorAssignment``.
+class FrontendAssignment(Assignment, frozen=True):
+    """The first message to the front's process.
 
     has_tokenizers: in processes, which must be ready as well.  listener: the inherited descriptor of its socket."""
 
-    config: Config
     max_len: int
     vocab_size: int
     has_tokenizers: bool
     listener: int
-    capacity: int
-    heartbeat_s: float
-    logs: LogSettings
     handover: Handover
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from msgspec import structs
@@ -21,7 +22,7 @@ from engine.messages import Message, Step, StepDone, TokenizerInbox
 from engine.workers.child import Child, Ticket
 from engine.workers.cluster.head import Head
 from engine.workers.executors import GenerationSettings
-from engine.workers.frontend import FrontendCommand, FrontendSlot
+from engine.workers.frontend import FrontendCommand, FrontendSlot, StartFrontend
 from engine.workers.group import Reports, Start, Worker, WorkerSlot
 from engine.workers.link_server import LinkServer
 from engine.workers.messages import (
@@ -36,7 +37,6 @@ from engine.workers.messages import (
     TokenizerAssignment,
 )
 from engine.workers.socket_directory import Rendezvous
-from engine.workers.tokenizers import TokenizerSlot
 from engine.workers.worker import END_TIMEOUT_S, LinkedWorker
 
 BEATS = 4  # a worker says so many times that it is there before its silence is too long
@@ -46,9 +46,9 @@ STEPS_BEHIND = 4096  # so many steps' output a busy process may be behind before
 
 def start_child(
     slot: WorkerSlot[Any, Any],
-    assignment: Message,
     reports: Reports[Any],
     *,
+    assignment: Message,
     module: str,
     where: str,
     accepts: Any,
@@ -165,8 +165,8 @@ class ProcessExecutors:
     ) -> Worker[Step]:
         return start_child(
             slot,
-            self._told(assignment, slot.number),
             reports,
+            assignment=self._told(assignment, slot.number),
             module=self._module,
             where=where,
             accepts=StepDone,
@@ -178,17 +178,15 @@ class ProcessExecutors:
         """What the ranks of a generation are told."""
         config = self._config
         path = resolve_checkpoint(config.model.path, config.model.revision)
+        config = structs.replace(config, model=structs.replace(config.model, path=str(path)))
         return ExecutorAssignment(
+            **_basics(config, self._capacity),
             rank=0,
             num_ranks=self._num_ranks,
             rendezvous=rendezvous,
-            config=structs.replace(config, model=structs.replace(config.model, path=str(path))),
             num_pages=settings.num_pages,
             most_tokens=settings.most_tokens,
             max_len=self._max_len,
-            capacity=self._capacity,
-            heartbeat_s=self.silence_s / BEATS,
-            logs=LogSettings.here(),
             progress=self._progress,
             fingerprint="" if self._head is None else fingerprint(read_spec(path), config.model.load_format),
         )
@@ -201,69 +199,55 @@ class ProcessExecutors:
         return structs.replace(assignment, rank=rank, progress=False)
 
 
-class ProcessTokenizers:
-    """config: with the model's path resolved.  capacity: of a mailbox.  module: what a tokenizer's process runs."""
-
-    def __init__(self, *, config: Config, capacity: int, module: str = "engine.workers.tokenizer_main") -> None:
-        _require_linux("tokenizers", "0")
-        self._module = module
-        self._assignment = TokenizerAssignment(
-            config=config,
-            # Of the link as well, which holds what the mailbox has not taken yet.
-            capacity=capacity + STEPS_BEHIND,
-            heartbeat_s=config.placement.silence_timeout_s / BEATS,
-            logs=LogSettings.here(),
-        )
-
-    def start(self, slot: TokenizerSlot, reports: Reports[FromTokenizer]) -> Worker[TokenizerInbox]:
-        """Start one.  Raises ConfigError or LinkError if its link cannot be made."""
-        return start_child(
-            slot,
-            self._assignment,
-            reports,
-            module=self._module,
-            where=_any_port(self._assignment.config.placement.link),
-            accepts=FromTokenizer,
-            capacity=self._assignment.capacity,
-        )
+def process_tokenizers(
+    *, config: Config, capacity: int, module: str = "engine.workers.tokenizer_main"
+) -> Start[FromTokenizer, TokenizerInbox]:
+    """What starts tokenizers.  config: with the model's path resolved.  module: what they run."""
+    _require_linux("tokenizers", "0")
+    capacity += STEPS_BEHIND  # of the link as well, which holds what the mailbox has not taken yet
+    return partial(
+        start_child,
+        assignment=TokenizerAssignment(**_basics(config, capacity)),
+        module=module,
+        where=_any_port(config.placement.link),
+        accepts=FromTokenizer,
+        capacity=capacity,
+    )
 
 
-class ProcessFrontend:
-    """config: with the model's path resolved.  capacity: of its ingress's mailbox."""
+def process_frontend(
+    *, config: Config, command: FrontendCommand, max_len: int, vocab_size: int, capacity: int
+) -> StartFrontend:
+    """What starts fronts.  config: with the model's path resolved.  capacity: of an ingress's mailbox."""
+    _require_linux("ingress", "'inline'")
+    capacity += STEPS_BEHIND  # as of a tokenizer
 
-    def __init__(
-        self, *, config: Config, command: FrontendCommand, max_len: int, vocab_size: int, capacity: int
-    ) -> None:
-        _require_linux("ingress", "'inline'")
-        self._config = config
-        self._command = command
-        self._max_len = max_len
-        self._vocab_size = vocab_size
-        self._capacity = capacity + STEPS_BEHIND  # as of a tokenizer
-
-    def start(self, slot: FrontendSlot, reports: Reports[FromFrontend], handover: Handover) -> Worker[ToFrontend]:
-        """Start one.  Raises ConfigError or LinkError if its link cannot be made."""
-        config, listener = self._config, self._command.listener
+    def start(slot: FrontendSlot, reports: Reports[FromFrontend], handover: Handover) -> Worker[ToFrontend]:
         assignment = FrontendAssignment(
-            config=config,
-            max_len=self._max_len,
-            vocab_size=self._vocab_size,
+            **_basics(config, capacity),
+            max_len=max_len,
+            vocab_size=vocab_size,
             has_tokenizers=config.placement.tokenizers > 0,
-            listener=listener,
-            capacity=self._capacity,
-            heartbeat_s=config.placement.silence_timeout_s / BEATS,
-            logs=LogSettings.here(),
+            listener=command.listener,
             handover=handover,
         )
         return start_child(
             slot,
-            assignment,
             reports,
-            module=self._command.module,
+            assignment=assignment,
+            module=command.module,
             where=_any_port(config.placement.link),
             accepts=FromFrontend,
-            capacity=self._capacity,
-            keep=(listener,),
+            capacity=capacity,
+            keep=(command.listener,),
             # Its last clients may read as slowly as any.
             end_timeout_s=config.server.write_timeout_s + END_TIMEOUT_S,
         )
+
+    return start
+
+
+def _basics(config: Config, capacity: int) -> dict[str, Any]:
+    """The fields of every ``Assignment``."""
+    heartbeat_s = config.placement.silence_timeout_s / BEATS
+    return {"config": config, "capacity": capacity, "heartbeat_s": heartbeat_s, "logs": LogSettings.here()}

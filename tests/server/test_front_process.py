@@ -49,7 +49,7 @@ class Stage:
         self.url = "http://{}:{}".format(*listener.getsockname())
         config = build_config(Config(), {"model": {"path": str(DEMO)}})
         assignment = FrontendAssignment(
-            config, 1024, 1000, False, listener.detach(), 100, 1.0, LogSettings(20, "text"), handover
+            config, 100, 1.0, LogSettings(20, "text"), 1024, 1000, False, listener.detach(), handover
         )
         self.ingress: Ingress = await self.front.build(assignment, Outgoing(self.sent))  # type: ignore[arg-type]
         self.running = asyncio.ensure_future(self.ingress.run())

@@ -107,7 +107,7 @@ def test_all_that_the_engine_shows_survives_the_wire() -> None:
     gauges = Gauges(3, stalled_s=0.5, recovering=True, mailboxes=(MailboxGauges("scheduler", 1, 2, 3),))
     node = OutlinedNode(-1, 0, 2, 0, 1, 5, 3, 0, 0, False, b"\1\0\0\0")
     handover = Handover(9, (EngineReady(8, 16), Stats(3, 1, 0, 4, 2, 2)), b"about", b"kept")
-    assignment = FrontendAssignment(Config(), 64, 100, False, 5, 99, 0.25, LogSettings(20, "text"), handover)
+    assignment = FrontendAssignment(Config(), 99, 0.25, LogSettings(20, "text"), 64, 100, False, 5, handover)
     wire = Wire("front", accepts=FrontendProcessInbox)
     for message in (
         Snapshot(3, 51.0, gauges, meter, Outline((node,), False)),
