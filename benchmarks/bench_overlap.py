@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.actors.executor import Executor, PendingStep, Runner
-from engine.messages import ExecutorReady, Step, StepDone, Stop
+from engine.messages import Step, Stop
 
 IN_FLIGHT = 2
 
@@ -51,9 +51,7 @@ class InTurns(Executor):
     """Launches what has come, and then waits for the oldest step, whatever comes meanwhile."""
 
     def _serve(self, runner: Runner, loop: asyncio.AbstractEventLoop) -> None:
-        assert self._scheduler is not None
-        put = self._scheduler.put
-        loop.call_soon_threadsafe(partial(put, ExecutorReady(rank=self._rank, num_pages=runner.num_pages)))
+        loop.call_soon_threadsafe(partial(self._ready, runner.num_pages))
         self.loaded = True
         pending: deque[PendingStep] = deque()
         while True:
@@ -63,7 +61,7 @@ class InTurns(Executor):
                     return
                 pending.append(runner.launch(step))
             while pending and (pending[0].ready() or len(pending) > 1 or self._steps.empty()):
-                loop.call_soon_threadsafe(partial(put, pending.popleft().collect()))
+                loop.call_soon_threadsafe(partial(self._done, pending.popleft().collect()))
 
 
 class Scheduler:
@@ -80,14 +78,18 @@ class Scheduler:
     def connect(self, executor: Executor) -> None:
         """Where steps go."""
         self._executor = executor
-        executor.connect(self)
+        executor.connect(ready=lambda num_pages: self._begin(), done=lambda message: self._take())
 
-    def put(self, message: ExecutorReady | StepDone) -> None:
-        """A step is back, or the executor is ready."""
-        if isinstance(message, ExecutorReady):
-            self.began_at = time.perf_counter()
-        else:
-            self._num_done += 1
+    def _begin(self) -> None:
+        self.began_at = time.perf_counter()
+        self._send()
+
+    def _take(self) -> None:
+        """A step is back."""
+        self._num_done += 1
+        self._send()
+
+    def _send(self) -> None:
         while self._num_sent < min(self._num_done + IN_FLIGHT, self._num_steps):
             self._executor.inbox.put(Step(self._num_sent))
             self._num_sent += 1

@@ -27,14 +27,14 @@ from machine import describe_machine
 from rich.console import Console
 from rich.table import Table
 
-from engine.actors.group import Placement, RankGroup
-from engine.actors.inline import InlinePlacement
-from engine.actors.intensity import RestartIntensity
 from engine.config import Config, build_config
-from engine.messages import ExecutorReady, ExecutorsLost, Finish, Step, StepDone, Stop
+from engine.messages import ExecutorsLost, ExecutorsReady, Finish, Step, StepDone, Stop
 from engine.params import SamplingParams
-from engine.processes.placement import ProcessPlacement
 from engine.system import System
+from engine.workers.executors import Executors, Placement
+from engine.workers.inline import InlineExecutors
+from engine.workers.limits import RestartIntensity
+from engine.workers.placement import ProcessExecutors
 
 PLACEMENTS = ("inline", "process")
 WARM_UP = 200
@@ -54,12 +54,12 @@ class Stepper:
         self._last_at = 0.0
         self._rows = bytes(4 * ROWS)
 
-    def connect(self, group: RankGroup) -> None:
+    def connect(self, group: Executors) -> None:
         """Where steps go."""
         self._link = group.links[0]
         group.connect(self)
 
-    def put(self, message: ExecutorReady | StepDone | ExecutorsLost) -> None:
+    def put(self, message: ExecutorsReady | StepDone | ExecutorsLost) -> None:
         """A step is back, or the executor is ready."""
         now = time.perf_counter()
         self.times.append(now - self._last_at)
@@ -78,8 +78,8 @@ class Stepper:
 def echo_placement(name: str, step_ms: float) -> Placement:
     """A device that only takes time, here or in a process."""
     if name == "inline":
-        return InlinePlacement(num_ranks=1, capacity=64, load=lambda *_: EchoRunner(step_ms / 1e3))
-    return ProcessPlacement(
+        return InlineExecutors(num_ranks=1, capacity=64, load=lambda *_: EchoRunner(step_ms / 1e3))
+    return ProcessExecutors(
         config=build_config(Config(), {"model": {"name": str(step_ms)}}),
         max_len=64,
         num_ranks=1,
@@ -92,7 +92,7 @@ def echo_placement(name: str, step_ms: float) -> Placement:
 async def step_times(name: str, step_ms: float, depth: int, count: int) -> list[float]:
     """Seconds from each result to the next."""
     placement = echo_placement(name, step_ms)
-    group = RankGroup(num_ranks=1, placement=placement, intensity=RestartIntensity(0, 1.0), step_timeout_s=10.0)
+    group = Executors(num_ranks=1, placement=placement, intensity=RestartIntensity(0, 1.0), step_timeout_s=10.0)
     stepper = Stepper(depth, count)
     stepper.connect(group)
     running = asyncio.create_task(group.run())

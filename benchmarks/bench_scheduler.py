@@ -35,14 +35,14 @@ from simulation import DEPTH, PAGE_SIZE, Request, Simulation, new_planner, num_s
 
 from engine.actors.scheduler import Scheduler
 from engine.kv.events import KVEvent
-from engine.links.wire import Wire
-from engine.messages import Admit, ExecutorReady, Failed, Step, StepDone, Stop, Tokens
+from engine.messages import Admit, ExecutorsReady, Failed, Step, StepDone, Stop, Tokens
 from engine.params import SamplingParams
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
 from engine.scheduling.forecast import OutputForecast
 from engine.scheduling.planner import Planner
 from engine.scheduling.prefills import WORTH_WAITING_TOKENS
+from engine.workers.wire import Wire
 
 Row = dict[str, Any]
 
@@ -195,12 +195,12 @@ async def through_actor(planner: Planner, admits: list[Admit], executor: NullExe
         page_size=PAGE_SIZE,
         new_planner=lambda num_pages: planner,
         executors=[Link(lambda step: scheduler.inbox.put(executor.answer(step)))],
-        losses=Link(lambda message: None),
+        explain=lambda loss: None,
         tokenizer=Link(take),
         ingress=Link(lambda message: None),
         observers=Observers(Plugins({}), {}, page_size=PAGE_SIZE),
     )
-    scheduler.inbox.put(ExecutorReady(0, 1))
+    scheduler.inbox.put(ExecutorsReady(1))
     for admit in admits:
         scheduler.inbox.put(admit)
     await scheduler.run()

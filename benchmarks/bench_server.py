@@ -39,6 +39,8 @@ from rich.console import Console
 from rich.table import Table
 from stream_load import completion_request, run_load
 
+from engine.workers.frontend import FrontendCommand, RemoteIngress
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 MODEL = "null"
@@ -56,7 +58,6 @@ async def serve_callboard(num_pages: int, tokenizers: int, num_logprobs: int, in
     """The real thing but for the device."""
     from null_engine import NullSystem, Stopwatch
 
-    from engine.actors.front_desk import FrontCommand, FrontDesk
     from engine.config import Config, build_config
     from server.backend import Backend
     from server.cli import FRONT_MODULE
@@ -75,11 +76,11 @@ async def serve_callboard(num_pages: int, tokenizers: int, num_logprobs: int, in
         },
     )
     listener = bind("127.0.0.1", 0)
-    front = FrontCommand(FRONT_MODULE, listener.fileno()) if ingress == "process" else None
+    front = FrontendCommand(FRONT_MODULE, listener.fileno()) if ingress == "process" else None
     system = NullSystem(config, num_logprobs=num_logprobs, front=front)
     stopwatch = Stopwatch(system.actors)
     card = ModelCard(name=MODEL, max_model_len=system.max_len, vocab_size=system.spec.vocab_size, created=0)
-    if isinstance(system.entrance, FrontDesk):
+    if isinstance(system.entrance, RemoteIngress):
         system.entrance.about = msgspec.msgpack.encode(card)
     await system.start()
     gc.collect()

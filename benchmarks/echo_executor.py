@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 
 from engine.messages import Step, StepDone
-from engine.processes.assignment import Assignment
-from engine.processes.executor import main
+from engine.workers.executor_main import main
+from engine.workers.messages import ExecutorAssignment
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class EchoRunner:
         """There are no other ranks."""
 
 
-def load(assignment: Assignment) -> EchoRunner:
+def load(assignment: ExecutorAssignment) -> EchoRunner:
     """Nothing is loaded."""
     return EchoRunner(float(assignment.config.model.name) / 1e3)
 

@@ -16,12 +16,12 @@ import numpy as np
 
 from engine.actors.actor import Actor, Link
 from engine.actors.executor import Runner
-from engine.actors.front_desk import FrontCommand
-from engine.actors.group import Terms
-from engine.actors.pool import TokenizerPool
 from engine.config import Config
 from engine.messages import Deltas, Logprobs, Step, StepDone, StepExtras
 from engine.system import System
+from engine.workers.executors import GenerationSettings
+from engine.workers.frontend import FrontendCommand
+from engine.workers.tokenizers import TokenizerPool
 
 INT32_BYTES = 4
 # Scheduler, tokenizer, ingress and handler are a turn each; two more for a drain and a write.
@@ -140,7 +140,7 @@ class NullSystem(System):
         text: str = " return",
         step_s: float = 0.0,
         num_logprobs: int = 0,
-        front: FrontCommand | None = None,
+        front: FrontendCommand | None = None,
     ) -> None:
         super().__init__(config, front=front)
         self._token = int(self.codec.encode(text)[-1])
@@ -156,7 +156,7 @@ class NullSystem(System):
             self.tokenizer.connect(scheduler=self.scheduler.inbox, ingress=self._delivery)
         await super().start()
 
-    def _load_runner(self, rank: int, terms: Terms, *_: Any) -> Runner:
+    def _load_runner(self, rank: int, terms: GenerationSettings, *_: Any) -> Runner:
         turns = Turns(self._loop, LOOP_TURNS)
         num_pages = terms.num_pages or self.config.kv.num_pages
         return NullRunner(num_pages, self._token, turns, self._step_s, self._delivery, self._num_logprobs)

@@ -1,11 +1,12 @@
-"""Every message that crosses a queue, in the order a request meets them.
+"""The messages of one request's way through the engine, in the order in which it meets them.
 
     ingress ─Tokenize→ tokenizer ─Admit→ scheduler ─Step→ executors
     ingress ←─Deltas── tokenizer ←Tokens─ scheduler ←StepDone─ executors
 
+What worker processes and their engine say to each other besides is in ``engine/workers/messages.py``.
 Messages are immutable plain data.  Integer columns travel as packed little-endian bytes
 (int32 unless said otherwise), so a message costs per step and not per token.
-``engine/links/wire.py`` encodes them with msgpack; nothing is ever pickled.
+``engine/workers/wire.py`` encodes them with msgpack; nothing is ever pickled.
 """
 
 from collections.abc import Mapping, Sequence
@@ -179,32 +180,14 @@ class Step(Message, frozen=True):
 # ---- executors -> scheduler -----------------------------------------------------------------
 
 
-class ExecutorReady(Message, frozen=True):
-    """The model is loaded and the KV pool is allocated."""
+class ExecutorsReady(Message, frozen=True):
+    """Every executor has loaded the model, and each has at least so many pages (executor group -> scheduler)."""
 
-    rank: int
     num_pages: int
 
 
-class ExecutorAlive(Message, frozen=True):
-    """An executor's process is there and its event loop turns, whatever its device does; sent every so often."""
-
-    rank: int
-
-
-class ExecutorFailed(Message, frozen=True):
-    """An executor's process is about to end.  kind: the name of the exception's class.
-
-    num_tokens: of the step that the device had no room for, if that is why."""
-
-    rank: int
-    kind: str
-    message: str
-    num_tokens: int = 0
-
-
 class ExecutorsLost(Message, frozen=True):
-    """Every executor is gone, with all that was on the devices; new ones are on their way (rank group -> scheduler).
+    """Every executor is gone, with all that was on the devices; new ones are on their way (their group -> scheduler).
 
     is_fault: of the executors or of what they ran; not where a step was only too large, which may be known late and
     is then said once more."""
@@ -214,7 +197,7 @@ class ExecutorsLost(Message, frozen=True):
 
 
 class LossExplained(Message, frozen=True):
-    """The request that brought the last losses is found, and has ended (scheduler -> rank group).
+    """The request that brought the last losses is found, and has ended (scheduler -> their group).
 
     num_losses: in a row.  executors_work: they have completed steps since a request was blamed before; if they have
     not, it may be they and no request."""
@@ -419,25 +402,7 @@ class Stats(Message, frozen=True):
         )
 
 
-# ---- tokenizer processes -> their pool, pool -> ingress --------------------------------------
-
-
-class TokenizerReady(Message, frozen=True):
-    """A tokenizer's process has loaded, and takes requests."""
-
-
-class TokenizerAlive(Message, frozen=True):
-    """A tokenizer's process is there; sent every so often.  waiting, peak: of its mailbox, see ``MailboxGauges``."""
-
-    waiting: int = 0
-    peak: int = 0
-
-
-class TokenizerFailed(Message, frozen=True):
-    """A tokenizer's process is about to end.  kind: the name of the exception's class."""
-
-    kind: str
-    message: str
+# ---- tokenizer pool -> ingress --------------------------------------------------------------
 
 
 class TokenizersReady(Message, frozen=True):
@@ -446,80 +411,6 @@ class TokenizersReady(Message, frozen=True):
 
 class TokenizersLost(Message, frozen=True):
     """No tokenizer process is left just now; requests that come wait for the next ``TokenizersReady``."""
-
-    reason: str
-
-
-# ---- the front's process -> the engine ------------------------------------------------------
-
-
-class FrontReady(Message, frozen=True):
-    """The front's process has loaded, and is about to listen."""
-
-
-class FrontAlive(Message, frozen=True):
-    """The front's process is there; sent every so often.  waiting, peak: of ingress, see ``MailboxGauges``."""
-
-    waiting: int = 0
-    peak: int = 0
-
-
-class FrontFailed(Message, frozen=True):
-    """The front's process is about to end.  kind: the name of the exception's class."""
-
-    kind: str
-    message: str
-
-
-class FrontDrains(Message, frozen=True):
-    """The answer to ``Drain``: no request comes after this."""
-
-
-class FrontKeeps(Message, frozen=True):
-    """What the front wants to know again after it was lost, in its own words."""
-
-    what: bytes
-
-
-class Follow(Message, frozen=True):
-    """The front wants to be told of every request that ends (``RequestsFinished``) from now on."""
-
-
-class Ask(Message, frozen=True):
-    """What does the engine do now?  The answer, a ``Snapshot``, has the same number.
-
-    meter: with all that has been counted.  max_nodes: with so many of the prefix cache's nodes."""
-
-    number: int = 0
-    meter: bool = False
-    max_nodes: int = 0
-
-
-# ---- the engine -> the front's process ------------------------------------------------------
-
-
-class Handover(Message, frozen=True):
-    """What a front must know of those before it.
-
-    first_id: no request had this one yet, nor a larger one.  news: what ingress would have heard by now.
-    about: what the server tells every front of it.  kept: what the last one had in ``FrontKeeps``."""
-
-    first_id: int = 1
-    news: "tuple[IngressInbox, ...]" = ()
-    about: bytes = b""
-    kept: bytes = b""
-
-
-class Drain(Message, frozen=True):
-    """Take no more requests; those that are open go on."""
-
-
-class AbortAll(Message, frozen=True):
-    """End every open request, and say that the server is shutting down."""
-
-
-class EngineFailed(Message, frozen=True):
-    """An actor crashed, and this is all: end every open request with the reason."""
 
     reason: str
 
@@ -533,23 +424,6 @@ class Stop(Message, frozen=True):
 
 # What each actor handles; Stop reaches every one of them and is handled by the base class.
 TokenizerInbox = Tokenize | Abort | Tokens | Failed
-SchedulerInbox = Admit | Abort | StepDone | ExecutorReady | ExecutorsLost
+SchedulerInbox = Admit | Abort | StepDone | ExecutorsReady | ExecutorsLost
 ExecutorInbox = Step
-RankGroupInbox = ExecutorReady | StepDone | ExecutorAlive | ExecutorFailed
-TokenizerWord = Admit | Abort | Deltas | Failed | TokenizerReady | TokenizerAlive
-TokenizerPoolInbox = TokenizerWord | TokenizerFailed
 IngressInbox = Deltas | Failed | EngineReady | EngineRecovering | TokenizersReady | TokenizersLost | Stats
-FrontWord = Tokenize | Abort | Ask | Follow | FrontReady | FrontAlive | FrontDrains | FrontKeeps
-FrontDeskInbox = FrontWord | FrontFailed
-FrontOrder = Drain | AbortAll | EngineFailed
-AnyMessage = (
-    TokenizerInbox
-    | SchedulerInbox
-    | ExecutorInbox
-    | RankGroupInbox
-    | TokenizerPoolInbox
-    | IngressInbox
-    | FrontDeskInbox
-    | FrontOrder
-    | Stop
-)

@@ -10,17 +10,16 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from engine.actors.front_desk import FrontDesk
-from engine.actors.group import RankGroup
 from engine.actors.ingress import Ingress
-from engine.actors.pool import TokenizerPool
 from engine.actors.scheduler import Scheduler
-from engine.actors.snapshot import Gauges, MailboxGauges, Snapshot
+from engine.actors.snapshot import Gauges, GetSnapshot, MailboxGauges, Snapshot
 from engine.actors.tokenizer import Tokenizer
 from engine.kv.outline import Outline
-from engine.messages import Ask
 from engine.plugins.observers import Observers
 from engine.scheduling.meter import Meter
+from engine.workers.executors import Executors
+from engine.workers.frontend import RemoteIngress
+from engine.workers.tokenizers import TokenizerPool
 
 
 class Monitor:
@@ -29,10 +28,10 @@ class Monitor:
     def __init__(
         self,
         *,
-        ingress: Ingress | FrontDesk,
+        ingress: Ingress | RemoteIngress,
         tokenizer: Tokenizer | TokenizerPool,
         scheduler: Scheduler,
-        executors: RankGroup,
+        executors: Executors,
         observers: Observers,
         page_size: int,
         max_running: int,
@@ -69,11 +68,11 @@ class Monitor:
         if pool is not None:
             # The numbers that each process reported last.
             mailboxes += tuple(
-                MailboxGauges(desk.name, desk.waiting, desk.peak, pool.inbox.capacity) for desk in pool.desks
+                MailboxGauges(slot.name, slot.waiting, slot.peak, pool.inbox.capacity) for slot in pool.slots
             )
-        front = ingress if isinstance(ingress, FrontDesk) else None
+        front = ingress if isinstance(ingress, RemoteIngress) else None
         if front is not None:
-            mailboxes += (MailboxGauges("ingress", front.desk.waiting, front.desk.peak, front.inbox.capacity),)
+            mailboxes += (MailboxGauges("ingress", front.slot.waiting, front.slot.peak, front.inbox.capacity),)
         outside = Gauges(
             num_open=ingress.num_open,
             page_size=self._page_size,
@@ -102,14 +101,14 @@ class Monitor:
             stalled_s=max(0.0, self._clock() - planner.due_since) if planner.num_open else 0.0,
         )
 
-    def snapshot(self, ask: Ask) -> Snapshot:
+    def snapshot(self, ask: GetSnapshot) -> Snapshot:
         """Return what ``ask`` asks for.  Parts of it go on changing: read or encode it at once."""
         outline = self.outline(ask.max_nodes) if ask.max_nodes else Outline()
         return Snapshot(ask.number, self.now, self.gauges(), self.meter if ask.meter else None, outline)
 
     async def look(self, *, meter: bool = False, max_nodes: int = 0, patience_s: float = 0.0) -> Snapshot:
         """Return a snapshot; the same call works where the engine is in another process."""
-        return self.snapshot(Ask(meter=meter, max_nodes=max_nodes))
+        return self.snapshot(GetSnapshot(meter=meter, max_nodes=max_nodes))
 
     def watch(self, observer: object, name: str) -> None:
         """Add an observer: an object with observer hooks, called from now on."""

@@ -14,12 +14,7 @@ import msgspec
 
 from engine.actors.actor import Actor
 from engine.actors.executor import Runner
-from engine.actors.front_desk import FrontCommand, FrontDesk
-from engine.actors.group import Placement, RankGroup, Terms
 from engine.actors.ingress import Ingress, Part
-from engine.actors.inline import InlinePlacement
-from engine.actors.intensity import RestartIntensity
-from engine.actors.pool import TokenizerPool
 from engine.actors.scheduler import Scheduler
 from engine.actors.step_splitting import StepSplitter
 from engine.actors.supervisor import Supervisor
@@ -41,9 +36,14 @@ from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.sequence import PlannerLimits
 from engine.text.codec import TextCodec
 from engine.text.loading import load_codec, warn_of_unknown_tokens
+from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings
+from engine.workers.frontend import FrontendCommand, RemoteIngress
+from engine.workers.inline import InlineExecutors
+from engine.workers.limits import RestartIntensity
+from engine.workers.tokenizers import TokenizerPool
 
 if TYPE_CHECKING:
-    from engine.processes.head import Head
+    from engine.workers.cluster.head import Head
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class System:
         *,
         progress: bool = False,
         head: "Head | None" = None,
-        front: FrontCommand | None = None,
+        front: FrontendCommand | None = None,
     ) -> None:
         """Check everything that can be checked without loading weights.  Raises CallboardError.
 
@@ -105,7 +105,7 @@ class System:
         self.tokenizer = self._tokenizer(capacity)
         self.entrance = self._entrance(capacity)
         placement = config.placement
-        self.executors = RankGroup(
+        self.executors = Executors(
             num_ranks=config.device.tensor_parallel,
             placement=self._placement(capacity),
             intensity=RestartIntensity(placement.max_restarts, RESTART_WINDOW_S),
@@ -117,7 +117,7 @@ class System:
             page_size=config.kv.page_size,
             new_planner=self._new_planner,
             executors=self.executors.links,
-            losses=self.executors.losses,
+            explain=self.executors.explain,
             tokenizer=self.tokenizer.inbox,
             ingress=self.entrance.inbox,
             observers=self._observers,
@@ -138,7 +138,7 @@ class System:
             decode=self._codec.decode,
             clock=time.monotonic,
         )
-        if isinstance(self.entrance, FrontDesk):
+        if isinstance(self.entrance, RemoteIngress):
             self.entrance.connect(look=self.monitor.snapshot, watch=self.monitor.watch)
 
     @property
@@ -158,7 +158,7 @@ class System:
         given: dict[str, float | int | None] = msgspec.to_builtins(self.spec.sampling)
         return {name: value for name, value in given.items() if value is not None}
 
-    def _entrance(self, capacity: int) -> Ingress | FrontDesk:
+    def _entrance(self, capacity: int) -> Ingress | RemoteIngress:
         config, placement = self.config, self.config.placement
         parts: tuple[Part, ...] = ("executors", "tokenizers") if placement.tokenizers else ("executors",)
         if self._front is None:
@@ -171,19 +171,19 @@ class System:
                 tokenizer=self.tokenizer.inbox,
                 parts=parts,
             )
-        from engine.processes.fronts import ProcessFronts  # ZeroMQ is needed from here on
+        from engine.workers.placement import process_frontend  # ZeroMQ is needed from here on
 
-        fronts = ProcessFronts(
+        start = process_frontend(
             config=self._child_config(),
             command=self._front,
             max_len=self.max_len,
             vocab_size=self.spec.vocab_size,
             capacity=capacity,
         )
-        return FrontDesk(
+        return RemoteIngress(
             capacity=capacity,
             tokenizer=self.tokenizer.inbox,
-            start=fronts.start,
+            start=start,
             intensity=RestartIntensity(placement.max_restarts, RESTART_WINDOW_S),
             silence_timeout_s=placement.silence_timeout_s,
             parts=parts,
@@ -204,22 +204,22 @@ class System:
             return Tokenizer(
                 capacity=capacity, codec=self._codec, vocab_size=self.spec.vocab_size, grammars=self._grammars
             )
-        from engine.processes.tokenizers import ProcessTokenizers  # ZeroMQ is needed from here on
+        from engine.workers.placement import process_tokenizers  # ZeroMQ is needed from here on
 
         return TokenizerPool(
             capacity=capacity,
             num_processes=placement.tokenizers,
-            start=ProcessTokenizers(config=self._child_config(), capacity=capacity).start,
+            start=process_tokenizers(config=self._child_config(), capacity=capacity),
             intensity=RestartIntensity(placement.max_restarts, RESTART_WINDOW_S),
             silence_timeout_s=placement.silence_timeout_s,
         )
 
-    def _placement(self, capacity: int) -> Placement:
+    def _placement(self, capacity: int) -> ExecutorPlacement:
         num_ranks = self.config.device.tensor_parallel
         if self.config.placement.executor == "process":
-            from engine.processes.placement import ProcessPlacement  # ZeroMQ is needed from here on
+            from engine.workers.placement import ProcessExecutors  # ZeroMQ is needed from here on
 
-            return ProcessPlacement(
+            return ProcessExecutors(
                 config=self.config,
                 max_len=self.max_len,
                 num_ranks=num_ranks,
@@ -227,9 +227,9 @@ class System:
                 progress=self._progress,
                 head=self._head,
             )
-        return InlinePlacement(num_ranks=num_ranks, capacity=capacity, load=self._load_runner)
+        return InlineExecutors(num_ranks=num_ranks, capacity=capacity, load=self._load_runner)
 
-    def _load_runner(self, rank: int, terms: Terms, rendezvous: str = "") -> Runner:
+    def _load_runner(self, rank: int, settings: GenerationSettings, rendezvous: str = "") -> Runner:
         from engine.startup.loading import load_runner  # torch is needed from here on
 
         runner = load_runner(
@@ -240,10 +240,10 @@ class System:
             rank=rank,
             rendezvous=rendezvous,
             progress=self._progress and not rank,
-            num_pages=terms.num_pages,
+            num_pages=settings.num_pages,
             grammars=self._grammars,
         )
-        return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=terms.most_tokens)
+        return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=settings.most_tokens)
 
     def _new_planner(self, num_pages: int) -> Planner:
         scheduler, kv = self.config.scheduler, self.config.kv

@@ -28,7 +28,7 @@ from engine.logs import LogSettings
 from engine.params import SamplingParams
 from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
-from engine.processes.cluster import Cluster, check_cluster, read_cluster
+from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
 from server.backend import Backend
 from server.http.listener import bind
 from server.model_card import ModelCard
@@ -36,8 +36,8 @@ from server.run.serve import serve, serve_from_process
 
 if TYPE_CHECKING:
     from engine.llm import LLM
-    from engine.processes.head import Head
     from engine.system import System
+    from engine.workers.cluster.head import Head
 
 Run = Callable[[argparse.Namespace, Config], None]
 FRONT_MODULE = "server.run.front_process"  # the engine starts it, and knows it by name alone
@@ -184,14 +184,14 @@ def _serve_replicas(parsed: argparse.Namespace, config: Config) -> None:
 
 
 async def _join(cluster: Cluster, config: Config) -> None:
-    from engine.processes.joiner import Joiner
+    from engine.workers.cluster.node import Node
 
     check_cluster(cluster, config)
-    await Joiner(cluster, config).run()
+    await Node(cluster, config).run()
 
 
 async def _serve_as_head(cluster: Cluster, config: Config) -> None:
-    from engine.processes.head import Head
+    from engine.workers.cluster.head import Head
 
     check_cluster(cluster, config)
     async with Head(cluster, config) as head:
@@ -199,12 +199,12 @@ async def _serve_as_head(cluster: Cluster, config: Config) -> None:
 
 
 async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> None:
-    from engine.actors.front_desk import FrontCommand, FrontDesk
     from engine.system import System
+    from engine.workers.frontend import FrontendCommand, RemoteIngress
 
     # The port first: finding it taken must not cost the time of loading a model.
     with bind(config.server.host, config.server.port) as listener:
-        front = FrontCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None
+        front = FrontendCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None
         system = System(config, progress=sys.stderr.isatty(), head=head, front=front)
         if head is not None:
             head.follow(lambda: system.entrance.draining)
@@ -212,7 +212,7 @@ async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> No
         card = ModelCard.of(system, config.server)
         engine = asyncio.create_task(_run_engine(system, f"http://{host}:{port}"))
         try:
-            if isinstance(system.entrance, FrontDesk):
+            if isinstance(system.entrance, RemoteIngress):
                 system.entrance.about = msgspec.msgpack.encode(card)
                 await serve_from_process(config.server, system.entrance, listener=listener, engine=engine)
             else:

@@ -1,7 +1,7 @@
 """No test reaches another machine: a pytest plugin that ``tests/conftest.py`` loads.
 
 Owns: ``connect`` of Python's sockets in this process.  What libraries do in C, and the processes that tests start, is
-watched in ``tests/processes/test_connects.py``.
+watched in ``tests/workers/test_connects.py``.
 """
 
 import socket

@@ -17,7 +17,12 @@ from server.http.replies import as_request_error, error_response
 ROOT = Path(__file__).parents[1]
 TREES = ("callboard", "engine", "server", "benchmarks", "examples")
 # What simulations run: here time, dice and names come from outside.
-REPLAYED = ("engine/actors/", "engine/scheduling/", "engine/kv/")
+REPLAYED = (
+    "engine/actors/",
+    "engine/scheduling/",
+    "engine/kv/",
+    *(f"engine/workers/{name}.py" for name in ("executors", "frontend", "group", "limits", "routing", "tokenizers")),
+)
 
 Gate = Callable[[ast.AST], bool]
 
@@ -31,7 +36,7 @@ QUEUES = {"Queue", "PriorityQueue", "LifoQueue"}
 BOUNDED = {
     "engine/actors/executor.py: self._steps": "scheduler.overlap_depth steps in flight",
     "engine/actors/executor.py: self._waiting": "scheduler.overlap_depth steps in flight",
-    "engine/processes/joiner.py: self._words": "what one generation of a rank has to say: here, met, lost",
+    "engine/workers/cluster/node.py: self._words": "what one generation of a rank has to say: here, met, lost",
 }
 
 

@@ -14,16 +14,16 @@ from engine.messages import ExecutorAlive, ExecutorsLost, Step
 from engine.params import SamplingParams
 from engine.sections import LimitsSection, PlacementSection, ServerSection
 from engine.system import RESTART_WINDOW_S, System
-from tests.actors.test_group import Bench, FakePlacement
-from tests.actors.test_group import play as play_group
 from tests.actors.test_ingress import Sent, with_ingress
 from tests.pace import far
-from tests.processes.machines import configured
-from tests.processes.test_cluster import Scene
-from tests.processes.test_cluster import play as play_cluster
 from tests.server.http_client import RawClient, ask, http_bytes
 from tests.server.live_server import MODEL, LiveServer
 from tests.server.test_serve import process, start_stream
+from tests.workers.machines import configured
+from tests.workers.test_cluster import Scene
+from tests.workers.test_cluster import play as play_cluster
+from tests.workers.test_executors import Bench, FakePlacement
+from tests.workers.test_executors import play as play_group
 
 BODY = json.dumps({"model": MODEL, "prompt": "p"}).encode()
 HANG = json.dumps({"model": MODEL, "prompt": "!hang", "stream": True}).encode()

@@ -1,7 +1,7 @@
 """The executor actor: one rank's device, driven from a thread of its own.
 
 consumes: Step (scheduler) · Stop (system)
-produces: ExecutorReady, StepDone (scheduler)
+produces: StepDone, and how many pages there are once it has loaded (scheduler, by way of its group)
 waits for: a message; the collector waits for the device.   owns: the device thread and the collector's.
 
 Only plain steps and their results cross between the loop and the threads.  The device thread launches a step as soon
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, assert_never
 
-from engine.actors.actor import Actor, Link
-from engine.messages import ExecutorInbox, ExecutorReady, Step, StepDone
+from engine.actors.actor import Actor
+from engine.messages import ExecutorInbox, Step, StepDone
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Runner(Protocol):
         ...
 
     def leave(self) -> None:
-        """After a failure: give up the rank group, so that ranks which wait for this one fail too, and at once."""
+        """After a failure: give up the communicator, so that ranks which wait for this one fail too, and at once."""
         ...
 
 
@@ -60,17 +60,16 @@ class Executor(Actor[ExecutorInbox]):
         load: Callable[[], Runner],
     ) -> None:
         super().__init__(f"executor{rank}", capacity)
-        self._rank = rank
         self._load = load
-        self._scheduler: Link[ExecutorReady | StepDone] | None = None
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._abandoned = False
         self.loaded = False
 
-    def connect(self, scheduler: Link[ExecutorReady | StepDone]) -> None:
-        """Where results go; known only after the scheduler, which needs this actor's link, is built."""
-        self._scheduler = scheduler
+    def connect(self, *, ready: Callable[[int], None], done: Callable[[StepDone], None]) -> None:
+        """Where results go, on the event loop.  ready: told the number of pages once the model is loaded."""
+        self._ready = ready
+        self._done = done
 
     async def run(self) -> None:
         """Start the device thread, then handle messages; the thread's failure is the actor's."""
@@ -123,14 +122,11 @@ class Executor(Actor[ExecutorInbox]):
         self._abandoned = True
 
     def _serve(self, runner: Runner, loop: asyncio.AbstractEventLoop) -> None:
-        scheduler = self._scheduler
-        assert scheduler is not None, f"{self.name} ran before it was connected"
-        ready = ExecutorReady(rank=self._rank, num_pages=runner.num_pages)
-        _call_soon(loop, partial(scheduler.put, ready))
+        _call_soon(loop, partial(self._ready, runner.num_pages))
         self.loaded = True
         collector = Collector(
             f"{self.name}.collector",
-            deliver=lambda done: _call_soon(loop, partial(scheduler.put, done)),
+            deliver=lambda done: _call_soon(loop, partial(self._done, done)),
             stop=lambda: self._steps.put(None),
         )
         try:

@@ -1,7 +1,7 @@
 """The scheduler actor: a shell around the planner.
 
-consumes: Admit, Abort (tokenizer) · StepDone, ExecutorReady (executors) · ExecutorsLost (rank group) · Stop (system)
-produces: Step (every executor, same order) · LossExplained (rank group) · Tokens, Failed (tokenizer)
+consumes: Admit, Abort (tokenizer) · StepDone, ExecutorsReady, ExecutorsLost (executors) · Stop (system)
+produces: Step (every executor, same order) · LossExplained (their group) · Tokens, Failed (tokenizer)
   EngineReady, EngineRecovering, Stats (ingress)
 tells: observers, in batches, what has ended and what the prefix cache has done.
 waits for: a message; never for a peer.   owns: the life of every sequence and every page.
@@ -19,8 +19,8 @@ from engine.messages import (
     Admit,
     EngineReady,
     EngineRecovering,
-    ExecutorReady,
     ExecutorsLost,
+    ExecutorsReady,
     Failed,
     LossExplained,
     SchedulerInbox,
@@ -39,8 +39,8 @@ class Scheduler(Actor[SchedulerInbox]):
     """Plans steps while fewer than ``overlap_depth`` are in flight.
 
     new_planner: builds the planner once the executors have said how many pages they have.
-    executors: one link per rank; losses: one to their group.  When they are lost, requests keep what they have and
-    wait until all are ready again.
+    executors: one link per rank; explain: tells their group which request brought a loss.  When they are lost, requests
+    keep what they have and wait until all are ready again.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Scheduler(Actor[SchedulerInbox]):
         page_size: int,
         new_planner: Callable[[int], Planner],
         executors: Sequence[Link[Step]],
-        losses: Link[LossExplained],
+        explain: Callable[[LossExplained], None],
         tokenizer: Link[Tokens | Failed],
         ingress: Link[EngineReady | EngineRecovering | Stats],
         observers: Observers,
@@ -61,11 +61,11 @@ class Scheduler(Actor[SchedulerInbox]):
         self._page_size = page_size
         self._new_planner = new_planner
         self._executors = executors
-        self._losses = losses
+        self._explain = explain
         self._tokenizer = tokenizer
         self._ingress = ingress
         self._observers = observers
-        self._ready_pages: dict[int, int] = {}
+        self._is_ready = False
         self._results = RankResults(len(executors))
         self._planner: Planner | None = None
         self._num_pages = 0
@@ -80,8 +80,8 @@ class Scheduler(Actor[SchedulerInbox]):
                 self._admit(message)
             case Abort(request_id, finish):
                 self._planned.abort(request_id, finish)
-            case ExecutorReady(rank, num_pages):
-                self._executor_ready(rank, num_pages)
+            case ExecutorsReady(num_pages):
+                self._executors_ready(num_pages)
             case ExecutorsLost(reason, is_fault):
                 self._executors_lost(reason, is_fault=is_fault)
             case _:
@@ -129,10 +129,6 @@ class Scheduler(Actor[SchedulerInbox]):
         return self._planner
 
     @property
-    def _is_ready(self) -> bool:
-        return len(self._ready_pages) == len(self._executors)
-
-    @property
     def _planned(self) -> Planner:
         assert self._planner is not None, "a request or a step arrived before the executors were ready"
         return self._planner
@@ -150,15 +146,12 @@ class Scheduler(Actor[SchedulerInbox]):
             Failed(message.request_id, error.message, status=error.status, code=error.code, param=error.param)
         )
 
-    def _executor_ready(self, rank: int, num_pages: int) -> None:
-        self._ready_pages[rank] = num_pages
-        if not self._is_ready:
-            return
-        pages = min(self._ready_pages.values())
+    def _executors_ready(self, pages: int) -> None:
+        self._is_ready = True
         if self._planner is None:
             self._planner = self._new_planner(pages)
         else:
-            # Requests were admitted by the pool's first size, so the rank group asks for the same one again.
+            # Requests were admitted by the pool's first size, so their group asks for the same one again.
             assert pages >= self._num_pages, f"the pool had {self._num_pages} pages and came back with {pages}"
             pages = self._num_pages
         self._num_pages = pages
@@ -166,10 +159,10 @@ class Scheduler(Actor[SchedulerInbox]):
         self._ingress.put(EngineReady())
 
     def _executors_lost(self, reason: str, *, is_fault: bool) -> None:
-        self._ready_pages.clear()
+        self._is_ready = False
         self._results.clear()
         if self._planner is not None and (explained := self._planner.restart(is_fault=is_fault)) is not None:
-            self._losses.put(explained)
+            self._explain(explained)
         self._ingress.put(EngineRecovering(reason))
 
 

@@ -1,6 +1,6 @@
-"""What an engine shows of itself, as messages: how it is at one moment, and what it has finished.
+"""What an engine shows of itself, as messages: how it is at one moment, what it has finished, and how to ask for both.
 
-Owns: the shape of it.  Does not know: where the numbers come from, who looks.
+Owns: the shape of them.  Does not know: where the numbers come from, who looks.
 """
 
 import msgspec
@@ -48,8 +48,22 @@ class Gauges(msgspec.Struct, frozen=True):
     mailboxes: tuple[MailboxGauges, ...] = ()
 
 
+class GetSnapshot(Message, frozen=True):
+    """What does the engine do now?  The answer, a ``Snapshot``, has the same number.
+
+    meter: with all that has been counted.  max_nodes: with so many of the prefix cache's nodes."""
+
+    number: int = 0
+    meter: bool = False
+    max_nodes: int = 0
+
+
+class Subscribe(Message, frozen=True):
+    """Send ``RequestsFinished`` for every request that ends from now on."""
+
+
 class Snapshot(Message, frozen=True):
-    """number: of the ``Ask`` that it answers.  now: seconds of the clock that the meter's times are in.
+    """number: of the ``GetSnapshot`` that it answers.  now: seconds of the clock that the meter's times are in.
 
     meter: what has been counted, None until the model is loaded, or where it was not asked for.
     outline: the hottest part of the prefix cache, as much of it as was asked for."""
@@ -62,6 +76,6 @@ class Snapshot(Message, frozen=True):
 
 
 class RequestsFinished(Message, frozen=True):
-    """Requests that have ended, to whoever has said ``Follow``."""
+    """Requests that have ended, for those who have said ``Subscribe``."""
 
     requests: tuple[RequestMetrics, ...]

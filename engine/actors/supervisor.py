@@ -98,7 +98,7 @@ class Supervisor:
         except Exception as error:
             if self.died is None:
                 self._cause = cause = _innermost(error)
-                # A rank group says by itself which executor it was, and how often.
+                # A group of workers says by itself which executor it was, and how often.
                 died = cause if isinstance(cause, EngineDied) else None
                 self.died = died or EngineDied(f"{actor.name} crashed: {type(cause).__name__}: {cause}")
                 if not isinstance(self._cause, CallboardError):

@@ -17,26 +17,21 @@ from engine.actors.actor import Actor
 from engine.actors.ingress import Ingress
 from engine.actors.snapshot import RequestsFinished, Snapshot
 from engine.errors import CallboardError, EngineDied
-from engine.links.wire import WireError
-from engine.messages import (
-    Abort,
+from engine.messages import Abort, Failed, Stop, Tokenize
+from engine.text.loading import load_codec
+from engine.workers.child import Ticket, enter
+from engine.workers.main import Outgoing, WorkerProcess
+from engine.workers.messages import (
     AbortAll,
     Drain,
     EngineFailed,
-    Failed,
-    FrontAlive,
-    FrontDrains,
-    FrontFailed,
-    FrontKeeps,
-    FrontReady,
-    Stop,
-    Tokenize,
+    FrontendAssignment,
+    FrontendDrained,
+    FrontendProcessInbox,
+    FrontendState,
+    WorkerReady,
 )
-from engine.processes.assignment import FrontAssignment, FrontProcessInbox, Ticket
-from engine.processes.entry import enter
-from engine.processes.outgoing import Outgoing
-from engine.processes.resident import Resident
-from engine.text.loading import load_codec
+from engine.workers.wire import WireError
 from server.backend import Backend
 from server.clients.keys import CacheSalts
 from server.model_card import ModelCard
@@ -51,13 +46,13 @@ def main() -> None:
     enter(lambda ticket: FrontProcess(ticket).run())
 
 
-class FrontProcess(Resident[FrontAssignment]):
+class FrontProcess(WorkerProcess[FrontendAssignment]):
     """An ingress actor with HTTP around it, and the link that stands for the engine."""
 
     def __init__(self, ticket: Ticket) -> None:
-        super().__init__(ticket, assignment=FrontAssignment, accepts=FrontProcessInbox, capacity=CAPACITY)
+        super().__init__(ticket, assignment=FrontendAssignment, accepts=FrontendProcessInbox, capacity=CAPACITY)
 
-    async def build(self, assignment: FrontAssignment, outgoing: Outgoing) -> Ingress:
+    async def build(self, assignment: FrontendAssignment, outgoing: Outgoing) -> Ingress:
         """Returns ingress, with HTTP listening: only now, when it knows what the one before it knew."""
         config, handover = assignment.config, assignment.handover
         codec = await asyncio.to_thread(load_codec, config.model, Path(config.model.path))
@@ -74,21 +69,21 @@ class FrontProcess(Resident[FrontAssignment]):
             first_id=handover.first_id,
         )
         engine.connect(ingress)
-        for message in handover.news:
+        for message in handover.replay:
             ingress.handle(message)
         self._monitor = RemoteMonitor(outgoing, ingress, codec.decode)
         self._runner = create_runner(
             config.server,
             config.limits,
             Backend(ingress, self._monitor, msgspec.msgpack.decode(handover.about, type=ModelCard), codec),
-            CacheSalts(config.server, kept=handover.kept, keep=lambda what: outgoing.put(FrontKeeps(what))),
+            CacheSalts(config.server, kept=handover.state, keep=lambda what: outgoing.put(FrontendState(what))),
         )
         gc.collect()
         gc.freeze()  # what loading has left lives as long as the process
         listener = socket.socket(fileno=assignment.listener)
         listener.setblocking(False)
         await self._runner.listen(listener)
-        outgoing.put(FrontReady())
+        outgoing.put(WorkerReady())
         return ingress
 
     def deliver(self, actor: Actor[Any], message: Any) -> None:
@@ -98,7 +93,7 @@ class FrontProcess(Resident[FrontAssignment]):
                 self._monitor.take(message)
             case Drain():
                 self._ingress.draining = True
-                self._outgoing.put(FrontDrains())
+                self._outgoing.put(FrontendDrained())
             case AbortAll():
                 self._ingress.abort_all()
             case EngineFailed(reason):
@@ -112,15 +107,6 @@ class FrontProcess(Resident[FrontAssignment]):
         """End the connections, then ingress, through which the last output goes."""
         await self._runner.cleanup()
         actor.inbox.put(Stop())
-
-    def alive(self) -> FrontAlive:
-        if self._actor is None:
-            return FrontAlive()
-        inbox = self._actor.inbox
-        return FrontAlive(len(inbox), inbox.peak)
-
-    def failed(self, error: Exception) -> FrontFailed:
-        return FrontFailed(type(error).__name__, str(error))
 
 
 class EngineLink:

@@ -13,9 +13,8 @@ from msgspec import structs
 from engine.actors.actor import Link
 from engine.actors.admission import RETRY_LATER_S
 from engine.actors.ingress import Ingress
-from engine.actors.snapshot import RequestsFinished, Snapshot
+from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.errors import RequestError
-from engine.messages import Ask, Follow
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
 
@@ -25,7 +24,9 @@ MAX_ASKED = 64  # without an answer; more would only wait behind them
 class RemoteMonitor:
     """A ``Monitor`` of another process.  ingress: this process's, for its own part.  decode: token ids as text."""
 
-    def __init__(self, engine: Link[Ask | Follow], ingress: Ingress, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(
+        self, engine: Link[GetSnapshot | Subscribe], ingress: Ingress, decode: Callable[[Sequence[int]], str]
+    ) -> None:
         self.decode = decode
         self._engine = engine
         self._ingress = ingress
@@ -41,7 +42,7 @@ class RemoteMonitor:
         answer: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         try:
-            self._engine.put(Ask(number, meter, max_nodes))
+            self._engine.put(GetSnapshot(number, meter, max_nodes))
             async with asyncio.timeout(patience_s):
                 snapshot = await answer
         except TimeoutError:
@@ -61,7 +62,7 @@ class RemoteMonitor:
         """Tell ``observer``, an object with observer hooks, which requests end from now on."""
         if self._observers is None:
             self._observers = Observers(Plugins({}, (), {}), {}, page_size=0)
-            self._engine.put(Follow())
+            self._engine.put(Subscribe())
         self._observers.add(observer, name)
 
     def take(self, message: Snapshot | RequestsFinished) -> None:

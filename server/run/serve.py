@@ -11,9 +11,9 @@ import socket
 from collections.abc import Coroutine
 from typing import Any
 
-from engine.actors.front_desk import FrontDesk
 from engine.actors.supervisor import Entrance
 from engine.sections import LimitsSection, ServerSection
+from engine.workers.frontend import RemoteIngress
 from server.backend import Backend
 from server.run.app import create_runner
 
@@ -50,14 +50,14 @@ async def serve(
 
 
 async def serve_from_process(
-    server: ServerSection, desk: FrontDesk, *, listener: socket.socket, engine: "asyncio.Future[None]"
+    server: ServerSection, ingress: RemoteIngress, *, listener: socket.socket, engine: "asyncio.Future[None]"
 ) -> None:
     """Serve as ``serve`` does while a process of its own has the connections; that ends before this returns."""
     told_to_stop = _listen_for_signals()
     try:
-        await _serve_and_drain(server, desk, engine, told_to_stop)
+        await _serve_and_drain(server, ingress, engine, told_to_stop)
     finally:
-        await desk.leave()
+        await ingress.leave()
         listener.close()  # that process has ended
     if engine.done():
         engine.result()

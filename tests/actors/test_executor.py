@@ -11,7 +11,8 @@ import pytest
 
 from engine.actors.executor import Executor
 from engine.errors import WeightsError
-from engine.messages import ExecutorReady, Step, StepDone, Stop
+from engine.messages import Step, StepDone, Stop
+from engine.workers.messages import WorkerReady
 from tests.pace import far
 
 
@@ -74,7 +75,7 @@ def with_executor(
         executor, collected = Executor(rank=0, capacity=100, load=load), scheduler or Collected()
         if scheduler is not None:
             scheduler.executor = executor
-        executor.connect(collected)
+        executor.connect(ready=lambda num_pages: collected.put(WorkerReady(num_pages)), done=collected.put)
         task = asyncio.create_task(executor.run())
         await scenario(executor, collected, task)
 
@@ -91,7 +92,7 @@ def test_steps_run_in_order_on_one_thread_and_every_result_comes_back(slow: bool
     runner = FakeRunner(slow=slow)
 
     async def scenario(executor: Executor, collected: Collected, task: asyncio.Task[None]) -> None:
-        assert await collected.wait_for(1) == [ExecutorReady(rank=0, num_pages=7)]
+        assert await collected.wait_for(1) == [WorkerReady(num_pages=7)]
         for step_id in range(20):
             executor.inbox.put(Step(step_id))
             if step_id % 3 == 0:
@@ -174,7 +175,7 @@ class TwoInFlight(Collected):
     def put(self, message: Any) -> None:
         super().put(message)
         assert self.executor is not None
-        for _ in range(2 if isinstance(message, ExecutorReady) else 1):
+        for _ in range(2 if isinstance(message, WorkerReady) else 1):
             if self._left:
                 self.executor.inbox.put(Step(self._left.pop()))
 

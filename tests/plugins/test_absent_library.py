@@ -19,9 +19,9 @@ from engine.plugins import declaration
 from engine.plugins.manager import Plugins
 from server.operators.doctor import examine
 from tests.pace import far
-from tests.processes.server import MODEL, ROOT, Server
 from tests.server.engine_server import EngineServer
 from tests.server.http_client import ask
+from tests.workers.server import MODEL, ROOT, Server
 
 MESSAGES = [{"role": "user", "content": "x"}]
 TOOL = {"type": "function", "function": {"name": "f"}}

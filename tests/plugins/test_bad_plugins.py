@@ -19,7 +19,7 @@ from engine.system import System
 from tests.figures import Figure
 from tests.models.checkpoints import build, random_tokens, save
 from tests.plugins.conftest import Install
-from tests.processes.server import ROOT
+from tests.workers.server import ROOT
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 HEAD = 'import time\nfrom engine.plugins.hookspecs import hookimpl\n\nCALLBOARD_PLUGIN = {"api": 1}\n'

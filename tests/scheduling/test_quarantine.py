@@ -130,7 +130,7 @@ def test_losses_that_are_no_fault_blame_nobody() -> None:
     bench.submit(1, prompt_of(5), max_tokens=3, ignore_eos=True)
     for _ in range(6):
         bench.plan()
-        # As a rank group tells it: ranks that were left waiting may be heard first.
+        # As the executors tell it: ranks that were left waiting may be heard first.
         assert not lose_the_device(bench)
         assert not bench.planner.restart(is_fault=False)
         assert not bench.planner._quarantine.is_on

@@ -28,7 +28,7 @@ from engine.errors import RequestError
 from engine.llm import LLM
 from engine.params import Grammar, SamplingParams
 from tests.pace import far
-from tests.processes.server import MODEL, ROOT, Server
+from tests.workers.server import MODEL, ROOT, Server
 
 MAX_LEN = 96
 VOCAB = 3072

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.pace import far
-from tests.processes.server import Server
 from tests.server.misuse import KINDS, MODEL, Misuse
+from tests.workers.server import Server
 
 SETTINGS = (
     f"model.name={MODEL}", "placement.executor=inline", "scheduler.max_running=16", "limits.max_requests=32",

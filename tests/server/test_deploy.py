@@ -13,7 +13,7 @@ import yaml
 
 from engine.config import Config, load_config
 from engine.errors import ConfigError, GraphError, WeightsError
-from engine.processes.cluster import Cluster, check_cluster, link_place
+from engine.workers.cluster.environment import Cluster, check_cluster, link_place
 from server.http.listener import ListenError
 from tests.server.http_client import ask
 from tests.server.live_server import LiveServer

@@ -12,28 +12,14 @@ import msgspec
 import pytest
 
 from engine.actors.ingress import Ingress
-from engine.actors.snapshot import Gauges, Snapshot
+from engine.actors.snapshot import Gauges, GetSnapshot, Snapshot
 from engine.config import Config, build_config
-from engine.links.curve import ClientKeys, KeyPair
 from engine.logs import LogSettings
-from engine.messages import (
-    Ask,
-    Delta,
-    Deltas,
-    Drain,
-    EngineFailed,
-    EngineReady,
-    EngineRecovering,
-    Finish,
-    FrontDrains,
-    FrontReady,
-    Handover,
-    Stop,
-    Tokenize,
-    Usage,
-)
-from engine.processes.assignment import FrontAssignment, Ticket
-from engine.processes.outgoing import Outgoing
+from engine.messages import Delta, Deltas, EngineReady, EngineRecovering, Finish, Stop, Tokenize, Usage
+from engine.workers.child import Ticket
+from engine.workers.keys import ClientKeys, KeyPair
+from engine.workers.main import Outgoing
+from engine.workers.messages import Drain, EngineFailed, FrontendAssignment, FrontendDrained, Handover, WorkerReady
 from server.http.listener import bind
 from server.run.front_process import FrontProcess
 from tests.actors.test_ingress import Sent
@@ -62,8 +48,8 @@ class Stage:
         listener = bind("127.0.0.1", 0)
         self.url = "http://{}:{}".format(*listener.getsockname())
         config = build_config(Config(), {"model": {"path": str(DEMO)}})
-        assignment = FrontAssignment(
-            config, 1024, 1000, False, listener.detach(), 100, 1.0, LogSettings(20, "text"), handover
+        assignment = FrontendAssignment(
+            config, 100, 1.0, LogSettings(20, "text"), 1024, 1000, False, listener.detach(), handover
         )
         self.ingress: Ingress = await self.front.build(assignment, Outgoing(self.sent))  # type: ignore[arg-type]
         self.running = asyncio.ensure_future(self.ingress.run())
@@ -92,7 +78,7 @@ def on_stage(scenario: Callable[[Stage], Awaitable[None]], handover: Handover = 
     async def main() -> None:
         stage = Stage()
         await stage.begin(handover)
-        assert stage.sent.messages == [FrontReady()]
+        assert stage.sent.messages == [WorkerReady()]
         await scenario(stage)
         await stage.session.close()
         stage.tell(Stop())
@@ -121,7 +107,7 @@ def test_ids_go_on_where_another_fronts_ended_and_clients_who_waited_are_served(
 def test_a_front_that_comes_while_the_engine_recovers_or_loads_says_so() -> None:
     async def recovering(stage: Stage) -> None:
         answering = asyncio.ensure_future(stage.ask("GET", "/ready"))
-        ask = await stage.said(Ask)
+        ask = await stage.said(GetSnapshot)
         stage.tell(Snapshot(ask.number, 1.0, Gauges()))
         assert (await answering)[1]["error"]["code"] == "recovering"
 
@@ -137,7 +123,7 @@ def test_it_drains_when_it_is_told_to_and_says_so() -> None:
         asking = asyncio.ensure_future(stage.ask("POST", "/v1/completions", COMPLETION))
         await stage.said(Tokenize)
         stage.tell(Drain())
-        assert await stage.said(FrontDrains)
+        assert await stage.said(FrontendDrained)
         status, refused = await stage.ask("POST", "/v1/completions", COMPLETION)
         assert (status, refused["error"]["code"]) == (503, "draining")
         stage.tell(Deltas((Delta(9, "answer", finish=Finish.STOP, usage=Usage(1, 1, 0)),)))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.actors.snapshot import Gauges, RequestsFinished, Snapshot
+from engine.actors.snapshot import Gauges, GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.errors import RequestError
-from engine.messages import Ask, Finish, Follow
+from engine.messages import Finish
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
 from server.run.remote_monitor import MAX_ASKED, RemoteMonitor
@@ -30,7 +30,7 @@ def test_an_answer_reaches_who_has_asked_and_ingress_speaks_for_itself() -> None
     async def scenario(monitor: RemoteMonitor, sent: Sent) -> None:
         looking = [asyncio.ensure_future(monitor.look()), asyncio.ensure_future(monitor.look(meter=True, max_nodes=7))]
         await asyncio.sleep(0)
-        assert sent.messages == [Ask(1), Ask(2, True, 7)]
+        assert sent.messages == [GetSnapshot(1), GetSnapshot(2, True, 7)]
         for number in (2, 1):
             monitor.take(Snapshot(number, float(number), Gauges(num_open=9, num_running=3)))
         first, second = await asyncio.gather(*looking)
@@ -85,7 +85,7 @@ def test_observers_are_told_and_one_that_raises_is_told_nothing_any_more() -> No
         monitor.take(RequestsFinished(()))  # to the front before this one
         monitor.watch(good, "tests.good")
         monitor.watch(bad, "tests.bad")
-        assert sent.messages == [Follow()]
+        assert sent.messages == [Subscribe()]
         one = RequestMetrics(1, Finish.STOP, 2, 3, 0, 0, 1.0, 0.1, 0.2, 0.1, 1.0)
         for _ in range(2):
             monitor.take(RequestsFinished((one,)))

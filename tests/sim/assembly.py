@@ -14,7 +14,7 @@ from engine.actors.ingress import Ingress
 from engine.actors.scheduler import Scheduler
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
-from engine.messages import LossExplained, Message
+from engine.messages import Message
 from engine.scheduling.planner import Planner
 from engine.sections import LimitsSection
 from tests.sim.codec import SimCodec
@@ -41,17 +41,6 @@ class Engine:
     def is_anything_under_way(self) -> bool:
         """Whether some message is on a link, or in a mailbox and not handled."""
         return any(map(len, self.links.values())) or any(len(actor.inbox) for actor in self.actors.values())
-
-
-class Explained:
-    """Stands for the rank group, which counts losses unless they are explained."""
-
-    def __init__(self, mark: Callable[[str], None]) -> None:
-        self._mark = mark
-
-    def put(self, message: LossExplained) -> None:
-        """Note it."""
-        self._mark("loss explained")
 
 
 def assemble(
@@ -112,7 +101,7 @@ def assemble(
         page_size=setup.page_size,
         new_planner=new_planner,
         executors=[links["scheduler>executor"]],
-        losses=Explained(mark),
+        explain=lambda loss: mark("loss explained"),
         tokenizer=links["scheduler>tokenizer"],
         ingress=links["scheduler>ingress"],
         observers=observers,

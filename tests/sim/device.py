@@ -13,7 +13,15 @@ import numpy as np
 
 from engine.actors.actor import Actor, Link
 from engine.kv.pages import Pages
-from engine.messages import ExecutorInbox, ExecutorReady, ExecutorsLost, Logprobs, Step, StepDone, StepExtras
+from engine.messages import (
+    ExecutorInbox,
+    ExecutorsLost,
+    ExecutorsReady,
+    Logprobs,
+    Step,
+    StepDone,
+    StepExtras,
+)
 from tests.sim.failures import SimIncorrect
 from tests.sim.luck import luck
 from tests.sim.oracle import U64, WEIGHT, hashes, next_tokens
@@ -239,10 +247,10 @@ class SimExecutor(Actor[ExecutorInbox]):
         self._timer: asyncio.TimerHandle | None = None
         self._hangs_until = 0.0
         self._is_up = False
-        self._scheduler: Link[ExecutorReady | StepDone | ExecutorsLost] | None = None
+        self._scheduler: Link[ExecutorsReady | StepDone | ExecutorsLost] | None = None
         self.broke: Callable[[], None] = lambda: None  # told when a step has ended the device
 
-    def connect(self, scheduler: Link[ExecutorReady | StepDone | ExecutorsLost]) -> None:
+    def connect(self, scheduler: Link[ExecutorsReady | StepDone | ExecutorsLost]) -> None:
         """Where results go."""
         self._scheduler = scheduler
 
@@ -284,7 +292,7 @@ class SimExecutor(Actor[ExecutorInbox]):
         """The model is loaded."""
         self._is_up = True
         assert self._scheduler is not None
-        self._scheduler.put(ExecutorReady(rank=0, num_pages=self._num_pages))
+        self._scheduler.put(ExecutorsReady(self._num_pages))
 
     def close(self) -> None:
         if self._timer is not None:

@@ -30,9 +30,9 @@ Mutant = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @contextmanager
-def planted(mutant: Mutant) -> Iterator[None]:
-    """The bug is there within this context."""
-    owner, name = MUTANTS[mutant]
+def planted(mutant: Mutant, mutants: "dict[Mutant, tuple[Any, str]] | None" = None) -> Iterator[None]:
+    """The bug is there within this context.  mutants: where it is found, these by default."""
+    owner, name = (MUTANTS if mutants is None else mutants)[mutant]
     assert hasattr(owner, name), f"{owner} has no {name} any more: plant {mutant.__name__} elsewhere"
     original = getattr(owner, name)
     setattr(owner, name, mutant(original))

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from callboard import LLM
-from engine.actors.group import Terms
 from engine.checkpoints.checkpoint import read_spec
 from engine.config import Config, build_config
 from engine.errors import ConfigError, GraphError
@@ -21,10 +20,12 @@ from engine.graphs.device import DeviceMemory
 from engine.models import loader
 from engine.models.decoder import Decoder
 from engine.plugins.comm.local import LocalComm
-from engine.processes.executor import load_rank
 from engine.startup import loading, memory, preview
 from engine.startup.memory import Needs, host_needs, pool_pages
 from engine.system import System
+from engine.workers.executor_main import load_rank
+from engine.workers.executors import GenerationSettings
+from engine.workers.group import WorkerSlot
 from tests.graphs.engines import install
 from tests.graphs.recording import RecordingDevice
 from tests.graphs.runners import Steps, load, tokens
@@ -243,13 +244,14 @@ def test_a_runner_that_comes_back_with_its_pages_is_not_asked_whether_they_fit(c
     model = {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32", "max_model_len": 64}
     sections = {"model": model, "device": {"kind": "cpu"}, "placement": {"executor": executor}}
     system = System(build_config(Config(), sections))
-    terms = Terms(num_pages=100)
+    terms = GenerationSettings(num_pages=100)
     monkeypatch.setattr(loading, "require_room", lambda *_: pytest.fail("asked"))
     if executor == "inline":
         assert system._load_runner(0, terms).num_pages == 100
         return
-    monkeypatch.setattr("engine.processes.placement.ProcessRanks", lambda assignments, *_: assignments)
-    (assignment,) = system._placement(1).start(None, terms)
+    monkeypatch.setattr("engine.workers.placement.start_child", lambda *_, assignment, **__: assignment)
+    with system._placement(1).generation(terms) as start:
+        assignment = start(WorkerSlot("executor0", 0), None)
     assert assignment.config.kv.num_pages == 0
     assert load_rank(assignment).num_pages == 100
 

@@ -1,0 +1,82 @@
+"""The process of one executor: ``python -m engine.workers.executor_main``, started by the engine and by nobody else.
+
+Owns: its life, from the ticket to its exit code.  Does not know: other ranks, restarts.
+It ends when it is told to, when it fails, and when its parent dies.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from msgspec import structs
+
+from engine.actors.executor import Executor, Runner
+from engine.actors.step_splitting import StepSplitter
+from engine.workers.child import Ticket, enter
+from engine.workers.main import Outgoing, WorkerProcess
+from engine.workers.messages import ExecutorAssignment, ExecutorProcessInbox, Place, WorkerReady
+
+Load = Callable[[ExecutorAssignment], Runner]
+CAPACITY = 64  # of the link, in messages; with two steps in flight a handful are under way
+
+
+def main(load: Load) -> None:
+    """Serve, and end with the process's exit code."""
+    enter(lambda ticket: ExecutorProcess(ticket, load).run())
+
+
+class ExecutorProcess(WorkerProcess[ExecutorAssignment]):
+    """An executor actor, and the link that stands for the scheduler."""
+
+    def __init__(self, ticket: Ticket, load: Load) -> None:
+        super().__init__(ticket, assignment=ExecutorAssignment, accepts=ExecutorProcessInbox, capacity=CAPACITY)
+        self._rank = ticket.rank
+        self._place = ticket.place
+        self._load = load
+
+    async def build(self, assignment: ExecutorAssignment, outgoing: Outgoing) -> Executor:
+        """It loads on its own thread, once it runs."""
+        if self._place is not None:
+            assignment = settle(assignment, self._place)
+        executor = Executor(rank=self._rank, capacity=assignment.capacity, load=partial(self._load, assignment))
+        executor.connect(ready=lambda num_pages: outgoing.put(WorkerReady(num_pages)), done=outgoing.put)
+        return executor
+
+
+def settle(assignment: ExecutorAssignment, place: Place) -> ExecutorAssignment:
+    """``assignment`` as this machine has it."""
+    model = assignment.config.model
+    if place.path:
+        model = structs.replace(model, path=place.path, tokenizer=place.tokenizer)
+    config = structs.replace(assignment.config, model=model)
+    return structs.replace(assignment, config=config, local_rank=place.local_rank)
+
+
+def load_rank(assignment: ExecutorAssignment) -> Runner:
+    """The runner of one rank; on the device thread.  Raises what the loading raises."""
+    from engine.checkpoints.checkpoint import read_spec
+    from engine.checkpoints.fingerprint import check_fingerprint
+    from engine.plugins.manager import Plugins
+    from engine.startup.loading import load_runner  # torch is needed from here on
+
+    config = assignment.config
+    spec = read_spec(Path(config.model.path))
+    if assignment.fingerprint:
+        check_fingerprint(assignment.fingerprint, spec, config.model.load_format, assignment.rank)
+    plugins = Plugins(config.chosen_plugins(), (), config.plugins.options)
+    runner = load_runner(
+        config,
+        spec,
+        assignment.max_len,
+        plugins,
+        rank=assignment.rank,
+        local_rank=assignment.local_rank,
+        rendezvous=assignment.rendezvous,
+        progress=assignment.progress,
+        num_pages=assignment.num_pages,
+    )
+    return StepSplitter(runner, alone=assignment.num_ranks == 1, most_tokens=assignment.most_tokens)
+
+
+if __name__ == "__main__":
+    main(load_rank)

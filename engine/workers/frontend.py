@@ -1,0 +1,311 @@
+"""The ingress of an engine whose clients are served by a front in a process of its own.
+
+consumes: Deltas, Failed (tokenizer) · EngineReady, EngineRecovering, Stats (scheduler) · Stop (system)
+  TokenizersReady, TokenizersLost (tokenizer pool) · what the front says
+produces: Tokenize, Abort (tokenizer) · all of the above, and answers (the front)
+waits for: the front's loading and its end; never for a peer.   owns: which requests are open, as ids.
+
+A front that dies, hangs or takes no more takes its clients with it: their connections end, and their requests are
+aborted.  The next front is started on the same socket, where new clients wait meanwhile.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import assert_never
+
+import msgspec
+
+from engine.actors.actor import Actor, Link
+from engine.actors.ingress import Part
+from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
+from engine.errors import EngineDied
+from engine.messages import (
+    Abort,
+    Deltas,
+    EngineReady,
+    EngineRecovering,
+    Failed,
+    Finish,
+    IngressInbox,
+    Stats,
+    Tokenize,
+    TokenizersLost,
+    TokenizersReady,
+)
+from engine.plugins.hookspecs import hookimpl
+from engine.scheduling.meter import RequestMetrics
+from engine.workers.group import Owner, Reports, Worker, WorkerGroup, WorkerLost, WorkerSlot, one_for_one
+from engine.workers.limits import Patience, RestartIntensity
+from engine.workers.messages import (
+    AbortAll,
+    Drain,
+    EngineFailed,
+    FromFrontend,
+    FrontendDrained,
+    FrontendState,
+    Handover,
+    ToFrontend,
+    WorkerReady,
+)
+from engine.workers.wire import WireError, in_parts
+
+log = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 120.0  # to import a few libraries and to read a tokenizer
+FrontendSlot = WorkerSlot[FromFrontend, ToFrontend]
+StartFrontend = Callable[[FrontendSlot, Reports[FromFrontend], Handover], Worker[ToFrontend]]
+
+
+class FrontendCommand(msgspec.Struct, frozen=True):
+    """What a front is: a module to run, and the descriptor of the socket that it listens on."""
+
+    module: str
+    listener: int
+
+
+class _Subscription:
+    """An observer of the engine on the front's behalf."""
+
+    def __init__(self, tell: Callable[[RequestsFinished], None]) -> None:
+        self._tell = tell
+
+    @hookimpl
+    def callboard_request_finished(self, requests: Sequence[RequestMetrics]) -> None:
+        self._tell(RequestsFinished(tuple(requests)))
+
+
+class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
+    """start: starts a front's process.  silence_timeout_s: one that says nothing for so long hangs.
+
+    parts: what must say that it is ready, besides the front.  about: see ``Handover``; to be set before it runs."""
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        tokenizer: Link[Tokenize | Abort],
+        start: StartFrontend,
+        intensity: RestartIntensity,
+        silence_timeout_s: float,
+        parts: Iterable[Part] = ("executors",),
+    ) -> None:
+        super().__init__("front", capacity)
+        self.about = b""
+        self.became_ready = asyncio.Event()
+        self._tokenizer = tokenizer
+        self._group = WorkerGroup[FromFrontend, ToFrontend](
+            self,
+            ["front"],
+            one_for_one,
+            lambda: nullcontext(lambda slot, reports: start(slot, reports, self._handover())),
+            intensity=intensity,
+            patience=Patience(silence_s=silence_timeout_s, first_load_s=LOAD_TIMEOUT_S),
+        )
+        (self.slot,) = self._group.slots
+        self._parts = tuple(parts)
+        self._came: dict[Part, EngineReady | TokenizersReady] = {}
+        self._lost: dict[Part, EngineRecovering | TokenizersLost] = {}
+        self._stats: Stats | None = None
+        self._open: set[int] = set()
+        self._largest_id = 0
+        self._state = b""
+        self._draining = self._has_drained = False
+        self._idle = asyncio.Event()
+        self._is_subscribed = False
+        self._keeping: asyncio.Task[None] | None = None
+        self._settle()
+
+    def connect(self, *, look: Callable[[GetSnapshot], Snapshot], watch: Callable[[object, str], None]) -> None:
+        """What the front is answered from: a monitor, which needs this actor to be there first."""
+        self._look = look
+        self._watch = watch
+
+    # ---- as ingress: for the supervisor and the server --------------------------------------
+
+    @property
+    def num_restarts(self) -> int:
+        """Of fronts."""
+        return self._group.num_restarts
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have come and not yet ended."""
+        return len(self._open)
+
+    @property
+    def recovering(self) -> bool:
+        """Whether a part was lost, and requests wait for it."""
+        return bool(self._lost)
+
+    @property
+    def draining(self) -> bool:
+        """Whether no more requests are taken.  Set it, and the front is told."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        if value and not self._draining:
+            self._draining = True
+            self._tell(Drain())
+            self._settle()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no request is open, and none can come where that was asked for; False if the time ran out."""
+        if not self._idle.is_set():
+            try:
+                await asyncio.wait_for(self._idle.wait(), timeout_s)
+            except TimeoutError:
+                return not self._open
+        return True
+
+    def abort_all(self) -> None:
+        """Cancel every open request; the front tells its clients."""
+        self._tell(AbortAll())
+        self._abort_open()
+
+    def fail_all(self, error: EngineDied) -> None:
+        """The engine is gone: the front tells its clients why, and ends."""
+        self._tell(EngineFailed(str(error)))
+        self._open.clear()
+        self._group.stop()
+
+    async def leave(self) -> None:
+        """Let the front finish what it writes, and end; returns when nothing is left of it."""
+        self._group.stop()
+        if self._keeping is not None:
+            await asyncio.wait((self._keeping,))
+
+    # ---- from the engine --------------------------------------------------------------------
+
+    def handle(self, message: IngressInbox) -> None:
+        match message:
+            case Deltas():
+                for delta in message.deltas:
+                    if delta.finish != Finish.RUNNING:
+                        self._open.discard(delta.request_id)
+            case Failed():
+                self._open.discard(message.request_id)
+            case Stats():
+                self._stats = message
+            case EngineReady():
+                self._has_come("executors", message)
+            case TokenizersReady():
+                self._has_come("tokenizers", message)
+            case EngineRecovering():
+                self._lost["executors"] = message
+            case TokenizersLost():
+                self._lost["tokenizers"] = message
+            case _:
+                assert_never(message)
+        self._tell(message)
+        self._settle()
+
+    def _has_come(self, part: Part, message: EngineReady | TokenizersReady) -> None:
+        self._came[part] = message
+        self._lost.pop(part, None)
+        self._look_ready()
+
+    def _look_ready(self) -> None:
+        if self.slot.is_ready and all(part in self._came for part in self._parts):
+            self.became_ready.set()
+
+    def _tell(self, message: ToFrontend) -> None:
+        """To the front, if it is there: the next one gets a handover instead."""
+        if not self.slot.is_ready:
+            return
+        try:
+            self.slot.put(message)
+        except WireError as error:
+            if not isinstance(message, Deltas):
+                raise
+            for part in in_parts(message, error):
+                self._abort(part) if isinstance(part, Abort) else self._tell(part)
+
+    # ---- from the front ---------------------------------------------------------------------
+
+    def take(self, slot: FrontendSlot, message: FromFrontend) -> None:
+        """The front says something."""
+        match message:
+            case Tokenize():
+                self._open.add(message.request_id)
+                self._largest_id = max(self._largest_id, message.request_id)
+                self._idle.clear()
+                self._tokenizer.put(message)
+            case Abort():
+                self._abort(message)
+            case GetSnapshot():
+                self._tell(self._look(message))
+            case Subscribe():
+                if not self._is_subscribed:
+                    self._is_subscribed = True
+                    self._watch(_Subscription(self._tell), "the front")
+            case FrontendDrained():
+                self._has_drained = True
+            case FrontendState(state):
+                self._state = state
+            case _:
+                assert_never(message)
+        self._settle()
+
+    def _abort(self, message: Abort) -> None:
+        """Of those that are open; what has ended meanwhile needs no end."""
+        if message.request_id in self._open:
+            self._open.discard(message.request_id)
+            self._tokenizer.put(message)
+
+    def came(self, slots: Sequence[FrontendSlot], ready: Sequence[WorkerReady]) -> None:
+        """A front has loaded.  What it missed since its handover is said again."""
+        for message in self._replay():
+            self._tell(message)
+        if self._draining:
+            self._tell(Drain())
+        self._look_ready()
+        self._settle()
+
+    def _replay(self) -> tuple[IngressInbox, ...]:
+        """What brings a new ingress to where an old one would be."""
+        stats = () if self._stats is None else (self._stats,)
+        return (*self._came.values(), *self._lost.values(), *stats)
+
+    def _handover(self) -> Handover:
+        return Handover(self._largest_id + 1, self._replay(), self.about, self._state)
+
+    def went(self, slots: Sequence[FrontendSlot], loss: WorkerLost) -> None:
+        """The front is gone, and with it every client that would read an answer."""
+        if self._open:
+            log.warning("the front had %d requests, which are aborted", len(self._open))
+        self._abort_open()
+        if self._draining:  # no clients may come: no other front is needed
+            self._group.stop()
+
+    def _abort_open(self) -> None:
+        for request_id in sorted(self._open):
+            self._tokenizer.put(Abort(request_id))
+        self._open.clear()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Look whether ``wait_idle`` may go on."""
+        may_come = self._draining and not self._has_drained and self.slot.is_ready
+        if self._open or may_come:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    # ---- the front's life -------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Handle messages until Stop, and keep a front running.  It outlives a crash, to tell its clients.
+
+        Raises what the first load raised, or EngineDied when restarting does not help."""
+        self._keeping = asyncio.create_task(self._keep(), name="front.keep")
+        await super().run()
+        await self.leave()
+
+    async def _keep(self) -> None:
+        try:
+            await self._group.run()
+        except Exception as error:
+            self._finish(error)

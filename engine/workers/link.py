@@ -1,0 +1,151 @@
+"""A link between two processes: messages as frames on a ZeroMQ PAIR socket, driven by callbacks of the event loop.
+
+Owns: one socket; what is refused on it.  Does not know: what the messages do, who made the socket's directory.
+A frame that is no message of this link is refused, counted and logged, and the link goes on.  What ZeroMQ itself
+refuses (a stranger without a key, another user's process, a frame of more than ``HARD_LIMIT`` times the limit, half a
+frame) never gets here: it closes that connection.  Both ends are bounded: ``put`` never waits.
+"""
+
+import asyncio
+import logging
+import os
+import stat
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import zmq
+
+from engine.errors import CallboardError
+from engine.messages import Message
+from engine.workers.keys import ClientKeys, KeyPair
+from engine.workers.wire import MAX_FRAME_BYTES, Wire, WireError
+
+log = logging.getLogger(__name__)
+
+HARD_LIMIT = 2  # from so many times a link's limit on, a frame is not even read
+READS_PER_CALL = 64  # then others get their turn
+MAX_LOGGED_REFUSALS = 20  # of each link; they are counted on
+
+Incoming = TypeVar("Incoming", bound=Message)
+
+
+class LinkError(CallboardError):
+    """A link cannot be made, or its other end does not take what is sent."""
+
+
+class SocketLink(Generic[Incoming]):
+    """One end of a link.  ``put`` sends; ``deliver`` is called with each message that arrives, on the loop.
+
+    accepts: the union of messages that may arrive here.  capacity: messages that wait at most, on either side.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        context: "zmq.Context[Any]",
+        accepts: Any,
+        deliver: Callable[[Incoming], None],
+        *,
+        capacity: int,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
+        self.name = name
+        self.num_refused = 0
+        self._wire = Wire(name, max_frame_bytes, accepts)
+        self._deliver = deliver
+        self._socket = context.socket(zmq.PAIR)
+        self._socket.linger = 0
+        self._socket.sndhwm = self._socket.rcvhwm = capacity
+        self._socket.maxmsgsize = HARD_LIMIT * max_frame_bytes
+        self._loop = asyncio.get_running_loop()
+        self._fd = -1
+        self._due = False
+
+    def bind(self, endpoint: str, keys: KeyPair) -> str:
+        """Wait for the other end here; returns the address with its port filled in.  Raises LinkError.
+
+        keys: our own; a ``Doorman`` must know the other end's under the link's name."""
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
+        self._socket.zap_domain = self.name.encode()
+        if endpoint.startswith("ipc:"):
+            # The directory is ours alone; the kernel is asked as well.
+            self._socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise LinkError(f"link {self.name}: cannot listen on {endpoint}: {error.strerror}") from None
+        if endpoint.startswith("ipc:"):
+            os.chmod(endpoint.removeprefix("ipc://"), stat.S_IRUSR | stat.S_IWUSR)
+        self._watch()
+        return str(self._socket.last_endpoint.decode())
+
+    def connect(self, endpoint: str, keys: ClientKeys) -> None:
+        """Reach the end that waits at ``endpoint``."""
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys.own.public, keys.own.secret
+        self._socket.curve_serverkey = keys.server
+        self._socket.connect(endpoint)
+        self._watch()
+
+    def put(self, message: Message) -> None:
+        """Send.  Raises WireError if the message is over the limit, LinkError if the other end takes nothing."""
+        frame = self._wire.encode(message)
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            reason = f"link {self.name}: {type(message).__name__} cannot be sent: {error.strerror}"
+            raise LinkError(reason) from None
+        self._look_again()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Deliver nothing any more; what was put may still leave for ``linger_s``.  Again: no effect."""
+        if self._socket.closed:
+            return
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+        self._socket.close(linger=int(linger_s * 1000))
+
+    # ---- reading ----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        self._fd = int(self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._readable)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """ZeroMQ's descriptor tells of a change once, and any call on the socket may have been told already."""
+        if not self._due and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._due = True
+            self._loop.call_soon(self._read_due)
+
+    def _read_due(self) -> None:
+        self._due = False
+        self._readable()
+
+    def _readable(self) -> None:
+        for _ in range(READS_PER_CALL):
+            if self._socket.closed:
+                return
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if self._socket.getsockopt(zmq.RCVMORE):
+                while self._socket.getsockopt(zmq.RCVMORE):
+                    self._socket.recv(zmq.NOBLOCK)
+                self._refuse("a message in several frames")
+                continue
+            try:
+                message = self._wire.decode(frame)
+            except WireError as error:
+                self._refuse(str(error))
+                continue
+            self._deliver(message)  # type: ignore[arg-type]
+        if not self._socket.closed:
+            self._look_again()
+
+    def _refuse(self, reason: str) -> None:
+        self.num_refused += 1
+        if self.num_refused <= MAX_LOGGED_REFUSALS:
+            # The reason may quote what a stranger has sent.
+            log.warning("link %s: refused: %s", self.name, reason[:300].encode("unicode_escape").decode())

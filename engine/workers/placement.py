@@ -1,0 +1,253 @@
+"""Workers in processes of their own: what each kind of them is told, and how it is started.
+
+Owns: the assignments, the addresses of links, what the ranks of one generation share.
+Does not know: restarts, what is lost with a worker.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from msgspec import structs
+
+from engine.checkpoints.checkpoint import read_spec, resolve_checkpoint
+from engine.checkpoints.fingerprint import fingerprint
+from engine.config import Config, without_cluster_key
+from engine.errors import ConfigError
+from engine.logs import LogSettings
+from engine.messages import Message, Step, StepDone, TokenizerInbox
+from engine.workers.child import Child, Ticket
+from engine.workers.cluster.head import Head
+from engine.workers.executors import GenerationSettings
+from engine.workers.frontend import FrontendCommand, FrontendSlot, StartFrontend
+from engine.workers.group import Reports, Start, Worker, WorkerSlot
+from engine.workers.link_server import LinkServer
+from engine.workers.messages import (
+    ExecutorAssignment,
+    FromFrontend,
+    FromTokenizer,
+    FromWorker,
+    FrontendAssignment,
+    Handover,
+    Place,
+    ToFrontend,
+    TokenizerAssignment,
+)
+from engine.workers.socket_directory import Rendezvous
+from engine.workers.worker import END_TIMEOUT_S, LinkedWorker
+
+BEATS = 4  # a worker says so many times that it is there before its silence is too long
+RANK_CAPACITY = 64  # of a rank's link, in messages; with two steps in flight a handful are under way
+STEPS_BEHIND = 4096  # so many steps' output a busy process may be behind before it is given up
+
+
+def start_child(
+    slot: WorkerSlot[Any, Any],
+    reports: Reports[Any],
+    *,
+    assignment: Message,
+    module: str,
+    where: str,
+    accepts: Any,
+    capacity: int,
+    keep: tuple[int, ...] = (),
+    place: Place | None = None,
+    end_timeout_s: float = END_TIMEOUT_S,
+) -> LinkedWorker[Any, Any]:
+    """Start a worker in a child of this process.  Raises ConfigError or LinkError if its link cannot be made.
+
+    module: what it runs.  where: its link waits, as ``placement.link`` says it.  accepts: what it says, but for how
+    it is.  capacity: of the link, in messages.  keep: descriptors that it inherits.  place: see ``Ticket``."""
+    return LinkedWorker(
+        slot.name,
+        assignment,
+        reports,
+        lambda deliver: LinkServer(slot.name, where, accepts | FromWorker, deliver, capacity=capacity),
+        lambda endpoint, keys, ended: Child(
+            module, Ticket(slot.number, slot.name, endpoint, keys, os.getpid(), place), ended, keep
+        ),
+        end_timeout_s=end_timeout_s,
+    )
+
+
+def _any_port(where: str) -> str:
+    """``where`` for one of several links: a port is good for one."""
+    return f"{where.rpartition(':')[0]}:0" if where.startswith("tcp") else where
+
+
+def _require_linux(setting: str, other: str) -> None:
+    if sys.platform != "linux":
+        raise ConfigError(f"placement.{setting}: processes are watched in Linux's ways; use {other} here")
+
+
+class ProcessExecutors:
+    """max_len: longest sequence.  capacity: of an executor's mailbox.  num_ranks: tensor-parallel size.
+
+    module: what a rank's process runs.  head: of the machines that the ranks are on; None if they are all on this one.
+    """
+
+    can_kill = True
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        max_len: int,
+        num_ranks: int,
+        capacity: int,
+        progress: bool,
+        module: str = "engine.workers.executor_main",
+        head: Head | None = None,
+    ) -> None:
+        _require_linux("executor=process", "'inline'")
+        self.silence_s = config.placement.silence_timeout_s
+        self.join_s = head.join_timeout_s if head is not None else 0.0
+        self._config = without_cluster_key(config)
+        self._max_len = max_len
+        self._num_ranks = num_ranks
+        self._capacity = capacity
+        self._progress = progress
+        self._module = module
+        self._head = head
+
+    @contextmanager
+    def generation(self, settings: GenerationSettings) -> Iterator[Start[StepDone, Step]]:
+        """See ``ExecutorPlacement``."""
+        link = self._config.placement.link
+        if self._head is not None:
+            with self._on_machines(settings, self._head) as start:
+                yield start
+            return
+        rendezvous = Rendezvous(self._num_ranks, link)
+        assignment = self._assignment(settings, rendezvous.url)
+        where = link if self._num_ranks == 1 else _any_port(link)
+        try:
+            yield lambda slot, reports: self._start_here(slot, reports, assignment, where)
+        finally:
+            rendezvous.end()
+
+    @contextmanager
+    def _on_machines(self, settings: GenerationSettings, head: Head) -> Iterator[Start[StepDone, Step]]:
+        """Rank 0 is on this machine, and each other one wherever its node is."""
+        call = head.call()
+        assignment = self._assignment(settings, call.rendezvous)
+
+        def start(slot: WorkerSlot[StepDone, Step], reports: Reports[StepDone]) -> Worker[Step]:
+            rank = slot.number
+            if not rank:
+                return self._start_here(slot, reports, assignment, "unix", Place(head.cluster.local_rank))
+            where, keys = call.link(rank)
+            return LinkedWorker(
+                slot.name,
+                self._told(assignment, rank),
+                reports,
+                lambda deliver: LinkServer(
+                    slot.name, where, StepDone | FromWorker, deliver, capacity=RANK_CAPACITY, keys=keys
+                ),
+                lambda endpoint, _, ended: call.process(rank, endpoint, ended),
+            )
+
+        try:
+            yield start
+        finally:
+            call.end()
+
+    def _start_here(
+        self,
+        slot: WorkerSlot[StepDone, Step],
+        reports: Reports[StepDone],
+        assignment: ExecutorAssignment,
+        where: str,
+        place: Place | None = None,
+    ) -> Worker[Step]:
+        return start_child(
+            slot,
+            reports,
+            assignment=self._told(assignment, slot.number),
+            module=self._module,
+            where=where,
+            accepts=StepDone,
+            capacity=RANK_CAPACITY,
+            place=place,
+        )
+
+    def _assignment(self, settings: GenerationSettings, rendezvous: str) -> ExecutorAssignment:
+        """What the ranks of a generation are told."""
+        config = self._config
+        path = resolve_checkpoint(config.model.path, config.model.revision)
+        config = structs.replace(config, model=structs.replace(config.model, path=str(path)))
+        return ExecutorAssignment(
+            **_basics(config, self._capacity),
+            rank=0,
+            num_ranks=self._num_ranks,
+            rendezvous=rendezvous,
+            num_pages=settings.num_pages,
+            most_tokens=settings.most_tokens,
+            max_len=self._max_len,
+            progress=self._progress,
+            fingerprint="" if self._head is None else fingerprint(read_spec(path), config.model.load_format),
+        )
+
+    @staticmethod
+    def _told(assignment: ExecutorAssignment, rank: int) -> ExecutorAssignment:
+        """The same for one rank: the first one tells of progress, and has read the checkpoint that others compare."""
+        if not rank:
+            return structs.replace(assignment, fingerprint="")
+        return structs.replace(assignment, rank=rank, progress=False)
+
+
+def process_tokenizers(
+    *, config: Config, capacity: int, module: str = "engine.workers.tokenizer_main"
+) -> Start[FromTokenizer, TokenizerInbox]:
+    """What starts tokenizers.  config: with the model's path resolved.  module: what they run."""
+    _require_linux("tokenizers", "0")
+    capacity += STEPS_BEHIND  # of the link as well, which holds what the mailbox has not taken yet
+    return partial(
+        start_child,
+        assignment=TokenizerAssignment(**_basics(config, capacity)),
+        module=module,
+        where=_any_port(config.placement.link),
+        accepts=FromTokenizer,
+        capacity=capacity,
+    )
+
+
+def process_frontend(
+    *, config: Config, command: FrontendCommand, max_len: int, vocab_size: int, capacity: int
+) -> StartFrontend:
+    """What starts fronts.  config: with the model's path resolved.  capacity: of an ingress's mailbox."""
+    _require_linux("ingress", "'inline'")
+    capacity += STEPS_BEHIND  # as of a tokenizer
+
+    def start(slot: FrontendSlot, reports: Reports[FromFrontend], handover: Handover) -> Worker[ToFrontend]:
+        assignment = FrontendAssignment(
+            **_basics(config, capacity),
+            max_len=max_len,
+            vocab_size=vocab_size,
+            has_tokenizers=config.placement.tokenizers > 0,
+            listener=command.listener,
+            handover=handover,
+        )
+        return start_child(
+            slot,
+            reports,
+            assignment=assignment,
+            module=command.module,
+            where=_any_port(config.placement.link),
+            accepts=FromFrontend,
+            capacity=capacity,
+            keep=(command.listener,),
+            # Its last clients may read as slowly as any.
+            end_timeout_s=config.server.client_timeout_s + END_TIMEOUT_S,
+        )
+
+    return start
+
+
+def _basics(config: Config, capacity: int) -> dict[str, Any]:
+    """The fields of every ``Assignment``."""
+    heartbeat_s = config.placement.silence_timeout_s / BEATS
+    return {"config": config, "capacity": capacity, "heartbeat_s": heartbeat_s, "logs": LogSettings.here()}

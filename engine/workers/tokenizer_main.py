@@ -1,0 +1,93 @@
+"""The process of one tokenizer: ``python -m engine.workers.tokenizer_main``, started by the engine and by nobody else.
+
+Owns: its life, from the ticket to its exit code, and what it reads at its start.  Does not know: other tokenizers,
+restarts.  It imports no torch.
+"""
+
+import asyncio
+from pathlib import Path
+
+from engine.actors.tokenizer import Tokenizer
+from engine.checkpoints.checkpoint import ModelSpec, read_spec
+from engine.config import Config
+from engine.errors import CallboardError
+from engine.messages import Abort, Admit, Deltas, Failed
+from engine.plugins.manager import Plugins
+from engine.plugins.structured import plugin_grammars
+from engine.text.codec import TextCodec
+from engine.text.grammar import Grammars
+from engine.text.loading import load_codec
+from engine.workers.child import Ticket, enter
+from engine.workers.main import Outgoing, WorkerProcess
+from engine.workers.messages import TokenizerAssignment, TokenizerProcessInbox, WorkerReady
+from engine.workers.wire import WireError, in_parts
+
+CAPACITY = 1 << 18  # of the link, in messages: of as many requests as may be open at most, four each
+
+
+def main() -> None:
+    """Serve, and end with the process's exit code."""
+    enter(lambda ticket: TokenizerProcess(ticket).run())
+
+
+class TokenizerProcess(WorkerProcess[TokenizerAssignment]):
+    """A tokenizer actor, and the link that stands for ingress and scheduler."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        super().__init__(ticket, assignment=TokenizerAssignment, accepts=TokenizerProcessInbox, capacity=CAPACITY)
+
+    async def build(self, assignment: TokenizerAssignment, outgoing: Outgoing) -> Tokenizer:
+        """Reads the files beside the loop, so that the process goes on saying that it is alive."""
+        spec, codec, grammars = await asyncio.to_thread(load_text, assignment.config)
+        tokenizer = Tokenizer(capacity=assignment.capacity, codec=codec, vocab_size=spec.vocab_size, grammars=grammars)
+        link = TextLink(outgoing)
+        tokenizer.connect(scheduler=link, ingress=link)
+        outgoing.put(WorkerReady())
+        return tokenizer
+
+
+class TextLink:
+    """Where the tokenizer's messages go.  What is too large for one is sent in parts, and if it cannot be cut, it is
+    its request's end and nobody else's: prompts' log probabilities can be that large."""
+
+    def __init__(self, outgoing: Outgoing) -> None:
+        self._outgoing = outgoing
+
+    def put(self, message: Admit | Abort | Deltas | Failed) -> None:
+        """Send."""
+        try:
+            self._outgoing.link.put(message)
+        except WireError as error:
+            self._put_smaller(message, error)
+        except CallboardError as error:
+            self._outgoing.fail(error)
+
+    def _put_smaller(self, message: Admit | Abort | Deltas | Failed, error: WireError) -> None:
+        if isinstance(message, Deltas):
+            for part in in_parts(message, error):
+                self.put(part)
+        elif isinstance(message, Admit):
+            self.put(Failed(message.request_id, f"the prompt is too large: {error}", 413, "request_too_large"))
+        else:
+            self._outgoing.fail(error)
+
+
+def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars]:
+    """What a tokenizer works with.  config: with the model's path resolved.  Raises CallboardError."""
+    directory = Path(config.model.path)
+    spec = read_spec(directory)
+    codec = load_codec(config.model, directory)
+    # Of the plugins only the one that is needed here: others may need a device.
+    plugins = Plugins({"grammar": config.chosen_plugins()["grammar"]}, (), config.plugins.options)
+    grammars = plugin_grammars(
+        plugins,
+        lambda: codec,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        options=config.plugins.options,
+    )
+    return spec, codec, grammars
+
+
+if __name__ == "__main__":
+    main()

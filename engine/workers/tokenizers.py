@@ -1,0 +1,243 @@
+"""The tokenizer pool: stands where the tokenizer stands, and hands its work to tokenizers in processes of their own.
+
+consumes: Tokenize, Abort (ingress) · Tokens, Failed (scheduler) · Stop (system) · what each process says
+produces: Admit, Abort (scheduler) · Deltas, Failed, TokenizersReady, TokenizersLost (ingress)
+  Tokenize, Abort, Tokens, Failed (each process what belongs to its requests, in order)
+waits for: the processes' loading and their end; never for a peer.   owns: which process has which request.
+
+A process that dies, hangs or takes no more takes the text of its requests with it: those of which the scheduler knows
+end with an error, those that were still being encoded are encoded again elsewhere, once.  Others notice nothing.
+The process is started anew; new requests go to the others meanwhile, or wait.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import assert_never
+
+from engine.actors.actor import Actor, Link
+from engine.messages import (
+    Abort,
+    Admit,
+    Delta,
+    Deltas,
+    Failed,
+    Finish,
+    Tokenize,
+    TokenizerInbox,
+    TokenizersLost,
+    TokenizersReady,
+    Tokens,
+)
+from engine.workers.group import Owner, Start, WorkerGroup, WorkerLost, WorkerSlot, one_for_one
+from engine.workers.limits import Patience, RestartIntensity
+from engine.workers.messages import FromTokenizer, WorkerReady
+from engine.workers.routing import Router
+from engine.workers.wire import WireError
+
+log = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 120.0  # to import a few libraries and to read a tokenizer
+TokenizerSlot = WorkerSlot[FromTokenizer, TokenizerInbox]
+
+LOST = "the tokenizer process that had this request was lost; send the request again"
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request that a process has, or will have.  slot: the number of its process, -1 while there is none for it.
+
+    tokenize: the request itself, until the scheduler has it.  again: it has been with a process that was lost.
+    cancelled: ingress wants to hear of its end only."""
+
+    tokenize: Tokenize | None
+    slot: int = -1
+    again: bool = False
+    cancelled: bool = False
+
+
+class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox]):
+    """start: starts a process.  silence_timeout_s: one that says nothing for so long hangs."""
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        num_processes: int,
+        start: Start[FromTokenizer, TokenizerInbox],
+        intensity: RestartIntensity,
+        silence_timeout_s: float,
+    ) -> None:
+        super().__init__("tokenizers", capacity)
+        self._group = WorkerGroup[FromTokenizer, TokenizerInbox](
+            self,
+            [f"tokenizer{number}" for number in range(num_processes)],
+            one_for_one,
+            lambda: nullcontext(start),
+            intensity=intensity,
+            patience=Patience(silence_s=silence_timeout_s, first_load_s=LOAD_TIMEOUT_S),
+        )
+        self.slots = self._group.slots
+        self._router = Router(num_processes)
+        self._requests: dict[int, _Request] = {}
+        self._are_there = False  # as ingress was told
+
+    def connect(
+        self,
+        *,
+        scheduler: Link[Admit | Abort],
+        ingress: Link[Deltas | Failed | TokenizersReady | TokenizersLost],
+    ) -> None:
+        """Where results go; known only after those actors, which need this one's link, are built."""
+        self._scheduler = scheduler
+        self._ingress = ingress
+
+    @property
+    def num_ready(self) -> int:
+        """Processes that take requests."""
+        return self._group.num_ready
+
+    @property
+    def num_restarts(self) -> int:
+        """Of all processes together."""
+        return self._group.num_restarts
+
+    # ---- from the engine --------------------------------------------------------------------
+
+    def handle(self, message: TokenizerInbox) -> None:
+        match message:
+            case Tokens():
+                for number, part in self._router.split(message):
+                    self._send(number, part)
+            case Tokenize():
+                self._requests[message.request_id] = request = _Request(message)
+                self._place(message, request)
+            case Abort():
+                self._abort(message)
+            case Failed():
+                if (known := self._requests.get(message.request_id)) is not None:
+                    self._send(known.slot, message)
+            case _:
+                assert_never(message)
+
+    def _place(self, message: Tokenize, request: _Request) -> None:
+        """Give a request to a process, its own by preference; or to nobody, if there is none now."""
+        ready = [slot.number for slot in self.slots if slot.is_ready]
+        if not ready:
+            return
+        request_id = message.request_id
+        number = request_id % len(self.slots)
+        if number not in ready:
+            number = ready[request_id % len(ready)]
+            self._router.move(request_id, number)
+        request.slot = number
+        self._send(number, message)
+
+    def _abort(self, message: Abort) -> None:
+        """Nobody wants it any more.  It is open until its process has let go of it, and says so."""
+        request = self._requests.get(message.request_id)
+        if request is None:
+            return
+        request.cancelled = True
+        if request.tokenize is None:
+            # Not by way of the process, which may die with it.
+            self._scheduler.put(message)
+        if request.slot < 0:
+            self._end_cancelled(message.request_id)
+        else:
+            self._send(request.slot, message)
+
+    def _end_cancelled(self, request_id: int) -> None:
+        self._close(request_id)
+        self._ingress.put(Deltas((Delta(request_id, "", finish=Finish.ABORT),)))
+
+    def _send(self, number: int, message: TokenizerInbox) -> None:
+        """To a process, if it is there: else what it had has ended already, and the message is late."""
+        if number < 0 or not self.slots[number].is_ready:
+            return
+        try:
+            self.slots[number].put(message)
+        except WireError as error:
+            if not isinstance(message, Tokenize):
+                raise
+            self._close(message.request_id)
+            self._ingress.put(Failed(message.request_id, f"the request cannot be tokenized: {error}"))
+
+    def _close(self, request_id: int) -> _Request | None:
+        """The one place where a request stops being open."""
+        self._router.forget(request_id)
+        return self._requests.pop(request_id, None)
+
+    # ---- from the processes -----------------------------------------------------------------
+
+    def take(self, slot: TokenizerSlot, message: FromTokenizer) -> None:
+        """A process says something."""
+        match message:
+            case Deltas():
+                for delta in message.deltas:
+                    if delta.finish != Finish.RUNNING:
+                        self._close(delta.request_id)
+                self._ingress.put(message)
+            case Admit():
+                request = self._requests.get(message.request_id)
+                if request is not None and request.slot == slot.number and not request.cancelled:
+                    request.tokenize = None
+                    self._scheduler.put(message)
+            case Abort():
+                if (known := self._requests.get(message.request_id)) is not None and not known.cancelled:
+                    self._scheduler.put(message)
+            case Failed():
+                if self._close(message.request_id) is not None:
+                    self._ingress.put(message)
+            case _:
+                assert_never(message)
+
+    def came(self, slots: Sequence[TokenizerSlot], ready: Sequence[WorkerReady]) -> None:
+        """A process has loaded; at the start, no request is sent to any before all of them have."""
+        if not self._group.has_started:
+            return
+        if not self._are_there:
+            self._are_there = True
+            self._ingress.put(TokenizersReady())
+        for request in list(self._requests.values()):
+            if request.slot < 0 and request.tokenize is not None:
+                self._place(request.tokenize, request)
+
+    def went(self, slots: Sequence[TokenizerSlot], loss: WorkerLost) -> None:
+        """A process is gone, and with it the text of its requests."""
+        (slot,) = slots
+        if self._are_there and not self.num_ready:
+            self._are_there = False
+            self._ingress.put(TokenizersLost(str(loss)))
+        theirs = [(one, request) for one, request in self._requests.items() if request.slot == slot.number]
+        num_failed = 0
+        for request_id, request in theirs:
+            if request.cancelled:
+                self._end_cancelled(request_id)
+                continue
+            if request.tokenize is not None and not request.again:
+                # Nothing was said of it yet, so nothing is lost.  Once only: it may be what has killed the process.
+                self._router.forget(request_id)
+                request.slot, request.again = -1, True
+                self._place(request.tokenize, request)
+                continue
+            self._close(request_id)
+            if request.tokenize is None:
+                self._scheduler.put(Abort(request_id))
+            self._ingress.put(Failed(request_id, LOST, 503, "tokenizer_lost"))
+            num_failed += 1
+        if theirs:
+            log.warning("%s had %d requests, of which %d end with an error", slot.name, len(theirs), num_failed)
+
+    async def run(self) -> None:
+        """Handle messages until Stop, and keep the processes running.
+
+        Raises what the first load raised, or EngineDied when restarting does not help."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._group.run(), name="tokenizers.group")
+            try:
+                await super().run()
+            finally:
+                self._group.stop()

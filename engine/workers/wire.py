@@ -1,0 +1,58 @@
+"""Messages as bytes: msgpack with a tag per type and a length limit.  Nothing on any wire is pickled."""
+
+from typing import Any
+
+import msgspec
+
+from engine.errors import CallboardError
+from engine.messages import Abort, Deltas, Failed, Message
+from engine.workers.messages import AnyMessage
+
+MAX_FRAME_BYTES = 64 << 20
+
+
+class WireError(CallboardError):
+    """A frame is too long, cut short, or not a message that we know; or a message is none that can be sent."""
+
+
+class Wire:
+    """Encoder and decoder of one link; not shared between threads.
+
+    accepts: the union of messages that may arrive on it; another message is as unwelcome as none."""
+
+    def __init__(self, name: str, max_frame_bytes: int = MAX_FRAME_BYTES, accepts: Any = AnyMessage) -> None:
+        self._name = name
+        self._max_frame_bytes = max_frame_bytes
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(accepts, strict=True)
+
+    def encode(self, message: Message) -> bytes:
+        """The frame of a message.  Raises WireError if it is over the limit, or holds what has no form there."""
+        try:
+            frame = self._encoder.encode(message)
+        except UnicodeEncodeError as error:
+            raise WireError(f"link {self._name}: {type(message).__name__}: not valid Unicode: {error.reason}") from None
+        except (TypeError, OverflowError) as error:  # of what the message holds: an integer of over 64 bits
+            raise WireError(f"link {self._name}: {type(message).__name__}: {error}") from None
+        if len(frame) > self._max_frame_bytes:
+            kind = type(message).__name__
+            raise WireError(f"link {self._name}: {kind} of {len(frame)} bytes exceeds {self._max_frame_bytes}")
+        return frame
+
+    def decode(self, frame: bytes) -> AnyMessage:
+        """The message in a frame.  Raises WireError for anything that is not one."""
+        if len(frame) > self._max_frame_bytes:
+            raise WireError(f"link {self._name}: frame of {len(frame)} bytes exceeds {self._max_frame_bytes}")
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise WireError(f"link {self._name}: not a message: {error}") from None
+
+
+def in_parts(message: Deltas, error: WireError) -> tuple[Deltas, Deltas] | tuple[Abort, Failed]:
+    """What to send in place of deltas that are too large for a frame: two halves, or the end of the one request."""
+    if len(message.deltas) > 1:
+        middle = len(message.deltas) // 2
+        return Deltas(message.deltas[:middle]), Deltas(message.deltas[middle:])
+    request_id = message.deltas[0].request_id
+    return Abort(request_id), Failed(request_id, f"the output is too large: {error}", 413, "output_too_large")

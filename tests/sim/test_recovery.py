@@ -1,0 +1,80 @@
+"""Workers of every kind come back or are given up, whatever befalls them; the simulation that says so finds bugs."""
+
+from collections import Counter
+
+import pytest
+
+from tests.sim.mutants import Mutant, planted
+from tests.sim.recovery import World, draw, explain, play, shrink_plan
+from tests.sim.recovery_mutants import MUTANTS, a_lost_fronts_requests_go_on
+from tests.sim.traffic import KINDS
+
+NUM_SEEDS = 300
+MUTANT_SEEDS = 200
+MARKS = (
+    "deaf",
+    "deaf during recovery",
+    "failed at the start",
+    "given up",
+    "hang",
+    "hang during recovery",
+    "hang while draining",
+    "kill",
+    "kill during recovery",
+    "kill while draining",
+    "late readiness",
+    "tokenizer_lost",
+    "too late",
+)
+
+
+def test_whatever_befalls_workers_all_comes_to_rest_or_is_given_up_in_time() -> None:
+    marks: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        world = play(draw(seed))
+        assert world.failure is None, explain(world)
+        marks += world.marks
+        kinds[world.plan.kind] += 1
+    missing = [mark for mark in MARKS if not marks[mark]]
+    assert not missing, f"the sweep is void, these never happened: {missing}"
+    assert set(marks) == set(MARKS)
+    assert set(kinds) == set(KINDS)
+
+
+def first_failure(mutant: Mutant) -> World | None:
+    """Of the first seeds, the first that fails while the bug is there."""
+    with planted(mutant, MUTANTS):
+        for seed in range(MUTANT_SEEDS):
+            world = play(draw(seed))
+            if world.failure is not None:
+                return world
+    return None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_planted_bug_is_found_and_is_what_was_found(mutant: Mutant) -> None:
+    failed = first_failure(mutant)
+    assert failed is not None, f"{mutant.__name__} survives {MUTANT_SEEDS} seeds"
+    assert play(failed.plan).failure is None, f"seed {failed.plan.seed} fails without {mutant.__name__} too"
+
+
+def test_a_failing_run_becomes_a_short_one_that_fails_the_same_way() -> None:
+    failed = first_failure(a_lost_fronts_requests_go_on)
+    assert failed is not None
+    with planted(a_lost_fronts_requests_go_on, MUTANTS):
+        kept = shrink_plan(failed.plan)
+        again = play(failed.plan.only(kept))
+        told = explain(failed)
+    assert len(kept) == 1, "one lost front is enough"
+    assert type(again.failure) is type(failed.failure)
+    assert f"seed {failed.plan.seed} (front) FAILED" in told
+
+
+def test_a_seed_is_a_run() -> None:
+    for seed in (3, 8, 21):
+        first, again = play(draw(seed)), play(draw(seed))
+        assert (first.marks, first.loop.time()) == (again.marks, again.loop.time())
+        assert [(one.slot.name, one.num_said) for one in first.workers] == [
+            (one.slot.name, one.num_said) for one in again.workers
+        ]

@@ -1,0 +1,331 @@
+"""The work that simulated workers of each kind are given by the engine's own owners, and what must hold of it.
+
+Owns: those around an owner (scheduler, ingress, tokenizer), as doubles that check what they hear.
+Does not know: what befalls the workers, when.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.actors.snapshot import Gauges, Snapshot
+from engine.messages import (
+    Abort,
+    Admit,
+    Delta,
+    Deltas,
+    EngineReady,
+    ExecutorsLost,
+    ExecutorsReady,
+    Failed,
+    Finish,
+    Message,
+    Step,
+    StepDone,
+    Stop,
+    Tokenize,
+    TokenizersLost,
+    TokenizersReady,
+    Tokens,
+)
+from engine.params import SamplingParams
+from engine.workers.executors import Executors, GenerationSettings
+from engine.workers.frontend import RemoteIngress
+from engine.workers.group import WorkerGroup, WorkerLost, WorkerSlot
+from engine.workers.limits import RestartIntensity
+from engine.workers.tokenizers import TokenizerPool
+from tests.sim import probe
+from tests.sim.failures import SimIncorrect
+
+if TYPE_CHECKING:
+    from tests.sim.recovery import SimWorker, World
+
+WORK_S = 0.05
+EVERY_S = 0.3  # between pieces of work
+
+
+class Link:
+    """Calls a function with what is put."""
+
+    def __init__(self, put: Callable[[Any], None]) -> None:
+        self.put = put
+
+
+class Traffic:
+    """One owner and those around it."""
+
+    is_one_for_all = False
+    owner: Any
+
+    def __init__(self, world: "World", owner: Any) -> None:
+        self.world = world
+        self.owner = owner
+        self.group: WorkerGroup[Any, Any] = owner._group
+        self.num_losses = 0
+        self.lost_slots: set[int] = set()
+        probe.wrap(owner, "came", self._watch_came)
+        probe.wrap(owner, "went", self._watch_went)
+
+    def work(self, worker: "SimWorker", message: Message) -> None:
+        """Do what a worker does with a message."""
+        raise NotImplementedError
+
+    def give_work(self) -> None:
+        """Give one more piece of it."""
+        raise NotImplementedError
+
+    @property
+    def is_working(self) -> bool:
+        """Whether some piece of work has not ended."""
+        raise NotImplementedError
+
+    def began(self, worker: "SimWorker") -> None:
+        """A worker has loaded."""
+
+    def check_lost(self, slots: Sequence[WorkerSlot[Any, Any]]) -> None:
+        """What must hold when the owner has heard of a loss."""
+
+    async def run(self) -> None:
+        """The owner, and work for its workers."""
+        giving = asyncio.ensure_future(self._give())
+        try:
+            await self.owner.run()
+        finally:
+            giving.cancel()
+
+    def stop(self) -> None:
+        """As the supervisor does it."""
+        self.owner.inbox.put(Stop())
+
+    @property
+    def has_started(self) -> bool:
+        """Whether all were ready once."""
+        return self.group.has_started
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every slot has a worker that takes work."""
+        return all(slot.is_ready for slot in self.group.slots)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether everything has come to rest."""
+        return self.is_ready and not self.is_working
+
+    @property
+    def is_dying(self) -> bool:
+        """Whether the owner has had more losses than it may have."""
+        return self.num_losses > (self.world.plan.max_restarts if self.has_started else 0)
+
+    async def _give(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            if not self.world.is_stopped:
+                self.give_work()
+
+    def _watch_came(self, came: Callable[..., None], slots: Any, ready: Any) -> None:
+        self.lost_slots -= {slot.number for slot in slots}
+        came(slots, ready)
+
+    def _watch_went(self, went: Callable[..., None], slots: Any, loss: WorkerLost) -> None:
+        if any(slot.is_ready for slot in slots):
+            raise SimIncorrect(f"{slots[0].name} is lost and takes work")
+        self.num_losses += 1
+        self.lost_slots |= {slot.number for slot in slots}
+        went(slots, loss)
+        self.check_lost(slots)
+
+
+class ExecutorTraffic(Traffic):
+    """Steps, each to all ranks, one after the other.  A result names the worker that it comes from."""
+
+    is_one_for_all = True
+
+    def __init__(self, world: "World", num_workers: int, intensity: RestartIntensity, silence_s: float) -> None:
+        self.can_kill, self.silence_s, self.join_s = True, silence_s, 0.0
+        executors = Executors(num_ranks=num_workers, placement=self, intensity=intensity, step_timeout_s=2 * silence_s)
+        super().__init__(world, executors)
+        executors.connect(Link(self._hear))
+        self._is_there = False
+        self._num_sent = 0
+        self._waiting: set[int] = set()
+
+    def generation(self, settings: GenerationSettings) -> Any:
+        """See ``ExecutorPlacement``."""
+        return nullcontext(self.world.start)
+
+    def work(self, worker: "SimWorker", message: Message) -> None:
+        assert isinstance(message, Step)
+        worker.say(StepDone(worker.slot.number, message.step_id, worker.life.to_bytes(4, "little")), WORK_S)
+
+    def give_work(self) -> None:
+        if self._is_there and not self._waiting:
+            self._num_sent += 1
+            self._waiting = set(range(len(self.owner.links)))
+            for link in self.owner.links:
+                link.put(Step(self._num_sent))
+
+    @property
+    def is_working(self) -> bool:
+        return bool(self._waiting)
+
+    def _hear(self, message: ExecutorsReady | StepDone | ExecutorsLost) -> None:
+        match message:
+            case ExecutorsReady():
+                if self._is_there or not all(one.is_ready for one in self.world.living):
+                    raise SimIncorrect("executors are said to be ready, and one has not loaded")
+                self._is_there = True
+            case ExecutorsLost():
+                self._is_there = False
+                self._waiting.clear()
+            case StepDone(rank, step_id):
+                life = int.from_bytes(message.token_ids, "little")
+                newest = next(one.life for one in self.world.living if one.slot.number == rank)
+                if not self._is_there or step_id != self._num_sent or rank not in self._waiting or life != newest:
+                    raise SimIncorrect(f"executor{rank} (worker {life} of {newest}) answers step {step_id} out of turn")
+                self._waiting.discard(rank)
+
+
+class TokenizerTraffic(Traffic):
+    """Requests that are encoded, get one token, and end."""
+
+    def __init__(self, world: "World", num_workers: int, intensity: RestartIntensity, silence_s: float) -> None:
+        pool = TokenizerPool(
+            capacity=1000,
+            num_processes=num_workers,
+            start=world.start,
+            intensity=intensity,
+            silence_timeout_s=silence_s,
+        )
+        super().__init__(world, pool)
+        pool.connect(scheduler=Link(self._schedule), ingress=Link(self._hear))
+        self._num_asked = 0
+        self._open: set[int] = set()
+        self._scheduled: set[int] = set()
+        self._are_there = False
+
+    def work(self, worker: "SimWorker", message: Message) -> None:
+        match message:
+            case Tokenize(request_id):
+                worker.say(Admit(request_id, bytes(4), SamplingParams()), WORK_S)
+            case Tokens():
+                for request_id in np.frombuffer(message.request_ids, dtype=np.int64).tolist():
+                    worker.say(Deltas((Delta(request_id, "x", finish=Finish.LENGTH),)), WORK_S)
+
+    def give_work(self) -> None:
+        for _ in range(3):
+            self._num_asked += 1
+            self._open.add(self._num_asked)
+            self.owner.inbox.put(Tokenize(self._num_asked, SamplingParams(), text="x"))
+
+    @property
+    def is_working(self) -> bool:
+        return bool(self._open or self._scheduled)
+
+    def check_lost(self, slots: Sequence[WorkerSlot[Any, Any]]) -> None:
+        if self._are_there and len(self.lost_slots) == len(self.group.slots):
+            raise SimIncorrect("no tokenizer is left, and ingress was not told")
+
+    def _schedule(self, message: Admit | Abort) -> None:
+        if isinstance(message, Abort):
+            self._scheduled.discard(message.request_id)
+            return
+        if message.request_id in self._scheduled or message.request_id not in self._open:
+            raise SimIncorrect(f"request {message.request_id} comes twice, or after its end")
+        self._scheduled.add(message.request_id)
+        self.world.loop.call_later(WORK_S, self._sample, message.request_id)
+
+    def _sample(self, request_id: int) -> None:
+        if request_id in self._scheduled:
+            self._scheduled.discard(request_id)
+            ids = np.array([request_id], dtype=np.int64).tobytes()
+            self.owner.inbox.put(Tokens(ids, bytes(4), bytes([Finish.LENGTH])))
+
+    def _hear(self, message: Deltas | Failed | TokenizersReady | TokenizersLost) -> None:
+        match message:
+            case Deltas():
+                self._end(*(one.request_id for one in message.deltas))
+            case Failed(request_id):
+                self.world.marks["tokenizer_lost"] += 1
+                self._end(request_id)
+            case TokenizersReady() | TokenizersLost():
+                if self._are_there == isinstance(message, TokenizersReady):
+                    raise SimIncorrect(f"{type(message).__name__} twice")
+                self._are_there = not self._are_there
+
+    def _end(self, *request_ids: int) -> None:
+        for request_id in request_ids:
+            if request_id not in self._open:
+                raise SimIncorrect(f"request {request_id} ends twice")
+            self._open.discard(request_id)
+
+
+class FrontTraffic(Traffic):
+    """Requests that a front opens, and that end."""
+
+    def __init__(self, world: "World", num_workers: int, intensity: RestartIntensity, silence_s: float) -> None:
+        ingress = RemoteIngress(
+            capacity=1000,
+            tokenizer=Link(self._hear),
+            start=world.start,
+            intensity=intensity,
+            silence_timeout_s=silence_s,
+        )
+        super().__init__(world, ingress)
+        ingress.connect(look=lambda ask: Snapshot(ask.number, 0.0, Gauges()), watch=lambda observer, name: None)
+        ingress.inbox.put(EngineReady(1, 1))
+        self._next_id = 0
+        self._by_worker: dict[int, int] = {}
+        self._open: set[int] = set()
+
+    def began(self, worker: "SimWorker") -> None:
+        self._next_id = worker.about.first_id
+
+    def work(self, worker: "SimWorker", message: Message) -> None:
+        if isinstance(message, Deltas):
+            for delta in message.deltas:
+                if self._by_worker[delta.request_id] != worker.life:
+                    raise SimIncorrect(f"a front hears of request {delta.request_id}, which was another one's")
+
+    def give_work(self) -> None:
+        (worker,) = self.world.living or [None]
+        if worker is not None and worker.is_ready and worker.slot.is_ready:
+            worker.say(Tokenize(self._next_id, SamplingParams(), text=str(worker.life)))
+            self._next_id += 1
+
+    @property
+    def is_working(self) -> bool:
+        return bool(self._open)
+
+    def stop(self) -> None:
+        self.owner.draining = True
+        super().stop()
+
+    def check_lost(self, slots: Sequence[WorkerSlot[Any, Any]]) -> None:
+        if self._open or self.owner.num_open:
+            raise SimIncorrect(f"the front is lost, and requests {sorted(self._open)} go on")
+
+    def _hear(self, message: Tokenize | Abort) -> None:
+        if isinstance(message, Abort):
+            self._open.discard(message.request_id)
+            return
+        if message.request_id in self._by_worker:
+            raise SimIncorrect(f"two requests have the id {message.request_id}")
+        self._by_worker[message.request_id] = int(message.text or 0)
+        self._open.add(message.request_id)
+        self.world.loop.call_later(WORK_S, self._end, message.request_id)
+
+    def _end(self, request_id: int) -> None:
+        if request_id in self._open:
+            self._open.discard(request_id)
+            self.owner.inbox.put(Deltas((Delta(request_id, "x", finish=Finish.LENGTH),)))
+
+
+KINDS: dict[str, Callable[..., Traffic]] = {
+    "executors": ExecutorTraffic,
+    "tokenizers": TokenizerTraffic,
+    "front": FrontTraffic,
+}

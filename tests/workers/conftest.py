@@ -1,0 +1,86 @@
+"""Two ends of a link, and a loop to run them on."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+import zmq
+
+from engine.messages import Step, StepDone, Stop
+from engine.workers.keys import ClientKeys, Doorman, KeyPair
+from engine.workers.link import SocketLink
+from engine.workers.messages import FromWorker
+from engine.workers.socket_directory import SocketDirectory
+from tests.pace import far
+
+
+class Pair:
+    """The engine's end of an executor's link, and a bare socket that has the right keys and may say anything."""
+
+    def __init__(self, base: Path, max_frame_bytes: int = 1 << 16, capacity: int = 8) -> None:
+        self.context = zmq.Context()
+        self.messages: list[Any] = []
+        self.directory = SocketDirectory(base)
+        self.link: SocketLink[StepDone | FromWorker] = SocketLink(
+            "executor0",
+            self.context,
+            StepDone,
+            FromWorker,
+            self.messages.append,
+            capacity=capacity,
+            max_frame_bytes=max_frame_bytes,
+        )
+        ours, theirs = KeyPair.draw(), KeyPair.draw()
+        self.keys = ClientKeys(theirs, ours.public)
+        self.doorman = Doorman(self.context)
+        self.doorman.admit("executor0", frozenset((theirs.public,)))
+        self.endpoint = self.link.bind(self.directory.endpoint("executor0"), ours)
+        self.bare = self.context.socket(zmq.PAIR)
+        self.bare.linger = 0
+        self.bare.curve_publickey, self.bare.curve_secretkey = theirs.public, theirs.secret
+        self.bare.curve_serverkey = ours.public
+
+    def connect(self, accepts: Any = Step | Stop) -> tuple[SocketLink[Any], list[Any]]:
+        """A real other end."""
+        arrived: list[Any] = []
+        other: SocketLink[Any] = SocketLink("engine", self.context, accepts, arrived.append, capacity=8)
+        other.connect(self.endpoint, self.keys)
+        return other, arrived
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Until it holds."""
+        async with asyncio.timeout(far(5)):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    def close(self) -> None:
+        self.bare.close()
+        self.link.close()
+        self.doorman.close()
+        self.directory.remove()
+        self.context.destroy(linger=0)
+
+
+Scenario = Callable[[Pair], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
+    """Runs a scenario with a pair, on either kind of loop."""
+    tmp_path.chmod(0o700)
+
+    def play(scenario: Scenario, **options: int) -> None:
+        async def main() -> None:
+            pair = Pair(tmp_path, **options)
+            try:
+                await scenario(pair)
+            finally:
+                pair.close()
+
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            runner.run(main())
+
+    return play
