@@ -12,7 +12,7 @@ CallboardError
 ├── EngineDied              an actor crashed; every open request ends with this
 ├── StepTooLarge            a device has no room for a step; a smaller one is tried
 ├── GrammarFailure          a grammar cannot go on; its request ends
-├── RankLost, ProcessLost   an executor, or another process, has died or hangs; it is started anew
+├── WorkerLost              a worker has died or hangs; it is started anew
 ├── LinkError, WireError    a socket between processes cannot be used, or brings what is no message
 └── NcclError               NCCL has failed; the rank is lost
 

@@ -10,10 +10,11 @@ import pytest
 from engine.actors.ingress import Ingress
 from engine.config import Config, build_config
 from engine.errors import EngineDied, RequestError
-from engine.messages import ExecutorAlive, ExecutorsLost, Step
+from engine.messages import ExecutorsLost, Step
 from engine.params import SamplingParams
 from engine.sections import LimitsSection, PlacementSection, ServerSection
 from engine.system import RESTART_WINDOW_S, System
+from engine.workers.messages import WorkerAlive
 from tests.actors.test_ingress import Sent, with_ingress
 from tests.pace import far
 from tests.server.http_client import RawClient, ask, http_bytes
@@ -105,7 +106,7 @@ def system(**placement: float) -> System:
 
 def step_timeout() -> None:
     async def scenario() -> None:
-        bench = Bench(step_s=system(step_timeout_s=0.05).executors._step_timeout_s)
+        bench = Bench(step_s=system(step_timeout_s=0.05).executors._group._patience.step_s)
         (await bench.generation(1)).ready()
         await asyncio.sleep(0)
         bench.group.links[0].put(Step(0))
@@ -118,11 +119,11 @@ def step_timeout() -> None:
 
 def silence_timeout() -> None:
     async def scenario() -> None:
-        placement = system(executor="process", silence_timeout_s=0.05).executors._placement
-        bench = Bench(FakePlacement(silence_timeout_s=placement.silence_timeout_s))
+        patience = system(executor="process", silence_timeout_s=0.05).executors._group._patience
+        bench = Bench(FakePlacement(silence_timeout_s=patience.silence_s))
         ranks = await bench.generation(1)
         ranks.ready()
-        ranks.reports.heard(0, ExecutorAlive(0))
+        ranks.hear(0, WorkerAlive())
         await bench.generation(2)
         assert bench.heard[-1] == ExecutorsLost("executor0 has stopped answering")
         await bench.stop()
@@ -131,7 +132,7 @@ def silence_timeout() -> None:
 
 
 def max_restarts() -> None:
-    intensity = system(max_restarts=2).executors._intensity
+    intensity = system(max_restarts=2).executors._group.intensity
     for now in (0.0, 1.0, RESTART_WINDOW_S):  # by then the first is forgotten
         intensity.spend("lost", now)
     with pytest.raises(EngineDied, match="2 restarts in 300 s did not help"):

@@ -19,6 +19,8 @@ from device_rates import copied_bytes_per_s
 from engine.errors import PluginError
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
+from engine.plugins.declaration import convert_declaration
+from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.testing.attention import through_hook
 from gpu_sections.attention_triton import cannot_run
 from gpu_sections.rows import CALLS, UNCACHED_BYTES, Row, device_seconds, skipped
@@ -138,6 +140,17 @@ def _num_layers(size: Size, device: torch.device) -> int:
 
 def _plugin_seconds(name: str, size: Size, device: torch.device) -> float:
     plugin = import_module(f"engine.plugins.attention.{name}")
+    wanted = AttentionContext(
+        device=device.type,
+        dtype="bfloat16",
+        page_size=size.page_size,
+        num_heads=size.num_heads,
+        num_kv_heads=NUM_KV_HEADS,
+        head_size=HEAD_SIZE,
+    )
+    declaration = convert_declaration(name, plugin.CALLBOARD_PLUGIN)
+    if name != "triton" and (misfits := declaration.misfits(wanted)):
+        raise PluginError("; ".join(misfits))
     spec, pool = _spec_and_pool(size, device)
     pool.data.normal_()
     backend = through_hook(plugin.callboard_attention_backend)(spec, pool)
