@@ -27,8 +27,7 @@ class Pair:
         self.link: SocketLink[StepDone | FromWorker] = SocketLink(
             "executor0",
             self.context,
-            StepDone,
-            FromWorker,
+            StepDone | FromWorker,
             self.messages.append,
             capacity=capacity,
             max_frame_bytes=max_frame_bytes,
