@@ -13,7 +13,7 @@ serve: $(STAMP)  ## install, then serve the demo model on 127.0.0.1:8000
 
 test: $(STAMP)  ## install, then check the code and run every test
 	$(MAKE) check
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=30
 
 check: $(STAMP)  ## lint, types, import contracts
 	$(BIN)/ruff check .
