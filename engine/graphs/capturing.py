@@ -165,11 +165,11 @@ def frozen_garbage() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()  # what the captures have left behind holds graph memory; all that is older is still left out
         if not was_frozen:
             gc.unfreeze()
         if was_enabled:
             gc.enable()
-        gc.collect()  # what the captures have left behind holds graph memory
 
 
 # (up to, in steps of): small batches are common and small sizes are cheap to capture, so that is where they are dense.

@@ -3,5 +3,9 @@
 import sys
 from pathlib import Path
 
+from tests.graphs.conftest import collector
+
+__all__ = ["collector"]
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))

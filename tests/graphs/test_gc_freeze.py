@@ -7,6 +7,11 @@ import pytest
 from engine.graphs.capturing import frozen_garbage
 
 
+@pytest.fixture(autouse=True)
+def unfrozen(collector):
+    gc.unfreeze()
+
+
 class Cycle:
     """Garbage that only a collection finds."""
 
