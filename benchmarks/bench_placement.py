@@ -31,7 +31,7 @@ from engine.config import Config, build_config
 from engine.messages import ExecutorsLost, ExecutorsReady, Finish, Step, StepDone, Stop
 from engine.params import SamplingParams
 from engine.system import System
-from engine.workers.executors import Executors, Placement
+from engine.workers.executors import ExecutorPlacement, Executors
 from engine.workers.inline import InlineExecutors
 from engine.workers.limits import RestartIntensity
 from engine.workers.placement import ProcessExecutors
@@ -75,7 +75,7 @@ class Stepper:
             self._num_sent += 1
 
 
-def echo_placement(name: str, step_ms: float) -> Placement:
+def echo_placement(name: str, step_ms: float) -> ExecutorPlacement:
     """A device that only takes time, here or in a process."""
     if name == "inline":
         return InlineExecutors(num_ranks=1, capacity=64, load=lambda *_: EchoRunner(step_ms / 1e3))
