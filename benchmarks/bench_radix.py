@@ -126,7 +126,7 @@ def insert_all(tree: RadixTree, prompts: list[np.ndarray], watch: Stopwatch) -> 
     first = 0
     for prompt in prompts:
         key, count = tree.key(prompt), len(prompt) // tree.page_size
-        watch("insert", tree.insert, key, np.arange(first, first + count, dtype=np.int32))
+        watch("insert", insert, tree, key, np.arange(first, first + count, dtype=np.int32))
         first += count
 
 
@@ -259,21 +259,21 @@ def growth(page_size: int, sizes: list[int]) -> Iterator[Row]:
     def prompt() -> np.ndarray:
         return np.concatenate((stems[rng.integers(20)], tokens(rng, rng.integers(25, 76))))
 
-    def insert(watch: Stopwatch) -> bytes:
+    def insert_prompt(watch: Stopwatch) -> bytes:
         nonlocal next_page
         key = tree.key(prompt())
         pages = np.arange(next_page, next_page + len(key) // (4 * page_size), dtype=np.int32)
         next_page += len(pages)
         tree.now += 1
-        watch("insert", tree.insert, key, pages)
+        watch("insert", insert, tree, key, pages)
         return key
 
     for size in sizes:
         watch = Stopwatch()
         while tree.num_cached < size:
-            insert(watch)
+            insert_prompt(watch)
         watch = Stopwatch()
-        for key in [insert(watch) for _ in range(300)]:
+        for key in [insert_prompt(watch) for _ in range(300)]:
             watch("match", tree.match, key)
         for _ in range(300):
             watch("evict a page", tree.evict, 1)

@@ -229,7 +229,7 @@ def test_a_web_page_of_another_site_cannot_reset_it(method: str) -> None:
 
 def test_nothing_that_was_cached_is_found_and_what_runs_goes_on() -> None:
     prompt = "# a prompt of some length, so that it fills several pages of the cache\n" * 3
-    with EngineServer(model_={"name": "demo"}) as served:
+    with EngineServer(model={"name": "demo"}) as served:
 
         def complete(**fields: Any) -> dict[str, Any]:
             body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 8, **fields}
@@ -255,7 +255,7 @@ def test_nothing_that_was_cached_is_found_and_what_runs_goes_on() -> None:
 
 
 def test_an_engine_stops_what_is_aborted_and_keeps_nothing_of_it() -> None:
-    with EngineServer(model_={"name": "demo"}) as served, RawClient(served.port) as client:
+    with EngineServer(model={"name": "demo"}) as served, RawClient(served.port) as client:
         body = {"model": "demo", "prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True, "n": 2}
         client.send(http_bytes("POST", "/v1/completions", json.dumps(body).encode(), {"X-Request-Id": "mine"}))
         client.read_until(b"data: ")

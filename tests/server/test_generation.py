@@ -89,7 +89,7 @@ def test_chat_logprobs_need_to_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields, param", [({"n": 9}, "n"), ({"n": 4, "prompt": ["a"] * 3}, "n"), ({"prompt": ["a"] * 9}, "prompt")]
+    "fields, param", [({"n": 129}, "n"), ({"n": 64, "prompt": ["a"] * 3}, "n"), ({"prompt": ["a"] * 129}, "prompt")]
 )
 def test_too_many_choices_are_refused(fields: dict[str, object], param: str) -> None:
     with pytest.raises(RequestError) as caught:

@@ -289,7 +289,7 @@ class World:
     def _bring_back_after(self, seconds: float) -> None:
         """New executors, ``seconds`` after the scheduler has heard that the old ones are gone.
 
-        Not before what it had sent until then has arrived: a rank group sits beside the scheduler, and drops that."""
+        Not before what it had sent until then has arrived: their group sits beside the scheduler, and drops that."""
 
         def forget_steps() -> None:
             # Steps that have just arrived are in the mailbox, to be handled first.
