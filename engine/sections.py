@@ -222,7 +222,7 @@ class ServerSection(Section, frozen=True):
             gt=0,
             description="How long a client may take to send headers, to send a body (and a second more for each 64 KiB), or read nothing of an answer",
         ),
-    ] = 10.0
+    ] = 15.0
     drain_timeout_s: Annotated[float, Meta(ge=0, description="After SIGTERM, how long running requests may go on")] = (
         30.0
     )
