@@ -276,7 +276,7 @@ class FrontTraffic(Traffic):
         )
         super().__init__(world, ingress)
         ingress.connect(look=lambda ask: Snapshot(ask.number, 0.0, Gauges()), watch=lambda observer, name: None)
-        ingress.inbox.put(EngineReady(1, 1))
+        ingress.inbox.put(EngineReady())
         self._next_id = 0
         self._by_worker: dict[int, int] = {}
         self._open: set[int] = set()

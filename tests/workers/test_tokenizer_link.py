@@ -39,7 +39,7 @@ async def wait_for(condition: Callable[[], bool]) -> None:
         GOOD + b"\0",
         msgspec.msgpack.encode(["Nonsense", 1]),
         msgspec.msgpack.encode(["Admit", "one", b"", {}]),
-        msgspec.msgpack.encode(["Deltas", [["Delta", 1]]]),
+        msgspec.msgpack.encode(["Deltas", [["Delta"]]]),
         Wire("test").encode(StepDone(0, 1, b"")),  # a message, but not one that a tokenizer says
         Wire("test").encode(Tokenize(1, SamplingParams(), text="x")),
         Wire("test").encode(Stop()),

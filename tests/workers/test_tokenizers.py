@@ -16,7 +16,7 @@ from engine.actors.ingress import Prompt
 from engine.config import Config, build_config
 from engine.errors import EngineDied, RequestError, WeightsError
 from engine.logs import JSONFormatter
-from engine.messages import ChatOptions, ChatTurn, Delta, Finish, ToolCall
+from engine.messages import ChatOptions, ChatTurn, Delta, Finish, RequestOptions, ToolCall
 from engine.params import Grammar, SamplingParams
 from engine.system import System
 from engine.text.codec import TextCodec
@@ -36,25 +36,30 @@ TURNS = (
     ChatTurn("assistant", "", tool_calls=(ToolCall("call_1", "look", '{"name": "été.txt"}'),)),
     ChatTurn("tool", "nothing", tool_call_id="call_1"),
 )
-CASES: dict[str, tuple[Prompt, SamplingParams, dict[str, Any]]] = {
-    "greedy": ("def add(a, b):", GREEDY, {}),
-    "stop string": ("def add(a, b):", GREEDY.replace(stop=("of a b", "\n\n"), max_tokens=60), {}),
-    "stop string kept": ("class", GREEDY.replace(stop=(":",), include_stop_str_in_output=True), {}),
-    "multi-byte": ("你好，世界 🐈‍⬛ naïve", WILD, {}),
-    "multi-byte tokens": ("é", WILD.replace(seed=6, logprobs=3), {}),
-    "echo": ("# ünïcode 🙂\n", GREEDY.replace(logprobs=2, prompt_logprobs=2), {"echo": True}),
-    "prompt ids": ("import os", GREEDY, {"return_prompt_ids": True}),
-    "token ids": ([5, 6, 7, 8], GREEDY, {}),
-    "prompt only": ("a prompt that is measured", GREEDY.replace(max_tokens=1, pooling="mean"), {"prompt_only": True}),
-    "chat": (TURNS[:1], GREEDY, {}),
-    "chat with tools": (TURNS, GREEDY, {"chat": ChatOptions(tools=TOOLS)}),
-    "json": ("{", GREEDY.replace(grammar=Grammar("json_schema", '{"type": "object"}'), max_tokens=12), {}),
-    "choice": ("x", GREEDY.replace(grammar=Grammar("choice", '["yes", "nö"]')), {}),
+PLAIN = RequestOptions()
+CASES: dict[str, tuple[Prompt, SamplingParams, RequestOptions]] = {
+    "greedy": ("def add(a, b):", GREEDY, PLAIN),
+    "stop string": ("def add(a, b):", GREEDY.replace(stop=("of a b", "\n\n"), max_tokens=60), PLAIN),
+    "stop string kept": ("class", GREEDY.replace(stop=(":",), include_stop_str_in_output=True), PLAIN),
+    "multi-byte": ("你好，世界 🐈‍⬛ naïve", WILD, PLAIN),
+    "multi-byte tokens": ("é", WILD.replace(seed=6, logprobs=3), PLAIN),
+    "echo": ("# ünïcode 🙂\n", GREEDY.replace(logprobs=2, prompt_logprobs=2), RequestOptions(echo=True)),
+    "prompt ids": ("import os", GREEDY, RequestOptions(return_prompt_ids=True)),
+    "token ids": ([5, 6, 7, 8], GREEDY, PLAIN),
+    "prompt only": (
+        "a prompt that is measured",
+        GREEDY.replace(max_tokens=1, pooling="mean"),
+        RequestOptions(prompt_only=True),
+    ),
+    "chat": (TURNS[:1], GREEDY, PLAIN),
+    "chat with tools": (TURNS, GREEDY, RequestOptions(chat=ChatOptions(tools=TOOLS))),
+    "json": ("{", GREEDY.replace(grammar=Grammar("json_schema", '{"type": "object"}'), max_tokens=12), PLAIN),
+    "choice": ("x", GREEDY.replace(grammar=Grammar("choice", '["yes", "nö"]')), PLAIN),
 }
-REFUSALS: dict[str, tuple[Prompt, SamplingParams, dict[str, Any]]] = {
-    "empty": ("", GREEDY, {}),
-    "wrong schema": ("x", GREEDY.replace(grammar=Grammar("json_schema", '{"type": "nonsense"}')), {}),
-    "too long": ("word " * 600, GREEDY.replace(max_tokens=2000), {}),
+REFUSALS: dict[str, tuple[Prompt, SamplingParams, RequestOptions]] = {
+    "empty": ("", GREEDY, PLAIN),
+    "wrong schema": ("x", GREEDY.replace(grammar=Grammar("json_schema", '{"type": "nonsense"}')), PLAIN),
+    "too long": ("word " * 600, GREEDY.replace(max_tokens=2000), PLAIN),
 }
 
 
@@ -98,7 +103,7 @@ async def nothing_used(system: System) -> None:
 async def answers(system: System) -> dict[str, Delta]:
     """Every case; one at a time, since the last digits of a logarithm depend on what else is in the batch."""
     return {
-        name: await system.ingress.open(prompt, params, **options).collect()
+        name: await system.ingress.open(prompt, params, options).collect()
         for name, (prompt, params, options) in CASES.items()
     }
 
@@ -107,7 +112,7 @@ async def refusals(system: System) -> dict[str, tuple[Any, ...]]:
     said = {}
     for name, (prompt, params, options) in REFUSALS.items():
         with pytest.raises(RequestError) as refused:
-            await system.ingress.open(prompt, params, **options).collect()
+            await system.ingress.open(prompt, params, options).collect()
         said[name] = (refused.value.message, refused.value.status, refused.value.code, refused.value.param)
     return said
 
