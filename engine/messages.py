@@ -7,6 +7,7 @@ What worker processes and their engine say to each other besides is in ``engine/
 Messages are immutable plain data.  Integer columns travel as packed little-endian bytes
 (int32 unless said otherwise), so a message costs per step and not per token.
 ``engine/workers/wire.py`` encodes them with msgpack; nothing is ever pickled.
+They are one file of over 400 lines, so that the whole conversation is read in one place.
 """
 
 from collections.abc import Mapping, Sequence

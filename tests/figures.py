@@ -80,13 +80,13 @@ def figure(request: pytest.FixtureRequest) -> Figure:
         *,
         at_most: float | None = None,
         at_least: float | None = None,
-        patience: float = 1.0,
+        patience: float = 0.0,
     ) -> None:
         assert (at_most is None) != (at_least is None), "a figure has one bound"
         entry = {"name": name, "value": float(value), "unit": unit, "at_most": at_most, "at_least": at_least}
         request.node.user_properties.append(("figure", json.dumps(entry)))
         said = f"{name}: {value:.4g} {unit}"
-        patient = patience * crowding() if patience > 1 else 1.0  # a busy machine spoils no other figure
+        patient = patience * crowding() if patience else 1.0  # what a busy machine cannot spoil has no patience
         if at_most is not None:
             assert value <= at_most * patient, f"{said}, more than {at_most} {unit} times {patient:.3g}"
         if at_least is not None:
