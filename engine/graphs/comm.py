@@ -27,7 +27,7 @@ class BreakingComm:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See ``Comm``.  tensor: a row per token.  Of a captured run only real rows travel; padding becomes zeros."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # is_compiling() would be true in every thread while one compiles
             torch.ops.callboard.all_reduce(tensor)
             return tensor
         if self._capturable or not self._recorder.recording:

@@ -52,7 +52,7 @@ class KVPool:
     def store(self, layer: int, k_TGH: Tensor, v_TGH: Tensor, slots_T: Tensor) -> None:
         """Write a step's new keys and values to their slots."""
         # A compiler knows what an index_copy_ is, and nothing of a library's kernel.
-        if self._store_by is not None and not torch.compiler.is_compiling():
+        if self._store_by is not None and not torch.compiler.is_dynamo_compiling():
             self._store_by(layer, k_TGH, v_TGH, slots_T)
             return
         self._key_slots[layer].index_copy_(0, slots_T, k_TGH)

@@ -38,7 +38,7 @@ class PackedWeight:
                 return torch.mm(x_TI, self._transposed_IO)
             return torch.addmm(bias_O, x_TI, self._transposed_IO)
         # Padded when it runs: ``engine/graphs/compiled.py`` replaces the traced product.
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             y_TO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_TI, self._blocked, bias_O, "none", [], "")
             return y_TO
         return padded_product(x_TI, self._blocked, bias_O)

@@ -134,7 +134,7 @@ class Decoder:
     def hidden(self, step: StepTensors, wanted_N: Tensor | None = None) -> Tensor:
         """Store the step's keys and values and return x_TD of all tokens for ``logits``, or of the wanted rows of T."""
         # A compiler fuses by itself, and better what it can see.
-        kernels = None if self._kernels is None or torch.compiler.is_compiling() else self._kernels
+        kernels = None if self._kernels is None or torch.compiler.is_dynamo_compiling() else self._kernels
         x_TD = self.embedding.embed(step.token_ids_T, kernels)
         angles = self.rotary.angles(step.positions_T, kernels)
         last = len(self.layers) - 1

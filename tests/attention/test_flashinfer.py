@@ -393,7 +393,7 @@ def test_a_store_that_fails_at_start_is_a_plugin_error_and_leaves_the_pool_its_o
 def test_a_compiler_sees_torchs_own_store(gpu: Any, monkeypatch: pytest.MonkeyPatch):
     case = paged(spec_of(4, 2, 64), [(3, 1)], 16, seed=21)
     callboard_attention_backend(context())(case.spec, case.pool)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
     assert not append_is_called(gpu, case.pool)
 
 
