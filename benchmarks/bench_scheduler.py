@@ -39,9 +39,9 @@ from engine.messages import Admit, ExecutorsReady, Failed, Step, StepDone, Stop,
 from engine.params import SamplingParams
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
-from engine.scheduling.forecast import OutputForecast
 from engine.scheduling.planner import Planner
 from engine.scheduling.prefills import WORTH_WAITING_TOKENS
+from engine.scheduling.requests import OutputForecast
 from engine.workers.wire import Wire
 
 Row = dict[str, Any]

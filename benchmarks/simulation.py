@@ -16,7 +16,7 @@ from engine.params import SamplingParams
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.manager import Plugins
 from engine.scheduling.planner import Planner
-from engine.scheduling.sequence import PlannerLimits
+from engine.scheduling.rows import PlannerLimits
 
 EOS, TOKEN = 2, 7
 PAGE_SIZE = 16

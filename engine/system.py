@@ -33,12 +33,11 @@ from engine.plugins.selection import check_named, expected_context
 from engine.plugins.structured import plugin_grammars
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
-from engine.scheduling.sequence import PlannerLimits
+from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec
 from engine.text.loading import load_codec, warn_of_unknown_tokens
-from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings
+from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings, InlineExecutors
 from engine.workers.frontend import FrontendCommand, RemoteIngress
-from engine.workers.inline import InlineExecutors
 from engine.workers.limits import RestartIntensity
 from engine.workers.tokenizers import TokenizerPool
 

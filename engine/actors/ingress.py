@@ -4,6 +4,9 @@ consumes: Deltas, Failed (tokenizer) · EngineReady, EngineRecovering, Stats (sc
   TokenizersReady, TokenizersLost (tokenizer pool, where there is one)
 produces: Tokenize, Abort (tokenizer)
 waits for: a message; never for a peer.   owns: request ids, seeds, deadlines, admission, one stream per client.
+
+Whether any request can be taken now, whatever it asks, is ``check_admission``: the server asks before it reads a body,
+and ingress asks again when the request gets there.
 """
 
 import asyncio
@@ -11,12 +14,11 @@ import itertools
 import logging
 import random
 from collections.abc import Iterable, Sequence
-from typing import Literal, assert_never
+from typing import Literal, Protocol, assert_never
 
 import numpy as np
 
 from engine.actors.actor import Actor, Link
-from engine.actors.admission import RETRY_AFTER_S, check_admission, queue_full
 from engine.actors.stream import Stream
 from engine.errors import EngineDied, FieldError, RequestError
 from engine.messages import (
@@ -40,12 +42,59 @@ from engine.messages import (
 from engine.params import MAX_SEED, SamplingParams
 from engine.sections import LimitsSection
 
+RETRY_AFTER_S = 1  # a queue place can free up with the next step
+RETRY_LATER_S = 5  # a model loads, or another server takes over
 log = logging.getLogger(__name__)
-
 Part = Literal["executors", "tokenizers"]
-
 CHARS_PER_TOKEN = 4  # for the admission estimate only; English text and code have three to five
 MAX_CHARS_PER_TOKEN = 8  # no prompt within the context is longer than this in practice; bounds the tokenizer's work
+
+
+class Admitting(Protocol):
+    """What takes requests: ingress.  num_leaving: cancelled requests that the engine has not let go of.
+
+    ready: the model is loaded.  failure: why the engine died, once it has."""
+
+    ready: bool
+    draining: bool
+    failure: str | None
+
+    @property
+    def num_open(self) -> int:
+        """Requests accepted and not yet ended."""
+
+    @property
+    def num_leaving(self) -> int: ...
+
+
+def unavailable(ingress: Admitting) -> RequestError | None:
+    """Returns why no request can be taken until the engine's state changes, or None."""
+    if ingress.failure is not None:
+        reason, code = "the engine has stopped", "engine_died"
+    elif ingress.draining:
+        reason, code = "the server is shutting down", "draining"
+    elif not ingress.ready:
+        reason, code = "the model is loading", "not_ready"
+    else:
+        return None
+    error = RequestError(reason, status=503, code=code, retry_after_s=RETRY_LATER_S)
+    if ingress.failure is not None:
+        error.add_note(ingress.failure)  # for callers in Python: a response over HTTP does not tell it
+    return error
+
+
+def check_admission(ingress: Admitting, max_requests: int) -> None:
+    """Raise RequestError if no request can be taken: 503 when not serving, 429 when full."""
+    if (error := unavailable(ingress)) is not None:
+        raise error
+    if ingress.num_open + ingress.num_leaving >= max_requests:
+        leaving = f", {ingress.num_leaving} cancelled ones are leaving," if ingress.num_leaving else ""
+        raise queue_full(f"{ingress.num_open} requests are open{leaving} and no more than {max_requests} are accepted")
+
+
+def queue_full(reason: str) -> RequestError:
+    """The refusal of a request for which there is no room now."""
+    return RequestError(f"{reason}; try again later", status=429, code="queue_full", retry_after_s=RETRY_AFTER_S)
 
 
 class _Open:

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.messages import Admission
-from engine.scheduling.forecast import OutputForecast, peak_growth
 from engine.scheduling.pages import PageManager
 from engine.scheduling.queue import WaitingQueue
-from engine.scheduling.rows import RowTable
-from engine.scheduling.sequence import PlannerLimits, Sequence, TokenIds
+from engine.scheduling.requests import OutputForecast, peak_growth
+from engine.scheduling.rows import PlannerLimits, RowTable, Sequence, TokenIds
 
 QUEUE = -1  # the waiting queue's place among the rows that take turns
 WORTH_WAITING_TOKENS = 32  # what a shared prefix must save to be waited for

@@ -19,10 +19,9 @@ from engine.errors import RequestError
 from engine.messages import ChatOptions, ChatTurn, TokenText
 from engine.params import SamplingParams
 from engine.text.chat import PLAIN
-from engine.text.detokenizer import Detokenizer, TokenIds
 from engine.text.files import TokenizerFiles
 from engine.text.reasoning import CLOSE, OPEN, Thinking, thinking_at_end
-from engine.text.stream import TextStream
+from engine.text.stream import Detokenizer, TextStream, TokenIds
 from engine.text.tool_format import CALL_CLOSE, CALL_OPEN, PYTHON_TAG, ToolFormat
 from engine.text.vocabulary import Vocabulary
 

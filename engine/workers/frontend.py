@@ -36,7 +36,7 @@ from engine.messages import (
 )
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
-from engine.workers.group import Owner, Reports, Worker, WorkerGroup, WorkerLost, WorkerSlot, one_for_one
+from engine.workers.group import Owner, WorkerGroup, WorkerSlot, one_for_one
 from engine.workers.limits import Patience, RestartIntensity
 from engine.workers.messages import (
     AbortAll,
@@ -50,6 +50,7 @@ from engine.workers.messages import (
     WorkerReady,
 )
 from engine.workers.wire import WireError, in_parts
+from engine.workers.worker import Reports, Worker, WorkerLost
 
 log = logging.getLogger(__name__)
 

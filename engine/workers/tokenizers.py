@@ -31,11 +31,12 @@ from engine.messages import (
     TokenizersReady,
     Tokens,
 )
-from engine.workers.group import Owner, Start, WorkerGroup, WorkerLost, WorkerSlot, one_for_one
+from engine.workers.group import Owner, Start, WorkerGroup, WorkerSlot, one_for_one
 from engine.workers.limits import Patience, RestartIntensity
 from engine.workers.messages import FromTokenizer, WorkerReady
 from engine.workers.routing import Router
 from engine.workers.wire import WireError
+from engine.workers.worker import WorkerLost
 
 log = logging.getLogger(__name__)
 

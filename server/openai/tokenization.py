@@ -17,9 +17,8 @@ from engine.sections import ServerSection
 from engine.text.codec import TextCodec
 from server.http.body import BodyReader
 from server.http.replies import json_reply
-from server.openai.conversation import read_end, read_turns, read_variables
+from server.openai.conversation import read_end, read_tools, read_turns, read_variables
 from server.openai.requests import ChatMessage, Scalar, Short, TokenId, Tools
-from server.openai.tools import read_tools
 from server.openai.translator import Translator
 
 

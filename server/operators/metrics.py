@@ -15,12 +15,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from engine.actors.admission import unavailable
+from engine.actors.ingress import unavailable
 from engine.actors.snapshot import Gauges, Snapshot
 from engine.messages import Finish
 from engine.scheduling.meter import Distribution, Meter
 from server.backend import Backend, Ingress
-from server.http.traffic import Traffic
+from server.http.exchange import Traffic
 
 OWN = "callboard_"
 VLLM = "vllm:"

@@ -8,12 +8,12 @@ import asyncio
 
 from aiohttp import web
 
-from engine.actors.admission import RETRY_LATER_S
+from engine.actors.ingress import RETRY_LATER_S
 from engine.errors import RequestError
 from engine.messages import Finish, RequestOptions
 from engine.params import SamplingParams
 from server.backend import Stream
-from server.clients.open_requests import CLIENT
+from server.clients import CLIENT
 from server.http.replies import json_reply
 
 LIMIT_S = 20.0

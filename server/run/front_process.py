@@ -33,7 +33,7 @@ from engine.workers.messages import (
 )
 from engine.workers.wire import WireError
 from server.backend import Backend
-from server.clients.keys import CacheSalts
+from server.clients import CacheSalts
 from server.model_card import ModelCard
 from server.run.app import create_runner
 from server.run.remote_monitor import RemoteMonitor

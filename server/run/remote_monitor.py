@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from engine.actors.actor import Link
-from engine.actors.admission import RETRY_LATER_S
-from engine.actors.ingress import Ingress
+from engine.actors.ingress import RETRY_LATER_S, Ingress
 from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.errors import RequestError
 from engine.plugins.manager import Plugins

@@ -25,7 +25,7 @@ from engine.plugins.policy.lpm import LongestPrefixMatch
 from engine.plugins.policy.priority import MostUrgentFirst
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
-from engine.scheduling.sequence import PlannerLimits, Sequence
+from engine.scheduling.rows import PlannerLimits, Sequence
 from tests.sim.scenario import Setup
 
 STRATEGIES: dict[str, Callable[[], EvictionStrategy]] = {

@@ -15,9 +15,10 @@ from typing import Any
 
 from engine.errors import CallboardError, EngineDied
 from engine.messages import Message, Stop
-from engine.workers.group import LOAD_PATIENCE, Reports, WorkerLost, WorkerSlot
-from engine.workers.limits import TICKS, RestartIntensity
+from engine.workers.group import LOAD_PATIENCE, TICKS, WorkerSlot
+from engine.workers.limits import RestartIntensity
 from engine.workers.messages import WorkerAlive, WorkerReady
+from engine.workers.worker import Reports, WorkerLost
 from tests.sim.failures import SimCrash, SimFailure, SimIncorrect, SimStuck
 from tests.sim.loop import SimDeadlock, SimLivelock, SimLoop
 from tests.sim.luck import luck

@@ -34,9 +34,10 @@ from engine.messages import (
 from engine.params import SamplingParams
 from engine.workers.executors import Executors, GenerationSettings
 from engine.workers.frontend import RemoteIngress
-from engine.workers.group import WorkerGroup, WorkerLost, WorkerSlot
+from engine.workers.group import WorkerGroup, WorkerSlot
 from engine.workers.limits import RestartIntensity
 from engine.workers.tokenizers import TokenizerPool
+from engine.workers.worker import WorkerLost
 from tests.sim import probe
 from tests.sim.failures import SimIncorrect
 

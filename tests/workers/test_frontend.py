@@ -24,7 +24,6 @@ from engine.messages import (
 from engine.params import SamplingParams
 from engine.scheduling.meter import RequestMetrics
 from engine.workers.frontend import FrontendSlot, RemoteIngress
-from engine.workers.group import Reports, WorkerLost
 from engine.workers.limits import RestartIntensity
 from engine.workers.link import LinkError
 from engine.workers.messages import (
@@ -38,6 +37,7 @@ from engine.workers.messages import (
     WorkerReady,
 )
 from engine.workers.wire import WireError
+from engine.workers.worker import Reports, WorkerLost
 from tests.actors.test_ingress import Sent
 from tests.pace import far
 

@@ -32,7 +32,7 @@ from engine.workers.cluster.store import (
     our_release,
     shortened,
 )
-from engine.workers.limits import TICKS, Watch
+from engine.workers.group import TICKS, Watch
 from engine.workers.messages import Place
 
 log = logging.getLogger(__name__)
