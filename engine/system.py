@@ -33,12 +33,10 @@ from engine.plugins.selection import check_named, expected_context
 from engine.plugins.structured import plugin_grammars
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
-from engine.scheduling.sequence import PlannerLimits
-from engine.text.codec import TextCodec
-from engine.text.loading import load_codec, warn_of_unknown_tokens
-from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings
+from engine.scheduling.rows import PlannerLimits
+from engine.text.codec import TextCodec, load_codec, warn_of_unknown_tokens
+from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings, InlineExecutors
 from engine.workers.frontend import FrontendCommand, RemoteIngress
-from engine.workers.inline import InlineExecutors
 from engine.workers.limits import RestartIntensity
 from engine.workers.tokenizers import TokenizerPool
 
@@ -62,15 +60,15 @@ class System:
         *,
         progress: bool = False,
         head: "Head | None" = None,
-        front: FrontendCommand | None = None,
+        frontend: FrontendCommand | None = None,
     ) -> None:
         """Check everything that can be checked without loading weights.  Raises CallboardError.
 
         head: the head of several machines; None if all ranks are on this one.
-        front: how to start the process that takes requests; None for an ingress in this process."""
+        frontend: how to start the process that takes requests; None for an ingress in this process."""
         self.config = config
         self._head = head
-        self._front = front
+        self._front = frontend
         self._progress = progress
         directory = self._directory = resolve_checkpoint(config.model.path, config.model.revision)
         self.spec: ModelSpec = read_spec(directory)
@@ -143,8 +141,8 @@ class System:
 
     @property
     def ingress(self) -> Ingress:
-        """The actor that takes requests; an engine whose front is a process of its own has none."""
-        assert isinstance(self.entrance, Ingress), "requests enter by the front's process"
+        """The actor that takes requests; an engine whose frontend is a process of its own has none."""
+        assert isinstance(self.entrance, Ingress), "requests enter by the frontend's process"
         return self.entrance
 
     @property

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from engine.sampling.cuts import Cuts, TopK, lowest_kept
-from engine.sampling.draw import draw, padded_scores, weights
-from engine.sampling.noise import stream_starts, uniforms
-from engine.sampling.penalties import Penalties
+from engine.sampling.draw import draw, padded_scores, stream_starts, uniforms, weights
+from engine.sampling.penalties import NO_PENALTIES, Penalties, by_name
 from engine.sampling.state import NO_LOGPROBS, SamplingState
 
 if TYPE_CHECKING:
@@ -48,7 +47,8 @@ class Variant(StrEnum):
 class Columns(Generic[C]):
     """One entry for each row of a batch, in this order in memory.
 
-    rows: int64, which row of the engine it is, NO_ROW for padding.  From ``seed`` to ``top_k``: as in SamplingState.
+    rows: int64, which row of the engine it is, NO_ROW for padding.  From ``seed`` to ``top_k``: as in SamplingState;
+    ``penalties`` alone has several numbers for each row.
     cut: int32, the row's place in its group (see ``group``) if it has cuts, else -1.
     line: int32, its line of token counts, -1 without penalties.
     """
@@ -57,22 +57,21 @@ class Columns(Generic[C]):
     seed: C
     top_p: C
     inverse_temperature: C
-    repetition: C
-    presence: C
-    frequency: C
+    penalties: C
     floor: C
     top_k: C
     cut: C
     line: C
 
 
-_OF_STATE: Final = ("seed", "top_p", "inverse_temperature", "repetition", "presence", "frequency", "floor", "top_k")
-_DTYPES: Final = (*["int64"] * 2, "float64", *["float32"] * 5, *["int32"] * 3)
+_OF_STATE: Final = ("seed", "top_p", "inverse_temperature", "penalties", "floor", "top_k")
+_DTYPES: Final = (*["int64"] * 2, "float64", *["float32"] * 3, *["int32"] * 3)
+_WIDTHS: Final = (*[1] * 4, len(NO_PENALTIES), *[1] * 4)  # numbers of one row in each column
 
 
 def columns_bytes(max_rows: int) -> int:
     """What columns of so many rows take."""
-    return max_rows * sum(np.dtype(dtype).itemsize for dtype in _DTYPES)
+    return max_rows * sum(np.dtype(dtype).itemsize * width for dtype, width in zip(_DTYPES, _WIDTHS, strict=True))
 
 
 def tensor_columns(packed: Tensor, max_rows: int) -> Columns[Tensor]:
@@ -87,9 +86,10 @@ def array_columns(packed: npt.NDArray[np.uint8], max_rows: int) -> Columns[npt.N
 
 def _columns(view: Callable[[C, str], C], packed: C, max_rows: int) -> Columns[C]:
     start, made = 0, []
-    for dtype in _DTYPES:
-        end = start + max_rows * np.dtype(dtype).itemsize
-        made.append(view(packed[start:end], dtype))
+    for dtype, width in zip(_DTYPES, _WIDTHS, strict=True):
+        end = start + max_rows * width * np.dtype(dtype).itemsize
+        column = view(packed[start:end], dtype)
+        made.append(column if width == 1 else column.reshape(max_rows, width))
         start = end
     return Columns(*made)
 
@@ -191,8 +191,7 @@ class CapturedSampler:
             if variant is Variant.FULL:
                 starts = self._starts_M1[: num + 1]
                 adjustment = Adjustment(
-                    *(of.line, of.repetition, of.presence, of.frequency),
-                    *(starts, self._no_ids, self._no_bias, starts, self._no_ids),
+                    of.line, of.penalties, starts, self._no_ids, self._no_bias, starts, self._no_ids
                 )
                 floor = of.floor.view(torch.int32)
                 cut_rows = CutRows(of.cut, self._places32_M[:num], floor, of.top_k, of.top_p)
@@ -209,9 +208,7 @@ class CapturedSampler:
             Penalties(
                 at_p=self._places_M[:size],
                 lines_p=self._lines(size),
-                repetition_p1=columns.repetition[:size, None],
-                presence_p1=columns.presence[:size, None],
-                frequency_p1=columns.frequency[:size, None],
+                columns=by_name(columns.penalties[:size]),
             ).apply(logits_BV, self._state.counts)
         top_B, token_ids_B = logits_BV.max(dim=-1)
         if variant is not Variant.GREEDY:
@@ -241,4 +238,11 @@ class CapturedSampler:
 
 
 # What a column holds for a row that is none; 0 in the others.
-_PADDING: Final = {"rows": NO_ROW, "top_p": 1.0, "repetition": 1.0, "floor": np.inf, "cut": _OFF, "line": _OFF}
+_PADDING: Final[dict[str, Any]] = {
+    "rows": NO_ROW,
+    "top_p": 1.0,
+    "penalties": tuple(NO_PENALTIES.values()),
+    "floor": np.inf,
+    "cut": _OFF,
+    "line": _OFF,
+}

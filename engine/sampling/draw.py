@@ -1,7 +1,12 @@
 """Pick one index per row with probability proportional to its weight: inverse CDF in vocabulary order.
 
-Legend: n rows of a part · V vocabulary · W vocabulary rounded up to whole blocks · C blocks · B block size
-Owns: the padded layout and the search.  Does not know: seeds, which tokens were cut.
+Legend: N sampled rows · n rows of a part · V vocabulary · W vocabulary rounded up to whole blocks · C blocks
+  B block size
+Owns: the uniform number of each token, the padded layout and the search.  Does not know: which tokens were cut.
+
+The uniform number is a pure function of (seed, position): SplitMix64 (Steele, Lea, Flood 2014) used as a counter.
+Output number ``position`` of the stream that starts at the mixed seed.  No state is kept, so a sequence that is moved
+to another row, retracted and resumed, or sampled on another rank draws the same numbers.
 
 A cumulative sum over the vocabulary would write and read every weight again.  Block sums are read once, the
 search runs over them, and only the block that holds the answer is summed in full.  Each row is handled by
@@ -13,10 +18,37 @@ from typing import Final
 import torch
 from torch import Tensor
 
+# The constants of SplitMix64 as signed 64-bit integers: torch has no unsigned arithmetic, and products
+# wrap modulo 2**64 either way.
+STRIDE: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+FACTOR_1: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
+FACTOR_2: Final = 0x94D049BB133111EB - (1 << 64)
 BLOCK: Final = 512
 # Weights are zero below e**-80, which no uniform number of 52 bits can tell from zero.
 _LOWEST_SCORE: Final = -80.0
 _LOWEST_WEIGHT: Final = 1.9e-35
+
+
+def stream_starts(seeds_N: Tensor) -> Tensor:
+    """Where each seed's stream starts; int64 to int64.
+
+    A hash of the seed: with raw seeds, two that differ by a multiple of the stride would share a shifted stream.
+    """
+    return _mixed(seeds_N)
+
+
+def uniforms(starts_N: Tensor, positions_N: Tensor) -> Tensor:
+    """float64 numbers strictly between 0 and 1, the same on every device.  Both arguments are int64."""
+    bits_N = (_mixed(starts_N + positions_N * STRIDE) >> 12) & ((1 << 52) - 1)
+    # 52 bits and a half fit a float64 exactly, so no draw rounds to 0 or 1.
+    return (bits_N.to(torch.float64) + 0.5) * 2.0**-52
+
+
+def _mixed(x_N: Tensor) -> Tensor:
+    # torch shifts arithmetically; the masks turn that into the logical shift the hash is defined with.
+    x_N = (x_N ^ ((x_N >> 30) & ((1 << 34) - 1))) * FACTOR_1
+    x_N = (x_N ^ ((x_N >> 27) & ((1 << 37) - 1))) * FACTOR_2
+    return x_N ^ ((x_N >> 31) & ((1 << 33) - 1))
 
 
 def padded_scores(logits_nV: Tensor, top_n: Tensor, inverse_temperature_n: Tensor) -> Tensor:

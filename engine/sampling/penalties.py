@@ -7,6 +7,7 @@ Memory: one integer per vocabulary entry for each row that has a penalty at the 
 half of that when max_len is below 16,384), taken when the first such sequence is admitted and reused afterwards.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+# The penalties in the order of their columns, and what a row without one has.  Each is ``{name}_penalty`` of
+# SamplingParams; ``Penalties.apply`` and ``engine/sampling/triton/adjusted.py`` say what it does.
+NO_PENALTIES: Final = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
 
 _FIRST_CAPACITY: Final = 4
 # An entry is 2 * (times in the output) + (1 if in the prompt).
@@ -93,13 +98,11 @@ class TokenCounts:
 @dataclass(frozen=True, slots=True)
 class Penalties:
     """The penalties of some rows of a part.  at_p: int64, which of the part's rows.  lines_p: int64, their counts.
-    The penalties are float32 columns; None where no row has any."""
+    columns: name -> float32 [p, 1]; without those that no row has."""
 
     at_p: Tensor
     lines_p: Tensor
-    repetition_p1: Tensor | None
-    presence_p1: Tensor | None
-    frequency_p1: Tensor | None
+    columns: Mapping[str, Tensor]
 
     def apply(self, logits_nV: Tensor, counts: TokenCounts) -> None:
         """Change the rows' float32 logits in place.
@@ -110,12 +113,17 @@ class Penalties:
         """
         logits_pV = logits_nV.index_select(0, self.at_p)
         counts_pV = counts.read(self.lines_p)
-        if self.repetition_p1 is not None:
-            scaled_pV = torch.where(logits_pV > 0, logits_pV / self.repetition_p1, logits_pV * self.repetition_p1)
+        if (repetition_p1 := self.columns.get("repetition")) is not None:
+            scaled_pV = torch.where(logits_pV > 0, logits_pV / repetition_p1, logits_pV * repetition_p1)
             logits_pV = torch.where(counts_pV > 0, scaled_pV, logits_pV)
         times_pV = counts_pV >> 1
-        if self.frequency_p1 is not None:
-            logits_pV -= self.frequency_p1 * times_pV
-        if self.presence_p1 is not None:
-            logits_pV -= self.presence_p1 * (times_pV > 0)
+        if (frequency_p1 := self.columns.get("frequency")) is not None:
+            logits_pV -= frequency_p1 * times_pV
+        if (presence_p1 := self.columns.get("presence")) is not None:
+            logits_pV -= presence_p1 * (times_pV > 0)
         logits_nV.index_copy_(0, self.at_p, logits_pV)
+
+
+def by_name(penalties_pP: Tensor) -> dict[str, Tensor]:
+    """The columns of all penalties, as ``Penalties`` has them."""
+    return dict(zip(NO_PENALTIES, penalties_pP.split(1, dim=1), strict=True))

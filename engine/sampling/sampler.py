@@ -12,7 +12,7 @@ For each row, in this order:
   6. min_p: tokens less likely than min_p times the most likely one are cut (Nguyen et al. 2024);
   7. top_k: all but the k most likely are cut (Fan et al. 2018);
   8. top_p: of what is left, renormalised, the smallest set that holds top_p is kept (Holtzman et al. 2020);
-  9. one is drawn by inverse CDF from the uniform number of (seed, position) (``noise.py``, ``draw.py``).
+  9. one is drawn by inverse CDF from the uniform number of (seed, position) (``draw.py``).
 Whatever else is in the batch, a row's token is the same.  Nothing here waits for the device.
 On a GPU kernels do 2 to 9 (``engine/sampling/triton/sampler.py``), in two launches for a batch of plain rows.
 
@@ -34,11 +34,9 @@ from engine.params import SamplingParams
 from engine.sampling.captured import CapturedSampler, Columns
 from engine.sampling.constraints import Masks
 from engine.sampling.cuts import lowest_kept
-from engine.sampling.draw import draw, padded_scores, weights
+from engine.sampling.draw import draw, padded_scores, uniforms, weights
 from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, pinned_copy
-from engine.sampling.noise import uniforms
-from engine.sampling.parts import Adjustments, Draws, Part, SampleBatch, build_batch
-from engine.sampling.state import SamplingState
+from engine.sampling.state import Adjustments, Draws, Part, SampleBatch, SamplingState, build_batch
 
 if TYPE_CHECKING:
     from engine.sampling.triton.sampler import KernelSampler

@@ -21,8 +21,7 @@ from engine.kv.node import Handle, Namespace
 from engine.kv.outline import Outline
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import RadixTree
-from engine.scheduling.rows import Rows, RowTable
-from engine.scheduling.sequence import PlannerLimits, Sequence
+from engine.scheduling.rows import PlannerLimits, Rows, RowTable, Sequence
 
 
 @dataclass(frozen=True, slots=True)

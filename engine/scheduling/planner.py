@@ -22,15 +22,12 @@ from engine.messages import Admit, Failed, Finish, LossExplained, Stats, Step, S
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.completions import Completions, InFlight
 from engine.scheduling.decodes import Decodes
-from engine.scheduling.forecast import OutputForecast
 from engine.scheduling.pages import Appends, PageManager
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.prefills import Prefills, Segments
-from engine.scheduling.quarantine import Quarantine
-from engine.scheduling.queue import waiting_queue
-from engine.scheduling.requests import Requests
-from engine.scheduling.rows import Rows, RowTable
-from engine.scheduling.sequence import PlannerLimits, Sequence
+from engine.scheduling.queue import Quarantine, waiting_queue
+from engine.scheduling.requests import OutputForecast, Requests
+from engine.scheduling.rows import PlannerLimits, Rows, RowTable, Sequence
 
 
 class Planner:

@@ -1,18 +1,85 @@
-"""Requests that have not ended, and what others must hear of all of them.
+"""Requests that have not ended, what others must hear of all of them, and how long the next outputs will get.
 
-Owns: each sequence from its arrival to its end, messages that wait to be sent, the meter.
+Owns: each sequence from its arrival to its end, messages that wait to be sent, the meter, recent output lengths.
 Does not know: rows, pages, steps.
+
+Admission by a forecast instead of by max_tokens is what keeps the pool full: most requests stop long before their
+limit.  The peak of future use follows Gong et al. 2025 (the "past-future" scheduler): requests that end sooner give
+their pages back before the others have grown to their full length.
 """
 
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.messages import Admit, Failed, Finish, Tokens
-from engine.scheduling.forecast import OutputForecast
 from engine.scheduling.meter import Meter, RequestMetrics
-from engine.scheduling.quarantine import Quarantine
-from engine.scheduling.sequence import PlannerLimits, Sequence
+from engine.scheduling.queue import Quarantine
+from engine.scheduling.rows import PlannerLimits, Sequence
+
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float64]
+
+HISTORY = 512  # outputs remembered
+FIRST_GUESS = 256  # tokens, before anything has ended
+GOLDEN = (5**0.5 - 1) / 2
+CAUTION_STEP = 0.25  # what one retraction adds to every expectation
+MOST_CAUTION = 1.0
+CAUTION_DECAY = 0.9  # what an output that ended in peace leaves of it
+
+
+class OutputForecast:
+    """Expects of an output what earlier ones that got as far did: of each a different one, so that as many of them are
+    expected to end early and late as really did."""
+
+    def __init__(self) -> None:
+        self._lengths = np.full(HISTORY, FIRST_GUESS, dtype=np.int64)
+        self._num_seen = 0
+        self._caution = 0.0
+        self._sorted: npt.NDArray[np.int64] | None = None
+
+    def note_end(self, num_output: int) -> None:
+        """An output ended by itself or at its limit."""
+        self._lengths[self._num_seen % HISTORY] = num_output
+        self._num_seen += 1
+        self._caution *= CAUTION_DECAY
+        self._sorted = None
+
+    def note_retraction(self) -> None:
+        """Pages ran out: expectations were too low."""
+        self._caution = min(MOST_CAUTION, self._caution + CAUTION_STEP)
+
+    def remaining(self, generated: Ints, most: Ints) -> Floats:
+        """Tokens still to come of outputs with ``generated`` tokens now; never above ``most``, what they may still get.
+
+        An output longer than all before it is expected to get twice as long as it is."""
+        if self._sorted is None:
+            self._sorted = np.sort(self._lengths[: max(1, min(self._num_seen, HISTORY))])
+        first_longer = np.searchsorted(self._sorted, generated, side="right")
+        num_longer = len(self._sorted) - first_longer
+        # The golden ratio's multiples spread evenly over 0 to 1, however many there are.  With the mean for everybody
+        # all would end at once, and the pool would stay a quarter empty for a peak that never comes.
+        spread = np.arange(1, len(generated) + 1) * GOLDEN % 1.0
+        lengths = self._sorted[np.minimum(first_longer + (spread * num_longer).astype(np.int64), len(self._sorted) - 1)]
+        expected = np.where(num_longer > 0, lengths - generated, generated)
+        return np.minimum(expected * (1.0 + self._caution), most)
+
+
+def peak_growth(remaining: Floats, slack: Ints, given_back: Ints, page_size: int) -> float:
+    """The most pages that a batch will need beyond what it holds now, at whichever of its ends that is.
+
+    Per sequence: remaining tokens, slack (tokens that still fit its pages), pages that its end gives back."""
+    if not len(remaining):
+        return 0.0
+    order = np.argsort(remaining)
+    ends = remaining[order]
+    num_alive = np.arange(len(ends), 0, -1)
+    # The sum of slacks of those alive at each end; half a page each for what rounding up costs on average.
+    slack_alive = np.cumsum(slack[order][::-1])[::-1]
+    grown = (num_alive * ends - slack_alive) / page_size + 0.5 * num_alive
+    back = np.cumsum(given_back[order]) - given_back[order]
+    return float(max((grown - back).max(), 0.0))
 
 
 class Requests:

@@ -22,8 +22,8 @@ from engine.layers.packing import COMPILED_BYTES, num_padded_sizes
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder
 from engine.params import SamplingParams
-from engine.sampling.parts import PART_SCORES_CPU
 from engine.sampling.sampler import Sampler
+from engine.sampling.state import PART_SCORES_CPU
 
 log = logging.getLogger(__name__)
 

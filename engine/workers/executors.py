@@ -1,29 +1,39 @@
-"""The executors of one engine: every rank of the model, lost and restarted together.
+"""The executors of one engine: every rank of the model, lost and restarted together; and those in this process.
 
 consumes: Step (scheduler, through ``links``) · LossExplained (scheduler, through ``losses``) · Stop (system)
 produces: ExecutorsReady, StepDone, ExecutorsLost (scheduler)
 waits for: the executors' loading and their end; never for the scheduler.   owns: what a loss means.
 
 Requests live in the scheduler, so a lost generation costs time and no token.
+
+An inline executor is an actor on the shared event loop, with a device thread of its own.  A step that raises can be
+cured there if the device can: the executor is loaded anew in place.  A thread that hangs cannot be ended from outside,
+and a CUDA context that has failed stays so for as long as its process: both are clear failures of the engine.
+Executors in processes of their own survive these too.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from engine.actors.actor import Actor, Link
+from engine.actors.executor import Executor, Runner
 from engine.errors import CallboardError, EngineDied, StepTooLarge
 from engine.messages import ExecutorsLost, ExecutorsReady, LossExplained, Step, StepDone, Stop
-from engine.workers.group import Owner, Start, WorkerGroup, WorkerLost, WorkerSlot, one_for_all
+from engine.workers.group import Owner, Start, WorkerGroup, WorkerSlot, one_for_all
 from engine.workers.limits import Patience, RestartIntensity
 from engine.workers.messages import WorkerReady
+from engine.workers.socket_directory import Rendezvous
 from engine.workers.wire import WireError
+from engine.workers.worker import Reports, WorkerLost
 
 log = logging.getLogger(__name__)
 
+INLINE_END_TIMEOUT_S = 4.0
 ExecutorSlot = WorkerSlot[StepDone, Step]
 
 
@@ -167,3 +177,70 @@ def _drop_traceback(error: BaseException) -> None:
     while seen is not None:
         seen.__traceback__ = None
         seen = seen.__cause__ or seen.__context__
+
+
+class InlineExecutors:
+    """load: (rank, settings, rendezvous) -> runner, called on the rank's device thread."""
+
+    can_kill = False
+    silence_s = 0.0
+    join_s = 0.0
+
+    def __init__(
+        self, *, num_ranks: int, capacity: int, load: Callable[[int, GenerationSettings, str], Runner]
+    ) -> None:
+        self._num_ranks = num_ranks
+        self._capacity = capacity
+        self._load = load
+
+    @contextmanager
+    def generation(self, settings: GenerationSettings) -> Iterator[Start[StepDone, Step]]:
+        """See ``ExecutorPlacement``."""
+        rendezvous = Rendezvous(self._num_ranks)
+
+        def start(slot: WorkerSlot[StepDone, Step], reports: Reports[StepDone]) -> InlineWorker:
+            load = partial(self._load, slot.number, settings, rendezvous.url)
+            executor = Executor(rank=slot.number, capacity=self._capacity, load=load)
+            return InlineWorker(executor, reports, reloaded=settings.num_pages > 0)
+
+        try:
+            yield start
+        finally:
+            rendezvous.end()
+
+
+class InlineWorker:
+    """reloaded: it is not of the first generation."""
+
+    def __init__(self, executor: Executor, reports: Reports[StepDone], *, reloaded: bool) -> None:
+        self._executor = executor
+        self._reports = reports
+        self._reloaded = reloaded
+        executor.connect(ready=lambda num_pages: reports.heard(WorkerReady(num_pages)), done=reports.heard)
+        self._task = asyncio.create_task(self._run(), name=executor.name)
+
+    def put(self, message: Step) -> None:
+        """Send."""
+        self._executor.inbox.put(message)
+
+    async def end(self) -> None:
+        """Ask it to end after the steps it has."""
+        self._executor.inbox.put(Stop())
+        await asyncio.wait((self._task,), timeout=INLINE_END_TIMEOUT_S)
+
+    async def kill(self, *, is_stuck: bool) -> None:
+        """End the actor; a thread that is stuck is left behind."""
+        if not self._task.done():
+            if is_stuck:
+                self._executor.abandon()
+            self._task.cancel()
+        await asyncio.wait((self._task,))
+
+    async def _run(self) -> None:
+        try:
+            await self._executor.run()
+        except Exception as error:
+            # If it cannot even be loaded again, the device is beyond what this process can do for it.
+            curable = self._executor.loaded or not self._reloaded
+            reason = f"{self._executor.name} crashed: {type(error).__name__}: {error}"
+            self._reports.lost(WorkerLost(reason, error, curable=curable))

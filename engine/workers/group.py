@@ -5,6 +5,8 @@ Does not know: how a worker is started, what it does, what is lost with it: that
 Workers come in generations.  When one dies, hangs, fails or takes nothing any more, the generation that it belongs to
 ends: nothing that it still says is heard, the owner is told once, and the next generation loads.  Which slots belong
 together is the policy: ``one_for_all`` puts all of them into one generation, ``one_for_one`` each into its own.
+Time is counted in ticks of a timer, not read from a clock: when this process itself stood still (a laptop asleep, a
+busy machine) one tick passes, however long that took, so no worker is blamed.  And a step costs no look at a clock.
 """
 
 import asyncio
@@ -12,67 +14,61 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol
 
 from engine.errors import CallboardError, EngineDied
-from engine.messages import Message
-from engine.workers.limits import TICKS, Patience, RestartIntensity, Watch
+from engine.workers.limits import Patience, RestartIntensity
 from engine.workers.messages import WorkerAlive, WorkerReady
 from engine.workers.wire import WireError
+from engine.workers.worker import Reports, Said, Told, Worker, WorkerLost
 
 log = logging.getLogger(__name__)
 
+TICKS = 8  # so many make a timeout
 GRACE_S = 0.2  # longer than it takes to hear of a worker's end
 LAST_WORDS_S = 0.05  # what a worker said before it ended may arrive just after its end is seen
 LOAD_FACTOR = 5.0  # a reload may take so many times as long as the first load did
 LOAD_SECONDS = 60.0  # and this much more
 LOAD_PATIENCE = 6  # while it loads, a worker that has spoken may be silent for so many times as long
 
-Said = TypeVar("Said", bound=Message)  # what a worker says, but for how it is
-Told = TypeVar("Told", bound=Message)  # what it is told
-Said_contra = TypeVar("Said_contra", bound=Message, contravariant=True)
-Told_contra = TypeVar("Told_contra", bound=Message, contravariant=True)
 
+class Watch:
+    """Whether a worker answers, and says anything.  step_ticks, silence_ticks: how many it may be quiet for; 0 for any
+    number."""
 
-class WorkerLost(CallboardError):
-    """A worker is gone.  What it says names the worker.
+    def __init__(self, step_ticks: int, silence_ticks: int) -> None:
+        self._step_ticks = step_ticks
+        self._silence_ticks = silence_ticks
+        self._num_out = 0
+        self._step_quiet = 0
+        self._quiet = 0
 
-    error: what it raised, if it got to say so.  curable: another one may do better."""
+    def sent(self) -> None:
+        """A step is on its way to the worker."""
+        if not self._num_out:
+            self._step_quiet = 0
+        self._num_out += 1
 
-    def __init__(self, reason: str, error: Exception | None = None, *, curable: bool = True) -> None:
-        super().__init__(reason)
-        self.error = error
-        self.curable = curable
+    def answered(self) -> None:
+        """A step is done: the next one starts now, if there is one."""
+        self._num_out -= 1
+        self._step_quiet = 0
 
+    def heard(self) -> None:
+        """The worker is there."""
+        self._quiet = 0
 
-class Reports(Protocol[Said_contra]):
-    """Where a worker's holder tells what it does; all calls on the event loop."""
+    def tick(self, patience: int = 1) -> str | None:
+        """Time has passed.  Returns what the worker fails to do, once it has taken too long.
 
-    def heard(self, message: Said_contra | WorkerReady | WorkerAlive) -> None:
-        """It has said something."""
-        ...
-
-    def lost(self, loss: WorkerLost) -> None:
-        """It is gone."""
-        ...
-
-
-class Worker(Protocol[Told_contra]):
-    """One worker, wherever it runs."""
-
-    def put(self, message: Told_contra) -> None:
-        """Send.  Raises WireError if the message is over the limit, LinkError if the worker takes nothing."""
-        ...
-
-    async def end(self) -> None:
-        """Let it finish what it has, and end; returns when it has ended, or has had its time."""
-        ...
-
-    async def kill(self, *, is_stuck: bool) -> None:
-        """End it at once if it still runs; returns when nothing is left that could be ended.  Also after ``end``.
-
-        is_stuck: one of its generation hangs; do not wait for a worker that cannot be ended."""
-        ...
+        patience: with its silence, so many times as much."""
+        self._quiet += 1
+        self._step_quiet += 1
+        if self._num_out and 0 < self._step_ticks < self._step_quiet:
+            return "does not finish its step"
+        if 0 < patience * self._silence_ticks < self._quiet:
+            return "has stopped answering"
+        return None
 
 
 class Owner(Protocol[Said, Told]):

@@ -1,16 +1,12 @@
 """How long a group waits for its workers, and how often it starts them anew.
 
-Owns: how long a worker has been quiet, when restarts were.  Does not know: clocks, workers, what to do about them.
-Time is counted in ticks of a timer, not read from a clock: when this process itself stood still (a laptop asleep, a
-busy machine) one tick passes, however long that took, so no worker is blamed.  And a step costs no look at a clock.
+Owns: those numbers, and when restarts were.  Does not know: clocks, workers, what to do about them.
 """
 
 from collections import deque
 from dataclasses import dataclass
 
 from engine.errors import EngineDied
-
-TICKS = 8  # so many make a timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,42 +50,3 @@ class RestartIntensity:
             return False
         self._times.append(now)
         return True
-
-
-class Watch:
-    """Whether a worker answers, and says anything.  step_ticks, silence_ticks: how many it may be quiet for; 0 for any
-    number."""
-
-    def __init__(self, step_ticks: int, silence_ticks: int) -> None:
-        self._step_ticks = step_ticks
-        self._silence_ticks = silence_ticks
-        self._num_out = 0
-        self._step_quiet = 0
-        self._quiet = 0
-
-    def sent(self) -> None:
-        """A step is on its way to the worker."""
-        if not self._num_out:
-            self._step_quiet = 0
-        self._num_out += 1
-
-    def answered(self) -> None:
-        """A step is done: the next one starts now, if there is one."""
-        self._num_out -= 1
-        self._step_quiet = 0
-
-    def heard(self) -> None:
-        """The worker is there."""
-        self._quiet = 0
-
-    def tick(self, patience: int = 1) -> str | None:
-        """Time has passed.  Returns what the worker fails to do, once it has taken too long.
-
-        patience: with its silence, so many times as much."""
-        self._quiet += 1
-        self._step_quiet += 1
-        if self._num_out and 0 < self._step_ticks < self._step_quiet:
-            return "does not finish its step"
-        if 0 < patience * self._silence_ticks < self._quiet:
-            return "has stopped answering"
-        return None

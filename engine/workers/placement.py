@@ -23,8 +23,9 @@ from engine.workers.child import Child, Ticket
 from engine.workers.cluster.head import Head
 from engine.workers.executors import GenerationSettings
 from engine.workers.frontend import FrontendCommand, FrontendSlot, StartFrontend
-from engine.workers.group import Reports, Start, Worker, WorkerSlot
-from engine.workers.link_server import LinkServer
+from engine.workers.group import Start, WorkerSlot
+from engine.workers.link import LinkServer
+from engine.workers.linked_worker import END_TIMEOUT_S, LinkedWorker
 from engine.workers.messages import (
     ExecutorAssignment,
     FromFrontend,
@@ -37,7 +38,7 @@ from engine.workers.messages import (
     TokenizerAssignment,
 )
 from engine.workers.socket_directory import Rendezvous
-from engine.workers.worker import END_TIMEOUT_S, LinkedWorker
+from engine.workers.worker import Reports, Worker
 
 BEATS = 4  # a worker says so many times that it is there before its silence is too long
 RANK_CAPACITY = 64  # of a rank's link, in messages; with two steps in flight a handful are under way
@@ -218,7 +219,7 @@ def process_tokenizers(
 def process_frontend(
     *, config: Config, command: FrontendCommand, max_len: int, vocab_size: int, capacity: int
 ) -> StartFrontend:
-    """What starts fronts.  config: with the model's path resolved.  capacity: of an ingress's mailbox."""
+    """What starts frontends.  config: with the model's path resolved.  capacity: of an ingress's mailbox."""
     _require_linux("ingress", "'inline'")
     capacity += STEPS_BEHIND  # as of a tokenizer
 

@@ -13,9 +13,7 @@ import msgspec
 from engine.errors import RequestError
 from engine.messages import Delta
 from server.generate.generation import Generation
-from server.generate.output import Output
-from server.generate.plain_text import PlainText
-from server.generate.usage import UsageCounter
+from server.generate.output import Output, PlainText, UsageCounter
 from server.http.replies import error_body
 
 B = TypeVar("B", bound=msgspec.Struct)

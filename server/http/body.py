@@ -1,29 +1,62 @@
 """A request's body: read within limits, decoded into a typed struct, turned into what it asks for.
 
-Owns: size and time limits of reading, what JSON may look like, how a bad field is named.
-Does not know: which fields there are, or what they mean.
+Owns: size and time limits of reading, what JSON may look like, how a bad field is named, and the names of fields that
+would change the output and that this server cannot honour.
+Does not know: the fields that it can honour, or what they mean.
+Other unknown fields are let through, since client libraries add some; but output that silently ignores a constraint
+looks right and is wrong, so those are refused by name.
 """
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from engine.errors import FieldError, RequestError
 from engine.sections import ServerSection
-from server.http.unsupported import check_unsupported
 
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
+NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})  # of any field below
+# Field -> which other values are neutral.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys((
+        "allowed_token_ids", "audio", "audio_data", "bad_words", "chat_template", "custom_logit_processor",
+        "documents", "echo", "extra_key", "functions", "grammar", "image_data", "input_embeds", "logits_processors",
+        "logprob_token_ids", "lora_path", "max_new_tokens", "min_new_tokens", "no_stop_trim", "prompt_embeds",
+        "prompt_logprobs", "return_hidden_states", "session_params", "stop_regex", "structural_tag", "suffix",
+        "thinking_token_budget", "token_ids_logprob", "tools", "truncate_prompt_tokens", "use_beam_search",
+        "video_data", "web_search_options",
+    ), ()),
+    "best_of": (1,), "function_call": ("none", "auto"), "modalities": (["text"],),
+}  # fmt: skip
+UNSUPPORTED_PREFIX = "guided_"
 MAX_NESTING = 128
 STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[][{}]')
 LEAST_BYTES_PER_S = 64 << 10  # of a body that takes longer than ``client_timeout_s``
 LARGE_BODY_BYTES = 64 << 10  # up to here decoding and translating take the event loop under a millisecond
+
+
+def check_unsupported(fields: Mapping[str, msgspec.Raw], known: Collection[str]) -> None:
+    """Raise RequestError for the first field that asks for what cannot be done.  known: fields of the body's type."""
+    for name, raw in fields.items():
+        if name in known or (name not in UNSUPPORTED and not name.startswith(UNSUPPORTED_PREFIX)):
+            continue
+        value = msgspec.json.decode(raw)
+        # The types are compared too, since False == 0 and True == 1.
+        neutral = (type(value) is type(one) and value == one for one in (*NEUTRAL, *UNSUPPORTED.get(name, ())))
+        if not any(neutral):
+            shown = name[:100]
+            raise FieldError(
+                shown,
+                "not supported by this server, and ignoring it would change the output",
+                code="unsupported_parameter",
+            )
 
 
 class BodyReader(Generic[B, T]):
@@ -62,7 +95,7 @@ class BodyReader(Generic[B, T]):
             body.decode()  # what is kept as it came, such as schemas, would show it only later
             fields = self._fields.decode(body)
             for name in self._elsewhere.keys() & fields.keys():
-                if bytes(fields[name]) != b"null":
+                if is_given(fields[name]):
                     raise FieldError(name, f"belongs in {self._elsewhere[name]}")
             check_unsupported(fields, self._known)
             understood = self._struct.decode(body)
@@ -77,6 +110,11 @@ class BodyReader(Generic[B, T]):
         except RecursionError:
             raise _too_deep() from None
         return understood
+
+
+def is_given(raw: msgspec.Raw) -> bool:
+    """Whether a field of any kind was there, and not null."""
+    return bytes(raw) != b"null"
 
 
 async def collect(request: web.Request, server: ServerSection) -> bytes:

@@ -19,12 +19,9 @@ from aiohttp.web_protocol import RequestHandler
 
 from engine.errors import ConfigError, RequestError
 from engine.sections import ServerSection
-from server.http.cors import Cors
-from server.http.exchange import EXCHANGE, Exchange
+from server.http.exchange import EXCHANGE, Cors, Exchange, OutermostHandler, Traffic
 from server.http.listener import BACKLOG
-from server.http.outermost import OutermostHandler
 from server.http.replies import error_response, raw_response
-from server.http.traffic import Traffic
 
 log = logging.getLogger(__name__)
 

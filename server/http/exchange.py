@@ -1,17 +1,30 @@
-"""One request and its response, as the log tells of them and middlewares know them.
+"""One request and its response, whatever the application behind does: the outermost handler.
 
-Owns: the request id and what the access log line says.  Does not know: bodies, the engine.
+Owns: the request id, cross-origin headers, turning exceptions into error responses, counts, the access log.
+Does not know: routes' meaning, bodies, keys, the engine.
+Every request passes ``OutermostHandler`` once, and no exception leaves it.  Counts are by the route's pattern and by
+status, which are few, so no client can make them grow.
+
+Cross-origin requests are off unless configured: then a browser refuses pages of other sites by itself, since a request
+that does anything carries JSON, about which it must ask first.  A route that acts without a body refuses them with
+``refuse_foreign_page``.
 """
 
+import asyncio
 import logging
 import string
 import uuid
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
+from typing import Literal
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
+from engine.errors import CallboardError, RequestError
 from engine.logs import FIELDS
+from engine.scheduling.meter import LONG_S, Distribution
+from server.http.replies import as_request_error, error_response
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +34,16 @@ PRINTABLE = frozenset(string.ascii_letters + string.digits + string.punctuation 
 # Asked every second: no news while all is well.
 WATCHED = frozenset({"/health", "/ready", "/metrics", "/stats", "/load"})
 CLIENT_LEFT = 499  # what nginx logs for a client that left before the response
+COUNTED_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+ANY_ORIGIN = "*"
+CORS_METHODS = "GET, POST, OPTIONS"
+CORS_HEADERS = "Authorization, Content-Type, X-Request-Id"
+CORS_MAX_AGE_S = 600
+OWN_PAGES = frozenset({"none", "same-origin"})  # of Sec-Fetch-Site; 'none' is what a user typed
+
+Cut = Literal["too_many", "header_timeout", "write_timeout", "malformed"]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+BaseHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class Exchange:
@@ -65,7 +88,6 @@ class Exchange:
 
 
 EXCHANGE: web.RequestKey[Exchange] = web.RequestKey("exchange", Exchange)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @web.middleware
@@ -80,3 +102,117 @@ async def note_route(request: web.Request, handler: Handler) -> web.StreamRespon
 def _request_id(offered: str) -> str:
     usable = 1 <= len(offered) <= MAX_REQUEST_ID_CHARS and PRINTABLE.issuperset(offered)
     return offered if usable else f"req-{uuid.uuid4().hex}"
+
+
+class Cors:
+    """Decides what browsers are told.  origins: exactly as browsers send them, or '*' for any."""
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        self._origins = frozenset(origins)
+
+    def headers(self, request: web.BaseRequest) -> dict[str, str]:
+        """Returns the headers that a response needs so that the page may read it."""
+        origin = request.headers.get(hdrs.ORIGIN)
+        if origin is None or not self._origins & {origin, ANY_ORIGIN}:
+            return {}
+        # Keys travel in a header and never in a cookie, so no page can use a visitor's.
+        return {
+            hdrs.ACCESS_CONTROL_ALLOW_ORIGIN: origin,
+            hdrs.ACCESS_CONTROL_EXPOSE_HEADERS: "X-Request-Id, Retry-After",
+            hdrs.VARY: hdrs.ORIGIN,
+        }
+
+    def preflight(self, request: web.BaseRequest) -> web.Response | None:
+        """Returns the answer to a browser that asks before it sends something; None if this is no such question."""
+        if request.method != hdrs.METH_OPTIONS or hdrs.ACCESS_CONTROL_REQUEST_METHOD not in request.headers:
+            return None
+        if not self.headers(request):
+            return None
+        return web.Response(
+            status=204,
+            headers={
+                hdrs.ACCESS_CONTROL_ALLOW_METHODS: CORS_METHODS,
+                hdrs.ACCESS_CONTROL_ALLOW_HEADERS: CORS_HEADERS,
+                hdrs.ACCESS_CONTROL_MAX_AGE: str(CORS_MAX_AGE_S),
+            },
+        )
+
+
+def refuse_foreign_page(request: web.Request) -> None:
+    """Raise RequestError (403) for a browser on a page of another site, unless ``server.cors_origins`` names it.
+
+    A browser sends a request without a body of JSON before it asks whether it may, and says where it comes from."""
+    if request.headers.get("Sec-Fetch-Site", "none") not in OWN_PAGES and not request[EXCHANGE].cors:
+        raise RequestError(
+            "a page of another site may not ask for this; name its origin in server.cors_origins",
+            status=403,
+            code="foreign_page",
+        )
+
+
+class Traffic:
+    """Counts.  requests: (method, route, status) -> how many have ended.  refusals: error code -> how many.
+    num_in_flight: requests being handled now."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str, int]] = Counter()
+        self.durations: dict[str, Distribution] = {}
+        self.refusals: Counter[str] = Counter()
+        self.cuts: Counter[Cut] = Counter()
+        self.num_connections = 0
+        self.num_in_flight = 0
+
+    def ended(self, method: str, route: str, status: int, duration_s: float) -> None:
+        """Count a request that has had its response, or whose client has left."""
+        self.requests[method if method in COUNTED_METHODS else "other", route, status] += 1
+        durations = self.durations.get(route)
+        if durations is None:
+            durations = self.durations[route] = Distribution(LONG_S)
+        durations.note(duration_s)
+
+
+class OutermostHandler:
+    """Wraps the application's handler: makes the exchange, answers errors, counts and logs."""
+
+    def __init__(self, inner: BaseHandler, traffic: Traffic, cors: Cors) -> None:
+        self._inner = inner
+        self._cors = cors
+        self._traffic = traffic
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request; raises only what ends the connection."""
+        exchange = request[EXCHANGE] = Exchange(request)
+        exchange.cors = self._cors.headers(request)
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        status = CLIENT_LEFT
+        self._traffic.num_in_flight += 1
+        try:
+            response = await self._respond(request, exchange)
+            status = response.status
+            return response
+        finally:
+            duration_s = clock() - started
+            self._traffic.num_in_flight -= 1
+            self._traffic.ended(request.method, exchange.route, status, duration_s)
+            exchange.log(request, status, duration_s)
+
+    async def _respond(self, request: web.BaseRequest, exchange: Exchange) -> web.StreamResponse:
+        try:
+            response = self._cors.preflight(request) or await self._inner(request)
+        except ConnectionError:
+            raise  # aiohttp closes what is left of the connection
+        except Exception as error:
+            if not isinstance(error, (CallboardError, web.HTTPException)):
+                log.exception("request=%s failed", exchange.id)
+            refusal = as_request_error(error)
+            if refusal.retry_after_s is not None:
+                self._traffic.refusals[refusal.code] += 1
+            response = error_response(refusal)
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                response.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
+            if response.status in (408, 413):
+                response.force_close()  # the rest of the body is not worth reading
+        if not response.prepared:
+            response.headers.update(exchange.headers)
+        return response

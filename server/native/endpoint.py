@@ -15,8 +15,7 @@ from engine.errors import FieldError
 from engine.messages import Delta, TokenLogprobs, TokenText
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
-from server.generate.output import Output, finish_reason, finite, stop_reason, unpacked
-from server.generate.usage import UsageCounter
+from server.generate.output import Output, UsageCounter, finish_reason, finite, stop_reason, unpacked
 from server.native.bodies import Logprob, NativeBody, NativeFinish, NativeInfo, NativeOutput, NativeParams
 from server.openai.completions import read_prompts
 from server.openai.requests import GenerationBody, SamplingFields

@@ -10,8 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from engine.messages import TokenLogprobs
-from server.generate.output import FinishReason, finite
-from server.generate.usage import OptionalUsage, UsageBody
+from server.generate.output import FinishReason, OptionalUsage, UsageBody, finite
 
 
 class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):

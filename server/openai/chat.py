@@ -15,8 +15,16 @@ from engine.messages import ChatOptions, Delta, Finish, TokenLogprobs
 from engine.text.tool_calls import CallPiece, ToolCallParser, text_and_calls
 from server.generate.endpoint import Endpoint
 from server.generate.generation import Generation
-from server.generate.output import FinishReason, Output, finish_reason, ids, stop_reason
-from server.generate.usage import OptionalUsage, UsageBody, UsageCounter
+from server.generate.output import (
+    FinishReason,
+    OptionalUsage,
+    Output,
+    UsageBody,
+    UsageCounter,
+    finish_reason,
+    ids,
+    stop_reason,
+)
 from server.openai.answers import (
     ChatAnswer,
     ChatChoice,
@@ -31,9 +39,8 @@ from server.openai.answers import (
     ToolCallDelta,
     token_logprob,
 )
-from server.openai.conversation import read_end, read_turns, read_variables
+from server.openai.conversation import read_end, read_tools, read_turns, read_variables
 from server.openai.requests import ChatBody
-from server.openai.tools import read_tools
 from server.openai.translator import Translator
 from server.openai.writer import ChoicesWriter, StreamState
 

@@ -12,8 +12,16 @@ from engine.errors import FieldError, RequestError
 from engine.messages import Delta, Prompt, TokenLogprobs
 from server.generate.endpoint import Endpoint
 from server.generate.generation import Generation
-from server.generate.output import Output, finish_reason, finite, ids, stop_reason
-from server.generate.usage import OptionalUsage, UsageBody, UsageCounter
+from server.generate.output import (
+    OptionalUsage,
+    Output,
+    UsageBody,
+    UsageCounter,
+    finish_reason,
+    finite,
+    ids,
+    stop_reason,
+)
 from server.openai.answers import Completion, CompletionChoice, CompletionLogprobs
 from server.openai.requests import CompletionBody
 from server.openai.translator import DEFAULT, Translator

@@ -1,22 +1,29 @@
-"""A conversation in the engine's terms: its messages, and what a client may tell the chat template beside them.
+"""A conversation in the engine's terms: its messages, its tools, and what else a client may tell the chat template.
 
-Owns: roles, content parts, calls of earlier turns, names of template variables.  Does not know: templates, answers.
+Owns: roles, content parts, calls of earlier turns, names of template variables, the rules of tools and tool_choice.
+Does not know: templates, answers, how calls are written or parsed.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
 
 import msgspec
 
 from engine.errors import FieldError, RequestError
 from engine.messages import ChatTurn, ToolCall
-from server.openai.requests import CallBody, ChatMessage, ContentPart, is_given
+from engine.params import Grammar
+from engine.text.tool_calls import ToolCallParser
+from engine.text.tool_format import Tool, ToolFormat, allow_calls, demand_calls
+from server.http.body import is_given
+from server.openai.requests import CallBody, ChatMessage, ContentPart, ToolBody, ToolChoice
 
 # The API renamed "system" to "developer"; templates of open models know only the old name.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 VARIABLES = "chat_template_kwargs"
 TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
+Choice = str | ToolChoice | None
 
 
 def read_turns(messages: Sequence[ChatMessage]) -> tuple[ChatTurn, ...]:
@@ -131,3 +138,86 @@ def _has_lone_surrogate(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return False
+
+
+class ToolRequest(msgspec.Struct, frozen=True):
+    """The functions that may be called, as a template describes them and as a parser finds them.
+
+    described: JSON for the template; empty for none.  names: functions whose calls are looked for; empty for none.
+    max_calls: later ones are dropped; None for no limit.  callable_tools: what may be called, with the schemas that
+    are to be followed.  forced: a call must come.  strict: some schema was asked to be followed to the letter."""
+
+    described: str = ""
+    form: ToolFormat = "hermes"
+    names: frozenset[str] = frozenset()
+    max_calls: int | None = None
+    callable_tools: tuple[Tool, ...] = ()
+    forced: bool = False
+    strict: bool = False
+
+    def new_parser(self, grammar: Grammar | None) -> Callable[[], ToolCallParser] | None:
+        """Returns what makes a parser for an output of this grammar; None if no call is looked for."""
+        if not self.names:
+            return None
+        exact = grammar is not None
+        return partial(ToolCallParser, self.form, self.names, self.max_calls, exact=exact, forced=self.forced)
+
+    def grammar(self, answer: Grammar | None) -> Grammar | None:
+        """Returns what the output must look like.  answer: the same if it is no call; None if it is free."""
+        if not self.names:
+            return answer
+        many = self.max_calls is None
+        if self.forced:
+            return demand_calls(self.callable_tools, self.form, many=many)
+        if answer is None and not self.strict:
+            return None
+        return allow_calls(self.callable_tools, self.form, answer, many=many)
+
+
+NO_TOOLS: Final = ToolRequest()
+
+
+def read_tools(
+    tools: Sequence[ToolBody] | None, choice: Choice, *, parallel: bool | None, form: ToolFormat
+) -> ToolRequest:
+    """Returns what ``tools`` and ``tool_choice`` say together.  Raises RequestError."""
+    forced = choice == "required" or isinstance(choice, ToolChoice)
+    if not tools:
+        if forced:
+            raise FieldError("tool_choice", "there are no tools to choose from")
+        return NO_TOOLS
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise FieldError("tools", "two of them have the same name")
+    if choice == "none":
+        return NO_TOOLS
+    # A call that is not demanded keeps to a schema only where that was asked for: others may have words that are not
+    # understood, which is no reason to refuse a request that would never have needed them.
+    callable_tools = [
+        Tool(tool.function.name, (tool.function.parameters or {}) if forced or tool.function.strict else {})
+        for tool in tools
+    ]
+    if isinstance(choice, ToolChoice):
+        callable_tools = [tool for tool in callable_tools if tool.name == choice.function.name]
+        if not callable_tools:
+            raise FieldError("tool_choice.function.name", "none of the tools has this name")
+    many = parallel is not False and not isinstance(choice, ToolChoice)
+    return ToolRequest(
+        described=msgspec.json.encode([_described(tool) for tool in tools]).decode(),
+        form=form,
+        names=frozenset(names),
+        max_calls=None if many else 1,
+        callable_tools=tuple(callable_tools),
+        forced=forced,
+        strict=any(tool.function.strict for tool in tools),
+    )
+
+
+def _described(tool: ToolBody) -> dict[str, object]:
+    """Returns a tool without what was not given: templates write all that is there into the prompt."""
+    function = {
+        name: value
+        for name in ("name", "description", "parameters")
+        if (value := getattr(tool.function, name)) is not None
+    }
+    return {"type": "function", "function": function}

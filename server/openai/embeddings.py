@@ -17,8 +17,7 @@ from engine.messages import Finish, RequestOptions
 from engine.params import SamplingParams
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
-from server.generate.output import Output
-from server.generate.usage import UsageCounter
+from server.generate.output import Output, UsageCounter
 from server.openai.completions import read_prompts
 from server.openai.requests import Priority, Salt, TokenId
 from server.openai.translator import Translator

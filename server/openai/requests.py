@@ -4,6 +4,7 @@ Owns: field names and JSON types.  Does not know: ranges (SamplingParams has the
 ``None`` is "not given" throughout: client libraries send explicit nulls.
 """
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -23,14 +24,8 @@ FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 Scalar = bool | int | float | Short | None
 
 
-def not_given() -> msgspec.Raw:
-    """Default of a field of any kind.  Not "Raw | None": msgspec would take nothing but null for that."""
-    return msgspec.Raw(b"null")
-
-
-def is_given(raw: msgspec.Raw) -> bool:
-    """Whether a field of any kind was there, and not null."""
-    return bytes(raw) != b"null"
+# Default of a field of any kind.  Not "Raw | None": msgspec would take nothing but null for that.
+not_given = partial(msgspec.Raw, b"null")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):

@@ -1,25 +1,30 @@
 """Request fields as what they ask of the engine.
 
-Owns: how fields become sampling parameters, and what is wrong whatever the prompt is.
-Does not know: JSON, prompts' formats, responses.  Every field is copied by hand: a name that clients may send
-never reaches the engine because it happens to exist there.
+Owns: how fields become sampling parameters, which of three APIs' fields says what an output must look like, and what
+is wrong whatever the prompt is.
+Does not know: JSON, prompts' formats, responses, how a grammar is compiled.  A sampling parameter reaches the engine if
+bodies declare it by the name that it has there; a name that only one of the two has never does.
 """
 
-from typing import TypeVar
+from collections.abc import Iterator
+
+import msgspec
 
 from engine.errors import FieldError, RequestError
 from engine.messages import DEFAULT_OPTIONS, ChatOptions, Prompt, RequestOptions
 from engine.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
 from server.generate.generation import MAX_CHOICES, Generation
+from server.http.body import is_given
 from server.model_card import ModelCard
-from server.openai.formats import read_grammar
-from server.openai.requests import GenerationBody
-from server.openai.tools import NO_TOOLS, ToolRequest
+from server.openai.conversation import NO_TOOLS, ToolRequest
+from server.openai.requests import GenerationBody, ResponseFormat, StructuredOutputs
 
-T = TypeVar("T")
 DEFAULT = SamplingParams()
+SAME_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name in GenerationBody.__struct_fields__)
 LEAST_SEED = -(1 << 63)
 NO_SEED = -1  # to vLLM and llama.cpp
+Named = tuple[str, Grammar]
+JSON_OBJECT = Grammar("json_object")
 
 
 class Translator:
@@ -95,29 +100,9 @@ class Translator:
             )
 
     def _sampling_params(self, body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        model = self.card.chat_defaults
-        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        return SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=_given(body.min_tokens, DEFAULT.min_tokens),
-            temperature=_given(body.temperature, float(model.get("temperature", DEFAULT.temperature))),
-            top_k=_given(body.top_k, int(model.get("top_k", DEFAULT.top_k))),
-            top_p=_given(body.top_p, float(model.get("top_p", DEFAULT.top_p))),
-            min_p=_given(body.min_p, DEFAULT.min_p),
-            repetition_penalty=_given(
-                body.repetition_penalty, float(model.get("repetition_penalty", DEFAULT.repetition_penalty))
-            ),
-            presence_penalty=_given(body.presence_penalty, DEFAULT.presence_penalty),
-            frequency_penalty=_given(body.frequency_penalty, DEFAULT.frequency_penalty),
-            logit_bias=body.logit_bias or {},
-            seed=own_seed(body.seed),
-            logprobs=logprobs,
-            ignore_eos=_given(body.ignore_eos, DEFAULT.ignore_eos),
-            stop=stop,
-            stop_token_ids=tuple(body.stop_token_ids or ()),
-            include_stop_str_in_output=_given(body.include_stop_str_in_output, DEFAULT.include_stop_str_in_output),
-            skip_special_tokens=_given(body.skip_special_tokens, DEFAULT.skip_special_tokens),
-        )
+        given = {name: value for name in SAME_FIELDS if (value := getattr(body, name)) is not None}
+        given.update(max_tokens=max_tokens, logprobs=logprobs, seed=own_seed(body.seed))
+        return SamplingParams(**{**self.card.chat_defaults, **given})
 
 
 def own_seed(seed: int | None) -> int | None:
@@ -140,5 +125,69 @@ def _grammar(body: GenerationBody, tools: ToolRequest) -> Grammar | None:
     return grammar
 
 
-def _given(value: T | None, default: T) -> T:
-    return default if value is None else value
+def read_grammar(body: GenerationBody) -> Named | None:
+    """(field, grammar), or None if the output is free.  Raises RequestError."""
+    found = list(_all(body))
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        raise RequestError(f"{names}: only one of them can be followed", param=found[1][0])
+    return found[0] if found else None
+
+
+def _all(body: GenerationBody) -> Iterator[Named]:
+    if body.response_format is not None and (grammar := _of_format(body.response_format)) is not None:
+        yield "response_format", grammar
+    if body.structured_outputs is not None:
+        yield from _of_structured(body.structured_outputs)
+    if is_given(body.guided_json):
+        yield "guided_json", _of_schema(body.guided_json)
+    for name, regex in (("guided_regex", body.guided_regex), ("regex", body.regex)):
+        if regex:
+            yield name, Grammar("regex", regex)
+    if body.guided_choice:
+        yield "guided_choice", _of_choices(body.guided_choice)
+    for name, source in (("guided_grammar", body.guided_grammar), ("ebnf", body.ebnf)):
+        if source:
+            yield name, Grammar("ebnf", source)
+    if body.json_schema:
+        yield "json_schema", Grammar("json_schema", body.json_schema)
+
+
+def _of_format(given: ResponseFormat) -> Grammar | None:
+    match given.type:
+        case "text":
+            return None
+        case "json_object":
+            asks_nothing = b"".join(bytes(given.schema).split()) in (b"null", b"{}")
+            return JSON_OBJECT if asks_nothing else _of_schema(given.schema)
+        case "json_schema":
+            if given.json_schema is None:
+                raise FieldError("response_format.json_schema", "required, but not given")
+            return _of_schema(given.json_schema.schema)
+    raise FieldError(
+        "response_format.type", "must be 'text', 'json_object' or 'json_schema'", code="unsupported_parameter"
+    )
+
+
+def _of_structured(given: StructuredOutputs) -> Iterator[Named]:
+    prefix = "structured_outputs"
+    if is_given(given.json):
+        yield f"{prefix}.json", _of_schema(given.json)
+    if given.regex:
+        yield f"{prefix}.regex", Grammar("regex", given.regex)
+    if given.choice:
+        yield f"{prefix}.choice", _of_choices(given.choice)
+    if given.grammar:
+        yield f"{prefix}.grammar", Grammar("ebnf", given.grammar)
+    if given.json_object:
+        yield f"{prefix}.json_object", JSON_OBJECT
+
+
+def _of_schema(raw: msgspec.Raw) -> Grammar:
+    """A schema may come as JSON or as a string that holds JSON."""
+    source = bytes(raw).decode()
+    return Grammar("json_schema", msgspec.json.decode(source, type=str) if source.startswith('"') else source)
+
+
+def _of_choices(choices: list[str]) -> Grammar:
+    return Grammar("choice", msgspec.json.encode(choices).decode())

@@ -15,8 +15,7 @@ from engine.messages import Delta
 from engine.text.tool_calls import ToolCallParser
 from server.generate.endpoint import Writer
 from server.generate.generation import Generation
-from server.generate.plain_text import PlainText
-from server.generate.usage import OptionalUsage, UsageBody, UsageCounter
+from server.generate.output import OptionalUsage, PlainText, UsageBody, UsageCounter
 from server.openai.requests import GenerationBody, StreamOptions
 
 

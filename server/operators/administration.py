@@ -12,10 +12,9 @@ from msgspec import Meta
 
 from engine.errors import FieldError, RequestError
 from engine.sections import ServerSection
-from server.clients.open_requests import Clients
+from server.clients import Clients
 from server.http.body import BodyReader
-from server.http.cors import refuse_foreign_page
-from server.http.exchange import EXCHANGE, Handler
+from server.http.exchange import EXCHANGE, Handler, refuse_foreign_page
 from server.http.replies import json_reply
 from server.openai.requests import Short
 

@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
 from server.backend import Stream
-from server.clients.open_requests import CLIENT
+from server.clients import CLIENT
 from server.http.exchange import EXCHANGE, Handler
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from aiohttp import web
 
 from engine.sections import ServerSection
 from server.http.body import collect
-from server.http.cors import refuse_foreign_page
-from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
+from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER, refuse_foreign_page
 from server.http.replies import error_body
 from server.operators.administration import AbortAnswer
 from server.replicas.replica import CHECK_TIMEOUT_S, Replica, Replicas, State, unavailable

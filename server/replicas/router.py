@@ -16,11 +16,10 @@ from aiohttp import web
 
 from engine.config import Config
 from engine.errors import RequestError
-from server.clients.keys import require_key
+from server.clients import require_key
 from server.http.connection import HttpRunner
-from server.http.exchange import note_route
+from server.http.exchange import Traffic, note_route
 from server.http.replies import json_reply
-from server.http.traffic import Traffic
 from server.operators.administration import administration_routes
 from server.replicas.administration import FleetAdministration
 from server.replicas.affinity import PrefixAffinity

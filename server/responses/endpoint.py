@@ -16,17 +16,15 @@ from engine.errors import FieldError, RequestError
 from engine.messages import ChatOptions, Delta, Finish
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
-from server.generate.output import Output
-from server.generate.usage import CompletionTokensDetails, UsageBody, UsageCounter
-from server.openai.conversation import read_variables
+from server.generate.output import CompletionTokensDetails, Output, UsageBody, UsageCounter
+from server.http.body import is_given
+from server.openai.conversation import read_tools, read_variables
 from server.openai.requests import (
     JsonSchemaFormat,
     ResponseFormat,
     ToolBody,
     ToolChoice,
-    is_given,
 )
-from server.openai.tools import read_tools
 from server.openai.translator import Translator
 from server.responses.item_writer import ItemWriter
 from server.responses.items import read_input

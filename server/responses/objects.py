@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from server.generate.usage import CompletionTokensDetails, PromptTokensDetails
+from server.generate.output import CompletionTokensDetails, PromptTokensDetails
 from server.openai.answers import TokenLogprob
 
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]

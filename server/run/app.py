@@ -11,13 +11,11 @@ from aiohttp import web
 from engine.sections import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
 from server.backend import Backend
-from server.clients.keys import OPEN_ROUTES, CacheSalts, require_key
-from server.clients.open_requests import Clients
+from server.clients import OPEN_ROUTES, CacheSalts, Clients, require_key
 from server.generate.endpoint import Endpoint
 from server.generate.route import GenerateRoute
 from server.http.connection import HttpRunner
-from server.http.exchange import note_route
-from server.http.traffic import Traffic
+from server.http.exchange import Traffic, note_route
 from server.native.endpoint import Native
 from server.openai.chat import Chat
 from server.openai.completions import Completions
@@ -27,10 +25,9 @@ from server.openai.tokenization import TokenizationRoutes
 from server.openai.translator import Translator
 from server.operators.administration import AdministrationRoutes, administration_routes
 from server.operators.metrics import MetricsRoute
-from server.operators.probe import ProbeRoute
 from server.operators.site import FILES, SITE_ROUTES, Site
 from server.operators.stats import StatsRoute
-from server.operators.status import StatusRoutes
+from server.operators.status import ProbeRoute, StatusRoutes
 from server.operators.traces import Traces, open_provider
 from server.responses.endpoint import Responses, refuse_stored
 from server.run.openapi import openapi_handler

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.params import SamplingParams
-from engine.sampling.parts import build_batch
 from engine.sampling.sampler import Sampler, candidate_weights
-from engine.sampling.state import SamplingState
+from engine.sampling.state import SamplingState, build_batch
 
 CPU = torch.device("cpu")
 MAX_LEN = 4096

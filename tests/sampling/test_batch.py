@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import engine.sampling.parts as parts_module
+import engine.sampling.state as state_module
 from engine.params import SamplingParams
 from engine.sampling.state import SamplingState
 from tests.sampling.rows import CPU, EOS, MAX_LEN, admit, new_sampler, sample_alone
@@ -58,7 +58,7 @@ def test_a_row_alone_and_in_any_batch_gets_the_same_token(data, every, seed, dty
     for i, params in enumerate(every):
         admit(sampler, int(rows[i]), params, [1, 2, 2], 3)
     patch = pytest.MonkeyPatch()
-    patch.setattr(parts_module, "PART_SCORES_CPU", rows_per_part * vocab_size)
+    patch.setattr(state_module, "PART_SCORES_CPU", rows_per_part * vocab_size)
     with patch.context():
         sampled = sampler.sample(logits_NV[batch_order], rows[batch_order], positions[batch_order])
     patch.undo()
@@ -235,7 +235,7 @@ def test_a_greedy_batch_costs_one_pass_over_the_logits():
 
 def test_a_steady_batch_is_built_once(monkeypatch):
     built = []
-    original = parts_module.build_batch
+    original = state_module.build_batch
     monkeypatch.setattr("engine.sampling.sampler.build_batch", lambda *args: built.append(1) or original(*args))
     sampler = new_sampler(4, 50)
     for row in range(4):

@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.sampling.noise import stream_starts, uniforms
+from engine.sampling.draw import stream_starts, uniforms
 
 MASK = (1 << 64) - 1
 

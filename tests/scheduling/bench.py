@@ -10,7 +10,7 @@ from engine.plugins.policy.priority import MostUrgentFirst
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
-from engine.scheduling.sequence import PlannerLimits
+from engine.scheduling.rows import PlannerLimits
 from tests.scheduling.fake_device import VOCAB, FakeDevice, expected_output
 
 EOS = 3

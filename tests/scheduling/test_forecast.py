@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.scheduling.forecast import FIRST_GUESS, OutputForecast, peak_growth
+from engine.scheduling.requests import FIRST_GUESS, OutputForecast, peak_growth
 
 
 def expected(forecast: OutputForecast, generated: int, most: int = 10_000) -> float:

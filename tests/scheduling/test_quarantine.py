@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.messages import Finish, LossExplained
-from engine.scheduling.quarantine import LOSSES_TO_SUSPECT
+from engine.scheduling.queue import LOSSES_TO_SUSPECT
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
 
 

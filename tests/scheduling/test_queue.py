@@ -10,7 +10,7 @@ from engine.plugins.policy.lpm import LongestPrefixMatch
 from engine.plugins.policy.priority import MostUrgentFirst
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.queue import WINDOW, waiting_queue
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.rows import Sequence
 
 POLICIES: list[SchedulingPolicy] = [FirstComeFirstServed(), MostUrgentFirst(), LongestPrefixMatch(64)]
 

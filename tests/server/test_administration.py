@@ -9,10 +9,10 @@ from aiohttp.test_utils import make_mocked_request
 
 from engine.errors import RequestError
 from engine.sections import LimitsSection, ServerSection
-from server.clients.open_requests import Clients
+from server.clients import Clients
 from server.generate.output import FinishReason
 from server.http.exchange import EXCHANGE, Exchange
-from server.operators.probe import ProbeRoute
+from server.operators.status import ProbeRoute
 from tests.server.engine_server import EngineServer
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, Reply, ask, http_bytes

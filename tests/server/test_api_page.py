@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from server.http.unsupported import UNSUPPORTED
+from server.http.body import UNSUPPORTED
 from server.native.bodies import NativeBody, NativeParams
 from server.openai.embeddings import EmbeddingBody
 from server.openai.requests import ChatBody, CompletionBody, StreamOptions, StructuredOutputs

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from engine.messages import Delta, Finish, TokenLogprobs, TokenText, Usage
-from server.generate.output import Output
-from server.generate.plain_text import is_plain
+from server.generate.output import Output, is_plain
 
 ENTRY = TokenLogprobs(TokenText(1, "x", b"x", -1.0), ())
 SAMPLES: dict[str, Any] = {

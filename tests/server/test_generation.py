@@ -9,8 +9,7 @@ from engine.errors import RequestError
 from engine.params import MAX_SEED
 from engine.sections import ServerSection
 from server.generate.generation import Generation, choice_seed
-from server.http.body import BodyReader, name_field
-from server.http.unsupported import UNSUPPORTED
+from server.http.body import UNSUPPORTED, BodyReader, name_field
 from server.model_card import ModelCard
 from server.openai.chat import Chat
 from server.openai.completions import Completions

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from engine.messages import Delta, Finish, TokenLogprobs, TokenText, Usage
-from server.generate.plain_text import PlainText, is_plain
-from server.generate.usage import UsageCounter
+from server.generate.output import PlainText, UsageCounter, is_plain
 from server.openai.chat import Chat
 from server.openai.completions import Completions
 from server.openai.translator import Translator

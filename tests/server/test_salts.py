@@ -3,7 +3,7 @@
 import pytest
 
 from engine.sections import ServerSection
-from server.clients.keys import CacheSalts
+from server.clients import CacheSalts
 
 TWO = ServerSection(api_key=["one", "two"])
 

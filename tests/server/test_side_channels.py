@@ -14,7 +14,7 @@ from aiohttp import web
 
 from engine.config import Config, build_config
 from engine.errors import RequestError
-from server.clients.keys import require_key
+from server.clients import require_key
 from tests.figures import Figure
 from tests.models.checkpoints import build, random_tokens, save
 from tests.server.http_client import RawClient, http_bytes

@@ -20,10 +20,8 @@ from engine.scheduling.decodes import Decodes
 from engine.scheduling.pages import Appends, PageManager
 from engine.scheduling.planner import Planner
 from engine.scheduling.prefills import Prefills
-from engine.scheduling.quarantine import Quarantine
-from engine.scheduling.queue import RankedQueue
-from engine.scheduling.rows import Rows, RowTable
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.queue import Quarantine, RankedQueue
+from engine.scheduling.rows import Rows, RowTable, Sequence
 
 Mutant = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Gets the method as it is and returns the one that stands in its place."""

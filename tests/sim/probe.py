@@ -25,7 +25,7 @@ from engine.plugins.policy.lpm import LongestPrefixMatch
 from engine.plugins.policy.priority import MostUrgentFirst
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
-from engine.scheduling.sequence import PlannerLimits, Sequence
+from engine.scheduling.rows import PlannerLimits, Sequence
 from tests.sim.scenario import Setup
 
 STRATEGIES: dict[str, Callable[[], EvictionStrategy]] = {
@@ -54,7 +54,6 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float]) -> P
         eos_token_ids=setup.eos_token_ids,
         num_host_pages=setup.num_host_pages,
         itl_target_s=setup.itl_target_s,
-        fair_prefill=setup.fair_prefill,
         record_events=setup.record_events,
     )
     return Planner(limits, STRATEGIES[setup.eviction](), POLICIES[setup.policy](setup.max_overtaken), clock)

@@ -15,9 +15,10 @@ from typing import Any
 
 from engine.errors import CallboardError, EngineDied
 from engine.messages import Message, Stop
-from engine.workers.group import LOAD_PATIENCE, Reports, WorkerLost, WorkerSlot
-from engine.workers.limits import TICKS, RestartIntensity
+from engine.workers.group import LOAD_PATIENCE, TICKS, WorkerSlot
+from engine.workers.limits import RestartIntensity
 from engine.workers.messages import WorkerAlive, WorkerReady
+from engine.workers.worker import Reports, WorkerLost
 from tests.sim.failures import SimCrash, SimFailure, SimIncorrect, SimStuck
 from tests.sim.loop import SimDeadlock, SimLivelock, SimLoop
 from tests.sim.luck import luck
@@ -65,7 +66,7 @@ def draw(seed: int) -> Plan:
     """The run of a seed."""
     rng = random.Random(seed * 2 + 1)
     kind = rng.choice(tuple(KINDS))
-    num_workers = 1 if kind == "front" else rng.choice((1, 2, 3))
+    num_workers = 1 if kind == "frontend" else rng.choice((1, 2, 3))
     faults, at = [], 3 * LOAD_S if rng.random() < 0.95 else 0.5
     for _ in range(rng.randint(1, 7)):
         # Often in the middle of what the one before has set going.

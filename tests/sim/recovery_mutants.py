@@ -9,10 +9,11 @@ from typing import Any
 
 from engine.workers.executors import Executors
 from engine.workers.frontend import RemoteIngress
-from engine.workers.group import WorkerGroup, WorkerLost, _Generation, _Life
-from engine.workers.limits import RestartIntensity, Watch
+from engine.workers.group import Watch, WorkerGroup, _Generation, _Life
+from engine.workers.limits import RestartIntensity
 from engine.workers.messages import Handover
 from engine.workers.tokenizers import TokenizerPool
+from engine.workers.worker import WorkerLost
 from tests.sim.mutants import Mutant
 from tests.sim.recovery import SimWorker
 

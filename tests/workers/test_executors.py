@@ -11,10 +11,11 @@ from engine.actors.scheduler import RankResults, RanksDiverged
 from engine.errors import EngineDied, StepTooLarge, WeightsError
 from engine.messages import ExecutorsLost, ExecutorsReady, LossExplained, Step, StepDone, Stop
 from engine.workers.executors import Executors, ExecutorSlot, GenerationSettings
-from engine.workers.group import Reports, Start, WorkerLost
-from engine.workers.limits import RestartIntensity, Watch
+from engine.workers.group import Start, Watch
+from engine.workers.limits import RestartIntensity
 from engine.workers.link import LinkError
 from engine.workers.messages import WorkerAlive, WorkerReady
+from engine.workers.worker import Reports, WorkerLost
 from tests.pace import far
 
 

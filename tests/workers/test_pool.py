@@ -22,11 +22,11 @@ from engine.messages import (
     Tokens,
 )
 from engine.params import SamplingParams
-from engine.workers.group import Reports, WorkerLost
 from engine.workers.limits import RestartIntensity
 from engine.workers.messages import WorkerAlive, WorkerReady
 from engine.workers.tokenizers import TokenizerPool, TokenizerSlot
 from engine.workers.wire import WireError
+from engine.workers.worker import Reports, WorkerLost
 from tests.actors.test_ingress import Sent
 from tests.pace import far
 

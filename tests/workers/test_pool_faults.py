@@ -18,11 +18,11 @@ from engine.errors import RequestError
 from engine.messages import Abort, Admit, EngineReady, Finish, Stop, Tokens
 from engine.params import SamplingParams
 from engine.sections import LimitsSection
-from engine.workers.group import Reports, WorkerLost
 from engine.workers.limits import RestartIntensity
 from engine.workers.messages import WorkerAlive, WorkerReady
 from engine.workers.tokenizers import TokenizerPool, TokenizerSlot
 from engine.workers.wire import Wire
+from engine.workers.worker import Reports, WorkerLost
 from tests.sim.codec import SimCodec, text_of
 from tests.sim.loop import SimLoop
 from tests.sim.oracle import VOCAB

@@ -1,6 +1,6 @@
 """Logits of the rows that ask for it, with bias, penalties and held-off stop tokens: one read, one write.
 
-Legend: n rows of a part · V vocabulary · C lines of token counts · E entries of all rows' lists
+Legend: n rows of a part · P penalties · V vocabulary · C lines of token counts · E entries of all rows' lists
 Owns: the formulas, in the order that ``engine/sampling/sampler.py`` gives.  Does not know: what is drawn afterwards.
 """
 
@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.sampling.penalties import NO_PENALTIES
+
 TOKENS_OF_A_PROGRAM = 4096
 ENTRIES_AT_ONCE = 128
 
@@ -18,15 +20,13 @@ ENTRIES_AT_ONCE = 128
 class Adjustment(NamedTuple):
     """What is changed in the logits, in the order of the kernel's arguments.
 
-    lines_n: int32, each row's line of counts, -1 for none.  repetition_n, presence_n, frequency_n: float32.
+    lines_n: int32, each row's line of counts, -1 for none.  penalties_nP: float32, one row behind the other.
     bias_starts_m, hold_starts_m: int32 [n + 1], where each row's entries begin in bias_ids_E and hold_ids_E, int32;
     bias_E: float32.
     """
 
     lines_n: Tensor
-    repetition_n: Tensor
-    presence_n: Tensor
-    frequency_n: Tensor
+    penalties_nP: Tensor
     bias_starts_m: Tensor
     bias_ids_E: Tensor
     bias_E: Tensor
@@ -45,7 +45,7 @@ def adjusted_logits(logits_NV: Tensor, at_n: Tensor, counts_CV: Tensor, adjustme
     adjusted_nV = torch.empty((len(at_n), vocab_size), dtype=torch.float32, device=logits_NV.device)
     adjust_tokens[(triton.cdiv(vocab_size, TOKENS_OF_A_PROGRAM), len(at_n))](
         logits_NV, logits_NV.stride(0), at_n, counts_CV, *adjustment, adjusted_nV, vocab_size,
-        BLOCK_V=TOKENS_OF_A_PROGRAM, BLOCK_E=ENTRIES_AT_ONCE,
+        NUM_PENALTIES=len(NO_PENALTIES), BLOCK_V=TOKENS_OF_A_PROGRAM, BLOCK_E=ENTRIES_AT_ONCE,
         num_warps=8, enable_fp_fusion=False,  # one rounding per operation, as torch does it
     )  # fmt: skip
     return adjusted_nV
@@ -53,14 +53,12 @@ def adjusted_logits(logits_NV: Tensor, at_n: Tensor, counts_CV: Tensor, adjustme
 
 @triton.jit(
     do_not_specialize_on_alignment=[
-        "at", "lines", "repetition", "presence", "frequency", "bias_starts", "bias_ids", "bias", "hold_starts",
-        "hold_ids",
+        "at", "lines", "penalties", "bias_starts", "bias_ids", "bias", "hold_starts", "hold_ids",
     ]
 )  # fmt: skip
 def adjust_tokens(
-    logits, row_stride, at, counts, lines, repetition, presence, frequency, bias_starts, bias_ids, bias,
-    hold_starts, hold_ids, out, vocab_size,
-    BLOCK_V: tl.constexpr, BLOCK_E: tl.constexpr,
+    logits, row_stride, at, counts, lines, penalties, bias_starts, bias_ids, bias, hold_starts, hold_ids, out,
+    vocab_size, NUM_PENALTIES: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Some neighbouring tokens of one row per program, and of the row's lists the entries among them."""
     n = tl.program_id(1)
@@ -70,9 +68,10 @@ def adjust_tokens(
     line = tl.load(lines + n)
     counted_size = tl.where(line >= 0, vocab_size, 0)
     of_counts = counts + line.to(tl.int64) * vocab_size
-    factor = tl.load(repetition + n)
-    once = tl.load(presence + n)
-    each = tl.load(frequency + n)
+    of_penalties = penalties + n * NUM_PENALTIES  # in the order of NO_PENALTIES
+    factor = tl.load(of_penalties)
+    once = tl.load(of_penalties + 1)
+    each = tl.load(of_penalties + 2)
 
     v_V = first + tl.arange(0, BLOCK_V)
     live_V = v_V < vocab_size

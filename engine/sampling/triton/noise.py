@@ -1,4 +1,4 @@
-"""The sampler's uniform numbers inside kernels: the same bits as ``engine/sampling/noise.py``.
+"""The sampler's uniform numbers inside kernels: the same bits as ``engine/sampling/draw.py``.
 
 Owns: the hash, once more.  Does not know: what the number decides.
 """
@@ -6,11 +6,11 @@ Owns: the hash, once more.  Does not know: what the number decides.
 import triton
 import triton.language as tl
 
-from engine.sampling import noise
+from engine.sampling import draw
 
-STRIDE: tl.constexpr = tl.constexpr(noise.STRIDE)
-FACTOR_1: tl.constexpr = tl.constexpr(noise.FACTOR_1)
-FACTOR_2: tl.constexpr = tl.constexpr(noise.FACTOR_2)
+STRIDE: tl.constexpr = tl.constexpr(draw.STRIDE)
+FACTOR_1: tl.constexpr = tl.constexpr(draw.FACTOR_1)
+FACTOR_2: tl.constexpr = tl.constexpr(draw.FACTOR_2)
 
 
 @triton.jit

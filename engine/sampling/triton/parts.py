@@ -86,9 +86,7 @@ def _adjustment(state: SamplingState, rows_n: Int64, holding_n: Bools) -> Arrays
     holds = [state.stop_ids[row] if held else _NO_IDS for row, held in zip(rows_n.tolist(), holding_n, strict=True)]
     return [
         lines_n,
-        state.repetition[rows_n],
-        state.presence[rows_n],
-        state.frequency[rows_n],
+        state.penalties[rows_n].ravel(),
         _starts([ids for ids, _ in biases]),
         np.concatenate([ids for ids, _ in biases]).astype(np.int32),
         np.concatenate([values for _, values in biases]),

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.sampling.noise import stream_starts, uniforms
+from engine.sampling.draw import stream_starts, uniforms
 from engine.sampling.triton.noise import uniform
 from engine.sampling.triton.picks import first_above
 
