@@ -66,7 +66,9 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """out_TNH in q's dtype.  The step's own K/V of this layer are in the pool already."""
+        """out_TNH in q's dtype.  The step's own K/V of this layer are in the pool already.
+
+        Layers come in their order, each once a step: what all layers share on the device can be made in the first."""
         ...
 
 
@@ -84,11 +86,14 @@ class CapturableAttention(Protocol):
 class GraphAttentionBuilder(Protocol):
     """What a backend has beside, if it builds another one for each graph."""
 
-    def for_graph(self, num_rows: int, max_pages: int) -> AttentionBackend:
-        """A backend for a graph of that many decode rows of up to ``max_pages`` pages each.
+    def for_graph(self, batch: AttentionBatch) -> AttentionBackend:
+        """A backend for one graph, of the decode rows of ``batch``.
 
-        Its ``plan_step`` is called before the capture and each replay, with at most that many rows, and may queue
-        copies into its own memory."""
+        The batch's tensors stay where they are: the captured step writes them before its first layer, so kernels and
+        what ``attend`` does on the device read the step's own tables and lengths.  ``plan_step`` is called before the
+        capture and each replay with the same tensors, whose content is that of the step before, and the step's
+        ``host_lengths``; it may queue copies into its own memory.  Rows that only pad have one token, of the dump
+        page."""
         ...
 
 

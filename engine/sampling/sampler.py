@@ -38,7 +38,7 @@ from engine.sampling.draw import draw, padded_scores, weights
 from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, pinned_copy
 from engine.sampling.noise import uniforms
 from engine.sampling.parts import Adjustments, Draws, Part, SampleBatch, build_batch
-from engine.sampling.state import SamplingState
+from engine.sampling.state import Newcomer, SamplingState
 
 if TYPE_CHECKING:
     from engine.sampling.triton.sampler import KernelSampler
@@ -83,7 +83,11 @@ class Sampler:
 
         token_ids: all that is known of it, the prompt and then output kept over a retraction.
         """
-        self._state.admit(row, params, token_ids, num_prompt_tokens, eos_token_ids)
+        self.admit_all((Newcomer(row, params, token_ids, num_prompt_tokens),), eos_token_ids)
+
+    def admit_all(self, newcomers: Sequence[Newcomer], eos_token_ids: Sequence[int]) -> None:
+        """The same for some sequences, of different rows; what the device must know of them is one copy."""
+        self._state.admit_all(newcomers, eos_token_ids)
 
     def captured(self, columns: Columns[Tensor]) -> CapturedSampler:
         """The same rows, sampled in batches of one shape; see ``captured.py``."""
