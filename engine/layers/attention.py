@@ -5,6 +5,7 @@ Legend: T new tokens in the step (ragged, packed) · B sequences · D decode row
 Owns: the Protocol and the batch description.  Does not know: kernels, models, the scheduler.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -73,6 +74,15 @@ class AttentionBackend(Protocol):
 
 
 @runtime_checkable
+class WritingAttention(Protocol):
+    """What a backend has beside, if it can leave its result where it is wanted."""
+
+    def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
+        """``attend``, with the result in ``out_TNH``: contiguous, q's shape and dtype."""
+        ...
+
+
+@runtime_checkable
 class CapturableAttention(Protocol):
     """What a backend has beside, if a graph may hold its ``attend``; the attribute may also say that it must not.
 
@@ -95,6 +105,17 @@ class GraphAttentionBuilder(Protocol):
         ``host_lengths``; it may queue copies into its own memory.  Rows that only pad have one token, of the dump
         page."""
         ...
+
+
+def writer_of(backend: AttentionBackend) -> Callable[[int, Tensor, Tensor], None]:
+    """``attend_into`` of a backend, or for one that has none a copy of what it returns."""
+    if isinstance(backend, WritingAttention):
+        return backend.attend_into
+
+    def copy(layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
+        out_TNH.copy_(backend.attend(layer, q_TNH))
+
+    return copy
 
 
 def is_capturable(backend: AttentionBackend) -> bool:

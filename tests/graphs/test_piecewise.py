@@ -148,7 +148,7 @@ class Watched:
 
 def test_padding_reaches_the_dump_page_and_nothing_else(driver, monkeypatch):
     watched = Watched(driver.attention)
-    monkeypatch.setattr(driver.breaking, "_backend", watched)
+    monkeypatch.setattr(driver.breaking, "_write", writer_of(watched))
     driver.step({"b": random_tokens(8, 2)})  # leaves its tokens and results behind the next step's
     driver.pool.data.fill_(torch.nan)
     driver.step({"a": random_tokens(5, 1)})

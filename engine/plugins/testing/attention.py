@@ -24,6 +24,7 @@ from engine.layers.attention import (
     AttentionFactory,
     AttentionSpec,
     GraphAttentionBuilder,
+    WritingAttention,
     is_capturable,
 )
 from engine.layers.kv_pool import KVPool
@@ -198,6 +199,10 @@ def _check_step(backend: AttentionBackend, step: _Step, spec: AttentionSpec, poo
         seen = (tuple(out_TNH.shape), out_TNH.dtype, out_TNH.device.type)
         expected = (tuple(q_TNH.shape), q_TNH.dtype, q_TNH.device.type)
         assert seen == expected, f"attend returned {seen}, its queries are {expected}"
+        if isinstance(backend, WritingAttention):
+            written_TNH = torch.full_like(out_TNH, torch.nan)
+            backend.attend_into(layer, q_TNH, written_TNH)
+            assert torch.equal(written_TNH, out_TNH), "attend_into does not write what attend returns"
         # Before the comparison, which reads the same pool.
         for name, tensor in inputs.items():
             same = torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8))  # bytes: NaN is not NaN

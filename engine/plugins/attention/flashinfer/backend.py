@@ -59,12 +59,16 @@ class FlashInferAttention:
         """See ``AttentionBackend.attend``."""
         # Not left to the library: it would fill prefill results with zeros first, in every layer.
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        self.attend_into(layer, q_TNH, out_TNH)
+        return out_TNH
+
+    def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
+        """See ``WritingAttention``."""
         variant = variant_of(self._setup.spec, layer)
         if count := self._num_decodes:
             self._decode[variant].run(q_TNH[:count], self._pages[layer], out_TNH[:count])
         if count < len(q_TNH):
             self._prefill[variant].run(q_TNH[count:], self._pages[layer], out_TNH[count:])
-        return out_TNH
 
     def for_graph(self, batch: AttentionBatch) -> AttentionBackend:
         """See ``GraphAttentionBuilder``.  ``attend`` runs before its capture."""
@@ -106,8 +110,8 @@ class GraphAttention(FlashInferAttention):
             host.staging.sent()
         self._planned = counts
 
-    def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``.  The lists are made with the first layer, also at a replay."""
+    def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
+        """See ``WritingAttention``.  The lists are made with the first layer, also at a replay."""
         if layer == 0:
             self._device_lists.fill(self._batch.page_table_BP, self._batch.lengths_B)
-        return super().attend(layer, q_TNH)
+        super().attend_into(layer, q_TNH, out_TNH)
