@@ -14,6 +14,7 @@ from engine.errors import GraphError
 from engine.graphs.attention import ATTENTION
 from engine.graphs.comm import COLLECTIVE, BreakingComm
 from engine.graphs.device import HostDevice
+from engine.layers.attention import writer_of
 from engine.models.decoder import DecoderLayer
 from tests.graphs.driver import SIZES, KeepingRecorder, PiecewiseDriver
 from tests.graphs.recording import RecordingDevice

@@ -5,9 +5,9 @@ Owns: the second pass over those rows' logits, the cuts, the draw.  Does not kno
 
 A sort of the vocabulary would move 152 k tokens to find a floor that a few hundred decide.  ``picks.py`` has a bound
 that no drawn token can lie below, so candidates are gathered first, in any order, and every question (which magnitude
-has k candidates up to it, which has top_p of the weight, which id has the drawn number) is answered digit by digit, each
-by a histogram: at most 10 passes over the candidates, however they are distributed, 6 for top_p alone.  With a flat
-distribution the candidates are the whole vocabulary; with that of a language model they are few.
+has k candidates up to it, which has top_p of the weight, which id has the drawn number) is answered digit by digit,
+each by a histogram: at most 10 passes over the candidates, however they are distributed, 6 for top_p alone.  With a
+flat distribution the candidates are the whole vocabulary; with that of a language model they are few.
 
 Where this may differ from torch's sampler: if rounding exp's last digit moves a cut or the drawn number across the
 border between two tokens.  Tokens of less than 2**-40 of the most likely one's weight are never drawn; torch draws them

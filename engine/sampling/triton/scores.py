@@ -64,10 +64,7 @@ def digit_reaching(
         magnitude_T = tl.load(magnitudes + t_T, mask=inside_T, other=0x7F800000)
         key_T = tl.load(keys + t_T, mask=inside_T, other=0)
         counted_T = inside_T & (magnitude_T <= limit) & ((key_T >> SHIFT >> BITS) == prefix)
-        if WEIGHED:
-            amount_T = units(magnitude_T)
-        else:
-            amount_T = tl.full([TILE], 1, tl.int64)
+        amount_T = units(magnitude_T) if WEIGHED else tl.full([TILE], 1, tl.int64)
         tl.atomic_add(histogram + ((key_T >> SHIFT) & ((1 << BITS) - 1)), amount_T, mask=counted_T)
     tl.debug_barrier()
     amount_B = tl.load(histogram + b_B)
