@@ -205,6 +205,15 @@ def test_rows_that_a_graph_is_not_given_read_the_dump_page_whatever_was_there_be
         assert torch.equal(out[last - first :], torch.full_like(out[last - first :], 0.5))
 
 
+def test_graphs_of_several_sizes_take_turns_over_one_list_of_pages():
+    case = paged(spec_of(4, 2, 8), [(30, 1), (64, 1), (9, 1), (17, 1)], 4, seed=7)
+    rig = Rig(case)
+    graphs = {size: rig.graph(size, 16) for size in (4, 2, 1)}
+    assert len({graph.backend._device_lists.pages_I1.data_ptr() for graph in graphs.values()}) == 1
+    for size, first in ((4, 0), (2, 1), (1, 3), (2, 0), (4, 0), (1, 0), (2, 1)):
+        rig.check(part_of(case, case.batch, first, first + size), graphs[size], num_rows=size)
+
+
 def grown(case: Paged, lengths: list[int]) -> Paged:
     """The same sequences with other lengths, within the pages that they have."""
     host = np.array(lengths, dtype=np.int32)

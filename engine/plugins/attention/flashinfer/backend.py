@@ -35,6 +35,7 @@ class FlashInferAttention:
                 self._prefill.append(PrefillSegments(setup, window, prefill_backend))
         self._pages = pages_of(setup.pool)
         self._num_decodes = 0
+        self._graph_pages: Tensor | None = None
 
     def plan_step(self, batch: AttentionBatch) -> None:
         """See ``AttentionBackend.plan_step``."""
@@ -71,8 +72,14 @@ class FlashInferAttention:
             self._prefill[variant].run(q_TNH[count:], self._pages[layer], out_TNH[count:])
 
     def for_graph(self, batch: AttentionBatch) -> AttentionBackend:
-        """See ``GraphAttentionBuilder``.  ``attend`` runs before its capture."""
-        return GraphAttention(self._setup, self._lists, batch)
+        """See ``GraphAttentionBuilder``.  ``attend`` runs before its capture.
+
+        Graphs run one after the other, so one list of pages serves all; the largest should come first."""
+        num_entries = batch.page_table_BP.numel() + 1
+        if self._graph_pages is None or len(self._graph_pages) < num_entries:
+            pool = self._setup.pool
+            self._graph_pages = torch.full((num_entries,), pool.dump_page, dtype=torch.int32, device=pool.data.device)
+        return GraphAttention(self._setup, self._lists, batch, self._graph_pages[:num_entries])
 
 
 class GraphAttention(FlashInferAttention):
@@ -81,12 +88,13 @@ class GraphAttention(FlashInferAttention):
     The lists are made in the graph, from the tables and lengths that the step has written; the host does nothing while
     every row has as many pages as in the plan before."""
 
-    def __init__(self, setup: Setup, lists: StagingRing, batch: AttentionBatch) -> None:
+    def __init__(self, setup: Setup, lists: StagingRing, batch: AttentionBatch, pages_I1: Tensor) -> None:
+        """pages_I1: int32, room for every page of every row and one more."""
         super().__init__(setup, lists, prefill_backend="", phases=())
         num_rows, max_pages = batch.page_table_BP.shape
         self._num_decodes = num_rows
         self._batch = batch
-        self._device_lists = DeviceLists(num_rows, max_pages, setup.pool)
+        self._device_lists = DeviceLists(num_rows, max_pages, setup.pool, pages_I1)
         self._graph_rows = [GraphRows(setup, window, self._device_lists) for window in windows_of(setup.spec)]
         self._decode = [*self._graph_rows]
         self._planned: Int32 | None = None

@@ -50,12 +50,12 @@ class DeviceLists:
 
     starts_B1, last_B: as in ``HostLists``.  pages_I1: the list of all, and one place that belongs to none.  int32."""
 
-    def __init__(self, num_rows: int, max_pages: int, pool: KVPool) -> None:
+    def __init__(self, num_rows: int, max_pages: int, pool: KVPool, pages_I1: Tensor) -> None:
         device = pool.data.device
         self.max_pages = max_pages
         self.starts_B1 = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self.last_B = torch.ones(num_rows, dtype=torch.int32, device=device)
-        self.pages_I1 = torch.full((num_rows * max_pages + 1,), pool.dump_page, dtype=torch.int32, device=device)
+        self.pages_I1 = pages_I1
         self._page_size = pool.page_size
         kernels = choose_kernels(device)
         self._list_pages = list_pages if kernels is None else kernels.list_pages
