@@ -200,7 +200,7 @@ def _check(config: Config) -> None:
         for key, value in msgspec.structs.asdict(getattr(config, section)).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{section}.{key}={value}: expected a finite number")
-    if config.scheduler.max_step_tokens < config.scheduler.max_running:
+    if 0 < config.scheduler.max_step_tokens < config.scheduler.max_running:
         raise ConfigError(
             f"scheduler.max_step_tokens={config.scheduler.max_step_tokens}: smaller than scheduler.max_running="
             f"{config.scheduler.max_running}, so a full decode batch would not fit a step; "

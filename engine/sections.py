@@ -72,18 +72,35 @@ class KVSection(Section, frozen=True):
         int, Meta(ge=0, description="Pages of host memory that evicted pages move to and come back from; 0 for none")
     ] = 0
     memory_fraction: Annotated[
-        float, Meta(gt=0, le=0.98, description="Share of free memory for the pool, on CPU at most 4 GiB")
-    ] = 0.85
+        float,
+        Meta(
+            ge=0,
+            le=0.98,
+            description="Share of free memory for the pool, on CPU at most 4 GiB; 0 for 0.85 on CPU, 0.9 on a GPU",
+        ),
+    ] = 0.0
 
 
 class SchedulerSection(Section, frozen=True):
     """[scheduler]: what runs in a step."""
 
-    max_running: Annotated[int, Meta(ge=1, le=4096, description="Most sequences in a batch")] = 64
+    max_running: Annotated[
+        int, Meta(ge=0, le=4096, description="Most sequences in a batch; 0 for 64 on CPU, 256 or 512 on a GPU")
+    ] = 0
     max_step_tokens: Annotated[
-        int, Meta(ge=1, description="Token budget of a step: decodes first, prefill chunks after")
-    ] = 2048
-    prefill_chunk: Annotated[int, Meta(ge=1, description="Most prompt tokens of one request in a step")] = 512
+        int,
+        Meta(
+            ge=0,
+            description="Token budget of a step: decodes first, prefill chunks after; 0 for 2048 on CPU, 8192 on a GPU",
+        ),
+    ] = 0
+    prefill_chunk: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Most prompt tokens of one request in a step beside decodes; 0 for 512 on CPU, 2048 on a GPU",
+        ),
+    ] = 0
     itl_target_ms: Annotated[
         float,
         Meta(ge=0, description="Prefills are cut so that running requests get a token this often; 0 for no target"),
@@ -97,11 +114,12 @@ class PlacementSection(Section, frozen=True):
     """[placement]: where executors, tokenizers and HTTP run, and what happens when one is lost."""
 
     executor: Annotated[
-        Literal["inline", "process"],
+        Literal["auto", "inline", "process"],
         Meta(
-            description="'inline': a thread of the server; 'process': a process per rank, restarted if it dies or hangs"
+            description="'inline': a thread of the server; 'process': a process per rank, restarted if it dies or hangs; "
+            "'auto' is 'process' on a GPU"
         ),
-    ] = "inline"
+    ] = "auto"
     tokenizers: Annotated[
         int,
         Meta(

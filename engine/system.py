@@ -22,6 +22,7 @@ from engine.actors.tokenizer import Tokenizer
 from engine.checkpoints.checkpoint import ModelSpec, read_spec, resolve_checkpoint
 from engine.checkpoints.shards import read_shards
 from engine.config import Config, build_config, without_cluster_key
+from engine.device_defaults import with_device_defaults
 from engine.errors import ConfigError, EngineDied
 from engine.kv.eviction import EvictionStrategy
 from engine.monitor import Monitor
@@ -66,7 +67,7 @@ class System:
 
         head: the head of several machines; None if all ranks are on this one.
         frontend: how to start the process that takes requests; None for an ingress in this process."""
-        self.config = config
+        config = self.config = with_device_defaults(config, several_machines=head is not None)
         self._head = head
         self._front = frontend
         self._progress = progress

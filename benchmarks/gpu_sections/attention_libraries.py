@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.layers.attention import AttentionBatch, AttentionFactory, AttentionSpec
+from engine.layers.attention import AttentionBatch, AttentionFactory, AttentionSpec, GraphAttentionBuilder
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention import flash_attn as flash_attn_plugin
 from engine.plugins.attention import flashinfer as flashinfer_plugin
@@ -121,17 +121,25 @@ def _captured(library: Library) -> Row:
     """A graph of decode rows, replayed with lengths that grow over pages and with fewer rows than it has."""
     rows, context, page_size, device = library.rows, library.context, library.page_size, library.device
     spec, pool = _spec_and_pool(library)
-    graph_backend = library.factory(spec, pool).for_graph(rows, -(-context // page_size))  # type: ignore[attr-defined]
+    backend, static = library.factory(spec, pool), _batch(pool, np.full(rows, 1), rows)
+    plans = isinstance(backend, GraphAttentionBuilder)
+    graph_backend = backend.for_graph(static) if isinstance(backend, GraphAttentionBuilder) else backend
     eager = TorchAttention(spec, pool)
     q_RNH = torch.randn((rows, HEADS, HEAD_SIZE), device=device).to(DTYPE)
-    graph_backend.plan_step(_batch(pool, np.full(rows, 1), rows))
+    graph_backend.plan_step(static)
     graph_backend.attend(0, q_RNH)
     replay, (out_RNH,) = captured(lambda: [graph_backend.attend(0, q_RNH)], device)
     worst = 0.0
     for count, longest in ((rows, 5), (rows, 6), (rows, context), (min(3, rows), context), (rows, page_size), (1, 1)):
         lengths = np.random.default_rng(longest).integers(1, longest, count, endpoint=True)
         batch = _batch(pool, lengths, rows)
-        graph_backend.plan_step(batch)
+        padded = np.ones(rows, dtype=np.int32)
+        padded[:count] = lengths
+        if plans:
+            graph_backend.plan_step(replace(static, host_lengths=padded))
+        # As the captured step does it; padding has one token, of any page that is not NaN.
+        static.page_table_BP[:count] = batch.page_table_BP
+        static.lengths_B.copy_(torch.from_numpy(padded))
         replay()
         eager.plan_step(batch)
         expected = eager.attend(0, q_RNH[:count])

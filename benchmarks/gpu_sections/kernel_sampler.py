@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.kernels.choice import VARIABLE, choose_kernels
 from engine.params import SamplingParams
-from engine.sampling.captured import Variant, array_columns, columns_bytes, tensor_columns
+from engine.sampling.captured import array_columns, columns_bytes, tensor_columns
 from engine.sampling.sampler import Sampler
 from gpu_sections.kernels import no_kernels
 from gpu_sections.rows import Row, device_seconds, seconds_of
@@ -78,10 +78,11 @@ def _captured(case: str, kinds: Sequence[SamplingParams], logits_NV: Tensor, dev
     uniform.fill(array_columns(packed, num_rows), rows)
     on_device.copy_(torch.from_numpy(packed))
     positions_N = torch.full((num_rows,), POSITION, device=device)
-    found = uniform.pick(Variant.FULL, logits_NV, positions_N)
+    variant = uniform.variant_of(rows, np.full(num_rows, POSITION))
+    found = uniform.pick(variant, logits_NV, positions_N)
     _admit(one, kinds, num_rows)  # once more, without the counts of what was found
     differing = int((found != _sample(one, logits_NV)).sum())
-    seconds = device_seconds(lambda: uniform.pick(Variant.FULL, logits_NV, positions_N), device)
+    seconds = device_seconds(lambda: uniform.pick(variant, logits_NV, positions_N), device)
     return {"case": f"captured, {case}, {num_rows} rows", "ok": differing == 0, "error": differing, "us": seconds * 1e6}
 
 

@@ -7,6 +7,7 @@ large copy in the same run, is given for as many tokens as fill no cache; weight
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from engine.layers.norm import HeadNorm, RMSNorm
 from engine.layers.rotary import Rotary
 from engine.layers.step import DecodeInputs
 from engine.messages import Step
+from engine.plugins.attention.flashinfer.lists import list_pages
 from gpu_sections.rows import UNCACHED_BYTES, Row, device_seconds
 
 HIDDEN, INTERMEDIATE, VOCAB = 1024, 3072, 151_936  # those of Qwen3-0.6B
@@ -76,6 +78,7 @@ def section(device: torch.device) -> Iterator[Row]:
             rate = uncached * case.token_bytes(dtype) / (row["us"] / 1e6)
             yield {**row, "gb_per_s": rate / 1e9, "of_copy": rate / copied}
     yield from _inputs(kernels, device)
+    yield from _page_lists(kernels, device)
 
 
 def _row(case: Case, num_tokens: int, dtype: torch.dtype, kernels: FusedKernels, device: torch.device) -> Row:
@@ -221,6 +224,28 @@ def _inputs(kernels: FusedKernels, device: torch.device) -> Iterator[Row]:
         lengths_R.zero_()  # timing goes on counting
         seconds = device_seconds(fill, device)
         yield {"case": f"step inputs, {num_rows} rows", "ok": differing == 0, "error": differing, "us": seconds * 1e6}
+
+
+def _page_lists(kernels: FusedKernels, device: torch.device) -> Iterator[Row]:
+    """The lists that FlashInfer reads, made from page tables on the device."""
+    width = 256
+    for num_rows in (1, 64, 256) if device.type == "cuda" else (3,):
+        generator = torch.Generator(device).manual_seed(num_rows)
+        table_BP = torch.randint(1 << 20, (num_rows, width), generator=generator, dtype=torch.int32, device=device)
+        lengths_B = torch.randint(
+            1, width * PAGE_SIZE, (num_rows,), generator=generator, dtype=torch.int32, device=device
+        )
+        made, calls = [], []
+        for way in (kernels.list_pages, list_pages):
+            starts_B1, last_B = table_BP.new_zeros(num_rows + 1), torch.zeros_like(lengths_B)
+            pages_I1 = table_BP.new_zeros(num_rows * width + 1)
+            calls.append(partial(way, table_BP, lengths_B, PAGE_SIZE, starts_B1, last_B, pages_I1))
+            calls[-1]()
+            made.append((starts_B1, last_B, pages_I1[: int(starts_B1[-1])]))
+        differing = sum(int((one != other).sum()) for one, other in zip(*made, strict=True))
+        ours, plain = (device_seconds(call, device) for call in calls)
+        row = {"case": f"page lists, {num_rows} rows", "ok": differing == 0, "error": differing}
+        yield {**row, "us": ours * 1e6, "of_plain": plain / ours}
 
 
 def _error(found: Tensor, expected: Tensor) -> float:

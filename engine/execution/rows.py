@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from engine.execution.batch import Batch, Int32, Int64
-from engine.messages import Admission, Step
+from engine.kernels.upload import upload
+from engine.messages import Step
+
+_NOTHING = np.empty(0, dtype=np.int32)
+_NOWHERE = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,28 +67,35 @@ class DeviceRows:
         if self.lengths_R is not None:
             self.lengths_R.copy_(torch.from_numpy(computed))
 
-    def write_tables(self, step: Step) -> None:
-        """Write a step's entries of page tables by one packed copy, if there are any."""
-        if step.table_rows:
-            places, pages = self.appends(step)
-            packed = self.upload(np.stack((places, pages)))
-            self._pages_flat.index_copy_(0, packed[0], packed[1].to(torch.int32))
+    def apply(self, step: Step) -> None:
+        """Take in the sequences that a step gives rows to and its entries of page tables: one packed copy for all."""
+        if not step.admissions and not step.table_rows:
+            return
+        row_len, width = self.tokens_RM.shape[1], self.pages_RP.shape[1]
+        tokens, pages, token_places, page_places = [], [], [_NOWHERE], []
+        for admission in step.admissions:
+            row = admission.row
+            tokens.append(np.frombuffer(admission.token_ids, dtype=np.int32))
+            pages.append(np.frombuffer(admission.pages, dtype=np.int32))
+            token_places.append(np.arange(row * row_len, row * row_len + len(tokens[-1])))
+            page_places.append(np.arange(row * width, row * width + len(pages[-1])))
+            self.computed[row] = admission.num_computed_tokens
+        places_A, pages_A = self.appends(step)
+        columns = (
+            np.concatenate(token_places),
+            np.concatenate((*page_places, places_A)),
+            np.concatenate((_NOTHING, *tokens)),
+            np.concatenate((*pages, pages_A)),
+        )
+        token_at, page_at, token_ids, page_ids = upload(columns, self._device)
+        self._tokens_flat.index_copy_(0, token_at, token_ids)
+        self._pages_flat.index_copy_(0, page_at, page_ids)
 
     def appends(self, step: Step) -> tuple[Int64, Int32]:
         """A step's writes to page tables as places in the flat page table, and the pages."""
         rows = np.frombuffer(step.table_rows, dtype=np.int32).astype(np.int64)
         indexes = np.frombuffer(step.table_indexes, dtype=np.int32)
         return rows * self.pages_RP.shape[1] + indexes, np.frombuffer(step.table_pages, dtype=np.int32)
-
-    def admit(self, admission: Admission) -> None:
-        """A sequence takes a row: one packed copy."""
-        row = admission.row
-        tokens = np.frombuffer(admission.token_ids, dtype=np.int32)
-        pages = np.frombuffer(admission.pages, dtype=np.int32)
-        self.computed[row] = admission.num_computed_tokens
-        packed = self.upload(np.concatenate((tokens, pages)))
-        self.tokens_RM[row, : len(tokens)] = packed[: len(tokens)]
-        self.pages_RP[row, : len(pages)] = packed[len(tokens) :]
 
     def upload(self, array: np.ndarray) -> Tensor:
         """A host array on the device; on CPU the same memory."""

@@ -4,6 +4,7 @@ Owns: everything on the device.  Does not know: requests, text, actors; it knows
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,6 +27,7 @@ from engine.patience import returns_within
 from engine.sampling.captured import Variant
 from engine.sampling.constraints import Constraints
 from engine.sampling.sampler import SampledTokens, Sampler
+from engine.sampling.state import Newcomer
 
 log = logging.getLogger(__name__)
 
@@ -164,9 +166,9 @@ class ModelRunner:
     def _apply(self, step: Step) -> None:
         """Take in what the step changes."""
         self._transfer(step)
-        for admission in step.admissions:
-            self._admit(admission)
-        self._rows.write_tables(step)
+        self._rows.apply(step)
+        if step.admissions:
+            self._admit(step.admissions)
 
     def _transfer(self, step: Step) -> None:
         if step.transfer_to_host:
@@ -239,13 +241,15 @@ class ModelRunner:
             self._constraints.sampled(rows_N, launched.tokens)
         return launched
 
-    def _admit(self, admission: Admission) -> None:
-        token_ids = np.frombuffer(admission.token_ids, dtype=np.int32)
-        row, params, num_prompt_tokens = admission.row, admission.params, admission.num_prompt_tokens
-        self._rows.admit(admission)
-        self._sampler.admit(row, params, token_ids, num_prompt_tokens, self._eos_token_ids)
-        self._constraints.admit(row, params, token_ids, num_prompt_tokens)
-        self._prompts.admit(admission)
+    def _admit(self, admissions: Sequence[Admission]) -> None:
+        newcomers = [
+            Newcomer(one.row, one.params, np.frombuffer(one.token_ids, dtype=np.int32), one.num_prompt_tokens)
+            for one in admissions
+        ]
+        self._sampler.admit_all(newcomers, self._eos_token_ids)
+        for admission, one in zip(admissions, newcomers, strict=True):
+            self._constraints.admit(one.row, one.params, one.token_ids, one.num_prompt_tokens)
+            self._prompts.admit(admission)
 
     def _forward_with_prompt_outputs(
         self, tensors: StepTensors, wanted: PromptOutputs

@@ -8,7 +8,13 @@ Owns: cutting a step in two.  Does not know: kernels.  It is no plugin: two name
 import torch
 from torch import Tensor
 
-from engine.layers.attention import AttentionBackend, AttentionBatch, GraphAttentionBuilder, is_capturable
+from engine.layers.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    GraphAttentionBuilder,
+    is_capturable,
+    writer_of,
+)
 
 
 class SplitAttention:
@@ -17,6 +23,8 @@ class SplitAttention:
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self._prefill = prefill
         self._decode = decode
+        self._write_prefill = writer_of(prefill)
+        self._write_decode = writer_of(decode)
         self._num_decodes = 0
         self._mixed = False
         # A captured step has decode rows alone.
@@ -58,4 +66,14 @@ class SplitAttention:
         count = self._num_decodes
         if not self._mixed:
             return (self._decode if count else self._prefill).attend(layer, q_TNH)
-        return torch.cat((self._decode.attend(layer, q_TNH[:count]), self._prefill.attend(layer, q_TNH[count:])))
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        self.attend_into(layer, q_TNH, out_TNH)
+        return out_TNH
+
+    def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
+        """See ``WritingAttention``."""
+        count = self._num_decodes if self._mixed else len(q_TNH) * bool(self._num_decodes)
+        if count:
+            self._write_decode(layer, q_TNH[:count], out_TNH[:count])
+        if count < len(q_TNH):
+            self._write_prefill(layer, q_TNH[count:], out_TNH[count:])

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.errors import GraphError
 from engine.graphs.breakable import SegmentRecorder
 from engine.graphs.device import GraphDevice
-from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
+from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec, writer_of
 
 ATTENTION = "attention"  # the kind of break
 
@@ -37,6 +37,7 @@ class BreakingAttention:
         dtype: torch.dtype,
     ) -> None:
         self._backend = backend
+        self._write = writer_of(backend)
         self._recorder = recorder
         self._device = device
         # All layers and sizes share it: a layer's result is used up before the next layer's attention.
@@ -49,21 +50,25 @@ class BreakingAttention:
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``.  Valid until the next layer's call."""
         out_TNH = self._out_MNH[: len(q_TNH)]
-        self.attend_into(layer, q_TNH, out_TNH)
+        # One buffer for all layers: what pads the step is zero from the first layer on.
+        self._break(layer, q_TNH, out_TNH, zeroed=layer == 0)
         return out_TNH
 
     def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
         """The same with the result written to ``out_TNH``, whose address must be the same at every replay."""
-        weak = self._recorder.weak
-        self._recorder.run(ATTENTION, partial(self._attend_eagerly, layer, weak(q_TNH), weak(out_TNH)))
+        self._break(layer, q_TNH, out_TNH, zeroed=True)
 
-    def _attend_eagerly(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
+    def _break(self, layer: int, q_TNH: Tensor, out_TNH: Tensor, zeroed: bool) -> None:
+        weak = self._recorder.weak
+        self._recorder.run(ATTENTION, partial(self._attend_eagerly, layer, weak(q_TNH), weak(out_TNH), zeroed))
+
+    def _attend_eagerly(self, layer: int, q_TNH: Tensor, out_TNH: Tensor, zeroed: bool) -> None:
         if self._device.is_capturing():
             raise GraphError(
                 f"attention of layer {layer} was about to be captured instead of broken at; its work depends on the "
                 "step's lengths and would be repeated with those of the capture"
             )
         num_tokens = self._recorder.num_tokens
-        out_TNH[:num_tokens].copy_(self._backend.attend(layer, q_TNH[:num_tokens]))
-        if num_tokens < len(out_TNH):
+        self._write(layer, q_TNH[:num_tokens], out_TNH[:num_tokens])
+        if zeroed and num_tokens < len(out_TNH):
             out_TNH[num_tokens:].zero_()

@@ -25,11 +25,11 @@ from engine.execution.captured_steps import Decoded
 from engine.execution.rows import DeviceRows
 from engine.graphs.breakable import Recording, SegmentRecorder
 from engine.graphs.capturing import Capturing, round_up
-from engine.graphs.decode_attention import DecodeAttention, PlannedAttention, ResidentAttention
+from engine.graphs.decode_attention import DecodeAttention
 from engine.graphs.device import GraphDevice
 from engine.graphs.inputs import choose_inputs
 from engine.graphs.pinned_ring import PinnedReceiver, PinnedRing
-from engine.layers.attention import AttentionBackend, GraphAttentionBuilder, is_capturable
+from engine.layers.attention import AttentionBackend
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import DecodeInputs, StepTensors
 from engine.messages import Step
@@ -81,17 +81,8 @@ class DecodeGraphs:
         self._tokens_M = device.buffer((largest,), torch.int64)
         self._all_rows_M = device.buffer((largest,), torch.int64)
         self._all_rows_M.copy_(torch.arange(largest))
-        resident = is_capturable(attention)
-        table_width = rows.pages_RP.shape[1] if resident else PlannedAttention.table_width
-        self._inputs = self._static_inputs(largest, table_width)
-        self._attention: DecodeAttention
-        if resident:
-            self._attention = ResidentAttention(attention, self._inputs, largest)
-        else:
-            assert isinstance(attention, GraphAttentionBuilder), "see can_capture"
-            self._attention = PlannedAttention(
-                attention, self.sizes, pool, self._columns.rows, rows.pages_RP, self._lengths_R
-            )
+        self._inputs = self._static_inputs(largest, rows.pages_RP.shape[1])
+        self._attention = DecodeAttention(attention, self._inputs, self.sizes)
         self._outgoing = PinnedRing(device, LETTERS, self._packed.nbytes)
         self._incoming = PinnedReceiver(device, self._tokens_M.nbytes)
         self._recordings: dict[tuple[int, Variant], Recording] = {}
@@ -184,7 +175,7 @@ class DecodeGraphs:
             num_appends = len(pages_A)
             if num_appends > self.sizes[-1]:
                 # More than a page for each row: never from this project's scheduler.
-                self._rows.write_tables(step)
+                self._rows.apply(step)
                 num_appends = 0
             else:
                 buffer = buffer or self._outgoing.take()

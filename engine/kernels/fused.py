@@ -5,7 +5,7 @@ Owns: the list.  Does not know: when they are used, see ``choice.py``.
 
 import torch
 
-from engine.kernels import activation, embedding, heads, inputs, norm, rotary
+from engine.kernels import activation, embedding, heads, inputs, norm, page_lists, rotary
 
 SILU_OF_ONE = 0.731059
 
@@ -20,6 +20,7 @@ class FusedKernels:
     embed_shard = staticmethod(embedding.embed_shard)
     fill_inputs = staticmethod(inputs.fill_inputs)
     write_tokens = staticmethod(inputs.write_tokens)
+    list_pages = staticmethod(page_lists.list_pages)
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type

@@ -5,6 +5,7 @@ Legend: T new tokens in the step (ragged, packed) · B sequences · D decode row
 Owns: the Protocol and the batch description.  Does not know: kernels, models, the scheduler.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -66,7 +67,18 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """out_TNH in q's dtype.  The step's own K/V of this layer are in the pool already."""
+        """out_TNH in q's dtype.  The step's own K/V of this layer are in the pool already.
+
+        Layers come in their order, each once a step: what all layers share on the device can be made in the first."""
+        ...
+
+
+@runtime_checkable
+class WritingAttention(Protocol):
+    """What a backend has beside, if it can leave its result where it is wanted."""
+
+    def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
+        """``attend``, with the result in ``out_TNH``: contiguous, q's shape and dtype."""
         ...
 
 
@@ -84,12 +96,26 @@ class CapturableAttention(Protocol):
 class GraphAttentionBuilder(Protocol):
     """What a backend has beside, if it builds another one for each graph."""
 
-    def for_graph(self, num_rows: int, max_pages: int) -> AttentionBackend:
-        """A backend for a graph of that many decode rows of up to ``max_pages`` pages each.
+    def for_graph(self, batch: AttentionBatch) -> AttentionBackend:
+        """A backend for one graph, of the decode rows of ``batch``.
 
-        Its ``plan_step`` is called before the capture and each replay, with at most that many rows, and may queue
-        copies into its own memory."""
+        The batch's tensors stay where they are: the captured step writes them before its first layer, so kernels and
+        what ``attend`` does on the device read the step's own tables and lengths.  ``plan_step`` is called before the
+        capture and each replay with the same tensors, whose content is that of the step before, and the step's
+        ``host_lengths``; it may queue copies into its own memory.  Rows that only pad have one token, of the dump
+        page."""
         ...
+
+
+def writer_of(backend: AttentionBackend) -> Callable[[int, Tensor, Tensor], None]:
+    """``attend_into`` of a backend, or for one that has none a copy of what it returns."""
+    if isinstance(backend, WritingAttention):
+        return backend.attend_into
+
+    def copy(layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
+        out_TNH.copy_(backend.attend(layer, q_TNH))
+
+    return copy
 
 
 def is_capturable(backend: AttentionBackend) -> bool:

@@ -27,6 +27,7 @@ from engine.kernels.choice import choose_kernels
 from engine.layers.comm import Comm
 from engine.layers.weights import WeightSlice
 from engine.models.decoder import Decoder
+from engine.models.weight_copies import WeightCopies, copies_to
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def load_model(
         if load_format == "dummy":
             _draw(model.slices(), seed)
         else:
-            _read(list(model.slices()), stored, progress)
+            _read(list(model.slices()), stored, copies_to(device), progress)
         model.pack(choose_kernels(device))
     return model
 
@@ -87,7 +88,8 @@ def loading_bytes(plan: Decoder, device: torch.device, load_format: Literal["saf
     """What loading takes of the device's memory at its worst.  plan: of one rank, on the meta device.
 
     Beside the parameters: the largest tensor once more, drawn as a whole, or as much as the rank wants of it, read and
-    laid out on a CPU; and on a CPU the table of a tied LM head, which is kept in both layouts."""
+    laid out on a CPU; and on a CPU the table of a tied LM head, which is kept in both layouts.  What a GPU has beside
+    them, two buffers as they arrive, is little."""
     on_cpu = device.type == "cpu"
     largest = 0
     if load_format == "dummy":
@@ -138,7 +140,7 @@ def _has_own_head(shape: DecoderShape, stored: dict[str, StoredTensor], dtype: t
     return False
 
 
-def _read(slices: Iterable[WeightSlice], stored: dict[str, StoredTensor], progress: bool) -> None:
+def _read(slices: Iterable[WeightSlice], stored: dict[str, StoredTensor], copies: WeightCopies, progress: bool) -> None:
     by_file: defaultdict[Path, list[WeightSlice]] = defaultdict(list)
     for one in slices:
         by_file[stored[one.source].file].append(one)
@@ -149,11 +151,13 @@ def _read(slices: Iterable[WeightSlice], stored: dict[str, StoredTensor], progre
                 with safe_open(path, framework="pt", device="cpu") as file:
                     for one in wanted:
                         part = _part(file.get_slice(one.source), one)
-                        _check_finite(part, one.source, path)
-                        _fill(one, part)
+                        copies.copy(one.target.narrow(one.dim, 0, one.length), part, one.source)
+                        _pad(one)
                         bar.update(part.nbytes)
             except (SafetensorError, OSError) as error:
                 raise WeightsError(f"{path}: {error}") from None
+            if (name := copies.damaged()) is not None:
+                raise WeightsError(f"{path}: tensor {name!r} contains NaN or infinity; the file is damaged")
 
 
 def _part(source: Any, wanted: WeightSlice) -> Tensor:
@@ -163,16 +167,9 @@ def _part(source: Any, wanted: WeightSlice) -> Tensor:
     return read
 
 
-def _fill(wanted: WeightSlice, part: Tensor) -> None:
+def _pad(wanted: WeightSlice) -> None:
     padding = wanted.target.shape[wanted.dim] - wanted.length
-    wanted.target.narrow(wanted.dim, 0, wanted.length).copy_(part)
     wanted.target.narrow(wanted.dim, wanted.length, padding).zero_()
-
-
-def _check_finite(part: Tensor, name: str, path: Path) -> None:
-    """A NaN or infinity would reach every token.  One pass without a temporary: a NaN wins in aminmax."""
-    if part.numel() and not all(math.isfinite(bound.item()) for bound in part.aminmax()):
-        raise WeightsError(f"{path}: tensor {name!r} contains NaN or infinity; the file is damaged")
 
 
 def _draw(slices: Iterable[WeightSlice], seed: int) -> None:
@@ -182,4 +179,5 @@ def _draw(slices: Iterable[WeightSlice], seed: int) -> None:
         drawn = torch.empty(one.shape, device=one.target.device).normal_(0, DUMMY_SCALE, generator=generator)
         if len(one.shape) == 1 and one.source.endswith(".weight"):
             drawn += 1  # A norm's weight: around 0 it would silence its layer.
-        _fill(one, drawn.narrow(one.dim, one.start, one.length))
+        one.target.narrow(one.dim, 0, one.length).copy_(drawn.narrow(one.dim, one.start, one.length))
+        _pad(one)

@@ -39,6 +39,7 @@ class Variant(StrEnum):
 
     GREEDY = "greedy"
     TEMPERATURE = "temperature"
+    CUT = "cut"
     FULL = "full"
     LOGITS = "logits"
 
@@ -138,8 +139,10 @@ class CapturedSampler:
             or (positions_N < state.stop_from[rows_N]).any()
         ):
             return Variant.LOGITS
-        if state.penalised[rows_N].any() or state.cut[rows_N].any():
+        if state.penalised[rows_N].any():
             return Variant.FULL
+        if state.cut[rows_N].any():
+            return Variant.CUT
         return Variant.GREEDY if state.greedy[rows_N].all() else Variant.TEMPERATURE
 
     def fill(self, columns: Columns[npt.NDArray[Any]], rows_N: Int64) -> None:
@@ -183,8 +186,10 @@ class CapturedSampler:
         from engine.sampling.triton.picks import CutRows
 
         parts = []
-        for first in range(0, size, self.group if variant is Variant.FULL else size):
-            here = slice(first, min(first + self.group, size) if variant is Variant.FULL else size)
+        cuts = variant in (Variant.CUT, Variant.FULL)
+        group = self.group if cuts else size  # rows with cuts or penalties take memory by the vocabulary
+        for first in range(0, size, group):
+            here = slice(first, min(first + group, size))
             num = here.stop - first
             of = Columns(*(getattr(self._columns, field.name)[here] for field in fields(self._columns)))
             adjustment = cut_rows = None
@@ -193,6 +198,7 @@ class CapturedSampler:
                 adjustment = Adjustment(
                     of.line, of.penalties, starts, self._no_ids, self._no_bias, starts, self._no_ids
                 )
+            if cuts:
                 floor = of.floor.view(torch.int32)
                 cut_rows = CutRows(of.cut, self._places32_M[:num], floor, of.top_k, of.top_p)
             draws = variant is not Variant.GREEDY
@@ -215,7 +221,7 @@ class CapturedSampler:
             inverse_B = columns.inverse_temperature[:size]
             scores_BW = padded_scores(logits_BV, top_B, inverse_B)
             weights_BW = weights(scores_BW)
-            if variant is Variant.FULL:
+            if variant in (Variant.CUT, Variant.FULL):
                 weights_BW.masked_fill_(scores_BW < lowest_kept(scores_BW, weights_BW, self._cuts(size)), 0.0)
             numbers_B = uniforms(stream_starts(columns.seed[:size]), positions_B)
             token_ids_B = torch.where(inverse_B > 0, draw(weights_BW, numbers_B), token_ids_B)

@@ -7,14 +7,19 @@ Memory: one integer per vocabulary entry for each row that has a penalty at the 
 half of that when max_len is below 16,384), taken when the first such sequence is admitted and reused afterwards.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from engine.kernels.upload import upload
+
+if TYPE_CHECKING:
+    from engine.sampling.state import Newcomer
 
 # The penalties in the order of their columns, and what a row without one has.  Each is ``{name}_penalty`` of
 # SamplingParams; ``Penalties.apply`` and ``engine/sampling/triton/adjusted.py`` say what it does.
@@ -38,17 +43,25 @@ class TokenCounts:
         self._line_of_row: dict[int, int] = {}
         self._free_lines: list[int] = []
 
-    def hold(self, row: int, token_ids: npt.NDArray[np.int32], num_prompt_tokens: int) -> None:
-        """Count a row's tokens from now on, starting with those known already."""
-        if not self._free_lines:
-            self._grow()
-        line = self._line_of_row[row] = self._free_lines.pop()
-        counts_V = self._counts_CV[line]
-        counts_V.zero_()
-        prompt_ids = np.unique(token_ids[:num_prompt_tokens])
-        counts_V[self._upload(prompt_ids)] = _IN_PROMPT
-        output_ids, times = np.unique(token_ids[num_prompt_tokens:], return_counts=True)
-        counts_V.index_add_(0, self._upload(output_ids), self._upload(times * _IN_OUTPUT).to(self._dtype))
+    def hold(self, newcomers: "Sequence[Newcomer]") -> None:
+        """Count these rows' tokens from now on, starting with those known already: one packed copy."""
+        if not newcomers:
+            return
+        lines, prompts, outputs = [], [], []
+        for one in newcomers:
+            if not self._free_lines:
+                self._grow()
+            line = self._line_of_row[one.row] = self._free_lines.pop()
+            lines.append(line)
+            at = one.token_ids + np.int64(line * self._vocab_size)
+            prompts.append(at[: one.num_prompt_tokens])
+            outputs.append(at[one.num_prompt_tokens :])
+        columns = (np.array(lines, dtype=np.int64), np.concatenate(prompts), np.concatenate(outputs))
+        line_n, prompt_at, output_at = upload(columns, self._device)
+        self._counts_CV.index_fill_(0, line_n, 0)
+        counts = self._counts_CV.view(-1)
+        counts.index_fill_(0, prompt_at, _IN_PROMPT)
+        counts.index_add_(0, output_at, counts.new_full((1,), _IN_OUTPUT).expand(len(output_at)))
 
     def release(self, row: int) -> None:
         """The row's line may be given to another row."""
@@ -90,9 +103,6 @@ class TokenCounts:
         more = torch.zeros((capacity - held, self._vocab_size), dtype=self._dtype, device=self._device)
         self._counts_CV = torch.cat((self._counts_CV, more))
         self._free_lines.extend(range(held, capacity))
-
-    def _upload(self, values: npt.NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

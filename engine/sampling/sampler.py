@@ -36,7 +36,7 @@ from engine.sampling.constraints import Masks
 from engine.sampling.cuts import lowest_kept
 from engine.sampling.draw import draw, padded_scores, uniforms, weights
 from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, pinned_copy
-from engine.sampling.state import Adjustments, Draws, Part, SampleBatch, SamplingState, build_batch
+from engine.sampling.state import Adjustments, Draws, Newcomer, Part, SampleBatch, SamplingState, build_batch
 
 if TYPE_CHECKING:
     from engine.sampling.triton.sampler import KernelSampler
@@ -81,7 +81,11 @@ class Sampler:
 
         token_ids: all that is known of it, the prompt and then output kept over a retraction.
         """
-        self._state.admit(row, params, token_ids, num_prompt_tokens, eos_token_ids)
+        self.admit_all((Newcomer(row, params, token_ids, num_prompt_tokens),), eos_token_ids)
+
+    def admit_all(self, newcomers: Sequence[Newcomer], eos_token_ids: Sequence[int]) -> None:
+        """The same for some sequences, of different rows; what the device must know of them is one copy."""
+        self._state.admit_all(newcomers, eos_token_ids)
 
     def captured(self, columns: Columns[Tensor]) -> CapturedSampler:
         """The same rows, sampled in batches of one shape; see ``captured.py``."""

@@ -39,6 +39,17 @@ PART_SCORES_GPU: Final = 1 << 24
 
 Int64 = npt.NDArray[np.int64]
 Split = Callable[[Int64, npt.NDArray[np.bool_]], tuple[Any, ...]]
+_NO_BIAS: Final = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """A sequence that takes a row.  token_ids: its prompt, then output kept over a retraction."""
+
+    row: int
+    params: SamplingParams
+    token_ids: npt.NDArray[np.int32]
+    num_prompt_tokens: int
 
 
 class SamplingState:
@@ -60,10 +71,10 @@ class SamplingState:
         self.seed = np.zeros(max_rows, dtype=np.int64)
         self.logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
         self.biased = np.zeros(max_rows, dtype=np.bool_)
-        self.bias: list[tuple[Int64, npt.NDArray[np.float32]]] = [_no_bias()] * max_rows
+        self.bias: list[tuple[Int64, npt.NDArray[np.float32]]] = [_NO_BIAS] * max_rows
         # A token at a position below ``stop_from`` must not be one of ``stop_ids``.
         self.stop_from = np.zeros(max_rows, dtype=np.int64)
-        self.stop_ids: list[Int64] = [_no_bias()[0]] * max_rows
+        self.stop_ids: list[Int64] = [_NO_BIAS[0]] * max_rows
 
     def admit(
         self,
@@ -73,14 +84,21 @@ class SamplingState:
         num_prompt_tokens: int,
         eos_token_ids: Sequence[int],
     ) -> None:
-        """A sequence takes a row.  token_ids: its prompt, then output kept over a retraction."""
+        """A sequence takes a row; see ``Newcomer``."""
+        self.admit_all((Newcomer(row, params, token_ids, num_prompt_tokens),), eos_token_ids)
+
+    def admit_all(self, newcomers: Sequence[Newcomer], eos_token_ids: Sequence[int]) -> None:
+        """Sequences take rows, each another one."""
         self.version += 1
-        self._admit_draw(row, params)
-        self.seed[row] = params.seed or 0
-        self.logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        self._admit_bias(row, params)
-        self._admit_stops(row, params, num_prompt_tokens, eos_token_ids)
-        self._admit_penalties(row, params, token_ids, num_prompt_tokens)
+        for one in newcomers:
+            row, params = one.row, one.params
+            self._admit_draw(row, params)
+            self.seed[row] = params.seed or 0
+            self.logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+            self._admit_bias(row, params)
+            self._admit_stops(row, params, one.num_prompt_tokens, eos_token_ids)
+            self._admit_penalties(row, params)
+        self.counts.hold([one for one in newcomers if self.penalised[one.row]])
 
     def _admit_draw(self, row: int, params: SamplingParams) -> None:
         self.greedy[row] = greedy = params.temperature < GREEDY_TEMPERATURE
@@ -93,10 +111,12 @@ class SamplingState:
 
     def _admit_bias(self, row: int, params: SamplingParams) -> None:
         self.biased[row] = bool(params.logit_bias)
-        self.bias[row] = (
-            np.fromiter(params.logit_bias.keys(), dtype=np.int64),
-            np.fromiter(params.logit_bias.values(), dtype=np.float32),
-        )
+        self.bias[row] = _NO_BIAS
+        if params.logit_bias:
+            self.bias[row] = (
+                np.fromiter(params.logit_bias.keys(), dtype=np.int64),
+                np.fromiter(params.logit_bias.values(), dtype=np.float32),
+            )
 
     def _admit_stops(
         self, row: int, params: SamplingParams, num_prompt_tokens: int, eos_token_ids: Sequence[int]
@@ -106,25 +126,17 @@ class SamplingState:
         self.stop_ids[row] = np.array(sorted(ids), dtype=np.int64)
         self.stop_from[row] = num_prompt_tokens + params.min_tokens if ids else 0
 
-    def _admit_penalties(
-        self, row: int, params: SamplingParams, token_ids: npt.NDArray[np.int32], num_prompt_tokens: int
-    ) -> None:
+    def _admit_penalties(self, row: int, params: SamplingParams) -> None:
         if self.penalised[row]:
             self.counts.release(row)
         given = tuple(getattr(params, f"{name}_penalty") for name in NO_PENALTIES)
         self.penalties[row] = given
         self.penalised[row] = given != _NO_PENALTIES
-        if self.penalised[row]:
-            self.counts.hold(row, token_ids, num_prompt_tokens)
 
     def adjusted(self, rows_N: Int64, holding_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Whether a row has bias, penalties or stop tokens that are held off.  holding_N: the latter."""
         adjusted_N: npt.NDArray[np.bool_] = self.biased[rows_N] | self.penalised[rows_N] | holding_N
         return adjusted_N
-
-
-def _no_bias() -> tuple[Int64, npt.NDArray[np.float32]]:
-    return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,8 @@ class Planner:
             pass
         decode_rows, appends = self._decodes.plan()
         if self._prefills.may_go_on:
-            segments = self._prefills.plan(self._budget.prefill_tokens(len(decode_rows)))
+            budget = self._budget.prefill_tokens(len(decode_rows))
+            segments = self._prefills.plan(budget, beside_decodes=len(decode_rows) > 0)
             if segments.rows:
                 return self._launch_mixed(decode_rows, appends, segments)
         if not len(decode_rows):

@@ -137,10 +137,12 @@ class Prefills:
 
     # ---- planning ---------------------------------------------------------------------------
 
-    def plan(self, budget: int) -> Segments:
+    def plan(self, budget: int, beside_decodes: bool = True) -> Segments:
         """At most ``budget`` prompt tokens: a chunk for each whose turn it is, then for newcomers what is left.
 
-        A row whose last chunk this is takes no more turns; its first token will be sampled."""
+        What is left even then goes to the prompts of the step, unless there are decodes beside them: these would get
+        their tokens later for it.  A row whose last chunk this is takes no more turns; its first token will be
+        sampled."""
         segments = Segments()
         if self._may_start:
             self._waiting.rerank(self._page_manager.num_cached_tokens)
@@ -155,8 +157,21 @@ class Prefills:
                 self._turns.remove(turn)
                 self._turns.append(turn)
         if budget > 0:
-            self._start_some(segments, budget, budget)
+            budget -= self._start_some(segments, budget, budget)
+        if not beside_decodes:
+            self._spread(segments, budget)
         return segments
+
+    def _spread(self, segments: Segments, budget: int) -> None:
+        """Lengthen the chunks of a step, in their order."""
+        table = self._table
+        for index, row in enumerate(segments.rows):
+            sequence = table.sequences[row]
+            if segments.samples[index] or sequence is None or sequence.params.prompt_logprobs is not None:
+                continue
+            more = min(int(table.num_known[row] - table.num_computed[row]), budget)
+            self._lengthen(segments, index, more)
+            budget -= more
 
     def _start_some(self, segments: Segments, budget: int, turn: int) -> int:
         """Give rows to those who wait, and their first chunks; returns how many tokens those have.
@@ -186,16 +201,22 @@ class Prefills:
         sequence = table.sequences[row]
         if sequence is not None and sequence.params.prompt_logprobs is not None:
             length = min(length, self._limits.scored_chunk)
-        ends = start + length == known
         segments.rows.append(row)
         segments.starts.append(start)
-        segments.lengths.append(length)
-        segments.samples.append(int(ends))
-        table.num_computed[row] = start + length
-        if ends:
-            table.num_planned[row] = known + 1
-            self._turns.remove(row)
+        segments.lengths.append(0)
+        segments.samples.append(0)
+        self._lengthen(segments, len(segments.rows) - 1, length)
         return length
+
+    def _lengthen(self, segments: Segments, index: int, more: int) -> None:
+        """Compute so many tokens more of a row that is in the step."""
+        table, row = self._table, segments.rows[index]
+        segments.lengths[index] += more
+        table.num_computed[row] += more
+        if table.num_computed[row] == table.num_known[row]:
+            segments.samples[index] = 1
+            table.num_planned[row] = table.num_known[row] + 1
+            self._turns.remove(row)
 
     def _admission(self, sequence: Sequence) -> Admission:
         table, row = self._table, sequence.row

@@ -110,7 +110,7 @@ def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.d
     values (``attention.torch``), the sampler's and prompt log probabilities' work on the vocabulary, and the host's
     tables."""
     scheduler, ranks = config.scheduler, config.device.tensor_parallel
-    num_tokens = min(scheduler.max_step_tokens, min(scheduler.prefill_chunk, max_len) * scheduler.max_running)
+    num_tokens = min(scheduler.max_step_tokens, max_len * scheduler.max_running)
     num_sampled = min(scheduler.max_running, num_tokens)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
     layer = 4 * shape.hidden_size + (4 * heads + 4 * shape.intermediate_size) // ranks
@@ -138,9 +138,8 @@ def run_largest_step(
     pool: of any size; everything is read from and written to the dump page.  Rows of ``sampler`` must be free.
     """
     scheduler, device = config.scheduler, pool.data.device
-    num_tokens, chunk = scheduler.max_step_tokens, min(scheduler.prefill_chunk, max_len)
-    full, rest = divmod(min(num_tokens, chunk * scheduler.max_running), chunk)
-    queries = np.array([chunk] * full + [rest] * bool(rest), dtype=np.int32)
+    full, rest = divmod(min(scheduler.max_step_tokens, max_len * scheduler.max_running), max_len)
+    queries = np.array([max_len] * full + [rest] * bool(rest), dtype=np.int32)
     num_tokens = int(queries.sum())
     lengths = np.full(len(queries), max_len, dtype=np.int32)
     starts = np.concatenate(([0], queries.cumsum())).astype(np.int32)

@@ -17,6 +17,7 @@ from engine.plugins.attention.flashinfer.backend import BUFFERS, FlashInferAtten
 from engine.plugins.attention.flashinfer.kernels import GRAPH_PLAN_BYTES, PLAN_BYTES, Setup
 from engine.plugins.attention.flashinfer.staging import StagingRing
 from tests.attention.fake_flashinfer import MAX_GRID, attend
+from tests.attention.graph_rows import GraphRows
 from tests.attention.test_flashinfer import MIXED, grown, part_of
 from tests.attention.test_torch_backend import Paged, paged, spec_of
 
@@ -162,8 +163,8 @@ def test_steps_of_every_kind(kernels: Kernels, tensor_cores: bool, window: int, 
 @pytest.mark.parametrize("num_rows", [3, 8])
 def test_captured_rows(kernels: Kernels, tensor_cores: bool, num_rows: int):
     case = paged(spec_of(4, 2, 64, 9, 1), [(30, 1), (64, 1), (17, 1)], 4, seed=2)
-    graph = build(case, tensor_cores).for_graph(num_rows, 20)
-    for lengths, num_plans in (([5, 6, 7], 1), ([6, 7, 8], 1), ([7, 8, 9], 2), ([30, 64, 17], 3)):
+    graph = GraphRows(build(case, tensor_cores), case.pool, num_rows, 20)
+    for lengths, num_plans in (([5, 6, 7], 2), ([6, 7, 8], 2), ([7, 8, 9], 3), ([30, 64, 17], 4)):  # 1 at the capture
         check(grown(case, lengths), graph, num_rows)
         # One plan for each window; eight rows of two heads fill the GPU, and without tensor cores one is then enough.
         assert len(kernels.plans) == 2 * (num_plans if tensor_cores or num_rows == 3 else 1), f"at {lengths}"

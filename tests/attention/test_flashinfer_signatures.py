@@ -37,7 +37,7 @@ def every_call() -> set[Call]:
         rig = Rig(case, tensor_cores)
         rig.check(case)
         rows = part_of(case, case.batch, 0, 3)
-        graph = rig.backend.for_graph(3, 16)
+        graph = rig.graph(3, 16)
         for lengths in ([1, 30, 60], [1, 37, 64]):
             rig.check(grown(rows, lengths), graph, num_rows=3)
         slots = torch.arange(len(case.q_TNH))

@@ -76,13 +76,16 @@ def test_steps_of_other_kinds_may_follow() -> None:
 
 
 class Capturable(Recorder):
-    def for_graph(self, num_rows: int, max_pages: int) -> tuple[str, int, int]:
-        return f"graph of {self.mark}", num_rows, max_pages
+    def for_graph(self, batch: AttentionBatch) -> tuple[str, AttentionBatch]:
+        return f"graph of {self.mark}", batch
 
 
 def test_a_graph_is_built_by_the_backend_of_decode_rows_and_only_if_it_can() -> None:
-    assert SplitAttention(Recorder(1.0), Capturable(2.0)).for_graph(4, 7) == ("graph of 2.0", 4, 7)
-    assert SplitAttention(Capturable(1.0), Capturable(2.0)).for_graph(4, 7) == ("graph of 2.0", 4, 7)
+    batch = batch_of([3, 4], [])
+    for prefill in (Recorder(1.0), Capturable(1.0)):
+        said, of = SplitAttention(prefill, Capturable(2.0)).for_graph(batch)
+        assert said == "graph of 2.0"
+        assert of is batch
     assert not hasattr(SplitAttention(Capturable(1.0), Recorder(2.0)), "for_graph")
 
 

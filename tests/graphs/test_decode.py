@@ -1,6 +1,5 @@
 """Decode steps through the seam: what each of them costs the host, what pads them, and that nothing is ever stale."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -244,7 +243,7 @@ def test_larger_batches_run_as_they_are(checkpoint, monkeypatch):
 
 
 class Planned(ResidentTorchAttention):
-    """A backend that plans: a graph's own buffers are filled by ``plan_step`` before each replay."""
+    """A backend that is told the lengths before each replay; its kernels read what the step has written."""
 
     capturable = False
 
@@ -252,27 +251,19 @@ class Planned(ResidentTorchAttention):
         super().__init__(spec, pool)
         self.graphs = {}
 
-    def for_graph(self, num_rows, max_pages):
-        self.graphs[num_rows] = PlannedGraph(self, num_rows, max_pages)
-        return self.graphs[num_rows]
+    def for_graph(self, batch):
+        graph = self.graphs[len(batch.host_lengths)] = PlannedGraph(self.spec, self.pool)
+        super(PlannedGraph, graph).plan_step(batch)
+        graph.seen = batch
+        graph.begun = []
+        return graph
 
 
 class PlannedGraph(ResidentTorchAttention):
-    def __init__(self, backend, num_rows, max_pages):
-        super().__init__(backend.spec, backend.pool)
-        self._own = torch.zeros((num_rows, max_pages), dtype=torch.int32), torch.ones(num_rows, dtype=torch.int32)
-        self.begun = []
-
     def plan_step(self, batch):
-        num = len(batch.host_lengths)
-        assert batch.num_decodes == num <= len(self._own[0])
+        for name in ("page_table_BP", "lengths_B", "query_starts_B1"):
+            assert getattr(batch, name) is getattr(self.seen, name), f"{name} has moved"
         self.begun.append(batch.host_lengths.tolist())
-        table, lengths = self._own
-        table.fill_(self.pool.dump_page)
-        table[:num, : batch.page_table_BP.shape[1]] = batch.page_table_BP
-        lengths.fill_(1)[:num] = batch.lengths_B
-        ones = np.ones(len(lengths), dtype=np.int32)
-        super().plan_step(type(batch)(len(lengths), table, lengths, lengths, ones, ones))
 
 
 def test_attention_with_a_plan_is_planned_before_each_replay(checkpoint, monkeypatch):
@@ -287,7 +278,9 @@ def test_attention_with_a_plan_is_planned_before_each_replay(checkpoint, monkeyp
             one.prefill(row, 5 + row)
     for rows in ((0, 1, 2), (0, 1, 2), (2, 1), (0,), (0, 1, 2)):
         assert tokens(steps.decode(*rows)) == tokens(plain.decode(*rows))
-    assert steps.runner.parts.attention.graphs[3].begun[-3:] == [[6, 7, 8], [7, 8, 9], [9, 10, 11]]
+    graphs = steps.runner.parts.attention.graphs
+    assert graphs[3].begun[-3:] == [[6, 7, 8], [7, 8, 9], [9, 10, 11]]
+    assert graphs[2].begun[-1] == [10, 9]
 
 
 def test_attention_that_cannot_be_captured_leaves_decode_steps_to_the_pieces(checkpoint, monkeypatch):

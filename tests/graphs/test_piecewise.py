@@ -14,6 +14,7 @@ from engine.errors import GraphError
 from engine.graphs.attention import ATTENTION
 from engine.graphs.comm import COLLECTIVE, BreakingComm
 from engine.graphs.device import HostDevice
+from engine.layers.attention import writer_of
 from engine.models.decoder import DecoderLayer
 from tests.graphs.driver import SIZES, KeepingRecorder, PiecewiseDriver
 from tests.graphs.recording import RecordingDevice
@@ -148,7 +149,7 @@ class Watched:
 
 def test_padding_reaches_the_dump_page_and_nothing_else(driver, monkeypatch):
     watched = Watched(driver.attention)
-    monkeypatch.setattr(driver.breaking, "_backend", watched)
+    monkeypatch.setattr(driver.breaking, "_write", writer_of(watched))
     driver.step({"b": random_tokens(8, 2)})  # leaves its tokens and results behind the next step's
     driver.pool.data.fill_(torch.nan)
     driver.step({"a": random_tokens(5, 1)})

@@ -22,6 +22,7 @@ from engine.kernels.embedding import embed_shard
 from engine.kernels.heads import rotate_and_store
 from engine.kernels.inputs import fill_inputs, write_tokens
 from engine.kernels.norm import add_norm
+from engine.kernels.page_lists import list_pages
 from engine.kernels.rotary import angle_table
 from engine.layers.step import DecodeInputs
 from engine.params import SamplingParams
@@ -60,6 +61,8 @@ def inputs(dtype: torch.dtype) -> None:
     filled = DecodeInputs(*torch.zeros((4, 2), dtype=torch.int64), table[:2, 0], torch.zeros((2, 5), dtype=torch.int32))
     fill_inputs(rows_B, table, table, torch.zeros(4, dtype=torch.int32), 16, 9, filled)
     write_tokens(rows_B, rows_B, table)
+    ints = torch.zeros(8, dtype=torch.int32)
+    list_pages(table, ints[:4], 16, ints[:5], ints[:4], table.flatten())
 
 
 def sampling(dtype: torch.dtype) -> None:

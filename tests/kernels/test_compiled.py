@@ -11,7 +11,7 @@ import pytest
 
 KERNELS = {
     "add_norm_rows", "adjust_tokens", "draw_candidate", "fill_row", "gate_columns", "gather_candidates", "gather_rows",
-    "measure_some_blocks", "pick_row", "rotate_heads", "tabulate_angles", "write_places",
+    "list_row", "measure_some_blocks", "pick_row", "rotate_heads", "tabulate_angles", "write_places",
 }  # fmt: skip
 
 

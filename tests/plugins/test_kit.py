@@ -143,16 +143,11 @@ class PlansByTheHost(Mutant):
     capturable = True
 
 
-class RowsWithoutTables(GraphRows):
-    def plan_step(self, batch: AttentionBatch) -> None:
-        super().plan_step(replace(batch, page_table_BP=torch.zeros_like(batch.page_table_BP)))
-
-
 class ForgetsTables(PlannedTorchAttention):
-    """Builds backends for graphs that do not look at page tables."""
+    """Builds backends for graphs that read page tables as they were at the capture."""
 
-    def for_graph(self, num_rows: int, max_pages: int) -> GraphRows:
-        return RowsWithoutTables(*self._parts, num_rows, max_pages)
+    def for_graph(self, batch: AttentionBatch) -> GraphRows:
+        return GraphRows(*self._parts, replace(batch, page_table_BP=batch.page_table_BP.clone()))
 
 
 class Begun:

@@ -41,6 +41,10 @@ class Uniform:
         ([GREEDY] * ROWS, Variant.GREEDY),
         ([GREEDY, RANDOM, RANDOM.replace(seed=9, temperature=1.7), GREEDY, RANDOM, GREEDY], Variant.TEMPERATURE),
         (
+            [CUT, GREEDY, RANDOM.replace(top_p=0.3), RANDOM, RANDOM.replace(top_k=3), RANDOM.replace(min_p=0.1)],
+            Variant.CUT,
+        ),
+        (
             [
                 CUT,
                 PENALISED,
@@ -72,7 +76,8 @@ def test_the_variant_is_the_cheapest_that_serves_all_rows():
     both = Uniform([GREEDY, RANDOM, CUT, PENALISED, GREEDY.replace(top_k=3), RANDOM.replace(min_p=0.1)])
     assert both.variant([0]) == both.variant([0, 4]) == Variant.GREEDY  # a greedy row's cuts cut nothing
     assert both.variant([0, 1]) == Variant.TEMPERATURE
-    assert {both.variant(rows) for rows in ([2], [0, 3], [1, 5], [0, 1, 2, 3, 4, 5])} == {Variant.FULL}
+    assert both.variant([2]) == both.variant([1, 5]) == both.variant([0, 2, 4]) == Variant.CUT
+    assert both.variant([0, 3]) == both.variant([0, 1, 2, 3, 4, 5]) == Variant.FULL
 
 
 def test_what_has_no_columns_is_sampled_by_somebody_else():
@@ -82,7 +87,7 @@ def test_what_has_no_columns_is_sampled_by_somebody_else():
     assert both.variant([2, 3], position=24) == Variant.GREEDY  # 4 of the prompt and 20 more
 
 
-@pytest.mark.parametrize("variant", [Variant.GREEDY, Variant.TEMPERATURE, Variant.FULL])
+@pytest.mark.parametrize("variant", [Variant.GREEDY, Variant.TEMPERATURE, Variant.CUT, Variant.FULL])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_row_without_finite_logits_fails_alone(variant, value):
     both = Uniform([GREEDY, CUT, PENALISED])

@@ -208,3 +208,32 @@ def test_standing_aside_ends_when_either_leaves(leaves: str) -> None:
     assert bench.planner.stats().waiting == (1 if gone == 1 else 0)
     bench.finish()
     assert bench.streams[3 - gone] == bench.expected[3 - gone]
+
+
+def test_where_nobody_decodes_prompts_get_what_the_budget_leaves() -> None:
+    bench = Bench(depth=1, max_step_tokens=64, prefill_chunk=16, num_pages=512, max_len=300)
+    bench.submit(1, prompt_of(100, seed=1), max_tokens=8)
+    bench.step()
+    assert list(segments(bench.steps[-1]).values()) == [64], "alone it has the whole step"
+    bench.submit(2, prompt_of(100, seed=2), max_tokens=8)
+    bench.step()
+    assert sorted(segments(bench.steps[-1]).values()) == [28, 36], "a chunk each, and the first in turn has the rest"
+    bench.finish()
+    assert all(bench.streams[one] == bench.expected[one] for one in (1, 2))
+
+
+def test_beside_a_request_that_decodes_a_prompt_has_a_chunk() -> None:
+    bench = Bench(depth=1, max_step_tokens=64, prefill_chunk=16, num_pages=512, max_len=300)
+    bench.submit(1, prompt_of(4, seed=1), max_tokens=40, ignore_eos=True)
+    bench.step()
+    bench.submit(2, prompt_of(100, seed=2), max_tokens=1)
+    bench.step()
+    assert list(segments(bench.steps[-1]).values()) == [16]
+    bench.finish()
+
+
+def test_log_probabilities_of_a_prompt_are_never_more_than_a_chunk_of_them() -> None:
+    bench = Bench(depth=1, max_step_tokens=64, prefill_chunk=64, num_pages=512, max_len=300, scored_chunk=16)
+    bench.submit(1, prompt_of(100, seed=1), max_tokens=1, prompt_logprobs=1)
+    bench.step()
+    assert list(segments(bench.steps[-1]).values()) == [16]

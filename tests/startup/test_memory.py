@@ -13,6 +13,7 @@ import torch
 from callboard import LLM
 from engine.checkpoints.checkpoint import read_spec
 from engine.config import Config, build_config
+from engine.device_defaults import with_device_defaults
 from engine.errors import ConfigError, GraphError
 from engine.graphs.capturing import Capturing
 from engine.graphs.decode import DecodeGraphs
@@ -36,9 +37,8 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 
 
 def config(**kv):
-    return build_config(
-        Config(), {"kv": {"page_size": 16, "memory_fraction": 0.5, **kv}, "scheduler": {"max_running": 8}}
-    )
+    sections = {"kv": {"page_size": 16, "memory_fraction": 0.5, **kv}, "scheduler": {"max_running": 8}}
+    return with_device_defaults(build_config(Config(), {**sections, "device": {"kind": "cpu"}}))
 
 
 def test_the_pool_gets_its_share_less_what_others_need():

@@ -57,7 +57,7 @@ def try_out(
         q_TNH = torch.zeros(shape, dtype=pool.data.dtype, device=device)
         backend.plan_step(batch)
         # A window may begin after the first layer, and has kernels of its own.
-        for layer in {0, spec.num_layers - 1}:
+        for layer in {0, min(spec.first_window_layer, spec.num_layers - 1)}:
             backend.attend(layer, q_TNH)
 
 

@@ -24,6 +24,7 @@ from engine.layers.attention import (
     AttentionFactory,
     AttentionSpec,
     GraphAttentionBuilder,
+    WritingAttention,
     is_capturable,
 )
 from engine.layers.kv_pool import KVPool
@@ -198,6 +199,10 @@ def _check_step(backend: AttentionBackend, step: _Step, spec: AttentionSpec, poo
         seen = (tuple(out_TNH.shape), out_TNH.dtype, out_TNH.device.type)
         expected = (tuple(q_TNH.shape), q_TNH.dtype, q_TNH.device.type)
         assert seen == expected, f"attend returned {seen}, its queries are {expected}"
+        if isinstance(backend, WritingAttention):
+            written_TNH = torch.full_like(out_TNH, torch.nan)
+            backend.attend_into(layer, q_TNH, written_TNH)
+            assert torch.equal(written_TNH, out_TNH), "attend_into does not write what attend returns"
         # Before the comparison, which reads the same pool.
         for name, tensor in inputs.items():
             same = torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8))  # bytes: NaN is not NaN
@@ -209,26 +214,42 @@ def _check_step(backend: AttentionBackend, step: _Step, spec: AttentionSpec, poo
 def _check_captured(
     backend: AttentionBackend, step: _Step, spec: AttentionSpec, pool: KVPool, case: AttentionCase
 ) -> None:
-    """A decode step as a graph has it; nothing is captured, but what a replay would not repeat is not called."""
-    batch, q_TNH = step.batch, step.q_TNH
-    num_rows = len(q_TNH)
+    """A decode step as a graph has it; nothing is captured, but what a replay would not repeat is not called.
+
+    The graph has one row more, and tables and lengths that are written when all planning is done."""
+    num_rows, q_TNH = len(step.q_TNH), torch.cat((step.q_TNH, torch.zeros_like(step.q_TNH[:1])))
+    static, lengths = _static_batch(step.batch, pool), np.ones(num_rows + 1, dtype=np.int32)
+    np.maximum(step.batch.host_lengths, 1, out=lengths[:num_rows])  # padding has a token
     if is_capturable(backend):
-        ones = np.ones(num_rows, dtype=np.int32)
-        table_BP, lengths_B = torch.zeros_like(batch.page_table_BP), torch.ones_like(batch.lengths_B)
-        backend.plan_step(replace(batch, page_table_BP=table_BP, lengths_B=lengths_B, host_lengths=ones))
-        table_BP.copy_(batch.page_table_BP)
-        lengths_B.copy_(batch.lengths_B)
+        backend.plan_step(static)
     elif isinstance(backend, GraphAttentionBuilder):
-        backend = backend.for_graph(num_rows + 1, batch.page_table_BP.shape[1])
-        backend.plan_step(batch)
-        q_TNH = torch.cat((q_TNH, torch.zeros_like(q_TNH[:1])))
+        backend = backend.for_graph(static)
+        backend.plan_step(static)
+        backend.plan_step(replace(static, host_lengths=lengths))
     else:
         return
+    real_B = step.batch.lengths_B > 0
+    static.page_table_BP[:num_rows] = torch.where(real_B[:, None], step.batch.page_table_BP, pool.dump_page)
+    static.lengths_B.copy_(torch.from_numpy(lengths))
     try:
         for layer in range(NUM_LAYERS):
             _compare(backend.attend(layer, q_TNH)[:num_rows], step, spec, pool, layer, case)
     except AssertionError as error:
         raise AssertionError(f"as a graph calls it: {error}") from error
+
+
+def _static_batch(batch: AttentionBatch, pool: KVPool) -> AttentionBatch:
+    """One row more than ``batch`` has; every row has one token, of the dump page."""
+    num_rows, width = batch.page_table_BP.shape
+    ones = np.ones(num_rows + 1, dtype=np.int32)
+    return AttentionBatch(
+        num_decodes=num_rows + 1,
+        page_table_BP=batch.page_table_BP.new_full((num_rows + 1, width), pool.dump_page),
+        lengths_B=batch.lengths_B.new_ones(num_rows + 1),
+        query_starts_B1=torch.arange(num_rows + 2, dtype=torch.int32, device=batch.lengths_B.device),
+        host_lengths=ones,
+        host_query_lengths=ones,
+    )
 
 
 def _compare(out_TNH: Tensor, step: _Step, spec: AttentionSpec, pool: KVPool, layer: int, case: AttentionCase) -> None:

@@ -5,9 +5,9 @@ Owns: the second pass over those rows' logits, the cuts, the draw.  Does not kno
 
 A sort of the vocabulary would move 152 k tokens to find a floor that a few hundred decide.  ``picks.py`` has a bound
 that no drawn token can lie below, so candidates are gathered first, in any order, and every question (which magnitude
-has k candidates up to it, which has top_p of the weight, which id has the drawn number) is answered by bisection: at
-most 31 + 31 + 28 passes over the candidates, however they are distributed.  With a flat distribution the candidates are
-the whole vocabulary; with that of a language model they are few.
+has k candidates up to it, which has top_p of the weight, which id has the drawn number) is answered digit by digit,
+each by a histogram: at most 10 passes over the candidates, however they are distributed, 6 for top_p alone.  With a
+flat distribution the candidates are the whole vocabulary; with that of a language model they are few.
 
 Where this may differ from torch's sampler: if rounding exp's last digit moves a cut or the drawn number across the
 border between two tokens.  Tokens of less than 2**-40 of the most likely one's weight are never drawn; torch draws them
@@ -22,7 +22,15 @@ from torch import Tensor
 from engine.sampling.triton.noise import uniform
 from engine.sampling.triton.parts import KernelPart
 from engine.sampling.triton.picks import Bounds
-from engine.sampling.triton.scores import COUNTED, count_up_to, magnitude, units, units_up_to
+from engine.sampling.triton.scores import (
+    BINS,
+    COUNTED,
+    id_reaching,
+    magnitude,
+    magnitude_reaching,
+    units,
+    units_up_to,
+)
 
 TOKENS_OF_A_PROGRAM = 4096
 CANDIDATES_AT_ONCE = 2048
@@ -48,6 +56,7 @@ def pick_candidates(
     magnitudes_rK, ids_rK = torch.empty(
         (2, last - first, vocab_size), dtype=torch.int32, device=logits_NV.device
     ).unbind()
+    histograms_rB = torch.empty((last - first, BINS.value), dtype=torch.int64, device=logits_NV.device)
     gather_candidates[(triton.cdiv(vocab_size, TOKENS_OF_A_PROGRAM), last - first)](
         logits_NV, logits_NV.stride(0), at_n, part.inverse_temperature_n, cut_rows.at_r, *bounds,
         magnitudes_rK, ids_rK, first, vocab_size,
@@ -56,7 +65,8 @@ def pick_candidates(
     )  # fmt: skip
     draw_candidate[(last - first,)](
         part.at_n, part.seeds_n, positions_N, cut_rows.at_r, cut_rows.floor_r, cut_rows.top_k_r, cut_rows.top_p_r,
-        bounds.bound_r, bounds.counts_r, bounds.totals_r, magnitudes_rK, ids_rK, token_ids_N, first, vocab_size,
+        bounds.bound_r, bounds.counts_r, bounds.totals_r, magnitudes_rK, ids_rK, histograms_rB, token_ids_N, first,
+        vocab_size,
         TILE=CANDIDATES_AT_ONCE,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
@@ -98,12 +108,12 @@ def gather_candidates(
     do_not_specialize=["first"],
     do_not_specialize_on_alignment=[
         "out_at", "seeds", "positions", "cut_at", "floors", "top_ks", "top_ps", "bounds", "counts", "totals",
-        "magnitudes", "ids", "out",
+        "magnitudes", "ids", "histograms", "out",
     ],
 )  # fmt: skip
 def draw_candidate(
-    out_at, seeds, positions, cut_at, floors, top_ks, top_ps, bounds, counts, totals, magnitudes, ids, out, first,
-    vocab_size,
+    out_at, seeds, positions, cut_at, floors, top_ks, top_ps, bounds, counts, totals, magnitudes, ids, histograms, out,
+    first, vocab_size,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """One row per program: floor and top_k, of what they leave top_p, of what that leaves one token."""
@@ -115,39 +125,22 @@ def draw_candidate(
         of_row = tl.program_id(0).to(tl.int64) * vocab_size
         magnitudes += of_row
         ids += of_row
+        histogram = histograms + tl.program_id(0).to(tl.int64) * BINS
         floor = tl.minimum(tl.load(floors + r), tl.load(bounds + r))
         top_k = tl.load(top_ks + r)
-        low = top_k * 0
-        while (top_k > 0) & (low < floor):
-            middle = low + (floor - low) // 2
-            if count_up_to(magnitudes, num, middle, TILE) >= top_k:
-                floor = middle
-            else:
-                low = middle + 1
+        if top_k > 0:
+            floor = magnitude_reaching(magnitudes, num, floor, top_k.to(tl.int64), histogram, False, TILE)
         top_p = tl.load(top_ps + r)
         if top_p < 1.0:
             total = tl.load(totals + r)
             if total < 0:
                 total -= COUNTED
             else:
-                total = units_up_to(magnitudes, ids, num, floor, vocab_size, TILE)
+                total = units_up_to(magnitudes, num, floor, TILE)
             target = tl.maximum(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), 1)
-            low = top_k * 0
-            while low < floor:
-                middle = low + (floor - low) // 2
-                if units_up_to(magnitudes, ids, num, middle, vocab_size, TILE) >= target:
-                    floor = middle
-                else:
-                    low = middle + 1
+            floor = magnitude_reaching(magnitudes, num, floor, target, histogram, True, TILE)
         number = uniform(tl.load(seeds + n), tl.load(positions + out_row))
-        mass = units_up_to(magnitudes, ids, num, floor, vocab_size, TILE)
+        mass = units_up_to(magnitudes, num, floor, TILE)
         drawn = (number * mass.to(tl.float64)).to(tl.int64)
-        low = top_k * 0
-        token = low + vocab_size - 1
-        while low < token:
-            middle = low + (token - low) // 2
-            if units_up_to(magnitudes, ids, num, floor, middle, TILE) > drawn:
-                token = middle
-            else:
-                low = middle + 1
+        token = tl.minimum(id_reaching(ids, magnitudes, num, floor, drawn + 1, histogram, TILE), vocab_size - 1)
         tl.store(out + out_row, token.to(tl.int64))

@@ -64,7 +64,7 @@ def check_cluster(cluster: Cluster, config: Config) -> None:
             f"WORLD_SIZE={cluster.size}, but device.tensor_parallel={num_ranks}: set both to the number of ranks, "
             "or unset WORLD_SIZE to run all of them on this machine"
         )
-    if placement.executor != "process":
+    if placement.executor == "inline":
         raise ConfigError(f"WORLD_SIZE={cluster.size} needs placement.executor = 'process'")
     if not placement.link.startswith("tcp://"):
         raise ConfigError(

@@ -210,8 +210,11 @@ def test_the_columns_of_a_captured_step_give_the_same_tokens(monkeypatch):
     most_likely = SamplingParams(temperature=0.0)
     plain = np.array([row for row in rows if wishes[row].replace(seed=None, temperature=0.0) == most_likely])
     greedy = plain[[wishes[row].greedy for row in plain]]
+    penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    cut = np.array([row for row in rows if wishes[row].replace(**penalties) == wishes[row]])
     logits = normal_logits(size, vocab_size).bfloat16()
-    for variant, chosen in ((Variant.GREEDY, greedy), (Variant.TEMPERATURE, plain), (Variant.FULL, rows)):
+    variants = ((Variant.GREEDY, greedy), (Variant.TEMPERATURE, plain), (Variant.CUT, cut), (Variant.FULL, rows))
+    for variant, chosen in variants:
         positions = np.full(len(chosen), 9)
         found = []
         for captured in (True, False):

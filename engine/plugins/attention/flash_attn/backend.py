@@ -1,6 +1,6 @@
 """Attention by FlashAttention: a step's decode rows and its prompts, each by one call a layer.
 
-Legend: T new tokens in the step · B sequences · D decode rows (the first D of B) · R rows of a captured graph
+Legend: T new tokens in the step · B sequences · D decode rows (the first D of B)
         P page-table width · N query heads · H head size
 Owns: what happens in a step, and which rows and layers go where.  Does not know: how a kernel is called.
 """
@@ -8,7 +8,7 @@ Owns: what happens in a step, and which rows and layers go where.  Does not know
 import torch
 from torch import Tensor
 
-from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
+from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.flash_attn.kernels import QUERY_TILE, Kernels, Part, Prepared
 from engine.plugins.support.paging import padding_on_dump_page, pages_of, variant_of, windows_of
@@ -21,73 +21,35 @@ class FlashAttention:
     row, and what divides the keys of one in many would do so to all tokens of a prompt.
     """
 
+    capturable = True
+
     def __init__(self, spec: AttentionSpec, pool: KVPool, kernels: Kernels) -> None:
         self._spec = spec
         self._pool = pool
         self._kernels = kernels
         self._windows = windows_of(spec)
+        self._firsts = {variant_of(spec, layer): layer for layer in reversed(range(spec.num_layers))}
         self._pages = pages_of(pool)
         self._parts: list[Part] = []
-        self._prepared: list[list[Prepared]] = []
+        self._prepared: dict[int, list[Prepared]] = {}
 
     def plan_step(self, batch: AttentionBatch) -> None:
         """See ``AttentionBackend.plan_step``."""
         self._parts = cut(batch, self._spec, self._pool)
-        self._prepared = [[self._kernels.prepare(part, window) for part in self._parts] for window in self._windows]
+        self._prepared = {}
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``."""
         variant = variant_of(self._spec, layer)
+        if layer == self._firsts[variant]:
+            # Here, so that a graph repeats it: it is work of the device, by the lengths that the step has there.
+            self._prepared[variant] = [self._kernels.prepare(part, self._windows[variant]) for part in self._parts]
         outs, first = [], 0
         for part, prepared in zip(self._parts, self._prepared[variant], strict=True):
             last = first + len(part.lengths_B) if part.decode else len(q_TNH)
             outs.append(self._kernels.run(q_TNH[first:last], self._pages[layer], part, prepared))
             first = last
         return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-    def for_graph(self, num_rows: int, max_pages: int) -> AttentionBackend:
-        """See ``AttentionBackend``.  ``attend`` takes a query for every row of the graph, and runs before its capture.
-
-        What it returns for the rows that ``plan_step`` was not given has no meaning."""
-        return GraphAttention(self._spec, self._pool, self._kernels, num_rows, max_pages)
-
-
-class GraphAttention(FlashAttention):
-    """See ``FlashAttention.for_graph``.  All that its kernels read lies where it lay at the capture."""
-
-    def __init__(self, spec: AttentionSpec, pool: KVPool, kernels: Kernels, num_rows: int, max_pages: int) -> None:
-        super().__init__(spec, pool, kernels)
-        device = pool.data.device
-        self._part = Part(
-            decode=True,
-            page_table_BP=torch.full((num_rows, max_pages), pool.dump_page, dtype=torch.int32, device=device),
-            lengths_B=torch.ones(num_rows, dtype=torch.int32, device=device),
-            query_starts_B1=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
-            max_queries=1,
-            max_length=max_pages * pool.page_size,
-            num_tiles=num_rows * spec.num_kv_heads,
-        )
-        self._parts = [self._part]
-
-    def plan_step(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend``.  Rows that the batch does not have get one token each, of the dump page."""
-        table_RP, lengths_R = self._part.page_table_BP, self._part.lengths_B
-        count, num_rows = len(batch.host_lengths), len(lengths_R)
-        assert batch.num_decodes == count <= num_rows, f"{batch.num_decodes} of {count} rows, captured for {num_rows}"
-        longest, limit = int(batch.host_lengths.max()), self._part.max_length
-        assert longest <= limit, f"{longest} tokens in a row, captured for {limit}"
-        table_BP = padding_on_dump_page(batch, self._pool)[:, : table_RP.shape[1]]
-        table_RP[:count, : table_BP.shape[1]].copy_(table_BP)
-        lengths_R[:count].copy_(positive_lengths(batch))
-        if count < num_rows:
-            table_RP[count:, 0].fill_(self._pool.dump_page)
-            lengths_R[count:].fill_(1)
-        prepared = [[self._kernels.prepare(self._part, window)] for window in self._windows]
-        if not self._prepared:
-            self._prepared = prepared
-        for (captured,), (new,) in zip(self._prepared, prepared, strict=True):
-            if captured.metadata is not None and new.metadata is not None:
-                captured.metadata.copy_(new.metadata)
 
 
 def cut(batch: AttentionBatch, spec: AttentionSpec, pool: KVPool) -> list[Part]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.layers.attention import AttentionBackend, AttentionBatch
 from engine.plugins.attention.flashinfer.kernels import DecodeRows, GraphRows, Planner, PrefillSegments, Setup
-from engine.plugins.attention.flashinfer.lists import HostLists, Int32, gather_pages, stride_of
+from engine.plugins.attention.flashinfer.lists import DeviceLists, HostLists, Int32, gather_pages
 from engine.plugins.attention.flashinfer.staging import StagingRing
 from engine.plugins.support.paging import padding_on_dump_page, pages_of, variant_of, windows_of
 
@@ -35,6 +35,7 @@ class FlashInferAttention:
                 self._prefill.append(PrefillSegments(setup, window, prefill_backend))
         self._pages = pages_of(setup.pool)
         self._num_decodes = 0
+        self._graph_pages: Tensor | None = None
 
     def plan_step(self, batch: AttentionBatch) -> None:
         """See ``AttentionBackend.plan_step``."""
@@ -59,48 +60,66 @@ class FlashInferAttention:
         """See ``AttentionBackend.attend``."""
         # Not left to the library: it would fill prefill results with zeros first, in every layer.
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        self.attend_into(layer, q_TNH, out_TNH)
+        return out_TNH
+
+    def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
+        """See ``WritingAttention``."""
         variant = variant_of(self._setup.spec, layer)
         if count := self._num_decodes:
             self._decode[variant].run(q_TNH[:count], self._pages[layer], out_TNH[:count])
         if count < len(q_TNH):
             self._prefill[variant].run(q_TNH[count:], self._pages[layer], out_TNH[count:])
-        return out_TNH
 
-    def for_graph(self, num_rows: int, max_pages: int) -> AttentionBackend:
-        """See ``AttentionBackend``.  ``attend`` takes a query for every row of the graph, and runs before its capture.
+    def for_graph(self, batch: AttentionBatch) -> AttentionBackend:
+        """See ``GraphAttentionBuilder``.  ``attend`` runs before its capture.
 
-        What it returns for the rows that ``plan_step`` was not given has no meaning."""
-        return GraphAttention(self._setup, self._lists, num_rows, max_pages)
+        Graphs run one after the other, so one list of pages serves all; the largest should come first."""
+        num_entries = batch.page_table_BP.numel() + 1
+        if self._graph_pages is None or len(self._graph_pages) < num_entries:
+            pool = self._setup.pool
+            self._graph_pages = torch.full((num_entries,), pool.dump_page, dtype=torch.int32, device=pool.data.device)
+        return GraphAttention(self._setup, self._lists, batch, self._graph_pages[:num_entries])
 
 
 class GraphAttention(FlashInferAttention):
-    """See ``FlashInferAttention.for_graph``.  All that its kernels read lies where it lay at the capture."""
+    """See ``FlashInferAttention.for_graph``.  All that its kernels read lies where it lay at the capture.
 
-    def __init__(self, setup: Setup, lists: StagingRing, num_rows: int, max_pages: int) -> None:
+    The lists are made in the graph, from the tables and lengths that the step has written; the host does nothing while
+    every row has as many pages as in the plan before."""
+
+    def __init__(self, setup: Setup, lists: StagingRing, batch: AttentionBatch, pages_I1: Tensor) -> None:
+        """pages_I1: int32, room for every page of every row and one more."""
         super().__init__(setup, lists, prefill_backend="", phases=())
-        device = setup.pool.data.device
+        num_rows, max_pages = batch.page_table_BP.shape
         self._num_decodes = num_rows
-        self._starts_and_last = torch.zeros(2 * stride_of(num_rows), dtype=torch.int32, device=device)
-        self._starts_B1 = self._starts_and_last[: num_rows + 1]
-        self._pages_I1 = torch.full((num_rows * max_pages + 1,), setup.pool.dump_page, dtype=torch.int32, device=device)
-        self._decode = [
-            GraphRows(setup, window, num_rows, self._starts_and_last, self._pages_I1[:-1])
-            for window in windows_of(setup.spec)
-        ]
-        self._one_query_each = np.ones(num_rows, dtype=np.int32)
+        self._batch = batch
+        self._device_lists = DeviceLists(num_rows, max_pages, setup.pool, pages_I1)
+        self._graph_rows = [GraphRows(setup, window, self._device_lists) for window in windows_of(setup.spec)]
+        self._decode = [*self._graph_rows]
+        self._planned: Int32 | None = None
 
     def plan_step(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend``.  Rows that the batch does not have get one token each, of the dump page."""
-        count, num_rows = len(batch.host_lengths), self._num_decodes
-        assert batch.num_decodes == count <= num_rows, f"{batch.num_decodes} of {count} rows, captured for {num_rows}"
-        lengths = np.ones(num_rows, dtype=np.int32)
-        lengths[:count] = batch.host_lengths
-        host = HostLists(self._lists, lengths, self._one_query_each, self._setup.pool.page_size)
-        assert host.num_pages < len(self._pages_I1), f"{host.num_pages} pages, captured for {len(self._pages_I1) - 1}"
-        self._starts_and_last.copy_(host.starts_and_last, non_blocking=True)
-        gather_pages(padding_on_dump_page(batch, self._setup.pool), self._starts_B1[: count + 1], self._pages_I1)
-        if count < num_rows:
-            self._pages_I1[host.num_pages - (num_rows - count) : host.num_pages].fill_(self._setup.pool.dump_page)
-        for planner in self._decode:
-            planner.plan(host, self._pages_I1[:-1], self._one_query_each)
-        host.staging.sent()
+        """See ``GraphAttentionBuilder``."""
+        lengths, page_size = batch.host_lengths, self._setup.pool.page_size
+        assert len(lengths) == self._num_decodes, f"{len(lengths)} rows, captured for {self._num_decodes}"
+        counts = (lengths + (page_size - 1)) // page_size
+        if self._planned is not None and np.array_equal(counts, self._planned):
+            return
+        assert int(counts.max()) <= self._device_lists.max_pages, (
+            f"{int(counts.max())} pages of a row, captured for {self._device_lists.max_pages}"
+        )
+        stale = [rows for rows in self._graph_rows if self._planned is None or rows.splits]
+        self._planned = None  # a plan that fails may be half made
+        if stale:
+            host = HostLists(self._lists, lengths, batch.host_query_lengths, page_size)
+            for rows in stale:
+                rows.plan(host, self._device_lists.pages_I1[: host.num_pages], batch.host_query_lengths)
+            host.staging.sent()
+        self._planned = counts
+
+    def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
+        """See ``WritingAttention``.  The lists are made with the first layer, also at a replay."""
+        if layer == 0:
+            self._device_lists.fill(self._batch.page_table_BP, self._batch.lengths_B)
+        super().attend_into(layer, q_TNH, out_TNH)

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.errors import PluginError
 from engine.layers.attention import AttentionSpec
 from engine.layers.kv_pool import KVPool
-from engine.plugins.attention.flashinfer.lists import HostLists, Int32, stride_of
+from engine.plugins.attention.flashinfer.lists import DeviceLists, HostLists, Int32
 from engine.plugins.attention.flashinfer.staging import StagingRing
 from engine.plugins.support.paging import KVPages, pages_of
 
@@ -152,46 +151,42 @@ class PrefillSegments(Planner):
 class GraphRows(DecodeRows):
     """A fixed number of decode rows whose kernels have been captured: they read the buffers that were there then.
 
-    ``plan`` is called before each replay and is often nothing: a plan depends on how many pages each row has, not on
-    which, nor on tokens, and without tensor cores not even on that once the rows fill the GPU and none is split.
+    A plan depends on how many pages each row has, not on which, nor on tokens.  Without tensor cores it does not even
+    depend on that once the rows fill the GPU and none is split: ``splits`` is False then, and one plan is enough.
     """
 
-    def __init__(self, setup: Setup, window: int, num_rows: int, starts_and_last: Tensor, pages_I: Tensor) -> None:
-        """starts_and_last, pages_I: int32 on the device, laid out as ``HostLists`` are; filled by the caller."""
-        self._starts_B1 = starts_and_last[: num_rows + 1]
-        self._pages_I = pages_I
+    def __init__(self, setup: Setup, window: int, lists: DeviceLists) -> None:
+        """lists: filled by the caller, before these rows run."""
         super().__init__(
             setup,
             window,
             use_cuda_graph=True,
-            paged_kv_indptr_buffer=self._starts_B1,
-            paged_kv_indices_buffer=pages_I,
-            paged_kv_last_page_len_buffer=starts_and_last[stride_of(num_rows) :][:num_rows],
+            paged_kv_indptr_buffer=lists.starts_B1,
+            paged_kv_indices_buffer=lists.pages_I1[:-1],
+            paged_kv_last_page_len_buffer=lists.last_B,
         )
         small = torch.empty(GRAPH_PLAN_BYTES, dtype=torch.uint8, device=setup.workspace.device)
         self._wrapper.reset_workspace_buffer(setup.workspace, small)
-        self._planned_starts: Int32 | None = None
-        self._splits = True
+        self._starts_B1 = lists.starts_B1
+        self._is_planned = False
+        self.splits = True
 
     def plan(self, host: HostLists, pages_I: Tensor, query_lengths: Int32) -> None:
-        starts = host.starts_B1.numpy()
-        planned, self._planned_starts = self._planned_starts, None  # a plan that fails may be half made
-        if planned is None:
-            super().plan(host, pages_I[: host.num_pages], query_lengths)
-            self._splits = self._setup.tensor_cores or splits_rows(self._wrapper)
-        elif self._splits and not np.array_equal(starts, planned):
+        is_planned, self._is_planned = self._is_planned, False  # a plan that fails may be half made
+        if is_planned:
             with self._setup.staging(self._wrapper):
                 self._setup.library.decode.fast_decode_plan(
                     self._wrapper,
                     indptr=self._starts_B1,
-                    indices=self._pages_I,
+                    indices=pages_I,
                     last_page_len=host.last_B,
                     global_override_indptr_cpu=host.starts_B1,
                     **self._problem,
                 )
         else:
-            starts = planned
-        self._planned_starts = starts.copy()
+            super().plan(host, pages_I, query_lengths)
+            self.splits = self._setup.tensor_cores or splits_rows(self._wrapper)
+        self._is_planned = True
 
 
 def splits_rows(wrapper: Any) -> bool:

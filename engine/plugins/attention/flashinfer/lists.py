@@ -1,7 +1,7 @@
 """Where a step's keys are, in the form that FlashInfer reads: all page lists, one behind the other.
 
 Legend: B sequences · I entries of all their page lists · P page-table width
-Owns: the arithmetic on the host, and the gathering on the device.  Does not know: wrappers, plans.
+Owns: the arithmetic on the host and, for a captured step, on the device.  Does not know: wrappers, plans.
 """
 
 import numpy as np
@@ -9,6 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.kernels.choice import choose_kernels
+from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.flashinfer.staging import StagingRing
 
 Int32 = npt.NDArray[np.int32]
@@ -41,6 +43,36 @@ class HostLists:
         self.last_B.numpy()[:] = lengths - (counts - 1) * page_size
         self.lengths_B.numpy()[:] = lengths
         self.num_pages = int(self.starts_B1[-1])
+
+
+class DeviceLists:
+    """The same on the device, in memory that never moves, for rows of up to ``max_pages`` pages each.
+
+    starts_B1, last_B: as in ``HostLists``.  pages_I1: the list of all, and one place that belongs to none.  int32."""
+
+    def __init__(self, num_rows: int, max_pages: int, pool: KVPool, pages_I1: Tensor) -> None:
+        device = pool.data.device
+        self.max_pages = max_pages
+        self.starts_B1 = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+        self.last_B = torch.ones(num_rows, dtype=torch.int32, device=device)
+        self.pages_I1 = pages_I1
+        self._page_size = pool.page_size
+        kernels = choose_kernels(device)
+        self._list_pages = list_pages if kernels is None else kernels.list_pages
+
+    def fill(self, table_BP: Tensor, lengths_B: Tensor) -> None:
+        """Write the lists of these rows; asks the device nothing, so it may be captured.  lengths_B: at least 1."""
+        self._list_pages(table_BP, lengths_B, self._page_size, self.starts_B1, self.last_B, self.pages_I1)
+
+
+def list_pages(
+    table_BP: Tensor, lengths_B: Tensor, page_size: int, starts_B1: Tensor, last_B: Tensor, pages_I1: Tensor
+) -> None:
+    """See ``engine/kernels/page_lists.py``, which does it in one launch."""
+    full_B = (lengths_B - 1) // page_size
+    torch.cumsum(full_B + 1, 0, dtype=torch.int32, out=starts_B1[1:])
+    last_B.copy_(lengths_B - full_B * page_size)
+    gather_pages(table_BP, starts_B1, pages_I1)
 
 
 def stride_of(num_rows: int) -> int:

@@ -90,17 +90,21 @@ class TritonAttention:
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``."""
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        self.attend_into(layer, q_TNH, out_TNH)
+        return out_TNH
+
+    def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
+        """See ``WritingAttention``."""
         batch, spec = self._batch, self.spec
         assert batch is not None, "plan_step comes first"
         window = spec.window if layer >= spec.first_window_layer else 0
         if q_TNH.stride()[1:] != (spec.head_size, 1):
             q_TNH = q_TNH.contiguous()
-        out_TNH = q_TNH.new_empty(q_TNH.shape)
         if batch.num_decodes:
             self._attend_decodes(batch, layer, q_TNH, out_TNH, window)
         if len(batch.lengths_B) > batch.num_decodes:
             self._attend_prompts(batch, layer, q_TNH, out_TNH, window)
-        return out_TNH
 
     def _attend_decodes(self, batch: AttentionBatch, layer: int, q_TNH: Tensor, out_TNH: Tensor, window: int) -> None:
         spec, tiles, num_rows = self.spec, self._decode, batch.num_decodes

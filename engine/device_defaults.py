@@ -1,0 +1,102 @@
+"""What 0 and 'auto' come to in settings that depend on the device: rows, tokens of a step, placement, the pool's share.
+
+Owns: the look at the machine, the numbers, the line that says them.  Does not know: models, torch, which is not
+imported yet when this is asked; ``engine/execution/device.py`` takes the device.
+"""
+
+import ctypes
+import logging
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+import msgspec
+
+from engine.config import Config
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+LARGE_GPU_BYTES = 64 * GIB  # from here on the weights of most models leave room for the KV of 512 sequences
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDefaults:
+    """Values of the settings of these names."""
+
+    max_running: int
+    max_step_tokens: int
+    prefill_chunk: int
+    memory_fraction: float
+    executor: Literal["inline", "process"]
+
+
+# Steps of a CPU grow with the batch, and its pool lies in the memory that everything else needs.
+CPU = DeviceDefaults(64, 2048, 512, 0.85, "inline")
+# A GPU's decode steps are as long for a few rows as for many, and beside them the host's loop must not wait for HTTP.
+GPU = DeviceDefaults(256, 8192, 2048, 0.9, "process")
+LARGE_GPU = DeviceDefaults(512, 8192, 2048, 0.9, "process")
+
+
+def with_device_defaults(config: Config, several_machines: bool = False) -> Config:
+    """``config`` without 0 and 'auto' in these settings; one line in the log says what they have become.
+
+    What a user has set is kept, and the rest goes with it.  several_machines: their ranks are processes."""
+    defaults, reason = _choose(config.device.kind)
+    scheduler, placement = config.scheduler, config.placement
+    tokens = scheduler.max_step_tokens or max(defaults.max_step_tokens, scheduler.max_running)
+    chosen: dict[str, dict[str, Any]] = {"scheduler": {}, "kv": {}, "placement": {}}
+    if not scheduler.max_running:
+        chosen["scheduler"]["max_running"] = min(defaults.max_running, tokens)
+    if not scheduler.max_step_tokens:
+        chosen["scheduler"]["max_step_tokens"] = tokens
+    if not scheduler.prefill_chunk:
+        chosen["scheduler"]["prefill_chunk"] = min(defaults.prefill_chunk, tokens)
+    if not config.kv.memory_fraction:
+        chosen["kv"]["memory_fraction"] = defaults.memory_fraction
+    if placement.executor == "auto":
+        chosen["placement"]["executor"] = "process" if several_machines else defaults.executor
+    said = [f"{section}.{key}={value}" for section, keys in chosen.items() for key, value in keys.items()]
+    if said:
+        log.info("auto: %s (%s)", " ".join(said), reason)
+    sections = {
+        section: msgspec.structs.replace(getattr(config, section), **keys) for section, keys in chosen.items() if keys
+    }
+    return msgspec.structs.replace(config, **sections)
+
+
+def _choose(kind: str) -> tuple[DeviceDefaults, str]:
+    """kind: device.kind."""
+    if kind == "cpu":
+        return CPU, "device.kind=cpu"
+    if kind == "auto" and not _torch_may_use_gpus():
+        return CPU, "torch is built for CPUs alone"
+    num_bytes = gpu_bytes()
+    if kind == "auto" and not num_bytes:
+        return CPU, "no GPU is present"
+    reason = f"a GPU of {num_bytes / GIB:.0f} GiB" if num_bytes else "device.kind=cuda"
+    return LARGE_GPU if num_bytes >= LARGE_GPU_BYTES else GPU, reason
+
+
+def _torch_may_use_gpus() -> bool:
+    try:
+        return "+cpu" not in version("torch")
+    except PackageNotFoundError:
+        return True  # built from source: it will say itself
+
+
+def gpu_bytes() -> int:
+    """Memory of the first GPU that this process may see, by the driver's own library; 0 if there is none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        device, total = ctypes.c_int(), ctypes.c_size_t()
+        for result in (
+            driver.cuInit(0),
+            driver.cuDeviceGet(ctypes.byref(device), 0),
+            driver.cuDeviceTotalMem_v2(ctypes.byref(total), device),
+        ):
+            if result:
+                return 0
+    except (OSError, AttributeError):  # no driver, or none with these functions
+        return 0
+    return total.value
