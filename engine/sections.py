@@ -179,6 +179,13 @@ class PluginsSection(Section, frozen=True):
         str | AttentionNames,
         Meta(description="Attention backend, or { prefill = ..., decode = ... }; 'auto' picks by device and model"),
     ] = "auto"
+    race_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="How long 'auto' may measure attention backends at the first start with a model's heads, where more than one can run; 0 for never: the first of a fixed order then",
+        ),
+    ] = 60.0
     eviction: Annotated[
         str, Meta(description="What leaves the prefix cache first: lru, lfu, fifo, slru, priority; 'auto' is lru")
     ] = "auto"

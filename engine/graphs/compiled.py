@@ -18,7 +18,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch._dynamo import lookup_backend
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.fx import GraphModule
 
+from engine.cache_folder import cache_folder
 from engine.errors import GraphError
 from engine.graphs.attention import BreakingAttention
 from engine.graphs.breakable import SegmentRecorder
@@ -253,9 +253,9 @@ def keep_compilations() -> None:
     An environment that says where, in TORCHINDUCTOR_CACHE_DIR, has its way.
     """
     # Importing the compiler sets the variable to its default.
-    if os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        os.environ[CACHE_VARIABLE] = str(home / "callboard" / "inductor")
+    folder = cache_folder("inductor")
+    if folder is not None and os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
+        os.environ[CACHE_VARIABLE] = str(folder)
 
 
 def _place(module: GraphModule, wanted: Any) -> int:

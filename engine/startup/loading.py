@@ -36,6 +36,7 @@ from engine.startup.memory import (
     require_room,
     run_largest_step,
 )
+from engine.startup.race import Race, measured_attention
 from engine.text.codec import TextCodec
 from engine.text.grammar import Grammars
 from engine.text.loading import load_codec
@@ -86,8 +87,11 @@ def load_runner(
     set_threads(config.device.threads, device, model.parameter_bytes)
     attention_spec = model.attention_spec
     # Before the pool takes what memory is left: a plugin may refuse, and may need some to be tried.
-    attention = RankAttention(plugins, attention_spec, config.kv.page_size, device, dtype)
-    page_size, max_rows = config.kv.page_size, config.scheduler.max_running
+    page_size, limit_s = config.kv.page_size, config.plugins.race_s
+    race = Race(plugins, attention_spec, page_size, device, dtype, limit_s=limit_s, graphs=graphs.device)
+    measured = measured_attention(race, comm, device, progress)
+    attention = RankAttention(plugins, attention_spec, page_size, device, dtype, measured)
+    max_rows = config.scheduler.max_running
     rows = DeviceRows(max_rows, max_len, page_size, device)
     sampler = Sampler(max_rows, spec.vocab_size, max_len, device)
 
