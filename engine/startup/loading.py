@@ -15,6 +15,7 @@ from engine.execution.device import choose_device, choose_dtype, fair_share, fre
 from engine.execution.host_pool import HostPool
 from engine.execution.rows import DeviceRows
 from engine.execution.runner import ModelRunner
+from engine.graphs.passes import build_passes
 from engine.graphs.rank import RankGraphs, StepParts
 from engine.host_memory import available_bytes
 from engine.layers.comm import Comm
@@ -68,7 +69,7 @@ def load_runner(
     _check_placement(config, device)
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
     comm = _connect(config, plugins, rank, device, rendezvous)
-    graphs = RankGraphs(config.graphs, device, comm)
+    graphs = RankGraphs(config.graphs, device, comm, build_passes(plugins, device, dtype))
     seed, load_format = config.device.seed, config.model.load_format
     on_cpu = device.type == "cpu"
     place = host_place() if on_cpu else comm.rank
