@@ -110,7 +110,12 @@ def _parser() -> argparse.ArgumentParser:
     add("plugins", _plugins, "list the plugins that can be chosen", _file(), _shared("warning"))
     tune = "measure the attention backends that can run here on the model's heads, for later starts to choose by"
     add("tune", _tune, tune, _file(), _shared("warning"))
-    add("doctor", _doctor, "look for what a start would lack, and say how to get it", _file(), _shared("warning"))
+    command = add(
+        "doctor", _doctor, "look for what a start would lack, and say how to get it", _file(), _shared("warning")
+    )
+    command.add_argument(
+        "--gpu", action="store_true", help="test the GPUs instead: kernels, graphs, collectives (2 min)"
+    )
     return parser
 
 
@@ -332,17 +337,18 @@ def _tune(parsed: argparse.Namespace, config: Config) -> None:
 
 
 def _doctor(parsed: argparse.Namespace, config: Config) -> None:
-    from server.operators.doctor import examine
+    from server.operators.doctor import examine, examine_gpu
 
     colours = {"good": "green", "note": "yellow", "bad": "red"}
     console = Console(highlight=False, markup=False)
-    findings = examine(config)
-    for one in findings:
+    any_bad = False
+    for one in examine_gpu(config) if parsed.gpu else examine(config):
+        any_bad |= one.verdict == "bad"
         console.print(f"{one.verdict:>4}  ", style=colours[one.verdict], end="")
         console.print(f"{one.what}: {one.found}", soft_wrap=True)
         if one.advice:
             console.print(f"        {one.advice}", style="dim", soft_wrap=True)
-    if any(one.verdict == "bad" for one in findings):
+    if any_bad:
         sys.exit(ConfigError.exit_code)
 
 

@@ -126,6 +126,7 @@ class Capturing:
         """
         taken = []
         with self._together("a trial capture failed", forget, advice), self._device.stream():
+            self._compare_plans("a trial", sizes)
             for size in sorted(sizes, reverse=True)[:2]:
                 warm_up(size)
                 self._device.trim()

@@ -41,6 +41,7 @@ BUILTIN: Mapping[str, str] = {
     "attention.triton": "engine.plugins.attention.triton",
     "comm.local": "engine.plugins.comm.local",
     "comm.pynccl": "engine.plugins.comm.pynccl",
+    "comm.symmetric": "engine.plugins.comm.symmetric",
     "comm.torch": "engine.plugins.comm.torch",
     "eviction.fifo": "engine.plugins.eviction.fifo",
     "eviction.lfu": "engine.plugins.eviction.lfu",
