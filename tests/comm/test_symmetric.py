@@ -97,3 +97,14 @@ def test_where_one_rank_has_no_such_memory_none_uses_it(new_url: NewUrl, caplog:
 def test_a_cpu_is_refused() -> None:
     with pytest.raises(PluginError, match=r"connects NVIDIA GPUs, not 'cpu'; set plugins.comm=torch"):
         callboard_comm(CommContext(0, 2, "cpu", "file:///tmp/nowhere"))
+
+
+def test_torch_has_the_memory_and_the_sum_as_they_are_called() -> None:
+    memory = pytest.importorskip("torch.distributed._symmetric_memory")._SymmetricMemory
+    assert "(arg0: str, arg1" in memory.set_group_info.__doc__
+    assert "size" in memory.empty_strided_p2p.__doc__
+    assert "rendezvous(" in memory.rendezvous.__doc__
+    schema = str(torch.ops.symm_mem.one_shot_all_reduce_copy_out.default._schema)
+    assert schema.endswith(
+        "(Tensor symm_buffer, Tensor local_input, str reduce_op, str group_name, Tensor(a!) out) -> Tensor(a!)"
+    )
