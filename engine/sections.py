@@ -179,8 +179,22 @@ class GraphsSection(Section, frozen=True):
     ] = "auto"
     max_rows: Annotated[int, Meta(ge=1, description="Largest captured decode batch; larger ones run as they are")] = 512
     max_tokens: Annotated[
-        int, Meta(ge=1, description="Largest captured step with prefill, in tokens; larger ones run as they are")
+        int,
+        Meta(
+            ge=1,
+            description="Largest captured step with prefill, in tokens; larger ones run as they are, or compiled for any number",
+        ),
     ] = 4096
+    split_ops: Annotated[
+        list[str],
+        Meta(description="Operations that are run as they are, between graphs and pieces, e.g. ['acme::route']"),
+    ] = []
+    autotune: Annotated[
+        bool,
+        Meta(
+            description="With mode 'compiled': each size is also compiled by itself, with autotuning, when it is first met; takes minutes, once"
+        ),
+    ] = False
 
 
 class AttentionNames(Section, frozen=True):
@@ -197,6 +211,13 @@ class PluginsSection(Section, frozen=True):
         str | AttentionNames,
         Meta(description="Attention backend, or { prefill = ..., decode = ... }; 'auto' picks by device and model"),
     ] = "auto"
+    race_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="How long 'auto' may measure attention backends at the first start with a model's heads, where more than one can run; 0 for never: the first of a fixed order then",
+        ),
+    ] = 60.0
     eviction: Annotated[
         str, Meta(description="What leaves the prefix cache first: lru, lfu, fifo, slru, priority; 'auto' is lru")
     ] = "auto"
@@ -210,6 +231,10 @@ class PluginsSection(Section, frozen=True):
     observers: Annotated[
         list[str],
         Meta(description="Who is told of finished requests and cached pages: any number of names, e.g. ['log']"),
+    ] = []
+    graph_passes: Annotated[
+        list[str],
+        Meta(description="What changes the model's pieces before graphs.mode=compiled compiles them, in this order"),
     ] = []
     options: Annotated[
         dict[str, dict[str, Any]], Meta(description="Option table per plugin, e.g. [plugins.options.'attention.torch']")

@@ -79,7 +79,9 @@ class System:
         self.max_len = _max_len(config, self.spec)
         self._codec = load_codec(config.model, directory)
         warn_of_unknown_tokens(self._codec, self.spec.vocab_size)
-        self._plugins = Plugins(config.chosen_plugins(), config.plugins.observers, config.plugins.options)
+        self._plugins = Plugins(
+            config.chosen_plugins(), config.plugins.observers, config.plugins.options, config.plugins.graph_passes
+        )
         check_named(self._plugins, expected_context(config, self.spec.shape))
         if self._plugins.absent:
             log.warning("requests with a grammar are refused: %s", self._plugins.absent)

@@ -1,4 +1,4 @@
-"""The ``callboard`` command: serve, generate, chat, config, plugins, doctor.
+"""The ``callboard`` command: serve, generate, chat, config, plugins, tune, doctor.
 
 Owns: arguments, exit codes, what a person at a terminal sees.  Does not know: how the engine does any of it.
 torch is imported only by the commands that run a model, and by the one that says which plugins could run here.
@@ -23,7 +23,7 @@ from rich.table import Table
 
 from engine import __version__
 from engine.config import Config, json_schema, load_config, render_toml
-from engine.errors import CallboardError, ConfigError, RequestError
+from engine.errors import CallboardError, ConfigError, PluginError, RequestError
 from engine.logs import LogSettings
 from engine.params import SamplingParams
 from engine.plugins.hookspecs import API_VERSION
@@ -108,7 +108,14 @@ def _parser() -> argparse.ArgumentParser:
     command = add("config", _config, "print the effective configuration as TOML", _file(), _shared("warning"))
     command.add_argument("--schema", action="store_true", help="print its JSON Schema instead")
     add("plugins", _plugins, "list the plugins that can be chosen", _file(), _shared("warning"))
-    add("doctor", _doctor, "look for what a start would lack, and say how to get it", _file(), _shared("warning"))
+    tune = "measure the attention backends that can run here on the model's heads, for later starts to choose by"
+    add("tune", _tune, tune, _file(), _shared("warning"))
+    command = add(
+        "doctor", _doctor, "look for what a start would lack, and say how to get it", _file(), _shared("warning")
+    )
+    command.add_argument(
+        "--gpu", action="store_true", help="test the GPUs instead: kernels, graphs, collectives (2 min)"
+    )
     return parser
 
 
@@ -320,18 +327,28 @@ def _plugins(parsed: argparse.Namespace, config: Config) -> None:
     console.print(f"here: {machine}; plugin API {API_VERSION}")
 
 
+def _tune(parsed: argparse.Namespace, config: Config) -> None:
+    from engine.startup.race import race_for
+
+    report = race_for(config).run()
+    Console().print(report.table())
+    if not report.fastest():
+        raise PluginError("no attention backend came through; the table says why")
+
+
 def _doctor(parsed: argparse.Namespace, config: Config) -> None:
-    from server.operators.doctor import examine
+    from server.operators.doctor import examine, examine_gpu
 
     colours = {"good": "green", "note": "yellow", "bad": "red"}
     console = Console(highlight=False, markup=False)
-    findings = examine(config)
-    for one in findings:
+    any_bad = False
+    for one in examine_gpu(config) if parsed.gpu else examine(config):
+        any_bad |= one.verdict == "bad"
         console.print(f"{one.verdict:>4}  ", style=colours[one.verdict], end="")
         console.print(f"{one.what}: {one.found}", soft_wrap=True)
         if one.advice:
             console.print(f"        {one.advice}", style="dim", soft_wrap=True)
-    if any(one.verdict == "bad" for one in findings):
+    if any_bad:
         sys.exit(ConfigError.exit_code)
 
 

@@ -28,6 +28,7 @@ TORCH: dict[str, list[str] | str | None] = {
     "torch._foreach_copy_": "(Tensor(a!)[] self, Tensor[] src, bool non_blocking=False)",
     "torch._inductor.config.patch": ["arg1", "arg2", "kwargs"],
     "torch._inductor.runtime.cache_dir_utils.default_cache_dir": [],
+    "torch.distributed._symmetric_memory._SymmetricMemory": None,
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "()",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "()",
     "torch.ops.mkldnn._linear_pointwise": "(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, "

@@ -1,17 +1,18 @@
-"""Both NCCL communicators in a group of one: every collective, and what is captured and replayed in a graph."""
+"""The communicators for GPUs in a group of one: every collective, and what is captured and replayed in a graph."""
 
 import tempfile
 from collections.abc import Iterator
 
 import torch
 
+from engine.layers.comm import Comm
 from engine.plugins.comm import pynccl as nccl
+from engine.plugins.comm import symmetric
 from engine.plugins.comm import torch as torch_comm
-from engine.plugins.comm.pynccl.group import NcclComm
 from engine.plugins.comm.pynccl.library import NcclLibrary, find_library
-from engine.plugins.comm.torch import TorchComm
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.testing.comm import check_rank
+from engine.startup.gpu_checks import check_captured
 from gpu_sections.rows import Row, seconds_of, skipped
 
 NUM_ELEMENTS = 8 * 4096  # the hidden states of a small decode batch
@@ -24,7 +25,7 @@ def section(device: torch.device) -> Iterator[Row]:
         return
     yield {"case": f"NCCL {NcclLibrary(find_library()).version()}, torch's {_torch_version()}", "ok": True}
     with tempfile.TemporaryDirectory() as directory:
-        for name, plugin in (("torch", torch_comm), ("pynccl", nccl)):
+        for name, plugin in (("torch", torch_comm), ("pynccl", nccl), ("symmetric", symmetric)):
             for number, case in enumerate((_contract, _captured, _timed)):
                 context = CommContext(0, 1, device.type, f"file://{directory}/{name}{number}")
                 yield {"case": f"{name}: {case.__doc__}", **case(plugin.callboard_comm(context), device)}
@@ -34,30 +35,18 @@ def _torch_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
-def _contract(comm: TorchComm | NcclComm, device: torch.device) -> Row:
+def _contract(comm: Comm, device: torch.device) -> Row:
     """the conformance kit"""
     check_rank(comm, str(device))
     return {"ok": True}
 
 
-def _captured(comm: TorchComm | NcclComm, device: torch.device) -> Row:
+def _captured(comm: Comm, device: torch.device) -> Row:
     """collectives in a graph"""
-    ours, gathered = torch.ones(NUM_ELEMENTS, device=device), torch.zeros(NUM_ELEMENTS, device=device)
-    comm.all_reduce(ours)  # the first call connects the ranks, which a capture cannot do
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        ours.add_(1)
-        gathered.copy_(comm.all_gather(comm.all_reduce(ours)))
-    ours.fill_(4)
-    graph.replay()
-    graph.replay()
-    error = (gathered - 6).abs().max().item()
-    comm.close()
-    return {"ok": error == 0, "error": error}
+    return {"ok": True, "error": check_captured(comm, device, NUM_ELEMENTS)}
 
 
-def _timed(comm: TorchComm | NcclComm, device: torch.device) -> Row:
+def _timed(comm: Comm, device: torch.device) -> Row:
     """one all_reduce of 64 KB"""
     tensor = torch.ones(NUM_ELEMENTS, dtype=torch.bfloat16, device=device)
     seconds = seconds_of(lambda: comm.all_reduce(tensor), device)

@@ -20,6 +20,7 @@ from engine.plugins.hookspecs import (
     CommContext,
     EvictionContext,
     GrammarContext,
+    GraphPassContext,
     ObserverContext,
     PolicyContext,
     hookimpl,
@@ -31,6 +32,7 @@ from engine.scheduling.policy import SchedulingPolicy, Waiting
 from engine.text.grammar import CompiledGrammar, GrammarEngine, GrammarFailure, Mask, Matcher
 
 if TYPE_CHECKING:
+    from engine.graphs.passes import GraphPass
     from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionFactory, AttentionSpec
     from engine.layers.comm import Comm
     from engine.layers.kv_pool import KVPool
@@ -53,6 +55,8 @@ __all__ = [
     "GrammarContext",
     "GrammarEngine",
     "GrammarFailure",
+    "GraphPass",
+    "GraphPassContext",
     "KVEvent",
     "KVPool",
     "Mask",
@@ -74,9 +78,14 @@ __all__ = [
     "namespace_seed",
 ]
 
-_NEED_TORCH = {"Comm": "engine.layers.comm", "KVPool": "engine.layers.kv_pool"} | dict.fromkeys(
-    ("AttentionBackend", "AttentionBatch", "AttentionFactory", "AttentionSpec"), "engine.layers.attention"
-)
+_NEED_TORCH = {
+    "Comm": "engine.layers.comm",
+    "GraphPass": "engine.graphs.passes",
+    "KVPool": "engine.layers.kv_pool",
+    **dict.fromkeys(
+        ("AttentionBackend", "AttentionBatch", "AttentionFactory", "AttentionSpec"), "engine.layers.attention"
+    ),
+}
 
 
 def __getattr__(name: str) -> Any:

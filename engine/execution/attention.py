@@ -16,27 +16,39 @@ from engine.layers.kv_pool import KVPool
 from engine.patience import named_while_slow
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import Plugins
-from engine.plugins.selection import choose_attention
+from engine.plugins.selection import NOT_MEASURED, Measured, choose_attention
+
+
+def context_of(spec: AttentionSpec, page_size: int, device: torch.device, dtype: torch.dtype) -> AttentionContext:
+    """What a rank's attention plugins are told, for both phases and without options."""
+    return AttentionContext(
+        device=device.type,
+        dtype=str(dtype).removeprefix("torch."),
+        page_size=page_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        window=spec.window,
+    )
 
 
 class RankAttention:
     """What the plugins have agreed to build.  Raises PluginError if none can run here, or one fails its trial."""
 
     def __init__(
-        self, plugins: Plugins, spec: AttentionSpec, page_size: int, device: torch.device, dtype: torch.dtype
+        self,
+        plugins: Plugins,
+        spec: AttentionSpec,
+        page_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        measured: Measured = NOT_MEASURED,
     ) -> None:
         self._plugins = plugins
         self._spec = spec
-        self._context = AttentionContext(
-            device=device.type,
-            dtype=str(dtype).removeprefix("torch."),
-            page_size=page_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-            window=spec.window,
-        )
-        self._choices = choose_attention(plugins, self._context)
+        self._measured = measured
+        self._context = context_of(spec, page_size, device, dtype)
+        self._choices = choose_attention(plugins, self._context, measured=measured)
         for choice in self._choices:
             if not choice.info.built_in:
                 try_foreign(choice, spec, page_size, device, dtype)
@@ -58,4 +70,4 @@ class RankAttention:
                     break
             else:
                 return backends[0] if len(backends) == 1 else SplitAttention(prefill=backends[0], decode=backends[1])
-            choices = choose_attention(self._plugins, self._context, refused)
+            choices = choose_attention(self._plugins, self._context, refused, self._measured)

@@ -6,6 +6,7 @@ padding costs little.  Does not know: what is captured.
 
 import gc
 import logging
+import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,10 @@ log = logging.getLogger(__name__)
 
 class AnotherRankFailed(GraphError):
     """A vote has said so: this rank votes no more."""
+
+
+class PlansDiffer(GraphError):
+    """Every rank has seen it: there is nothing to vote on."""
 
 
 class Capturing:
@@ -60,6 +65,7 @@ class Capturing:
         Raises GraphError, on every rank if it is one that failed; it says ``advice``, and all captures are dropped.
         """
         with self._together(f"graphs of {what} cannot be captured", forget, advice):
+            self._compare_plans(what, sizes)
             self._capture(what, sizes, warm_up, record, progress)
 
     @contextmanager
@@ -73,6 +79,8 @@ class Capturing:
         except Exception as error:  # torch, the driver and plugins each have their own
             failure = error
         told = isinstance(failure, AnotherRankFailed)
+        if isinstance(failure, PlansDiffer):
+            raise GraphError(f"{said} ({failure})") from None
         if told or self.num_agreeing(failure is None) < self._comm.size:
             forget()
             cause = f"{type(failure).__name__}: {failure}" if failure and not told else "another rank failed"
@@ -118,6 +126,7 @@ class Capturing:
         """
         taken = []
         with self._together("a trial capture failed", forget, advice), self._device.stream():
+            self._compare_plans("a trial", sizes)
             for size in sorted(sizes, reverse=True)[:2]:
                 warm_up(size)
                 self._device.trim()
@@ -129,6 +138,20 @@ class Capturing:
                 taken.append(max(0, before - self._device.memory().free_bytes))
         forget()
         return taken[0] + (len(sizes) - 1) * (taken[1] if len(taken) > 1 else 0)
+
+    def _compare_plans(self, what: str, sizes: Sequence[int]) -> None:
+        """All ranks capture the same in the same order, or the collectives in their graphs would meet others'.
+
+        Raises GraphError, on every rank, that says who would do what, before anything is captured."""
+        if self._comm.size == 1:
+            return
+        ordered = sorted(sizes, reverse=self._descending)
+        digest = zlib.crc32(repr((what, ordered, self._rehearsal)).encode())
+        plan = torch.tensor([[digest, len(ordered), max(ordered, default=0)]], dtype=torch.int64, device=self._where)
+        plans = self._comm.all_gather(plan, 0).tolist()
+        if any(one != plans[0] for one in plans):
+            told = "; ".join(f"rank {rank}: {num} up to {largest}" for rank, (_, num, largest) in enumerate(plans))
+            raise PlansDiffer(f"ranks would capture other sizes than each other ({told}); give all one configuration")
 
     def wait_for_all(self) -> None:
         """A capture holds no collective that another rank has not reached.  Raises AnotherRankFailed instead of going

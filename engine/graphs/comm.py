@@ -4,6 +4,8 @@ Legend: T rows of the run, padding included
 Owns: that choice.  Does not know: which library runs, which layers call it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -24,16 +26,28 @@ class BreakingComm:
         self._comm = comm
         self._recorder = recorder
         self._capturable = isinstance(comm, CapturableComm) and comm.capturable
+        self._traced = False
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See ``Comm``.  tensor: a row per token.  Of a captured run only real rows travel; padding becomes zeros."""
-        if torch.compiler.is_dynamo_compiling():  # is_compiling() would be true in every thread while one compiles
+        if self._traced:
             torch.ops.callboard.all_reduce(tensor)
             return tensor
         if self._capturable or not self._recorder.recording:
             return self._comm.all_reduce(tensor)
         self._recorder.run(COLLECTIVE, partial(self._reduce_eagerly, self._recorder.weak(tensor)))
         return tensor
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """Sums leave a mark inside, and are not done.
+
+        torch's own ``is_compiling`` says it of the whole process, in which other ranks may be running."""
+        self._traced = True
+        try:
+            yield
+        finally:
+            self._traced = False
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """See ``Comm``."""

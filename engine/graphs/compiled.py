@@ -1,10 +1,10 @@
 """The model as compiled pieces between its split operations, in three phases.
 
 1. The model is traced once, with a symbol for the number of tokens, and the trace is split at attention, at
-   collectives and at the operations that plugins name.
-2. Pieces that do the same, as all layers but the first and the last do, share one compilation, for any number of
-   tokens.
-3. Or one for each number of tokens, when a piece first meets it: on a GPU fixed shapes are worth more than the time.
+   collectives and at the operations that plugins and the configuration name.
+2. Pieces that do the same, as all layers but the first and the last do, go through the passes and share one
+   compilation, for any number of tokens.
+3. For numbers of tokens that are worth it there is another one each, with autotuning, when a piece first meets it.
 
 The result is an ordinary function of a step.  Run directly it is a model with fewer, larger operations; recorded by a
 SegmentRecorder, its split operations are breaks and everything between them is captured.
@@ -16,9 +16,9 @@ Owns: the trace and the compiled pieces.  Does not know: capturing, which sizes 
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -28,13 +28,15 @@ from torch._dynamo import lookup_backend
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.fx import GraphModule
 
+from engine.cache_folder import cache_folder
 from engine.errors import GraphError
 from engine.graphs.attention import BreakingAttention
 from engine.graphs.breakable import SegmentRecorder
+from engine.graphs.comm import BreakingComm
+from engine.graphs.passes import GraphPass, PassManager, hide_packed_products
 from engine.graphs.splitting import ALL_REDUCE, ATTEND, MarkedAttention, Part, fingerprint, split
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
-from engine.layers.packing import padded_product
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder
 
@@ -51,7 +53,8 @@ class CompiledModel:
     """``hidden`` of a model in compiled pieces.  Run it under ``torch.inference_mode``, as the model itself.
 
     compiler: a torch.compile backend: 'inductor', or 'eager' for the split alone.
-    fixed_shapes: compile for each number of tokens; else once for all of them, two or more.
+    autotuned: numbers of tokens that are compiled for by themselves; the others share what serves any, from two on.
+    passes: for each piece before it is compiled, with their names.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class CompiledModel:
         comm: Comm,
         recorder: SegmentRecorder,
         compiler: str,
-        fixed_shapes: bool,
+        autotuned: Collection[int] = (),
+        passes: Sequence[tuple[str, GraphPass]] = (),
         named: Sequence[str] = (),
     ) -> None:
         self.num_compilations = 0
@@ -73,7 +77,9 @@ class CompiledModel:
         self._comm = comm
         self._recorder = recorder
         self._compiler = compiler
-        self._fixed_shapes = fixed_shapes
+        self._autotuned = frozenset(autotuned)
+        ours = [("of packed products", hide_packed_products)] if compiler != "eager" else []
+        self._passes = PassManager([*ours, *passes])
         self._named = tuple(named)
         self._compiled: dict[object, Compiled] = {}
         self._stitched: GraphModule | None = None
@@ -97,17 +103,19 @@ class CompiledModel:
         (x_TD,) = self._stitched(*arguments)
         return x_TD
 
-    def compiled(self, key: object, piece: GraphModule, arguments: Sequence[Any]) -> Compiled:
+    def autotunes(self, num_tokens: int) -> bool:
+        """Whether so many are compiled for by themselves."""
+        return num_tokens in self._autotuned
+
+    def compiled(self, key: object, piece: GraphModule, arguments: Sequence[Any], autotune: bool = False) -> Compiled:
         """The piece's function for ``arguments``, real or traced ones, compiled if it has not been."""
         if key not in self._compiled:
-            piece = deepcopy(piece)  # a compiler may change what it is given
-            if self._compiler != "eager":
-                hide_packed_products(piece)
+            piece = deepcopy(piece)  # passes and compilers change what they are given
+            self._passes.run(piece)
             self.num_compilations += 1
-            with (
-                _compiling,
-                torch._inductor.config.patch(size_asserts=False),
-            ):  # packed weights have no strides to assert
+            # Packed weights have no strides to assert.
+            options = {"size_asserts": False, "max_autotune": autotune, "coordinate_descent_tuning": autotune}
+            with _compiling, torch._inductor.config.patch(options):
                 self._compiled[key] = lookup_backend(self._compiler)(piece, list(arguments))
         return self._compiled[key]
 
@@ -134,7 +142,7 @@ class CompiledModel:
         # Traces are cached by code object, and so is the decision that there have been too many of them.
         own = FunctionType(run.__code__.replace(), run.__globals__, "run", None, run.__closure__)
         try:
-            with _compiling:
+            with _compiling, self._comm.traced() if isinstance(self._comm, BreakingComm) else nullcontext():
                 torch.compile(own, backend=take, fullgraph=True, dynamic=False)(*inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
             self._stitched = None
@@ -153,15 +161,15 @@ class CompiledModel:
             raise GraphError(f"the trace has {num_broken} attention calls to split at, the model {num_layers} layers")
         for part in parts:
             setattr(stitched, part.name, self._replacement(part))
+        absent = set(self._named) - {part.operation for part in parts}
+        if absent:
+            log.warning("graphs: the model calls no %s, which it was to be split at", " and no ".join(sorted(absent)))
         log.info("traced: %d parts, %d to compile", len(parts), sum(part.operation is None for part in parts))
         return stitched
 
     def _replacement(self, part: Part) -> nn.Module:
         if part.operation is None:
-            piece = Piece(self, part.module)
-            if not self._fixed_shapes:
-                piece.compile_traced()  # now, while the trace still checks what a compiler assumes of its symbols
-            return piece
+            return Piece(self, part.module)
         if part.operation == ATTEND:
             return AttendPart(self._attention, part.module)
         if part.operation == ALL_REDUCE:
@@ -178,30 +186,27 @@ class CompiledModel:
 
 
 class Piece(nn.Module):
-    """What lies between two split operations."""
+    """What lies between two split operations; compiled at once, while the trace still checks what a compiler assumes
+    of its symbols."""
 
     def __init__(self, owner: CompiledModel, module: GraphModule) -> None:
         super().__init__()
-        self._compiled_for = owner.compiled
         self._owner = owner
         self._module = module
         self._key = fingerprint(module)
-        self._functions: dict[int, Compiled] = {}
-        self._traced: Compiled | None = None
-
-    def compile_traced(self) -> None:
-        """For any number of tokens, from the shapes of the trace."""
-        examples = [node.meta["example_value"] for node in self._module.graph.nodes if node.op == "placeholder"]
-        self._traced = self._compiled_for(self._key, self._module, examples)
+        examples = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
+        self._traced = owner.compiled(self._key, module, examples)
+        self._autotuned: dict[int, Compiled] = {}
 
     def forward(self, *arguments: Any) -> Any:
-        if self._traced is not None:
+        owner = self._owner
+        num_tokens = owner.num_tokens
+        if not owner.autotunes(num_tokens):
             return self._traced(*arguments)
-        num_tokens = self._owner.num_tokens
-        function = self._functions.get(num_tokens)
+        function = self._autotuned.get(num_tokens)
         if function is None:
-            function = self._compiled_for((self._key, num_tokens), self._module, arguments)
-            self._functions[num_tokens] = function
+            function = owner.compiled((self._key, num_tokens), self._module, arguments, autotune=True)
+            self._autotuned[num_tokens] = function
         return function(*arguments)
 
 
@@ -235,7 +240,7 @@ class AllReducePart(nn.Module):
 
 
 class NamedPart(nn.Module):
-    """An operation that a plugin names, as it was traced."""
+    """An operation that a plugin or the configuration names, as it was traced."""
 
     def __init__(self, recorder: SegmentRecorder, operation: str, module: GraphModule) -> None:
         super().__init__()
@@ -253,9 +258,9 @@ def keep_compilations() -> None:
     An environment that says where, in TORCHINDUCTOR_CACHE_DIR, has its way.
     """
     # Importing the compiler sets the variable to its default.
-    if os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        os.environ[CACHE_VARIABLE] = str(home / "callboard" / "inductor")
+    folder = cache_folder("inductor")
+    if folder is not None and os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
+        os.environ[CACHE_VARIABLE] = str(folder)
 
 
 def _place(module: GraphModule, wanted: Any) -> int:
@@ -265,35 +270,3 @@ def _place(module: GraphModule, wanted: Any) -> int:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:300]
-
-
-# Products with weights in oneDNN's layout, as one operation that a compiler leaves alone.  Inductor knows the product,
-# but only with weights that are constants of the graph, and those would have to be compiled anew for every layer.
-_library = torch.library.Library("callboard_packed", "FRAGMENT")
-_library.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
-
-
-def _linear(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:
-    return padded_product(x_TI, packed, bias_O)
-
-
-def _linear_traced(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:
-    return x_TI.new_empty((x_TI.shape[0], outputs))
-
-
-_library.impl("linear", _linear, "CPU")
-_library.impl("linear", _linear, "MkldnnCPU")
-_library.impl("linear", _linear_traced, "Meta")
-
-
-def hide_packed_products(piece: GraphModule) -> None:
-    """Replace them in a traced piece; its weights' shapes are still known there."""
-    if not torch.backends.mkldnn.is_available():
-        return
-    product = torch.ops.mkldnn._linear_pointwise.default
-    for node in piece.graph.nodes:
-        if node.op == "call_function" and node.target is product:
-            x, packed, bias, *_ = node.args
-            node.target = torch.ops.callboard_packed.linear.default
-            node.args = (x, packed, bias, packed.meta["example_value"].shape[0])
-    piece.recompile()

@@ -34,7 +34,8 @@ class Piecewise:
     """Runs what has prefill in it; the same interface as the model's own ``forward``.
 
     hidden: the model's, or that of its compiled form; called with ``attention``.
-    sizes: ascending.  Where the device cannot capture, ``hidden`` is called directly, without padding.
+    sizes: ascending.  any_size: whether ``hidden`` is more than the model's own, and is called directly, without
+    padding, for steps past the largest size, and for all where the device cannot capture.
     Every rank makes the same decisions: they depend on the step alone.
     """
 
@@ -49,8 +50,10 @@ class Piecewise:
         recorder: SegmentRecorder,
         capturing: Capturing,
         sizes: Sequence[int],
+        any_size: bool = False,
     ) -> None:
         self.sizes = tuple(sizes)
+        self._any_size = any_size
         self._model = model
         self._hidden = hidden
         self._pool = pool
@@ -81,9 +84,7 @@ class Piecewise:
         """See ``Decoder.forward``."""
         num_tokens = len(step.token_ids_T)
         size = round_up(self.sizes, num_tokens)
-        if size is None:
-            return self._model.forward(step)
-        if not self._device.captures:
+        if size is None or not self._device.captures:
             return self._run_directly(step)
         self._fill(size, (step.token_ids_T, step.positions_T, step.slots_T), num_tokens)
         recording = self._recordings.get(size)
@@ -143,7 +144,7 @@ class Piecewise:
 
     def _run_directly(self, step: StepTensors) -> Tensor:
         num_tokens = len(step.token_ids_T)
-        if num_tokens < FEWEST_DIRECT:
+        if num_tokens < FEWEST_DIRECT or not self._any_size:
             return self._model.forward(step)
         self._recorder.num_tokens = num_tokens
         x_TD = self._hidden(

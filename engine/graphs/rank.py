@@ -20,6 +20,7 @@ from engine.graphs.comm import BreakingComm
 from engine.graphs.decode import DECODES, DecodeGraphs
 from engine.graphs.decode_attention import can_capture
 from engine.graphs.device import Pool, device_for_graphs
+from engine.graphs.passes import GraphPass
 from engine.graphs.piecewise import PREFILL, Piecewise
 from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 OFF = "off"
 DECODE = "decode"
+COMPILED = "compiled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,23 @@ class StepParts:
 
 
 class RankGraphs:
-    """comm: the communicator to load the model with.  device: for every capture of this rank."""
+    """comm: the communicator to load the model with.  device: for every capture of this rank.
 
-    def __init__(self, section: GraphsSection, device: torch.device, comm: Comm) -> None:
+    passes: for compiled pieces.  Raises ConfigError for what the device cannot do, or what the mode has no use for."""
+
+    def __init__(
+        self, section: GraphsSection, device: torch.device, comm: Comm, passes: Sequence[tuple[str, GraphPass]] = ()
+    ) -> None:
         self.device = device_for_graphs(device)
         self.mode = choose_mode(section.mode, self.device.captures)
+        if passes and self.mode != COMPILED:
+            raise ConfigError(
+                f"plugins.graph_passes: passes are for compiled pieces, and graphs.mode is {self.mode!r} here; set "
+                "graphs.mode=compiled"
+            )
         self.comm = comm
         self._section = section
+        self._passes = tuple(passes)
         self._recorder: SegmentRecorder | None = None
         self._pool: Pool = None
         self._pool_serves = False  # whether graphs that are kept have been captured into it
@@ -64,9 +76,17 @@ class RankGraphs:
                 self.comm = BreakingComm(comm, self._recorder)
 
     def break_at(self, operations: Sequence[str]) -> None:
-        """Keep operations that plugins name out of graphs; called before anything is captured."""
+        """Keep operations that plugins name, and those of graphs.split_ops, out of graphs; called before anything is
+        captured, and when all plugins are loaded.  Raises ConfigError for a setting that names none."""
+        for name in self._section.split_ops:
+            library, _, operation = name.partition("::")
+            if not operation or not hasattr(getattr(torch.ops, library), operation):
+                raise ConfigError(
+                    f"graphs.split_ops: no operation {name!r} is registered with torch; expected 'library::operation', "
+                    "as in 'aten::index_copy_'"
+                )
         if self._recorder is not None:
-            self._recorder.break_at(operations)
+            self._recorder.break_at(list(dict.fromkeys([*operations, *self._section.split_ops])))
 
     def piecewise(self, parts: StepParts, scheduler: SchedulerSection, progress: bool) -> Piecewise | None:
         """Captured, or compiled, up to the largest step; None where that is off, or has failed under 'auto'.
@@ -127,7 +147,7 @@ class RankGraphs:
             model.dtype,
         )
         hidden: Callable[[StepTensors], Tensor] = model.hidden
-        if self.mode == "compiled":
+        if self.mode == COMPILED:
             # Here, because importing a compiler takes seconds that nobody else should wait.
             from engine.graphs.compiled import CompiledModel
 
@@ -138,7 +158,8 @@ class RankGraphs:
                 comm=self.comm,
                 recorder=self._recorder,
                 compiler="inductor",
-                fixed_shapes=self.device.captures,
+                autotuned=sizes if self._section.autotune else (),
+                passes=self._passes,
                 named=self._recorder.named,
             ).hidden
         return Piecewise(
@@ -150,6 +171,7 @@ class RankGraphs:
             recorder=self._recorder,
             capturing=Capturing(self.device, self.comm, pool.data.device),
             sizes=sizes,
+            any_size=self.mode == COMPILED,
         )
 
     def _new_decode(self, parts: StepParts, scheduler: SchedulerSection) -> DecodeGraphs | None:

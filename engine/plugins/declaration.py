@@ -42,6 +42,13 @@ Sizes = tuple[int, ...] | Multiples
 Phase = Literal["prefill", "decode"]
 
 
+class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A way in which an attention backend may serve a phase: options of its own that are worth measuring."""
+
+    phase: Phase
+    options: dict[str, str | int | float | bool]
+
+
 class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """api: the version of the plugin API it was written for.  Of the rest, what is left out or empty is not limited.
 
@@ -50,6 +57,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     {"multiple_of": ..., "at_most": ...}.  heads_per_kv_head: ratios of query heads to KV heads.
     window: whether it does sliding windows.  phases: what it serves, 'prefill' and 'decode'.
     padding: whether decode rows of length 0, which pad a captured batch, are fine.
+    variants: options that 'auto' measures beside the defaults, [{"phase": ..., "options": {...}}, ...].
     graph_breaks: operations that it registers with torch and that must not be captured, as 'library::operation'.
     """
 
@@ -63,6 +71,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     window: bool = True
     phases: tuple[Phase, ...] = ("prefill", "decode")
     padding: bool = False
+    variants: tuple[Variant, ...] = ()
     graph_breaks: tuple[str, ...] = ()
 
     def missing_packages(self) -> list[str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from engine.graphs.passes import GraphPass
     from engine.kv.events import KVEvent
     from engine.kv.eviction import EvictionStrategy
     from engine.layers.attention import AttentionFactory
@@ -103,6 +104,16 @@ class ObserverContext:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class GraphPassContext:
+    """What a graph pass is told.  device: 'cpu' or 'cuda'.  dtype: the model's, 'float32', 'bfloat16', 'float16'.
+    options: the plugin's own table from the configuration."""
+
+    device: str
+    dtype: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
 # ---- constructors: exactly one plugin of each kind is chosen, and answers -----------------------
 
 
@@ -149,6 +160,18 @@ def callboard_grammar_engine(context: GrammarContext) -> "GrammarEngine | None":
 
     Called: once per process, in a worker thread, when the first request needs it; no torch, no device.
     Returns: a GrammarEngine, see ``engine/text/grammar.py``.  Raises: PluginError if its options are wrong.
+    """
+
+
+# ---- graph passes: as many as the configuration names, in its order -------------------------------
+
+
+@hookspec(firstresult=True)
+def callboard_graph_pass(context: GraphPassContext) -> "GraphPass | None":
+    """Build what changes the model's traced pieces before they are compiled, with graphs.mode=compiled.
+
+    Called: once per executor, before weights are loaded.
+    Returns: a GraphPass, see ``engine/graphs/passes.py``.  Raises: PluginError if its options are wrong.
     """
 
 

@@ -13,13 +13,14 @@ from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import (
     ATTENTION,
     AUTO,
+    GRAPH_PASS,
     OBSERVER,
     PluginInfo,
     available_plugins,
     checked,
     decide,
     declared,
-    observer_names,
+    several_names,
 )
 from engine.plugins.selection import BOTH, first_fit
 from engine.sections import AttentionNames
@@ -46,7 +47,7 @@ def list_plugins(config: Config, context: AttentionContext) -> list[Listed]:
 
 
 def _row(info: PluginInfo, chosen: str, context: AttentionContext) -> Listed:
-    if info.kind not in (*AUTO, ATTENTION, OBSERVER):
+    if info.kind not in (*AUTO, ATTENTION, GRAPH_PASS, OBSERVER):
         return Listed(info, chosen, "", (f"this callboard has no plugins of kind {info.kind!r}",))
     try:
         declaration = checked(info, declared(info))
@@ -62,7 +63,8 @@ def _hindrances(info: PluginInfo, declaration: Declaration, context: AttentionCo
 
 
 def _chosen(config: Config, known: Mapping[str, PluginInfo], context: AttentionContext) -> dict[str, str]:
-    chosen = dict.fromkeys(observer_names(config.plugins.observers), "yes")
+    several = {OBSERVER: config.plugins.observers, GRAPH_PASS: config.plugins.graph_passes}
+    chosen = {name: "yes" for kind, wanted in several.items() for name in several_names(kind, wanted)}
     for kind, wanted in config.chosen_plugins().items():
         if kind != ATTENTION and isinstance(wanted, str):
             chosen[decide(kind, wanted)] = "yes"

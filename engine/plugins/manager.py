@@ -32,7 +32,7 @@ ENTRY_POINT_GROUP = "callboard"
 DISTRIBUTION = "callboard"
 ATTENTION = "attention"  # the kind of which there may be two, one for each phase
 GRAMMAR = "grammar"  # the kind that only some requests need: what nobody named may be missing until one comes
-OBSERVER = "observer"  # the kind of which any number may be chosen
+OBSERVER, GRAPH_PASS = "observer", "graph_pass"  # the kinds of which any number may be chosen
 
 BUILTIN: Mapping[str, str] = {
     "attention.flash_attn": "engine.plugins.attention.flash_attn",
@@ -41,6 +41,7 @@ BUILTIN: Mapping[str, str] = {
     "attention.triton": "engine.plugins.attention.triton",
     "comm.local": "engine.plugins.comm.local",
     "comm.pynccl": "engine.plugins.comm.pynccl",
+    "comm.symmetric": "engine.plugins.comm.symmetric",
     "comm.torch": "engine.plugins.comm.torch",
     "eviction.fifo": "engine.plugins.eviction.fifo",
     "eviction.lfu": "engine.plugins.eviction.lfu",
@@ -65,6 +66,7 @@ KINDS: Mapping[str, str] = {
     "callboard_comm": "comm",
     "callboard_eviction_strategy": "eviction",
     "callboard_grammar_engine": "grammar",
+    "callboard_graph_pass": GRAPH_PASS,
     "callboard_scheduling_policy": "policy",
 }
 
@@ -146,12 +148,14 @@ def decide(kind: str, name: str) -> str:
     return f"{kind}.{AUTO[kind][0] if name == 'auto' else name}"
 
 
-def observer_names(wanted: Sequence[str]) -> list[str]:
-    """Return the full names of observers.  Raises PluginError if one is named twice."""
+def several_names(kind: str, wanted: Sequence[str]) -> list[str]:
+    """Return the full names of plugins of a kind of which there may be several.  Raises PluginError if one is named
+    twice."""
     for name in wanted:
         if wanted.count(name) > 1:
-            raise PluginError(f"plugins.observers names {name!r} more than once")
-    return [f"{OBSERVER}.{name}" for name in wanted]
+            setting = {OBSERVER: "observers", GRAPH_PASS: "graph_passes"}[kind]
+            raise PluginError(f"plugins.{setting} names {name!r} more than once")
+    return [f"{kind}.{name}" for name in wanted]
 
 
 class Plugins:
@@ -159,7 +163,7 @@ class Plugins:
 
     names: kind -> full name; attention is missing from it unless one backend was named for both phases.
     attention: the names wanted for its two phases; a backend for 'auto' is loaded later, when the device is known.
-    observers: full names, in the order they are told.  options: per full name.
+    observers, graph_passes: full names, in the order of the configuration.  options: per full name.
     absent: why the default grammar plugin cannot be loaded; '' if it can.
     known: every plugin that could be chosen, by full name.  declarations: those of the loaded plugins.
     choosing: a lock; hold it while declarations are read.
@@ -170,8 +174,9 @@ class Plugins:
         chosen: Mapping[str, str | AttentionNames],
         observers: Sequence[str] = (),
         options: Mapping[str, dict[str, Any]] | None = None,
+        graph_passes: Sequence[str] = (),
     ) -> None:
-        """chosen: kind -> plugin name or 'auto'.  observers: names of that kind.  options: per full name.
+        """chosen: kind -> plugin name or 'auto'.  observers, graph_passes: names of that kind.  options: per full name.
 
         Raises PluginError; the message lists the alternatives."""
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -190,7 +195,8 @@ class Plugins:
         self.declarations: dict[str, Declaration] = {}
         self.absent = ""
         self.attention = AttentionNames()
-        self.observers = observer_names(observers)
+        self.observers = several_names(OBSERVER, observers)
+        self.graph_passes = several_names(GRAPH_PASS, graph_passes)
         for kind, wanted in chosen.items():
             if isinstance(wanted, AttentionNames):
                 self._choose_attention(wanted)
@@ -206,7 +212,7 @@ class Plugins:
                     if (kind, wanted) != (GRAMMAR, "auto"):
                         raise
                     self.absent = f"{error} (pip install {AUTO[kind][0]}, or name another in plugins.{kind})"
-        for full_name in self.observers:
+        for full_name in (*self.observers, *self.graph_passes):
             self.load(full_name)
 
     def _choose_attention(self, wanted: AttentionNames) -> None:

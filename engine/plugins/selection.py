@@ -1,18 +1,21 @@
-"""Which attention backends serve: the ones that were named, or for 'auto' the first that can run here, and why.
+"""Which attention backends serve: the ones that were named, or for 'auto' what was measured to be the fastest, or else
+the first that can run here; and why.
 
-Owns: the order of preference on each kind of device, the wording of a refusal.  Does not know: torch, kernels.
+Owns: the order of preference on each kind of device, the wording of a refusal.  Does not know: torch, kernels, how
+backends are measured.
 """
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from engine.checkpoints.shape import DecoderShape
 from engine.config import Config
 from engine.errors import PluginError
 from engine.patience import named_while_slow
-from engine.plugins.declaration import Declaration
+from engine.plugins.declaration import Declaration, Phase
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import ATTENTION, PluginInfo, Plugins, checked, declared
 
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HOOK = "callboard_attention_backend"
-BOTH = ("prefill", "decode")
+BOTH: tuple[Phase, ...] = ("prefill", "decode")
 # Fastest first; a name that is not in this callboard, or cannot run here, is passed over.
 PREFERRED: Mapping[str, tuple[str, ...]] = {
     "cuda": ("flashinfer", "flash_attn", "triton", "torch"),
@@ -31,9 +34,24 @@ PREFERRED: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Contender:
+    """A backend, by its short name, and the options it is built with beside those of the configuration."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
+
+
+Measured = Mapping[str, Contender]  # phase -> what was the fastest there
+NOT_MEASURED: Measured = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionChoice:
     """A backend that said it can run here.  factory: builds it.  phases: what it serves.
-    auto: whether another may take its place.  reason: for the log."""
+    auto: whether another may take its place.  reason: for the log.  options: that were measured."""
 
     info: PluginInfo
     declaration: Declaration
@@ -41,34 +59,78 @@ class AttentionChoice:
     phases: tuple[str, ...]
     auto: bool
     reason: str
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def choose_attention(
-    plugins: Plugins, context: AttentionContext, refused: Mapping[str, str] | None = None
+    plugins: Plugins,
+    context: AttentionContext,
+    refused: Mapping[str, str] | None = None,
+    measured: Measured = NOT_MEASURED,
 ) -> tuple[AttentionChoice, ...]:
     """Choose one backend for both phases, or two: one for prefill and one for decode.
 
     context: this rank's; each plugin gets it with its own options and phases.
     refused: short name -> reason, for backends that 'auto' took and that could not be built.
+    measured: what 'auto' takes for a phase, unless it refuses.
     Raises PluginError, naming the plugin and what could run instead.
     """
     with plugins.choosing:
-        choices = _choose_phases(plugins, context, refused or {})
+        choices = _choose_phases(plugins, context, refused or {}, measured)
     for choice in choices:
         log.info("plugin: %s for %s (%s)", choice.info.name, " and ".join(choice.phases), choice.reason)
     return tuple(choices)
 
 
-def _choose_phases(plugins: Plugins, context: AttentionContext, refused: Mapping[str, str]) -> list[AttentionChoice]:
-    wanted = plugins.attention
-    if wanted.prefill == wanted.decode:
-        choices = [_choose(plugins, wanted.prefill, replace(context, phases=BOTH), refused)]
-    else:
-        named = {"prefill": wanted.prefill, "decode": wanted.decode}
-        choices = [_choose(plugins, name, replace(context, phases=(one,)), refused) for one, name in named.items()]
-        if choices[0].info == choices[1].info:
-            choices = [_choose(plugins, choices[0].info.short, replace(context, phases=BOTH), refused)]
+def _choose_phases(
+    plugins: Plugins, context: AttentionContext, refused: Mapping[str, str], measured: Measured
+) -> list[AttentionChoice]:
+    wanted = {"prefill": plugins.attention.prefill, "decode": plugins.attention.decode}
+    names = set(wanted.values())
+    if len(names) == 1 and not (measured and "auto" in names):
+        return [_choose(plugins, wanted["prefill"], replace(context, phases=BOTH), refused, None)]
+    choices = [
+        _choose(plugins, name, replace(context, phases=(phase,)), refused, measured.get(phase))
+        for phase, name in wanted.items()
+    ]
+    first, second = choices
+    if first.info == second.info and all(
+        first.options.get(key, value) == value for key, value in second.options.items()
+    ):
+        both = Contender(first.info.short, {**first.options, **second.options})
+        asked = ask(plugins, both, replace(context, phases=BOTH), first.reason)
+        choices = [replace(asked, auto=first.auto and second.auto)]
     return choices
+
+
+def contenders(plugins: Plugins, context: AttentionContext) -> tuple[list[Contender], dict[str, str]]:
+    """Return what may be measured for the context's phases, preferred ones first, and why others are not.
+
+    Beside what 'auto' looks at there is what the configuration names.  No plugin is imported."""
+    found: list[Contender] = []
+    passed_over: dict[str, str] = {}
+    named = {plugins.attention.prefill, plugins.attention.decode} - {"auto"}
+    preferred = PREFERRED.get(context.device, PREFERRED["cpu"])
+    for name in (*preferred, *sorted(named.difference(preferred))):
+        info = plugins.known.get(f"{ATTENTION}.{name}")
+        if info is None or not (info.built_in or name in named):
+            continue
+        try:
+            declaration = checked(info, declared(info))
+        except PluginError as error:
+            passed_over[name] = str(error)
+            continue
+        if reasons := declaration.misfits(context):
+            passed_over[name] = "; ".join(reasons)
+            continue
+        set_by_user = plugins.options.get(info.name, {})
+        found.append(Contender(name))
+        found += [
+            Contender(name, variant.options)
+            for variant in declaration.variants
+            if variant.phase in context.phases and not variant.options.keys() & set_by_user.keys()
+        ]
+    return found, passed_over
 
 
 def attention_factory(name: str, context: AttentionContext) -> "AttentionFactory":
@@ -139,31 +201,38 @@ def alternatives(known: Mapping[str, PluginInfo], context: AttentionContext, bes
     return f"; can run here: {', '.join(fitting)}" if fitting else "; no other backend can run here"
 
 
-def _choose(plugins: Plugins, wanted: str, context: AttentionContext, refused: Mapping[str, str]) -> AttentionChoice:
+def _choose(
+    plugins: Plugins, wanted: str, context: AttentionContext, refused: Mapping[str, str], measured: Contender | None
+) -> AttentionChoice:
     if wanted != "auto":
         info = plugins.find(f"{ATTENTION}.{wanted}")
         try:
-            return _ask(plugins, info, context, "chosen by name")
+            return ask(plugins, Contender(wanted), context, "chosen by name")
         except PluginError as error:
             raise PluginError(f"{error}{alternatives(plugins.known, context, besides=info.name)}") from error
     said_no = dict(refused)
+    if measured is not None and measured.name not in said_no:
+        try:
+            return replace(ask(plugins, measured, context, f"auto: {measured} was measured the fastest"), auto=True)
+        except PluginError as error:
+            said_no[measured.name] = str(error)
     while True:
         fitting, passed_over = first_fit(plugins.known, context, said_no)
         if fitting is None:
             raise PluginError(f"no attention backend can run on {context.device}: {' / '.join(passed_over)}")
         try:
             reason = " / ".join([f"auto on {context.device}", *passed_over])
-            return replace(_ask(plugins, fitting, context, reason), auto=True)
+            return replace(ask(plugins, Contender(fitting.short), context, reason), auto=True)
         except PluginError as error:
             said_no[fitting.short] = str(error)
 
 
-def _ask(plugins: Plugins, info: PluginInfo, context: AttentionContext, reason: str) -> AttentionChoice:
-    """Ask a plugin for its factory, if what it declares fits."""
-    plugins.load(info.name)
+def ask(plugins: Plugins, contender: Contender, context: AttentionContext, reason: str) -> AttentionChoice:
+    """Ask a plugin for its factory, if what it declares fits.  Raises PluginError."""
+    info = plugins.load(f"{ATTENTION}.{contender.name}")
     declaration = plugins.declarations[info.name]
     _check_fit(info, declaration, context)
-    context = replace(context, options=plugins.options.get(info.name, {}))
+    context = replace(context, options={**contender.options, **plugins.options.get(info.name, {})})
     try:
         with named_while_slow(f"plugin {info.label}: {HOOK}"):
             factory: AttentionFactory | None = plugins.asking(info.name, HOOK)(context=context)
@@ -176,7 +245,7 @@ def _ask(plugins: Plugins, info: PluginInfo, context: AttentionContext, reason: 
             f"plugin {info.label} built no attention backend: it must implement {HOOK} and return a callable "
             f"(spec, pool), not {factory!r}"
         )
-    return AttentionChoice(info, declaration, factory, context.phases, False, reason)
+    return AttentionChoice(info, declaration, factory, context.phases, False, reason, contender.options)
 
 
 def _check_fit(info: PluginInfo, declaration: Declaration, context: AttentionContext) -> None:

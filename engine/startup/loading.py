@@ -15,6 +15,7 @@ from engine.execution.device import choose_device, choose_dtype, fair_share, fre
 from engine.execution.host_pool import HostPool
 from engine.execution.rows import DeviceRows
 from engine.execution.runner import ModelRunner
+from engine.graphs.passes import build_passes
 from engine.graphs.rank import RankGraphs, StepParts
 from engine.host_memory import available_bytes
 from engine.layers.comm import Comm
@@ -36,6 +37,7 @@ from engine.startup.memory import (
     require_room,
     run_largest_step,
 )
+from engine.startup.race import Race, measured_attention
 from engine.text.codec import TextCodec, load_codec
 from engine.text.grammar import Grammars
 
@@ -66,7 +68,7 @@ def load_runner(
     _check_placement(config, device)
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
     comm = _connect(config, plugins, rank, device, rendezvous)
-    graphs = RankGraphs(config.graphs, device, comm)
+    graphs = RankGraphs(config.graphs, device, comm, build_passes(plugins, device, dtype))
     seed, load_format = config.device.seed, config.model.load_format
     on_cpu = device.type == "cpu"
     place = host_place() if on_cpu else comm.rank
@@ -85,8 +87,11 @@ def load_runner(
     set_threads(config.device.threads, device, model.parameter_bytes)
     attention_spec = model.attention_spec
     # Before the pool takes what memory is left: a plugin may refuse, and may need some to be tried.
-    attention = RankAttention(plugins, attention_spec, config.kv.page_size, device, dtype)
-    page_size, max_rows = config.kv.page_size, config.scheduler.max_running
+    page_size, limit_s = config.kv.page_size, config.plugins.race_s
+    race = Race(plugins, attention_spec, page_size, device, dtype, limit_s=limit_s, graphs=graphs.device)
+    measured = measured_attention(race, comm, device, progress)
+    attention = RankAttention(plugins, attention_spec, page_size, device, dtype, measured)
+    max_rows = config.scheduler.max_running
     rows = DeviceRows(max_rows, max_len, page_size, device)
     sampler = Sampler(max_rows, spec.vocab_size, max_len, device)
 

@@ -11,6 +11,7 @@ from engine.checkpoints.checkpoint import DEMO, ModelSpec, read_spec, resolve_ch
 from engine.config import Config
 from engine.errors import WeightsError
 from engine.execution.device import choose_device, choose_dtype, free_bytes
+from engine.layers.attention import AttentionSpec
 from engine.models.decoder import Decoder
 from engine.models.loader import loading_bytes
 from engine.plugins.comm.local import LocalComm
@@ -44,6 +45,17 @@ def preview_weights(config: Config, spec: ModelSpec) -> tuple[int, int]:
         available //= ranks
     check_weights(spec, needed, dtype, available, ranks)
     return needed, available
+
+
+def preview_attention(config: Config) -> tuple[AttentionSpec, torch.device, torch.dtype]:
+    """What attention of this model is on one rank, where and in which type, without loading it.
+
+    Raises ConfigError if the device is not here, WeightsError if the model is not."""
+    device = choose_device(config.device, 0)
+    spec = read_spec(resolve_checkpoint(config.model.path, config.model.revision))
+    dtype = choose_dtype(config.model.dtype, device, spec.dtype)
+    plan = Decoder(spec.shape, _FirstOf(config.device.tensor_parallel), torch.device("meta"), dtype)
+    return plan.attention_spec, device, dtype
 
 
 class _FirstOf(LocalComm):

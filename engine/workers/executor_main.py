@@ -63,7 +63,7 @@ def load_rank(assignment: ExecutorAssignment) -> Runner:
     spec = read_spec(Path(config.model.path))
     if assignment.fingerprint:
         check_fingerprint(assignment.fingerprint, spec, config.model.load_format, assignment.rank)
-    plugins = Plugins(config.chosen_plugins(), (), config.plugins.options)
+    plugins = Plugins(config.chosen_plugins(), (), config.plugins.options, config.plugins.graph_passes)
     runner = load_runner(
         config,
         spec,

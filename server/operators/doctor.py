@@ -50,6 +50,21 @@ def examine(config: Config) -> list[Finding]:
     return findings
 
 
+def examine_gpu(config: Config) -> Iterator[Finding]:
+    """The findings of a self-test of this machine's GPUs, within about two minutes, as they come."""
+    yield from _torch(config)
+    try:
+        from engine.startup.gpu_checks import self_test
+        from engine.startup.inventory import take_inventory
+    except (ImportError, OSError):
+        return  # said already
+    if not take_inventory().gpus:
+        yield Finding("GPU self-test", "bad", "torch sees no GPU here", "run it on the machine that has one")
+        return
+    for one in self_test("cuda"):
+        yield Finding(one.name, "good" if one.right else "bad", one.found, "" if one.right else _GPU_ADVICE)
+
+
 def _python(config: Config) -> Iterator[Finding]:
     found = f"{platform.python_implementation()} {platform.python_version()} at {sys.executable}"
     oldest = ".".join(map(str, OLDEST_PYTHON))
@@ -95,6 +110,9 @@ def _torch(config: Config) -> Iterator[Finding]:
         yield Finding(f"GPU {number}", "note" if short else "good", found, advice)
     if not inventory.gpus and config.device.kind != "cpu":
         yield _no_gpu(config, inventory.cuda)
+
+
+_GPU_ADVICE = "graphs.mode, plugins.attention and plugins.comm choose what runs; benchmarks/gpu_check.py looks closer"
 
 
 def _no_gpu(config: Config, cuda: str | None) -> Finding:

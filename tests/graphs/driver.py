@@ -44,7 +44,8 @@ class PiecewiseDriver(Driver):
         comm: Comm | None = None,
         recorder: SegmentRecorder | None = None,
         named: Sequence[str] = (),
-        fixed_shapes: bool = True,
+        autotuned: Sequence[int] = (),
+        passes: Sequence[Any] = (),
         page_size: int = 4,
         num_pages: int = 100,
     ) -> None:
@@ -66,7 +67,8 @@ class PiecewiseDriver(Driver):
                 comm=self.comm,
                 recorder=self.recorder,
                 compiler=compiler,
-                fixed_shapes=fixed_shapes,
+                autotuned=autotuned,
+                passes=passes,
                 named=named,
             )
         self.piecewise = Piecewise(
@@ -78,6 +80,7 @@ class PiecewiseDriver(Driver):
             recorder=self.recorder,
             capturing=Capturing(self.device, self.comm, self.pool.data.device),
             sizes=sizes,
+            any_size=self.compiled is not None,
         )
         self.plain = model
         self.model: Any = self.piecewise

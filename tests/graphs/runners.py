@@ -39,7 +39,7 @@ def load(
     num_pages: int = 160,
     attention: str = "torch",
     num_ranks: int = 1,
-    **graphs: int,
+    **graphs: object,
 ) -> OpenRunner:
     model = {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32", "max_model_len": MAX_LEN}
     sections = {

@@ -57,3 +57,30 @@ def test_where_nobody_fails_nobody_hears_of_it(how):
     assert {(said, agreeing) for said, _, agreeing in on_ranks(2, lambda comm: outcome(comm, how, "", 0, ()))} == {
         ("", 2)
     }
+
+
+@pytest.mark.parametrize("how", ["capture", "measure"])
+def test_ranks_that_would_capture_other_sizes_say_so_before_any_capture(how):
+    def one_rank(comm):
+        capturing, done = Capturing(RecordingDevice(), comm, CPU), []
+        arguments = ((8, 4, 2) if comm.rank else (16, 8), done.append, done.append, lambda: None)
+        with pytest.raises(GraphError) as found:
+            if how == "capture":
+                capturing.capture("steps", *arguments, advice="turn them off", progress=False)
+            else:
+                capturing.measure(*arguments, advice="turn them off")
+        return str(found.value), done, capturing.num_agreeing(True)
+
+    for said, done, agreeing in on_ranks(2, one_rank):
+        assert "(rank 0: 2 up to 16; rank 1: 3 up to 8); give all one configuration" in said
+        assert (done, agreeing) == ([], 2)
+
+
+def test_ranks_whose_sizes_are_for_other_steps_say_so():
+    def one_rank(comm):
+        capturing = Capturing(RecordingDevice(), comm, CPU)
+        what = ("steps with prefill", "decode steps")[comm.rank]
+        with pytest.raises(GraphError, match="ranks would capture other sizes than each other"):
+            capturing.capture(what, (4, 2), pytest.fail, pytest.fail, list, advice="", progress=False)
+
+    on_ranks(2, one_rank)

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from torch._inductor.utils import run_and_get_code
 
 from engine.errors import GraphError
+from engine.graphs import compiled
 from engine.graphs.compiled import (
     CACHE_VARIABLE,
     AllReducePart,
@@ -18,9 +20,9 @@ from engine.graphs.compiled import (
     keep_compilations,
 )
 from engine.graphs.device import HostDevice
-from engine.graphs.splitting import ATTEND, fingerprint, split
+from engine.graphs.splitting import ATTEND, fingerprint, operation_name, split
 from engine.models.decoder import DecoderLayer
-from tests.graphs.driver import PiecewiseDriver
+from tests.graphs.driver import SIZES, PiecewiseDriver
 from tests.models.checkpoints import random_tokens
 from tests.models.conftest import Cases
 from tests.models.driver import Driver
@@ -76,14 +78,76 @@ def test_attention_stands_alone_between_pieces(direct):
 
 
 def test_layers_share_a_compilation_and_no_step_compiles_again(direct):
-    driver = direct(fixed_shapes=False)
+    driver = direct()
     for count in (5, 2, 9, 16):
         driver.step({f"s{count}": random_tokens(count, 1)})
     assert driver.compiled.num_compilations == 3  # the first piece, the two in the middle, the last
-    driver = direct(fixed_shapes=True)
-    for count in (5, 2, 5):
-        driver.step({f"s{count}": random_tokens(count, 1)})
-    assert driver.compiled.num_compilations == 3 * 2
+
+
+def test_a_size_that_is_autotuned_is_compiled_by_itself_when_it_is_first_met(direct, monkeypatch):
+    options, lookup = [], compiled.lookup_backend
+
+    def watched(name):
+        options.append(torch._inductor.config.max_autotune)
+        return lookup(name)
+
+    monkeypatch.setattr(compiled, "lookup_backend", watched)
+    driver = direct(autotuned=(5, 8))
+    for number, (count, known) in enumerate(((2, 3), (5, 6), (9, 6), (5, 6), (8, 9))):
+        driver.step({f"s{number}": random_tokens(count, 1)})
+        assert driver.compiled.num_compilations == known
+    compare(driver, [5, 8, 9], 0)
+    assert options == [False] * 3 + [True] * 6
+
+
+def test_a_step_past_the_largest_size_runs_the_compiled_pieces(cases: Cases, monkeypatch):
+    driver = PiecewiseDriver(cases["qwen3-tied"].model, compiler="eager")
+    driver.piecewise.capture()
+    known = driver.compiled.num_compilations
+    plain = Driver(driver.plain, page_size=4, num_pages=100)
+    batch = {"long": random_tokens(SIZES[-1] + 3, 1)}
+    expected = plain.step(batch)["long"]
+    monkeypatch.setattr(type(driver.plain), "forward", lambda *_: pytest.fail("the model itself was run"))
+    assert torch.equal(driver.step(batch)["long"], expected)
+    assert driver.compiled.num_compilations == known == 3
+
+
+def test_passes_are_given_each_piece_once_and_keep_its_results(direct):
+    seen = []
+
+    def add_twice_half(piece):
+        seen.append(piece)
+        for node in piece.graph.find_nodes(op="call_method", target="add_"):
+            with piece.graph.inserting_before(node):
+                halves_of = piece.graph.call_function(torch.ops.callboard_test.halves.default, (node.args[1],))
+                half = piece.graph.call_function(operator.getitem, (halves_of, 0))
+                added = piece.graph.call_method("add_", (node.args[0], half))
+            node.args = (added, half)
+
+    driver = direct(passes=[("graph_pass.halves", add_twice_half)])
+    compare(driver, [5, 16], 1e-5)
+    called = [sum(operation_name(node) == "callboard_test::halves" for node in piece.graph.nodes) for piece in seen]
+    assert called == [0, 2, 2]  # a layer adds twice
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda piece: 1 / 0, "ZeroDivisionError"),
+        (lambda piece: piece.graph.erase_node(piece.graph.find_nodes(op="output")[0]), "."),
+        (lambda piece: piece.graph.placeholder("more"), "what the piece takes or returns"),
+    ],
+)
+def test_a_pass_that_fails_or_breaks_a_piece_is_named(direct, change, said):
+    driver = direct(passes=[("graph_pass.theirs", change)])
+    with pytest.raises(GraphError, match=rf"graph pass graph_pass.theirs failed \(.*{said}.*plugins.graph_passes"):
+        driver.step({"a": random_tokens(5, 1)})
+
+
+def test_operations_that_a_model_does_not_have_are_told(direct, caplog):
+    driver = direct(named=["callboard_test::halves"])
+    driver.step({"a": random_tokens(5, 1)})
+    assert "graphs: the model calls no callboard_test::halves, which it was to be split at" in caplog.messages
 
 
 def test_two_models_do_not_share_a_trace(cases: Cases, direct):
@@ -101,7 +165,7 @@ def test_a_single_token_runs_without_the_trace(direct):
 
 
 def test_capturing_where_nothing_captures_compiles_ahead(direct):
-    driver = direct(fixed_shapes=False)
+    driver = direct()
     driver.piecewise.capture()
     assert driver.compiled.num_compilations == 3
     compare(driver, [7], 0)
@@ -165,12 +229,35 @@ def test_several_results_of_a_split_operation_stay_with_it():
     assert stitched(torch.ones(2))[0].tolist() == [-0.75, -0.75]
 
 
+@torch.library.custom_op("callboard_test::add_into", mutates_args=("total",))
+def add_into(total: Tensor, part: Tensor) -> None:
+    """What a fused kernel does that updates the residual stream."""
+    total.add_(part)
+
+
+@add_into.register_fake
+def _(total: Tensor, part: Tensor) -> None:
+    return None
+
+
+def residual_by_kernel(piece):
+    """A pass that puts in an operation that writes in place."""
+    for node in piece.graph.find_nodes(op="call_method", target="add_"):
+        with piece.graph.inserting_before(node):
+            piece.graph.call_function(torch.ops.callboard_test.add_into.default, node.args)
+        node.replace_all_uses_with(node.args[0])
+        piece.graph.erase_node(node)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # what a compiler says of itself
-def test_inductor_pieces_give_the_eager_logits(direct, monkeypatch, tmp_path):
+def test_inductor_pieces_give_the_eager_logits(cases: Cases, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    driver = direct(compiler="inductor", fixed_shapes=False)
-    compare(driver, [2, 3, 4, 5, 7, 8, 9, 16, 17], 1e-5)
-    assert driver.compiled.num_compilations == 3
-    driver = direct(compiler="inductor", fixed_shapes=True)
-    compare(driver, [8], 1e-5)
+    model = cases["qwen3-tied"].model
+    monkeypatch.setattr(model, "layers", model.layers[:1])
+    passes = [("graph_pass.residual", residual_by_kernel)]
+    driver = PiecewiseDriver(model, device=HostDevice(), compiler="inductor", passes=passes)
+    _, code = run_and_get_code(compare, driver, [2, 3, 5, 7, 16, 17], 1e-5)
+    assert driver.compiled.num_compilations == 2
+    # The compiler makes a piece functional, and takes that back without a copy of the residual stream.
+    assert sum(one.count("callboard_test.add_into.default(arg") for one in code) == 2

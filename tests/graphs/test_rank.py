@@ -88,3 +88,35 @@ def test_operations_of_a_backend_that_auto_chooses_are_known_before_captures(che
     load(checkpoint, "decode", max_running=1, attention="auto")
     assert named == [("acme::route",)]
     assert {recorder.named for recorder in used} == {("acme::route",)}
+
+
+def test_operations_of_the_configuration_are_split_at_too_if_there_are_any(monkeypatch):
+    install(monkeypatch)
+    section = GraphsSection(mode="breakable", split_ops=["aten::index_copy_", "acme::route"])
+    graphs = RankGraphs(section, torch.device("cpu"), LocalComm())
+    with pytest.raises(ConfigError, match=r"graphs.split_ops: no operation 'acme::route' is registered with torch"):
+        graphs.break_at(["aten::mm"])
+    graphs = RankGraphs(
+        msgspec.structs.replace(section, split_ops=["aten::index_copy_"]), torch.device("cpu"), LocalComm()
+    )
+    graphs.break_at(["aten::mm", "aten::index_copy_"])
+    assert graphs._recorder.named == ("aten::mm", "aten::index_copy_")
+
+
+def test_an_engine_is_split_at_what_its_configuration_names(checkpoint, monkeypatch):
+    install(monkeypatch)
+    breaks, record = [], SegmentRecorder.record
+
+    def watched(self, size, run):
+        recording = record(self, size, run)
+        breaks.append(recording.breaks)
+        return recording
+
+    monkeypatch.setattr(SegmentRecorder, "record", watched)
+    load(checkpoint, "breakable", max_running=1, split_ops=["aten::index_copy_"])
+    assert all(one["aten::index_copy_"] for one in breaks)
+
+
+def test_passes_without_pieces_are_refused():
+    with pytest.raises(ConfigError, match=r"graphs.mode is 'off' here; set graphs.mode=compiled"):
+        RankGraphs(GraphsSection(), torch.device("cpu"), LocalComm(), [("graph_pass.casts", lambda piece: None)])

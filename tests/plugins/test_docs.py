@@ -10,10 +10,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from callboard import LLM, SamplingParams
 from engine.config import Config, build_config
 from engine.errors import PluginError, RequestError
+from engine.graphs.passes import PassManager, build_passes
 from engine.kv.events import KVEvent
 from engine.kv.node import SHARED
 from engine.messages import Finish
@@ -44,7 +46,9 @@ def acme(install: Install) -> Path:
 
 
 def test_the_page_shows_these_files() -> None:
-    modules = {f"callboard_acme/{name}.py" for name in ("mru", "shortest", "count", "jsonl", "plain", "gloo", "words")}
+    modules = {
+        f"callboard_acme/{name}.py" for name in ("mru", "shortest", "count", "jsonl", "plain", "gloo", "words", "casts")
+    }
     assert set(FILES) == {"pyproject.toml", "test_acme.py", *modules}
 
 
@@ -91,6 +95,21 @@ def test_its_strategy_and_its_policy_do_what_it_says(acme: Path) -> None:
     assert order(policy, [Waits(0, num_tokens=9), Waits(1, num_tokens=5), Waits(2, num_tokens=1)]) == [1, 0, 2]
     with pytest.raises(PluginError, match=r"'policy\.shortest'.*`grop`"):
         plugins.hook.callboard_scheduling_policy(context=PolicyContext(4, 1, {"grop": 2}))
+
+
+def test_its_graph_pass_drops_casts_that_change_nothing(acme: Path) -> None:
+    plugins = Plugins({}, graph_passes=["casts"])
+    passes = build_passes(plugins, torch.device("cpu"), torch.float32)
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.zeros(2)
+    kept = graph.call_method("to", (graph.call_method("to", (x, torch.float32)), torch.float64))
+    graph.output((kept,))
+    piece = torch.fx.GraphModule(torch.nn.Module(), graph)
+    PassManager(passes).run(piece)
+    assert [node.args[1] for node in piece.graph.find_nodes(op="call_method", target="to")] == [torch.float64]
+    with pytest.raises(PluginError, match="graph_passes names 'casts' more than once"):
+        Plugins({}, graph_passes=["casts", "casts"])
 
 
 def test_its_observers_observe(acme: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -33,14 +33,16 @@ class TorchCommOptions(Options, frozen=True):
 
 
 class TorchComm:
-    """See ``Comm``.  With NCCL every collective is queued on the current stream, and the host goes on."""
+    """See ``Comm``.  With NCCL every collective is queued on the current stream, and the host goes on.
+
+    store: where the ranks have met."""
 
     def __init__(self, context: CommContext, options: TorchCommOptions) -> None:
         self.rank, self.size = context.rank, context.size
         self.capturable = context.device == "cuda"
-        store = open_store(NAME, context.rendezvous, self.rank, self.size, options.timeout_s)
+        self.store = open_store(NAME, context.rendezvous, self.rank, self.size, options.timeout_s)
         try:
-            self._group: Any = self._make_group(store, context, options)
+            self._group: Any = self._make_group(self.store, context, options)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise PluginError(f"{NAME}: rank {self.rank} of {self.size} could not connect: {reason}") from error

@@ -38,6 +38,12 @@ CALLBOARD_PLUGIN = {
     "dtypes": ["bfloat16", "float16"],
     "head_sizes": [64, 128, 256],
     "padding": True,
+    "variants": [
+        {"phase": "decode", "options": {"tensor_cores": "always"}},
+        {"phase": "decode", "options": {"tensor_cores": "never"}},
+        {"phase": "prefill", "options": {"prefill_backend": "fa2"}},
+        {"phase": "prefill", "options": {"prefill_backend": "fa3"}},
+    ],
 }
 PLUGIN = "attention.flashinfer"
 CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)  # query heads per key head that the kernel without tensor cores is built for

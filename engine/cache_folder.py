@@ -1,0 +1,24 @@
+"""Where results that cost time to find are kept for the next start.
+
+Owns: the folder, and replacing a file in it as a whole.  Does not know: what is kept.
+"""
+
+import os
+from pathlib import Path
+
+
+def cache_folder(name: str) -> Path | None:
+    """callboard's folder of that name below the user's cache folder; None without a home.  It need not exist."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    return base / "callboard" / name
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file, so that a reader sees the old content or the new one.  Raises OSError."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_bytes(content)
+    partial.replace(path)

@@ -1,0 +1,105 @@
+"""Passes over the pieces of a traced model, before they are compiled: ours first, then those that plugins bring.
+
+A piece is in torch's own operations, those that write in place included: nothing has been made functional yet, so a
+pass may put in an operation that writes in place, and Inductor, which makes pieces functional and takes that back
+again, copies nothing for it.
+
+Owns: their order, what they must leave as it is, the products that a compiler is not to see.
+Does not know: where pieces come from, compilers.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from engine.errors import GraphError
+from engine.layers.packing import padded_product
+from engine.plugins.hookspecs import GraphPassContext
+from engine.plugins.manager import Plugins
+
+log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class GraphPass(Protocol):
+    """What a graph pass plugin's hook returns."""
+
+    def __call__(self, piece: GraphModule) -> None:
+        """Change ``piece.graph`` in place, by the graph alone: equal pieces, as layers are, are given once.
+
+        Inputs and outputs stay as they are; a node's ``meta["example_value"]`` has its shape and dtype."""
+        ...
+
+
+class PassManager:
+    """passes: with the name that an error gives, in their order."""
+
+    def __init__(self, passes: Sequence[tuple[str, GraphPass]]) -> None:
+        self._passes = tuple(passes)
+
+    def run(self, piece: GraphModule) -> None:
+        """Take a piece through all of them.  Raises GraphError that names the pass that failed, or broke the piece."""
+        for name, one in self._passes:
+            interface, num_before = _interface(piece), len(piece.graph.nodes)
+            try:
+                one(piece)
+                piece.graph.lint()
+                piece.recompile()
+                assert _interface(piece) == interface, "it changed what the piece takes or returns"
+            except Exception as error:  # whatever another's code raises
+                problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                raise GraphError(
+                    f"graphs.mode=compiled: graph pass {name} failed ({problem}); take it out of plugins.graph_passes"
+                ) from error
+            log.debug("graph pass %s: %d operations became %d", name, num_before, len(piece.graph.nodes))
+
+
+def build_passes(plugins: Plugins, device: torch.device, dtype: torch.dtype) -> list[tuple[str, GraphPass]]:
+    """Build those that the configuration names.  Raises PluginError."""
+    passes = []
+    for name in plugins.graph_passes:
+        options = plugins.options.get(name, {})
+        context = GraphPassContext(device.type, str(dtype).removeprefix("torch."), options)
+        passes.append((name, plugins.build(name, "callboard_graph_pass", context, GraphPass)))
+    return passes
+
+
+def _interface(piece: GraphModule) -> tuple[object, ...]:
+    inputs = tuple(node.name for node in piece.graph.nodes if node.op == "placeholder")
+    (output,) = piece.graph.find_nodes(op="output")
+    returned = output.args[0]
+    return inputs, len(returned) if isinstance(returned, (tuple, list)) else None
+
+
+# Products with weights in oneDNN's layout, as one operation that a compiler leaves alone.  Inductor knows the product,
+# but only with weights that are constants of the graph, and those would have to be compiled anew for every layer.
+_library = torch.library.Library("callboard_packed", "FRAGMENT")
+_library.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
+
+
+def _linear(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:
+    return padded_product(x_TI, packed, bias_O)
+
+
+def _linear_traced(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:
+    return x_TI.new_empty((x_TI.shape[0], outputs))
+
+
+_library.impl("linear", _linear, "CPU")
+_library.impl("linear", _linear, "MkldnnCPU")
+_library.impl("linear", _linear_traced, "Meta")
+
+
+def hide_packed_products(piece: GraphModule) -> None:
+    """See ``GraphPass``.  Weights' shapes are still known here."""
+    if not torch.backends.mkldnn.is_available():
+        return
+    product = torch.ops.mkldnn._linear_pointwise.default
+    for node in piece.graph.find_nodes(op="call_function", target=product):
+        x, packed, bias, *_ = node.args
+        node.target = torch.ops.callboard_packed.linear.default
+        node.args = (x, packed, bias, packed.meta["example_value"].shape[0])

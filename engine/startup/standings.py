@@ -1,0 +1,83 @@
+"""What a race of attention backends has found: each one's times, or why it is out, and who is taken.
+
+Owns: the choice, how it is told.  Does not know: what was run, where it is kept.
+"""
+
+import logging
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from engine.plugins.selection import Contender
+
+log = logging.getLogger(__name__)
+
+AS_FAST = 1.03  # within this of the fastest the order of preference decides: so much comes and goes by itself
+
+
+class Result(msgspec.Struct, frozen=True):
+    """One contender in one phase.  us: load -> microseconds of all layers.  problem: why it is out, or ''.
+    late: whether only time was lacking."""
+
+    name: str
+    options: dict[str, Any]
+    us: dict[str, float]
+    problem: str = ""
+    late: bool = False
+
+    @property
+    def contender(self) -> Contender:
+        """What was measured."""
+        return Contender(self.name, self.options)
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a race has found: phase -> results, in the order of preference.  about: what it holds for."""
+
+    about: str
+    results: dict[str, list[Result]]
+
+    @property
+    def complete(self) -> bool:
+        """Whether everybody was done in time."""
+        return not any(one.late for results in self.results.values() for one in results)
+
+    def fastest(self) -> dict[str, Contender]:
+        """Phase -> the one with the least geometric mean of times; a preferred one that is as fast comes first."""
+        found: dict[str, Contender] = {}
+        for phase, results in self.results.items():
+            right = [(one, _mean(one.us.values())) for one in results if not one.problem]
+            if right:
+                limit = AS_FAST * min(mean for _, mean in right)
+                found[phase] = next(one.contender for one, mean in right if mean <= limit)
+        return found
+
+    def table(self) -> Table:
+        """For a terminal."""
+        table = Table("phase", "attention", "", "us of a step's layers", title=self.about, title_justify="left")
+        fastest = self.fastest()
+        for phase, results in self.results.items():
+            for one in results:
+                mark = "fastest" if fastest.get(phase) == one.contender else ""
+                table.add_row(phase, str(one.contender), mark, one.problem or _spell(one.us))
+        return table
+
+    def tell(self) -> None:
+        """The same for the log."""
+        for phase, results in self.results.items():
+            for one in results:
+                log.info("attention race, %s: %s: %s", phase, one.contender, one.problem or _spell(one.us))
+        for phase, contender in self.fastest().items():
+            log.info("attention race, %s: %s is the fastest (%s)", phase, contender, self.about)
+
+
+def _mean(values: Collection[float]) -> float:
+    logs = [math.log(max(value, 1e-9)) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def _spell(us: Mapping[str, float]) -> str:
+    return "; ".join(f"{load}: {value:.4g}" for load, value in us.items())

@@ -1,0 +1,113 @@
+"""Steps of random numbers in a model's shape, for attention backends to be timed and checked with.
+
+Legend: T new tokens of a step · N query heads · H head size
+Owns: their sizes, the pool that they are in, the comparison of a result with the definition of attention.
+Does not know: backends, clocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.device import free_bytes
+from engine.layers.attention import AttentionBatch, AttentionSpec
+from engine.layers.kv_pool import KVPool
+from engine.plugins.declaration import Phase
+from engine.plugins.support.paging import batch_on
+from engine.plugins.testing.attention import TOLERANCES
+from engine.plugins.testing.reference import attend
+
+POOL_BYTES = {"cuda": 4 << 30, "cpu": 128 << 20}
+SHARE_OF_FREE = 4  # the pool takes one part of so many
+COMPARED = 4  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A step: sequences of ``context`` tokens each, of which ``new`` are computed."""
+
+    phase: Phase
+    rows: int
+    context: int
+    new: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.context}" + (f", {self.new} new" if 1 < self.new < self.context else "")
+
+
+def _loads(decodes: Sequence[tuple[int, int]], prefills: Sequence[tuple[int, int, int]]) -> tuple[Load, ...]:
+    return (*(Load("decode", *one, 1) for one in decodes), *(Load("prefill", *one) for one in prefills))
+
+
+LOADS = {
+    "cuda": _loads(
+        ((1, 1024), (8, 4096), (32, 2048), (128, 512)), ((1, 512, 512), (1, 4096, 4096), (1, 8192, 1024), (8, 512, 256))
+    ),
+    "cpu": _loads(((1, 256), (8, 256)), ((1, 128, 128), (1, 512, 64))),
+}
+
+
+class TrialSteps:
+    """Steps over one pool, which is as large as the largest of them, or as there is memory for.
+
+    loads: those that fit into it.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, page_size: int, device: torch.device, dtype: torch.dtype, loads: Sequence[Load]
+    ) -> None:
+        self.spec = spec
+        self._page_size = page_size
+        self._device = device
+        page_bytes = KVPool.page_bytes(spec.num_layers, page_size, spec.num_kv_heads, spec.head_size, dtype)
+        room = min(POOL_BYTES[device.type], free_bytes(device) // SHARE_OF_FREE)
+        self.pool = KVPool(
+            num_layers=spec.num_layers,
+            num_pages=min(max(map(self._pages_of, loads)), max(1, room // page_bytes)),
+            page_size=page_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            dtype=dtype,
+            device=device,
+        )
+        self.pool.data.normal_(generator=torch.Generator(device).manual_seed(0))
+        self.loads = [one for one in loads if self._pages_of(one) <= self.pool.num_pages]
+
+    def queries(self, load: Load) -> Tensor:
+        """q_TNH of a step."""
+        shape = (load.rows * load.new, self.spec.num_heads, self.spec.head_size)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self._device, self.pool.data.dtype)
+
+    def batch(self, load: Load) -> AttentionBatch:
+        """Sequences over scattered pages that they share with nobody; decode rows of lengths that differ."""
+        lengths = np.full(load.rows, load.context, dtype=np.int32)
+        if load.phase == "decode":
+            lengths = np.linspace(load.context, max(1, load.context // 4), load.rows).astype(np.int32)
+        width = -(-load.context // self._page_size)
+        pages = np.random.default_rng(0).permutation(self.pool.num_pages)[: load.rows * width]
+        new = np.full(load.rows, load.new, dtype=np.int32)
+        table_BP = pages.reshape(load.rows, width).astype(np.int32)
+        return batch_on(self._device, load.rows if load.phase == "decode" else 0, table_BP, lengths, new)
+
+    def compare(self, out_TNH: Tensor, q_TNH: Tensor, batch: AttentionBatch) -> None:
+        """The last sequence's result in the first layer against the definition; at most its last few tokens.
+        Raises AssertionError."""
+        last = len(batch.host_lengths) - 1
+        length, new = int(batch.host_lengths[last]), min(COMPARED, int(batch.host_query_lengths[last]))
+        position_L = torch.arange(length, device=self._device)
+        pages_L = batch.page_table_BP[last].long()[position_L // self._page_size]
+        slots_L = pages_L * self._page_size + position_L % self._page_size
+        window = self.spec.window if not self.spec.first_window_layer else 0
+        expected = attend(
+            q_TNH[-new:], self.pool.keys(0)[slots_L], self.pool.values(0)[slots_L], self.spec.scale, window
+        )
+        absolute, relative = TOLERANCES[str(self.pool.data.dtype).removeprefix("torch.")]
+        error = (out_TNH[-new:].double().cpu() - expected).abs()
+        wrong = not (error <= absolute + relative * expected.abs()).all()  # NaN is wrong, too
+        assert not wrong, f"a result at a context of {length} is off by {error.max():.3g}"
+
+    def _pages_of(self, load: Load) -> int:
+        return load.rows * -(-load.context // self._page_size)

@@ -1,0 +1,110 @@
+"""``comm.symmetric`` with memory that threads share in place of GPUs': which sums go there, and where none does."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.errors import PluginError
+from engine.plugins.comm.symmetric import SymmetricComm, callboard_comm
+from engine.plugins.comm.torch import TorchComm, TorchCommOptions
+from engine.plugins.hookspecs import CommContext
+from engine.plugins.testing.comm import check_comm
+from tests.comm.groups import at_once
+
+LIMIT = 256
+NewUrl = Callable[[], str]
+
+
+class ThreadMemory:
+    """Every rank's part is a tensor that all threads see.  sums: sizes in bytes."""
+
+    def __init__(self, rank: int, parts: list[Tensor], barrier: threading.Barrier) -> None:
+        self.rank = rank
+        self.sums: list[int] = []
+        self._parts = parts
+        self._barrier = barrier
+
+    def sum_into(self, tensor: Tensor) -> None:
+        self.sums.append(tensor.nbytes)
+        self._parts[self.rank] = tensor.clone()
+        self._barrier.wait(60)
+        tensor.copy_(sum(self._parts[1:], self._parts[0]))
+        self._barrier.wait(60)
+
+
+@pytest.fixture
+def new_url(tmp_path: Path) -> NewUrl:
+    urls = (f"file://{tmp_path}/group{number}" for number in range(100))
+    return lambda: next(urls)
+
+
+def group(url: str, size: int, unable: int = -1) -> tuple[list[SymmetricComm], list[ThreadMemory]]:
+    parts, barrier = [torch.empty(0)] * size, threading.Barrier(size)
+    memories = [ThreadMemory(rank, parts, barrier) for rank in range(size)]
+
+    def share(rank: int) -> ThreadMemory:
+        if rank == unable:
+            raise RuntimeError("no peer access between devices 0 and 1")
+        return memories[rank]
+
+    def build(rank: int) -> SymmetricComm:
+        library = TorchComm(CommContext(rank, size, "cpu", url), TorchCommOptions())
+        return SymmetricComm(library, lambda: share(rank), LIMIT, "cpu")
+
+    return at_once(size, build), memories
+
+
+def test_the_whole_contract(new_url: NewUrl) -> None:
+    check_comm(lambda size: group(new_url(), size)[0], sizes=(1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "one_shot"),
+    [
+        (torch.ones(4), True),
+        (torch.ones(LIMIT // 4), True),
+        (torch.ones(LIMIT // 2, dtype=torch.bfloat16), True),
+        (torch.ones(LIMIT // 4 + 4), False),  # too large
+        (torch.ones(3), False),  # no whole load
+        (torch.ones(8, dtype=torch.float16), False),
+        (torch.ones(4, dtype=torch.int64), False),
+        (torch.ones(4, 8).t(), False),
+        (torch.ones(0), False),
+    ],
+    ids=lambda one: f"{tuple(one.shape)} {one.dtype}" if isinstance(one, Tensor) else None,
+)
+def test_small_sums_go_through_shared_memory_and_others_through_the_library(
+    new_url: NewUrl, tensor: Tensor, one_shot: bool
+) -> None:
+    ranks, memories = group(new_url(), 2)
+    own = [tensor.clone(memory_format=torch.preserve_format) for _ in range(2)]
+    sums = at_once(2, lambda rank: ranks[rank].all_reduce(own[rank]))
+    assert all(sums[rank] is own[rank] and (own[rank] == 2).all() for rank in range(2))
+    assert [memory.sums for memory in memories] == [[tensor.nbytes] * one_shot] * 2
+
+
+def test_where_one_rank_has_no_such_memory_none_uses_it(new_url: NewUrl, caplog: pytest.LogCaptureFixture) -> None:
+    ranks, memories = group(new_url(), 2, unable=1)
+    assert at_once(2, lambda rank: ranks[rank].all_reduce(torch.ones(4)).tolist()) == [[2.0] * 4] * 2
+    assert [memory.sums for memory in memories] == [[], []]
+    assert any("no peer access between devices 0 and 1" in message for message in caplog.messages)
+
+
+def test_a_cpu_is_refused() -> None:
+    with pytest.raises(PluginError, match=r"connects NVIDIA GPUs, not 'cpu'; set plugins.comm=torch"):
+        callboard_comm(CommContext(0, 2, "cpu", "file:///tmp/nowhere"))
+
+
+def test_torch_has_the_memory_and_the_sum_as_they_are_called() -> None:
+    memory = pytest.importorskip("torch.distributed._symmetric_memory")._SymmetricMemory
+    assert "(arg0: str, arg1" in memory.set_group_info.__doc__
+    assert "size" in memory.empty_strided_p2p.__doc__
+    assert "rendezvous(" in memory.rendezvous.__doc__
+    schema = str(torch.ops.symm_mem.one_shot_all_reduce_copy_out.default._schema)
+    assert schema.endswith(
+        "(Tensor symm_buffer, Tensor local_input, str reduce_op, str group_name, Tensor(a!) out) -> Tensor(a!)"
+    )

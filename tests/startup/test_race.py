@@ -1,0 +1,244 @@
+"""Attention measured by a clock that the backends themselves move: who is taken, who is out and why, what is kept."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from callboard import LLM, SamplingParams
+from engine.config import Config, build_config
+from engine.execution.attention import RankAttention
+from engine.execution.split_attention import SplitAttention
+from engine.layers.attention import AttentionSpec
+from engine.layers.kv_pool import KVPool
+from engine.plugins import manager, selection
+from engine.plugins.comm.local import LocalComm
+from engine.plugins.manager import Plugins
+from engine.plugins.selection import Contender
+from engine.sections import AttentionNames
+from engine.startup.race import Race, measured_attention
+from engine.startup.trial_steps import Load
+from server.cli import main
+from tests.graphs.engines import EngineDevice
+from tests.layers.thread_comm import on_ranks
+from tests.plugins.conftest import Install, install
+
+CPU = torch.device("cpu")
+SPEC = AttentionSpec(num_layers=3, num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
+LOADS = (Load("decode", 2, 40, 1), Load("decode", 1, 70, 1), Load("prefill", 1, 33, 33), Load("prefill", 2, 40, 7))
+SOURCE = """
+import acme_clock
+from engine.plugins.attention.torch import TorchAttention
+from engine.plugins.hookspecs import hookimpl
+from tests.graphs.resident import ResidentTorchAttention
+
+CALLBOARD_PLUGIN = {declared}
+
+def build(spec, pool, options):
+    class Backend({base}):
+        built_with = options
+        def plan_step(self, batch):
+            super().plan_step(batch)
+            self.decodes = bool(batch.num_decodes)
+        def attend(self, layer, q):
+            acme_clock.now += options.get("slower", 1) * ({decode} if self.decodes else {prefill})
+            out = super().attend(layer, q)
+            {change}
+            return out
+    return Backend(spec, pool)
+
+@hookimpl
+def callboard_attention_backend(context):
+    return lambda spec, pool: build(spec, pool, dict(context.options))
+"""
+Enter = Callable[..., None]
+
+__all__ = ["install"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def enter(install: Install, monkeypatch: pytest.MonkeyPatch) -> Enter:
+    """enter(name, decode, prefill, ...): one more of ours that 'auto' looks at, taking these seconds a layer."""
+    install("acme-clock", {}, {"acme_clock.py": "now = 0.0\n"})
+    others = {name: module for name, module in manager.BUILTIN.items() if not name.startswith("attention.")}
+    monkeypatch.setattr(manager, "BUILTIN", others)
+    monkeypatch.setattr(selection, "PREFERRED", {"cpu": ()})
+
+    def enter(name: str, decode: float, prefill: float, change: str = "pass", **declared: Any) -> None:
+        base = declared.pop("base", "TorchAttention")
+        source = SOURCE.format(
+            declared={"api": 1, **declared}, base=base, decode=decode, prefill=prefill, change=change
+        )
+        install(f"acme-{name}", {}, {f"acme_{name}.py": source})
+        table = {**manager.BUILTIN, f"attention.{name}": f"acme_{name}"}
+        monkeypatch.setattr(manager, "BUILTIN", table)
+        monkeypatch.setattr(selection, "PREFERRED", {"cpu": (*selection.PREFERRED["cpu"], name)})
+
+    return enter
+
+
+def race(
+    attention: str | AttentionNames = "auto", limit_s: float = 60.0, loads: tuple[Load, ...] = LOADS, **options: Any
+) -> Race:
+    import acme_clock
+
+    plugins = Plugins({"attention": attention}, options=options.pop("tables", None))
+    clock = lambda: acme_clock.now  # noqa: E731
+    return Race(plugins, SPEC, 16, CPU, torch.float32, limit_s=limit_s, loads=loads, clock=clock, **options)
+
+
+def problems(one: Race) -> dict[str, dict[str, str]]:
+    report = one.run()
+    return {phase: {str(r.contender): r.problem for r in found} for phase, found in report.results.items()}
+
+
+def test_each_phase_takes_what_is_fastest_there(enter: Enter) -> None:
+    enter("a", decode=3, prefill=1)
+    enter("b", decode=2, prefill=4)
+    report = race().run()
+    assert report.fastest() == {"prefill": Contender("a"), "decode": Contender("b")}
+    by_name = {one.name: one.us for one in report.results["decode"]}
+    assert by_name == {"a": {"2 x 40": 9e6, "1 x 70": 9e6}, "b": {"2 x 40": 6e6, "1 x 70": 6e6}}  # three layers
+    plugins = Plugins({"attention": "auto"})
+    rank = RankAttention(plugins, SPEC, 16, CPU, torch.float32, report.fastest())
+    pool = KVPool(3, 4, 16, 2, 16, torch.float32, CPU)
+    assert isinstance(rank.build(pool), SplitAttention)
+
+
+def test_what_is_as_fast_does_not_take_the_place_of_what_is_preferred(enter: Enter) -> None:
+    enter("preferred", decode=1.02, prefill=2)
+    enter("other", decode=1.0, prefill=2)
+    assert {one.name for one in race().run().fastest().values()} == {"preferred"}
+
+
+def test_variants_are_measured_with_their_options_and_one_backend_serves_both_phases(enter: Enter) -> None:
+    variants = [
+        {"phase": "decode", "options": {"slower": 0.5}},
+        {"phase": "prefill", "options": {"kind": "x"}},
+    ]
+    enter("a", decode=4, prefill=1, variants=variants)
+    enter("b", decode=3, prefill=9)
+    measured = race().run().fastest()
+    assert measured == {"prefill": Contender("a"), "decode": Contender("a", {"slower": 0.5})}
+    built = RankAttention(Plugins({"attention": "auto"}), SPEC, 16, CPU, torch.float32, measured)
+    assert built.build(KVPool(3, 4, 16, 2, 16, torch.float32, CPU)).built_with == {"slower": 0.5}
+    set_by_user = {"attention.a": {"slower": 1}}
+    found = race(tables=set_by_user).run().fastest()
+    assert found["decode"] == Contender("b")
+
+
+def test_what_raises_is_wrong_or_cannot_run_is_shown_with_its_reason_and_never_taken(enter: Enter) -> None:
+    enter("raises", 1e-6, 1e-6, change="raise RuntimeError('no kernel image')")
+    enter("wrong", 1e-6, 1e-6, change="out = out + 1")
+    enter("wrong_when_long", 1e-6, 1e-6, change="out = out + (len(q) == 33 or self._whole[-1].num_keys == 70)")
+    enter("elsewhere", 1e-6, 1e-6, devices=["cuda"])
+    enter("right", 1, 1)
+    one = race()
+    found = problems(one)
+    for phase in ("prefill", "decode"):
+        assert "no kernel image" in found[phase]["raises"]
+        assert "is off by" in found[phase]["wrong"]
+        assert "a result at a context of" in found[phase]["wrong_when_long"]
+        assert found[phase]["elsewhere"] == "device cpu, it takes cuda"
+    assert one.decide(progress=False) == {"prefill": Contender("right"), "decode": Contender("right")}
+
+
+def test_who_is_not_done_in_time_is_out_and_nothing_is_kept(enter: Enter) -> None:
+    enter("hangs", 1e-6, 1e-6, change="__import__('threading').Event().wait(2)")
+    enter("right", 1, 1)
+    one = race(limit_s=0.5)
+    report = one.run()
+    assert {r.late for r in report.results["prefill"]} == {True}
+    assert report.fastest() == {}
+    assert one.known() is None
+    assert RankAttention(Plugins({"attention": "auto"}), SPEC, 16, CPU, torch.float32, report.fastest())
+
+
+def test_a_result_is_kept_for_the_same_heads_options_and_contenders(enter: Enter, tmp_path: Any) -> None:
+    enter("a", 2, 2)
+    enter("b", 1, 1)
+    first = race()
+    assert first.decide(progress=False)["decode"] == Contender("b")
+    import acme_clock
+
+    before = acme_clock.now
+    assert race().decide(progress=False)["decode"] == Contender("b")
+    assert acme_clock.now == before  # nothing ran
+    assert race(tables={"attention.a": {"slower": 2}}).known() is None
+    (kept,) = (tmp_path / "cache" / "callboard" / "attention.race").iterdir()
+    kept.write_text("{torn")
+    assert race().known() is None
+    enter("c", 0.5, 0.5)
+    assert race().decide(progress=False)["decode"] == Contender("c")
+
+
+def test_nothing_is_measured_where_there_is_no_choice_or_no_time(enter: Enter) -> None:
+    enter("a", 2, 2)
+    assert race().decide(progress=True) == {}
+    enter("b", 1, 1)
+    assert race(limit_s=0).decide(progress=True) == {}
+    assert race("a").decide(progress=True) == {}
+    assert race(AttentionNames(prefill="a")).decide(progress=True)["decode"] == Contender("b")
+
+
+def test_decode_is_measured_as_a_graph_has_it(enter: Enter) -> None:
+    enter("planned", 1, 1)
+    enter("resident", 4, 4, base="ResidentTorchAttention")
+    device = EngineDevice(descending=False)
+    report = race(graphs=device, loads=LOADS[1:2]).run()
+    assert [one.problem for one in report.results["decode"]] == ["", ""]
+    timed = {one.name: one.us["1 x 70"] for one in report.results["decode"]}
+    # Replays run torch's operations and not the backend's Python, which is what moves this clock.
+    assert timed == {"planned": 3e6, "resident": 0.0}
+
+
+def test_all_ranks_take_what_rank_0_has_measured(enter: Enter) -> None:
+    enter("a", decode=3, prefill=1)
+    enter("b", decode=2, prefill=4, variants=[{"phase": "prefill", "options": {"slower": 0.1}}])
+    ran: list[int] = []
+    races = {rank: race() for rank in range(2)}
+
+    class Watched:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def decide(self, progress: bool) -> object:
+            ran.append(self.rank)
+            return races[self.rank].decide(progress)
+
+    measured = on_ranks(2, lambda comm: measured_attention(Watched(comm.rank), comm, CPU, progress=False))
+    expected = {"prefill": Contender("b", {"slower": 0.1}), "decode": Contender("b")}
+    assert measured == [expected] * 2
+    assert ran == [0]
+    assert measured_attention(races[0], LocalComm(), CPU, progress=False) == expected
+
+
+def test_an_engine_is_built_with_what_was_measured_and_says_so(
+    enter: Enter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    enter("a", 2, 2)
+    enter("b", 1, 1)
+    import acme_clock
+
+    clocked = {**Race.__init__.__kwdefaults__, "clock": lambda: acme_clock.now}
+    monkeypatch.setattr(Race.__init__, "__kwdefaults__", clocked)
+    config = build_config(Config(), {"model": {"path": "demo"}, "kv": {"num_pages": 64}})
+    with LLM(config=config, progress=False) as llm:
+        assert llm.generate(["a"], SamplingParams(max_tokens=2, temperature=0))
+    assert "plugin: attention.b for prefill and decode (auto: b was measured the fastest)" in caplog.messages
+
+
+def test_the_command_prints_the_table(enter: Enter, capsys: pytest.CaptureFixture[str]) -> None:
+    enter("raises", 1e-6, 1e-6, change="raise RuntimeError('no kernel image')")
+    enter("right", 1, 1)
+    main(["tune"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "no kernel image" in shown
+    assert "fastest" in shown
