@@ -12,6 +12,7 @@ from engine.errors import PluginError, RequestError
 from engine.kv.events import KVEvent, Tier, namespace_seed
 from engine.kv.eviction import Candidate, EvictionStrategy, SortKey
 from engine.kv.node import Namespace
+from engine.kv.store import KVStore
 from engine.messages import Finish
 from engine.params import Grammar
 from engine.plugins.hookspecs import (
@@ -20,6 +21,7 @@ from engine.plugins.hookspecs import (
     CommContext,
     EvictionContext,
     GrammarContext,
+    KVStoreContext,
     ObserverContext,
     PolicyContext,
     hookimpl,
@@ -55,6 +57,8 @@ __all__ = [
     "GrammarFailure",
     "KVEvent",
     "KVPool",
+    "KVStore",
+    "KVStoreContext",
     "Mask",
     "Matcher",
     "Namespace",

@@ -41,6 +41,11 @@ class KVPool:
         self._value_slots = [slots[layer, 1] for layer in range(num_layers)]
         self._store_by: StoreKernel | None = None
 
+    @property
+    def by_page(self) -> Tensor:
+        """[P + 1, L, 2, S, G, H] view of all of it: what each page holds."""
+        return self.data.movedim(2, 0)
+
     def keys(self, layer: int) -> Tensor:
         """[slots, G, H] view of a layer's keys; slot = page * page_size + offset."""
         return self._key_slots[layer]

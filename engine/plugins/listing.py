@@ -13,6 +13,7 @@ from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import (
     ATTENTION,
     AUTO,
+    KV_STORE,
     OBSERVER,
     PluginInfo,
     available_plugins,
@@ -46,7 +47,7 @@ def list_plugins(config: Config, context: AttentionContext) -> list[Listed]:
 
 
 def _row(info: PluginInfo, chosen: str, context: AttentionContext) -> Listed:
-    if info.kind not in (*AUTO, ATTENTION, OBSERVER):
+    if info.kind not in (*AUTO, ATTENTION, KV_STORE, OBSERVER):
         return Listed(info, chosen, "", (f"this callboard has no plugins of kind {info.kind!r}",))
     try:
         declaration = checked(info, declared(info))

@@ -13,6 +13,8 @@ from engine.params import SamplingParams
 
 TokenIds = npt.NDArray[np.int32]
 
+WORTH_WAITING_TOKENS = 32  # what a prefix that is not cached yet must save to be waited for
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -61,6 +63,8 @@ class PlannerLimits:
     itl_target_s: prefills are cut so that running requests get a token this often; 0 for no such target.
     fair_prefill: prompts take turns; if not, the oldest is finished first.
     record_events: collect what happens to cached pages; somebody must drain it then.
+    store_timeout_s: how long a prompt waits for pages from the store; 0 where there is none.
+    num_ranks: executors, each of which has a part of every page.
     scored_chunk: most tokens of a prompt in a step if log probabilities of all of them are wanted, which take memory of
     vocabulary size each."""
 
@@ -76,6 +80,8 @@ class PlannerLimits:
     fair_prefill: bool = True
     record_events: bool = False
     scored_chunk: int = 64
+    store_timeout_s: float = 0.0
+    num_ranks: int = 1
 
     def max_total(self, num_prompt: int, max_tokens: int | None) -> int:
         """Prompt plus most output tokens, refused at once where it can never fit."""

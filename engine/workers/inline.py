@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from engine.actors.executor import Executor, Runner
-from engine.messages import Step, StepDone, Stop
+from engine.messages import ExecutorInbox, FromExecutor, Stop
 from engine.workers.executors import GenerationSettings
 from engine.workers.group import Reports, Start, WorkerLost, WorkerSlot
 from engine.workers.messages import WorkerReady
@@ -36,11 +36,11 @@ class InlineExecutors:
         self._load = load
 
     @contextmanager
-    def generation(self, settings: GenerationSettings) -> Iterator[Start[StepDone, Step]]:
+    def generation(self, settings: GenerationSettings) -> Iterator[Start[FromExecutor, ExecutorInbox]]:
         """See ``ExecutorPlacement``."""
         rendezvous = Rendezvous(self._num_ranks)
 
-        def start(slot: WorkerSlot[StepDone, Step], reports: Reports[StepDone]) -> InlineWorker:
+        def start(slot: WorkerSlot[FromExecutor, ExecutorInbox], reports: Reports[FromExecutor]) -> InlineWorker:
             load = partial(self._load, slot.number, settings, rendezvous.url)
             executor = Executor(rank=slot.number, capacity=self._capacity, load=load)
             return InlineWorker(executor, reports, reloaded=settings.num_pages > 0)
@@ -54,14 +54,14 @@ class InlineExecutors:
 class InlineWorker:
     """reloaded: it is not of the first generation."""
 
-    def __init__(self, executor: Executor, reports: Reports[StepDone], *, reloaded: bool) -> None:
+    def __init__(self, executor: Executor, reports: Reports[FromExecutor], *, reloaded: bool) -> None:
         self._executor = executor
         self._reports = reports
         self._reloaded = reloaded
         executor.connect(ready=lambda num_pages: reports.heard(WorkerReady(num_pages)), done=reports.heard)
         self._task = asyncio.create_task(self._run(), name=executor.name)
 
-    def put(self, message: Step) -> None:
+    def put(self, message: ExecutorInbox) -> None:
         """Send."""
         self._executor.inbox.put(message)
 
