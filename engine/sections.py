@@ -68,6 +68,10 @@ class KVSection(Section, frozen=True):
 
     page_size: Annotated[Literal[1, 4, 8, 16, 32, 64, 128, 256], Meta(description="Tokens per page")] = 16
     num_pages: Annotated[int, Meta(ge=0, description="Pages in the pool; 0 sizes it from memory_fraction")] = 0
+    layout: Annotated[
+        Literal["layer_first", "page_first"],
+        Meta(description="'page_first' makes each page one block over all layers, for cheaper copies between tiers"),
+    ] = "layer_first"
     num_host_pages: Annotated[
         int, Meta(ge=0, description="Pages of host memory that evicted pages move to and come back from; 0 for none")
     ] = 0

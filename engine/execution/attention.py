@@ -12,7 +12,7 @@ from engine.errors import PluginError
 from engine.execution.split_attention import SplitAttention
 from engine.execution.third_party import build_foreign, try_foreign
 from engine.layers.attention import AttentionBackend, AttentionSpec
-from engine.layers.kv_pool import KVPool
+from engine.layers.kv_pool import KVPool, Layout
 from engine.patience import named_while_slow
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import Plugins
@@ -23,7 +23,13 @@ class RankAttention:
     """What the plugins have agreed to build.  Raises PluginError if none can run here, or one fails its trial."""
 
     def __init__(
-        self, plugins: Plugins, spec: AttentionSpec, page_size: int, device: torch.device, dtype: torch.dtype
+        self,
+        plugins: Plugins,
+        spec: AttentionSpec,
+        page_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        layout: Layout = "layer_first",
     ) -> None:
         self._plugins = plugins
         self._spec = spec
@@ -35,11 +41,12 @@ class RankAttention:
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
             window=spec.window,
+            kv_layout=layout,
         )
         self._choices = choose_attention(plugins, self._context)
         for choice in self._choices:
             if not choice.info.built_in:
-                try_foreign(choice, spec, page_size, device, dtype)
+                try_foreign(choice, spec, page_size, device, dtype, layout)
 
     def build(self, pool: KVPool) -> AttentionBackend:
         """One backend, or two behind one.  Raises PluginError if one that was chosen by name cannot be built."""

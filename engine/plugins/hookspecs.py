@@ -37,6 +37,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 class AttentionContext:
     """What an attention plugin is told.  device: 'cpu' or 'cuda'.  dtype: 'float32', 'bfloat16', 'float16'.
     window: sliding window in tokens, 0 for none.  phases: what it is to serve, 'prefill', 'decode' or both.
+    kv_layout: of the pool, 'layer_first' or 'page_first'; '' if that is not known yet.
     options: the plugin's own table from the configuration."""
 
     device: str
@@ -47,6 +48,7 @@ class AttentionContext:
     head_size: int
     window: int = 0
     phases: tuple[str, ...] = ("prefill", "decode")
+    kv_layout: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -90,9 +90,10 @@ def load_runner(
     set_threads(config.device.threads, device, model.parameter_bytes)
     attention_spec = model.attention_spec
     # Before the pool takes what memory is left: a plugin may refuse, and may need some to be tried.
-    attention = RankAttention(plugins, attention_spec, config.kv.page_size, device, dtype)
+    attention = RankAttention(plugins, attention_spec, config.kv.page_size, device, dtype, config.kv.layout)
     page_size, max_rows = config.kv.page_size, config.scheduler.max_running
-    rows = DeviceRows(max_rows, max_len, page_size, device)
+    page_stride = KVPool.page_stride_of(config.kv.layout, attention_spec.num_layers, page_size)
+    rows = DeviceRows(max_rows, max_len, page_size, device, page_stride)
     sampler = Sampler(max_rows, spec.vocab_size, max_len, device)
 
     def parts_with(num_pages: int) -> StepParts:
@@ -104,6 +105,7 @@ def load_runner(
             head_size=attention_spec.head_size,
             dtype=dtype,
             device=device,
+            layout=config.kv.layout,
         )
         backend = attention.build(pool)
         # Only now: what 'auto' comes to has been loaded by this time.

@@ -30,6 +30,14 @@ def serve(checkpoint: Path, store: Path | None, **more: dict[str, object]) -> tu
     return outputs, cached
 
 
+def test_the_layout_changes_no_token_and_both_find_the_same_files(checkpoint: Path, tmp_path: Path) -> None:
+    kv = {"page_size": 16, "num_pages": 10, "num_host_pages": 12}
+    expected, _ = serve(checkpoint, tmp_path, kv=kv)
+    outputs, cached = serve(checkpoint, tmp_path, kv=kv | {"layout": "page_first"})
+    assert outputs == expected
+    assert cached == [64] * 12
+
+
 def test_what_was_computed_is_found_again_after_a_restart_too(checkpoint: Path, tmp_path: Path) -> None:
     expected, without = serve(checkpoint, None)
     assert sum(without) == 0, "a prompt has gone from the pool when its next turn comes"
