@@ -47,7 +47,8 @@ class FileStore:
         self._sync = sync
         self._numbers = itertools.count()
         self._incoming = path / "incoming"
-        self._incoming.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)  # pages tell of prompts
+        self._incoming.mkdir(exist_ok=True)
         self._lock = path / "sweep.lock"
         self._lock.touch()
         self._num_bytes = self._num_since_count = 0
