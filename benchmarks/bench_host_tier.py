@@ -1,11 +1,12 @@
-"""What does the host tier bring when the conversations need four times the KV pool?
+"""What do the host tier and the store bring when the conversations need four times the KV pool?
 
 Conversations whose turns come in random order, each prompt being the whole history plus some new tokens, go through the
-real engine: once without a host tier and once with one that holds them all, in turns, with a fresh engine each time.
-The first prompts fill the cache and are not measured.  Time to first token is by the client's clock, from the request
-to the first delta; hit rate is cached prompt tokens over prompt tokens.
+real engine, a fresh one each time: without further tiers, with a host tier as large as the pool, with one that holds
+everything, with files alone, with files behind the small host tier, and once more over the same files after a restart.
+First prompts are told apart from later turns: only after a restart can they be cached.  Time to first token is by the
+client's clock, from the request to the first delta; hit rate is cached prompt tokens over prompt tokens.
 
-    python benchmarks/bench_host_tier.py                         # the demo model, a minute and a half on two cores
+    python benchmarks/bench_host_tier.py                         # the demo model, four minutes on two cores
     python benchmarks/bench_host_tier.py --clients 1 --rounds 1  # without waiting for each other
     python benchmarks/bench_host_tier.py --set model.path=DIRECTORY --first-tokens 8000 --output FILE
 """
@@ -16,6 +17,7 @@ import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -64,10 +66,9 @@ class Measured:
     ttft_s: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
-    def row(self, host_pages: int) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         ttft_ms = np.array(self.ttft_s) * 1e3
         return {
-            "host_pages": host_pages,
             "requests": len(self.ttft_s),
             "hit_rate": round(self.cached_tokens / self.prompt_tokens, 4),
             "ttft_p50_ms": round(float(np.percentile(ttft_ms, 50)), 2),
@@ -76,8 +77,29 @@ class Measured:
         }
 
 
-async def run(config: Config, workload: Workload, measured: Measured, bar: "tqdm[Any]") -> list[list[int]]:
-    """One engine's life; returns the conversations."""
+@dataclass(frozen=True)
+class Tiers:
+    """What an engine has beside its pool.  host: pages, as a multiple of the pool's.  restarted: it finds files."""
+
+    host: int = 0
+    files: bool = False
+    restarted: bool = False
+
+
+KINDS = {
+    "none": Tiers(),
+    "host 1x": Tiers(host=1),
+    f"host {OVERCOMMIT}x": Tiers(host=OVERCOMMIT),
+    "files": Tiers(files=True),
+    "host 1x + files": Tiers(host=1, files=True),
+    "after a restart": Tiers(host=1, files=True, restarted=True),
+}
+
+
+async def run(
+    config: Config, workload: Workload, first: Measured, turns: Measured, bar: "tqdm[Any]"
+) -> list[list[int]]:
+    """One engine's life; returns the conversations.  first, turns: take what the first prompts bring, and the rest."""
     system = System(config)
     longest = max(workload.history_tokens())
     if longest > system.max_len:
@@ -87,11 +109,14 @@ async def run(config: Config, workload: Workload, measured: Measured, bar: "tqdm
         rng = np.random.default_rng(1)
         vocab_size = system.spec.vocab_size
         tokens = [rng.integers(0, vocab_size, workload.first_tokens).tolist() for _ in range(workload.conversations)]
-        await visit(system, tokens, list(range(workload.conversations)), workload, Measured(), bar)
-        turns = rng.integers(0, vocab_size, (len(workload.visits), workload.turn_tokens)).tolist()
-        start = time.perf_counter()
-        await visit(system, tokens, list(workload.visits), workload, measured, bar, turns)
-        measured.seconds += time.perf_counter() - start
+        new = rng.integers(0, vocab_size, (len(workload.visits), workload.turn_tokens)).tolist()
+        for measured, visits, more in (
+            (first, list(range(workload.conversations)), None),
+            (turns, list(workload.visits), new),
+        ):
+            start = time.perf_counter()
+            await visit(system, tokens, visits, workload, measured, bar, more)
+            measured.seconds += time.perf_counter() - start
     finally:
         await system.stop()
     return tokens
@@ -142,39 +167,48 @@ async def ask(system: System, prompt: list[int], params: SamplingParams, measure
     return answer
 
 
-def compare(workload: Workload, overrides: list[str], rounds: int) -> tuple[list[dict[str, Any]], int, int]:
-    """The two rows, off and on; pages in the pool; and how many conversations went differently."""
+def compare(
+    workload: Workload, overrides: list[str], rounds: int, folder: Path
+) -> tuple[list[dict[str, Any]], int, int]:
+    """A row for the first prompts and one for the turns of each kind; pages in the pool; and how many conversations
+    went differently from those without further tiers."""
     page_size = load_config(None, overrides).kv.page_size
-    working_set = workload.num_pages(page_size)
-    pool_pages = working_set // OVERCOMMIT
-    host_pages = {"off": 0, "on": working_set}
-    base = ["model.tokenizer=none", f"kv.num_pages={pool_pages}", *overrides]
-    configs = {name: load_config(None, [*base, f"kv.num_host_pages={count}"]) for name, count in host_pages.items()}
-    measured = {name: Measured() for name in configs}
+    pool_pages = workload.num_pages(page_size) // OVERCOMMIT
+    measured = {name: (Measured(), Measured()) for name in KINDS}
     differing = 0
     num_requests = workload.conversations + len(workload.visits)
-    with tqdm(total=2 * rounds * num_requests, unit="request", leave=False) as bar:
+    with tqdm(total=len(KINDS) * rounds * num_requests, unit="request", leave=False) as bar:
         for number in range(rounds):
-            ends = []
-            for name in ("off", "on") if number % 2 == 0 else ("on", "off"):
-                bar.set_description(f"round {number + 1} of {rounds}, host tier {name}")
-                ends.append(asyncio.run(run(configs[name], workload, measured[name], bar)))
-            differing += sum(one != other for one, other in zip(*ends, strict=True))
-    rows = [{"host_tier": name, **measured[name].row(host_pages[name])} for name in configs]
+            ends: list[list[list[int]]] = []
+            for name, tiers in KINDS.items():
+                bar.set_description(f"round {number + 1} of {rounds}, {name}")
+                settings = ["model.tokenizer=none", f"kv.num_pages={pool_pages}"]
+                settings.append(f"kv.num_host_pages={tiers.host * pool_pages}")
+                if tiers.files:
+                    path = folder / f"{number}-{tiers.host}"
+                    settings += ["plugins.kv_store=files", f'plugins.options={{"kv_store.files"={{path="{path}"}}}}']
+                    assert path.exists() == tiers.restarted, f"{path}: only a restart finds a folder"
+                config = load_config(None, [*settings, *overrides])
+                ends.append(asyncio.run(run(config, workload, *measured[name], bar)))
+            differing += sum(one != other for end in ends[1:] for one, other in zip(ends[0], end, strict=True))
+    rows = [
+        {"tiers": name, "prompts": prompts, **one.row()}
+        for name, both in measured.items()
+        for prompts, one in zip(("first", "turns"), both, strict=True)
+    ]
     return rows, pool_pages, differing
 
 
 def show(rows: list[dict[str, Any]], title: str) -> None:
-    """Off, on, and how much better on is."""
+    """Each kind, and how much sooner the first token comes than without further tiers."""
     table = Table(title=title)
-    for column in ("host tier", "hit rate", "TTFT p50", "TTFT p95", "whole run"):
-        table.add_column(column, justify="left" if column == "host tier" else "right")
+    for column in ("tiers", "prompts", "hit rate", "TTFT p50", "TTFT p95", "none / this, p50", "whole run"):
+        table.add_column(column, justify="left" if column in ("tiers", "prompts") else "right")
+    base = {row["prompts"]: row for row in rows if row["tiers"] == "none"}
     for row in rows:
-        times = [f"{row['ttft_p50_ms']:.1f} ms", f"{row['ttft_p95_ms']:.1f} ms", f"{row['seconds']:.1f} s"]
-        table.add_row(row["host_tier"], f"{row['hit_rate']:.1%}", *times)
-    off, on = rows
-    ratios = [off[key] / on[key] for key in ("ttft_p50_ms", "ttft_p95_ms", "seconds")]
-    table.add_row("off / on", "", *(f"{ratio:.2f}x" for ratio in ratios))
+        ratio = base[row["prompts"]]["ttft_p50_ms"] / row["ttft_p50_ms"]
+        times = [f"{row['ttft_p50_ms']:.1f} ms", f"{row['ttft_p95_ms']:.1f} ms", f"{ratio:.2f}x"]
+        table.add_row(row["tiers"], row["prompts"], f"{row['hit_rate']:.1%}", *times, f"{row['seconds']:.1f} s")
     Console().print(table)
 
 
@@ -188,7 +222,7 @@ def main() -> None:
     parser.add_argument("--turn-tokens", type=int, default=32, help="new tokens of a later turn (default: 32)")
     parser.add_argument("--output-tokens", type=int, default=16, help="tokens of an answer (default: 16)")
     parser.add_argument("--clients", type=int, default=4, help="most requests open at once (default: 4)")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind (default: 3)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each kind (default: 2)")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="configuration")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write machine, workload and rows to this file")
     arguments = parser.parse_args()
@@ -201,10 +235,11 @@ def main() -> None:
         clients=arguments.clients,
         visits=tuple(visits.tolist()),
     )
-    rows, pool_pages, differing = compare(workload, arguments.set, arguments.rounds)
+    with TemporaryDirectory() as folder:
+        rows, pool_pages, differing = compare(workload, arguments.set, arguments.rounds, Path(folder))
     show(rows, f"{workload.conversations} conversations, {OVERCOMMIT}x the pool of {pool_pages} pages")
     if differing:
-        print(f"{differing} conversations went differently with and without the host tier")
+        print(f"{differing} conversations went differently with further tiers")
     if arguments.output:
         settings = {**vars(arguments), "output": None, "pool_pages": pool_pages, "differing_conversations": differing}
         report = {"machine": describe_machine(), "workload": settings, "rows": rows}

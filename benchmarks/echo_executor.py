@@ -43,6 +43,9 @@ class EchoRunner:
         self._free_at = max(self._free_at, time.perf_counter()) + self._step_s
         return Pending(step, self._free_at)
 
+    def close(self) -> None:
+        """Nothing is on its way anywhere."""
+
     def leave(self) -> None:
         """There are no other ranks."""
 

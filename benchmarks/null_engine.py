@@ -126,6 +126,9 @@ class NullRunner:
             extras = dict.fromkeys(rows.tolist(), StepExtras(self._logprobs))
         return _Done(StepDone(rank=0, step_id=step.step_id, token_ids=tokens.tobytes(), extras=extras))
 
+    def close(self) -> None:
+        """Nothing is on its way anywhere."""
+
     def leave(self) -> None:
         """There are no other ranks."""
 

@@ -154,12 +154,33 @@ class Admission(Message, frozen=True):
     params: SamplingParams
 
 
+class Landing(Message, frozen=True):
+    """Where pages go that were fetched from the store; the executor lets go of the rest of them, and of all if none go.
+
+    first: of those fetched, the first that is used.  pages: int32[k], of the KV pool."""
+
+    fetch_id: int
+    first: int = 0
+    pages: bytes = b""
+
+
+class FetchPages(Message, frozen=True):
+    """Get pages from the store, beside the steps: as many as there are in a row, from the first on.
+
+    parent: hash of the page before.  tokens: int32s of the pages, whole ones.  timeout_s: when to say what has come."""
+
+    fetch_id: int
+    parent: bytes
+    tokens: bytes
+    timeout_s: float
+
+
 class Step(Message, frozen=True):
     """One forward pass, told as changes to what the executor already holds.
 
-    Applied in order: transfers between the tiers, admissions, writes to page tables, then the batch: every decode row
-    (one token each, its last sampled one) followed by every prefill segment.  Sampled: all decode rows, then the
-    segments that reach the end of their known tokens (``prefill_samples`` is 1), in order.
+    Applied in order: pages to the store, transfers between the tiers, landings, admissions, writes to page tables, then
+    the batch: every decode row (one token each, its last sampled one) followed by every prefill segment.  Sampled: all
+    decode rows, then the segments that reach the end of their known tokens (``prefill_samples`` is 1), in order.
     """
 
     step_id: int
@@ -176,9 +197,20 @@ class Step(Message, frozen=True):
     transfer_to_host: bytes = b""  # int32[X]  1: device page to host page, 0: back
     transfer_device_pages: bytes = b""  # int32[X]
     transfer_host_pages: bytes = b""  # int32[X]
+    save_pages: bytes = b""  # int32[V]  to be copied into the store
+    save_hashes: bytes = b""  # their chained hashes, 32 bytes each
+    landings: tuple[Landing, ...] = ()
 
 
 # ---- executors -> scheduler -----------------------------------------------------------------
+
+
+class PagesFetched(Message, frozen=True):
+    """A rank has so many of the pages that it was to fetch, and keeps them for a ``Landing``."""
+
+    rank: int
+    fetch_id: int
+    num_pages: int
 
 
 class ExecutorsReady(Message, frozen=True):
@@ -425,6 +457,7 @@ class Stop(Message, frozen=True):
 
 # What each actor handles; Stop reaches every one of them and is handled by the base class.
 TokenizerInbox = Tokenize | Abort | Tokens | Failed
-SchedulerInbox = Admit | Abort | StepDone | ExecutorsReady | ExecutorsLost
-ExecutorInbox = Step
+FromExecutor = StepDone | PagesFetched
+SchedulerInbox = Admit | Abort | FromExecutor | ExecutorsReady | ExecutorsLost
+ExecutorInbox = Step | FetchPages
 IngressInbox = Deltas | Failed | EngineReady | EngineRecovering | TokenizersReady | TokenizersLost | Stats

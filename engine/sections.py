@@ -68,9 +68,20 @@ class KVSection(Section, frozen=True):
 
     page_size: Annotated[Literal[1, 4, 8, 16, 32, 64, 128, 256], Meta(description="Tokens per page")] = 16
     num_pages: Annotated[int, Meta(ge=0, description="Pages in the pool; 0 sizes it from memory_fraction")] = 0
+    layout: Annotated[
+        Literal["layer_first", "page_first"],
+        Meta(description="'page_first' makes each page one block over all layers, for cheaper copies between tiers"),
+    ] = "layer_first"
     num_host_pages: Annotated[
         int, Meta(ge=0, description="Pages of host memory that evicted pages move to and come back from; 0 for none")
     ] = 0
+    store_timeout_s: Annotated[
+        float, Meta(gt=0, description="How long a prompt waits for its pages from plugins.kv_store, to go on without")
+    ] = 0.5
+    store_buffer_mb: Annotated[
+        int,
+        Meta(ge=1, description="Host memory of a rank for pages on their way from plugins.kv_store, and as much to it"),
+    ] = 256
     memory_fraction: Annotated[
         float,
         Meta(
@@ -228,6 +239,9 @@ class PluginsSection(Section, frozen=True):
         "auto"
     )
     comm: Annotated[str, Meta(description="Communication library between ranks, 'auto' picks by world size")] = "auto"
+    kv_store: Annotated[
+        str, Meta(description="Where KV pages are kept beyond the pool and the process: files; 'none' is nowhere")
+    ] = "none"
     observers: Annotated[
         list[str],
         Meta(description="Who is told of finished requests and cached pages: any number of names, e.g. ['log']"),
@@ -241,9 +255,11 @@ class PluginsSection(Section, frozen=True):
     ] = {}
 
     def by_kind(self) -> dict[str, str | AttentionNames]:
-        """Plugin kind -> the name wanted for it, of the kinds of which there is one; attention may have two."""
-        names = ("attention", "eviction", "policy", "comm", "grammar")
-        return {kind: getattr(self, kind) for kind in names}
+        """Plugin kind -> the name wanted for it, of the kinds of which there is one; attention may have two.
+
+        A kind that is left out has no plugin."""
+        names = ("attention", "eviction", "policy", "comm", "grammar", "kv_store")
+        return {kind: getattr(self, kind) for kind in names if getattr(self, kind) != "none"}
 
 
 class ServerSection(Section, frozen=True):

@@ -28,7 +28,7 @@ from engine.kv.eviction import EvictionStrategy
 from engine.monitor import Monitor
 from engine.plugins.guards import GuardedPolicy, GuardedStrategy
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
-from engine.plugins.manager import Plugins
+from engine.plugins.manager import KV_STORE, Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.selection import check_named, expected_context
 from engine.plugins.structured import plugin_grammars
@@ -259,6 +259,8 @@ class System:
             num_host_pages=kv.num_host_pages,
             itl_target_s=scheduler.itl_target_ms / 1000,
             record_events=self._observers.wants_kv_events,
+            store_timeout_s=kv.store_timeout_s if KV_STORE in self._plugins.names else 0.0,
+            num_ranks=self.config.device.tensor_parallel,
             scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
         )
         return Planner(limits, self._eviction_strategy(num_pages), self._policy, time.monotonic)

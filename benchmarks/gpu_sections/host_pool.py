@@ -12,13 +12,13 @@ from gpu_sections.rows import Row, seconds_of
 def host_pool(device: torch.device, num_layers: int = 28, num_bytes: int = 1 << 29) -> list[Row]:
     """Pages to the host and back: equal afterwards, no wait on the way, and how fast beside one plain pinned copy."""
     rows = []
-    for page_size in (1, 16, 64):
+    for page_size, layout in ((1, "layer_first"), (16, "layer_first"), (64, "layer_first"), (16, "page_first")):
         num_pages = num_bytes // KVPool.page_bytes(num_layers, page_size, 8, 128, torch.bfloat16)
-        pool = KVPool(num_layers, 2 * num_pages, page_size, 8, 128, torch.bfloat16, device)
+        pool = KVPool(num_layers, 2 * num_pages, page_size, 8, 128, torch.bfloat16, device, layout)
         host = HostPool(2 * num_pages, pool)
         order = np.random.default_rng(page_size).permutation(2 * num_pages)
-        rows += _host_pool_case(pool, host, f"page {page_size}, a run", np.arange(num_pages))
-        rows += _host_pool_case(pool, host, f"page {page_size}, scattered", order[:num_pages])
+        rows += _host_pool_case(pool, host, f"{layout}, page {page_size}, a run", np.arange(num_pages))
+        rows += _host_pool_case(pool, host, f"{layout}, page {page_size}, scattered", order[:num_pages])
         del pool, host  # before the next size is allocated and page-locked
     return rows
 

@@ -55,6 +55,7 @@ SECTIONS: Mapping[str, Section] = {
     "kernel_sampler": Section("gpu_sections.kernel_sampler:section", {"vocab_size": 200, "batches": (2,)}),
     "host_pool": Section("gpu_sections.host_pool:host_pool", {"num_layers": 2, "num_bytes": 1 << 21}),
     "weights": Section("gpu_sections.weights:weights", {"num_bytes": 1 << 20}),
+    "stored_pages": Section("gpu_sections.stored_pages:stored_pages", {"num_layers": 2, "num_pages": 5}),
     "nccl": Section("gpu_sections.nccl:section"),
     "greedy": Section("gpu_sections.greedy:greedy", {"num_prompts": 2, "num_out": 12, "graphs": {"mode": "off"}}),
     "graph_tokens": Section("gpu_sections.graphs:tokens", {"max_tokens": 4, "num_prompts": 2, "num_out": 8}),

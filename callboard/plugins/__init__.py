@@ -12,6 +12,7 @@ from engine.errors import PluginError, RequestError
 from engine.kv.events import KVEvent, Tier, namespace_seed
 from engine.kv.eviction import Candidate, EvictionStrategy, SortKey
 from engine.kv.node import Namespace
+from engine.kv.store import KVStore
 from engine.messages import Finish
 from engine.params import Grammar
 from engine.plugins.hookspecs import (
@@ -21,6 +22,7 @@ from engine.plugins.hookspecs import (
     EvictionContext,
     GrammarContext,
     GraphPassContext,
+    KVStoreContext,
     ObserverContext,
     PolicyContext,
     hookimpl,
@@ -59,6 +61,8 @@ __all__ = [
     "GraphPassContext",
     "KVEvent",
     "KVPool",
+    "KVStore",
+    "KVStoreContext",
     "Mask",
     "Matcher",
     "Namespace",

@@ -11,6 +11,7 @@ from engine.plugins.declaration import Declaration, read_declaration
 from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
 from engine.plugins.testing.eviction import check_eviction_strategy
 from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.testing.kv_store import check_kv_store
 from engine.plugins.testing.policy import check_scheduling_policy
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ __all__ = [
     "check_case",
     "check_comm",
     "check_eviction_strategy",
+    "check_kv_store",
     "check_rank",
     "check_scheduling_policy",
     "read_declaration",

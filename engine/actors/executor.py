@@ -1,7 +1,7 @@
 """The executor actor: one rank's device, driven from a thread of its own.
 
-consumes: Step (scheduler) · Stop (system)
-produces: StepDone, and how many pages there are once it has loaded (scheduler, by way of its group)
+consumes: Step, FetchPages (scheduler) · Stop (system)
+produces: StepDone, PagesFetched, and how many pages there are once it has loaded (scheduler, by way of its group)
 waits for: a message; the collector waits for the device.   owns: the device thread and the collector's.
 
 Only plain steps and their results cross between the loop and the threads.  The device thread launches a step as soon
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Protocol, assert_never
 
 from engine.actors.actor import Actor
-from engine.messages import ExecutorInbox, Step, StepDone
+from engine.messages import ExecutorInbox, FetchPages, FromExecutor, PagesFetched, Step, StepDone
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +36,24 @@ class PendingStep(Protocol):
 
 
 class Runner(Protocol):
-    """The device half of a step; every call comes from the device thread."""
+    """The device half of a step; calls come from the device thread, those of fetches from any."""
 
     num_pages: int
 
     def launch(self, step: Step) -> PendingStep:
         """Start a step without waiting for it; those before it may still run, and be collected meanwhile."""
+        ...
+
+    def fetch(self, message: FetchPages, answer: Callable[[PagesFetched], None]) -> None:
+        """Begin to get pages from the store; ``answer`` is called once, at ``give_up`` at the latest, on any thread."""
+        ...
+
+    def give_up(self, fetch_id: int) -> None:
+        """A fetch's time is over: answer with what has come, unless that is done."""
+        ...
+
+    def close(self) -> None:
+        """No step comes any more."""
         ...
 
     def leave(self) -> None:
@@ -63,10 +75,11 @@ class Executor(Actor[ExecutorInbox]):
         self._load = load
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._runner: Runner | None = None
         self._abandoned = False
         self.loaded = False
 
-    def connect(self, *, ready: Callable[[int], None], done: Callable[[StepDone], None]) -> None:
+    def connect(self, *, ready: Callable[[int], None], done: Callable[[FromExecutor], None]) -> None:
         """Where results go, on the event loop.  ready: told the number of pages once the model is loaded."""
         self._ready = ready
         self._done = done
@@ -108,8 +121,16 @@ class Executor(Actor[ExecutorInbox]):
         match message:
             case Step():
                 self._steps.put(message)
+            case FetchPages():
+                self._fetch(message)
             case _:
                 assert_never(message)
+
+    def _fetch(self, message: FetchPages) -> None:
+        runner, loop = self._runner, asyncio.get_running_loop()
+        assert runner is not None, "pages are to be fetched before the runner is there"
+        loop.call_later(message.timeout_s, runner.give_up, message.fetch_id)
+        runner.fetch(message, lambda fetched: _call_soon(loop, partial(self._done, fetched)))
 
     def close(self) -> None:
         """End the device thread after the steps it has; a load that still runs is left to die with the process."""
@@ -122,6 +143,7 @@ class Executor(Actor[ExecutorInbox]):
         self._abandoned = True
 
     def _serve(self, runner: Runner, loop: asyncio.AbstractEventLoop) -> None:
+        self._runner = runner
         _call_soon(loop, partial(self._ready, runner.num_pages))
         self.loaded = True
         collector = Collector(
@@ -135,6 +157,7 @@ class Executor(Actor[ExecutorInbox]):
         finally:
             collector.end()
         collector.join()
+        runner.close()
 
 
 class Collector:

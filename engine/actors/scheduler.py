@@ -1,7 +1,7 @@
 """The scheduler actor: a shell around the planner.
 
-consumes: Admit, Abort (tokenizer) · StepDone, ExecutorsReady, ExecutorsLost (executors) · Stop (system)
-produces: Step (every executor, same order) · LossExplained (their group) · Tokens, Failed (tokenizer)
+consumes: Admit, Abort (tokenizer) · StepDone, PagesFetched, ExecutorsReady, ExecutorsLost (executors) · Stop (system)
+produces: Step, FetchPages (every executor, same order) · LossExplained (their group) · Tokens, Failed (tokenizer)
   EngineReady, EngineRecovering, Stats (ingress)
 tells: observers, in batches, what has ended and what the prefix cache has done.
 waits for: a message; never for a peer.   owns: the life of every sequence and every page.
@@ -19,13 +19,14 @@ from engine.messages import (
     Admit,
     EngineReady,
     EngineRecovering,
+    ExecutorInbox,
     ExecutorsLost,
     ExecutorsReady,
     Failed,
     LossExplained,
+    PagesFetched,
     SchedulerInbox,
     Stats,
-    Step,
     StepDone,
     Tokens,
 )
@@ -50,7 +51,7 @@ class Scheduler(Actor[SchedulerInbox]):
         overlap_depth: int,
         page_size: int,
         new_planner: Callable[[int], Planner],
-        executors: Sequence[Link[Step]],
+        executors: Sequence[Link[ExecutorInbox]],
         explain: Callable[[LossExplained], None],
         tokenizer: Link[Tokens | Failed],
         ingress: Link[EngineReady | EngineRecovering | Stats],
@@ -78,6 +79,8 @@ class Scheduler(Actor[SchedulerInbox]):
                     self._planned.complete(result)
             case Admit():
                 self._admit(message)
+            case PagesFetched():
+                self._planned.fetched(message)
             case Abort(request_id, finish):
                 self._planned.abort(request_id, finish)
             case ExecutorsReady(num_pages):
@@ -97,6 +100,9 @@ class Scheduler(Actor[SchedulerInbox]):
                 break
             for executor in self._executors:
                 executor.put(step)
+        for fetch in planner.take_fetches():
+            for executor in self._executors:
+                executor.put(fetch)
         for message in planner.outbox:
             self._tokenizer.put(message)
         planner.outbox.clear()

@@ -12,14 +12,16 @@ from engine.errors import PluginError
 from engine.execution.split_attention import SplitAttention
 from engine.execution.third_party import build_foreign, try_foreign
 from engine.layers.attention import AttentionBackend, AttentionSpec
-from engine.layers.kv_pool import KVPool
+from engine.layers.kv_pool import KVPool, Layout
 from engine.patience import named_while_slow
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import Plugins
 from engine.plugins.selection import NOT_MEASURED, Measured, choose_attention
 
 
-def context_of(spec: AttentionSpec, page_size: int, device: torch.device, dtype: torch.dtype) -> AttentionContext:
+def context_of(
+    spec: AttentionSpec, page_size: int, device: torch.device, dtype: torch.dtype, layout: Layout = "layer_first"
+) -> AttentionContext:
     """What a rank's attention plugins are told, for both phases and without options."""
     return AttentionContext(
         device=device.type,
@@ -29,6 +31,7 @@ def context_of(spec: AttentionSpec, page_size: int, device: torch.device, dtype:
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
         window=spec.window,
+        kv_layout=layout,
     )
 
 
@@ -42,16 +45,17 @@ class RankAttention:
         page_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        layout: Layout = "layer_first",
         measured: Measured = NOT_MEASURED,
     ) -> None:
         self._plugins = plugins
         self._spec = spec
         self._measured = measured
-        self._context = context_of(spec, page_size, device, dtype)
+        self._context = context_of(spec, page_size, device, dtype, layout)
         self._choices = choose_attention(plugins, self._context, measured=measured)
         for choice in self._choices:
             if not choice.info.built_in:
-                try_foreign(choice, spec, page_size, device, dtype)
+                try_foreign(choice, spec, page_size, device, dtype, layout)
 
     def build(self, pool: KVPool) -> AttentionBackend:
         """One backend, or two behind one.  Raises PluginError if one that was chosen by name cannot be built."""

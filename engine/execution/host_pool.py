@@ -30,13 +30,14 @@ class HostPool:
 
     def __init__(self, num_pages: int, pool: KVPool) -> None:
         self.num_pages = num_pages
-        self._device_pages = pool.data.movedim(2, 0)  # a view: [P + 1, L, 2, S, G, H]
+        self._device_pages = pool.by_page
         shape, dtype, device = self._device_pages.shape[1:], pool.data.dtype, pool.data.device
         page_bytes = math.prod(shape) * dtype.itemsize
         # calloc: on CPU, pages that were never written take no memory.
         memory = torch.from_numpy(np.zeros(num_pages * page_bytes, dtype=np.uint8))
         self.data = memory.view(dtype).view(num_pages, *shape)
-        num_staged = min(num_pages, max(1, STAGING_BYTES // page_bytes))
+        # A page that is one block on the device too needs no gathering.
+        num_staged = 0 if pool.by_page.is_contiguous() else min(num_pages, max(1, STAGING_BYTES // page_bytes))
         self._staging = torch.empty((num_staged, *shape), dtype=dtype, device=device)
         if device.type == "cuda":
             _page_lock(memory, device, owner=self)
@@ -61,13 +62,28 @@ class HostPool:
         kept = len(targets) - 1 - from_end
         # In the host's order, so that neighbours cross the bus as one copy.
         kept = kept[np.argsort(host_pages[kept], kind="stable")]
-        host_pages = host_pages[kept]
-        index = torch.from_numpy(device_pages[kept].astype(np.int64))
+        device_pages, host_pages = device_pages[kept], host_pages[kept]
+        if not len(self._staging):
+            self._copy_blocks(to_host, device_pages, host_pages)
+            return
+        index = torch.from_numpy(device_pages.astype(np.int64))
         if self._staging.is_cuda:
             index = index.pin_memory().to(self._staging.device, non_blocking=True)
         for start in range(0, len(kept), len(self._staging)):
             part = slice(start, start + len(self._staging))
             self._copy_staged(to_host, index[part], host_pages[part])
+
+    def _copy_blocks(self, to_host: bool, device_pages: Pages, host_pages: Pages) -> None:
+        """Page by page, or as many at once as are neighbours on both sides."""
+        gaps = np.flatnonzero((np.diff(host_pages) != 1) | (np.diff(device_pages) != 1)) + 1
+        for start, end in pairwise((0, *gaps.tolist(), len(host_pages))):
+            first, device_first = int(host_pages[start]), int(device_pages[start])
+            on_host = self.data[first : first + end - start]
+            on_device = self._device_pages[device_first : device_first + end - start]
+            if to_host:
+                on_host.copy_(on_device, non_blocking=True)
+            else:
+                on_device.copy_(on_host, non_blocking=True)
 
     def _copy_staged(self, to_host: bool, index_n: Tensor, host_pages: Pages) -> None:
         """As many pages as the staging buffer holds; the stream keeps the next ones from overtaking these."""

@@ -42,9 +42,11 @@ class DeviceRows:
     once ``keep_lengths`` was called: equal for every row in use, whenever no step is half launched.
     """
 
-    def __init__(self, max_rows: int, max_len: int, page_size: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, max_len: int, page_size: int, device: torch.device, page_stride: int = 0) -> None:
+        """page_stride: the pool's; 0 for page_size."""
         self._device = device
         self._page_size = page_size
+        self._page_stride = page_stride or page_size
         width = -(-max_len // page_size)
         # One place more than the longest sequence: the token after the last one is written and never read.
         self.tokens_RM = _zeros((max_rows, max_len + 1), device)
@@ -130,7 +132,7 @@ class DeviceRows:
         return StepInputs(
             token_ids_T=self._tokens_flat.index_select(0, token_at_T).to(torch.int64),
             positions_T=positions_T,
-            slots_T=offsets_T.add(self._pages_flat.index_select(0, page_at_T), alpha=self._page_size),
+            slots_T=offsets_T.add(self._pages_flat.index_select(0, page_at_T), alpha=self._page_stride),
             sample_at_N=sample_at_N,
             write_at_N=write_at_N,
             page_table_BP=self.pages_RP[:, :num_pages].index_select(0, rows_B),

@@ -4,7 +4,7 @@ Owns: everything on the device.  Does not know: requests, text, actors; it knows
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,11 +17,12 @@ from engine.execution.captured_steps import CapturedDecodes, CapturedModel, Capt
 from engine.execution.host_pool import HostPool
 from engine.execution.prompts import PromptOutputs, PromptResults, Prompts
 from engine.execution.rows import DeviceRows
+from engine.execution.stored_pages import StoredPages
 from engine.layers.attention import AttentionBackend, AttentionBatch
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
-from engine.messages import Admission, Step, StepDone, StepExtras
+from engine.messages import Admission, FetchPages, PagesFetched, Step, StepDone, StepExtras
 from engine.models.decoder import Decoder
 from engine.patience import returns_within
 from engine.sampling.captured import Variant
@@ -81,8 +82,8 @@ class LaunchedStep:
 class ModelRunner:
     """Runs steps in the order they come; all calls from one thread.
 
-    graphs: what captures on the device.  host_pool: None if there is no host tier.  piecewise: None if steps with
-    prefill run as any other.  decode_graphs: None if decode steps do.
+    graphs: what captures on the device.  host_pool: None if there is no host tier.  stored: None if there is no store.
+    piecewise: None if steps with prefill run as any other.  decode_graphs: None if decode steps do.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class ModelRunner:
         model: Decoder,
         pool: KVPool,
         host_pool: HostPool | None,
+        stored: StoredPages | None,
         attention: AttentionBackend,
         piecewise: CapturedModel | None,
         decode_graphs: CapturedDecodes | None,
@@ -107,6 +109,7 @@ class ModelRunner:
         self._graphs = graphs
         self._pool = pool
         self._host_pool = host_pool
+        self._stored = stored
         self._attention = attention
         self._model = model
         self._decode_graphs = decode_graphs
@@ -128,12 +131,29 @@ class ModelRunner:
             log.error("rank %d is not out of its group after %g s; its process must end", self._rank, LEAVE_TIMEOUT_S)
 
     def _leave(self) -> None:
+        if self._stored is not None:
+            self._stored.close(timeout_s=0.0)
         # Graphs first, whoever refers to them: NCCL lets go of no communicator while one holds a collective of it.
         for part in (self._graphs.discard, self._comm.close):
             try:
                 part()
             except Exception:
                 log.exception("rank %d has failed, and then to leave its group", self._rank)
+
+    def close(self) -> None:
+        """See ``Runner``."""
+        if self._stored is not None:
+            self._stored.close()
+
+    def fetch(self, message: FetchPages, answer: Callable[[PagesFetched], None]) -> None:
+        """See ``Runner``."""
+        assert self._stored is not None, f"fetch {message.fetch_id} and there is no store"
+        self._stored.fetch(message, answer)
+
+    def give_up(self, fetch_id: int) -> None:
+        """See ``Runner``."""
+        if self._stored is not None:
+            self._stored.give_up(fetch_id)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedStep:
@@ -171,9 +191,13 @@ class ModelRunner:
             self._admit(step.admissions)
 
     def _transfer(self, step: Step) -> None:
+        if self._stored is not None:
+            self._stored.save(step)
         if step.transfer_to_host:
             assert self._host_pool is not None, f"step {step.step_id} moves pages and there is no host tier"
             self._host_pool.apply(step)
+        if self._stored is not None:
+            self._stored.land(step)
 
     def _run(self, step: Step) -> LaunchedStep:
         """The step's batch."""

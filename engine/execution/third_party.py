@@ -21,7 +21,7 @@ from engine.layers.attention import (
     GraphAttentionBuilder,
     is_capturable,
 )
-from engine.layers.kv_pool import KVPool
+from engine.layers.kv_pool import KVPool, Layout
 from engine.patience import named_while_slow, returns_within
 from engine.plugins.selection import AttentionChoice
 from engine.plugins.testing.attention import NUM_LAYERS, check_steps
@@ -77,7 +77,12 @@ def build_foreign(choice: AttentionChoice, spec: AttentionSpec, pool: KVPool) ->
 
 
 def try_foreign(
-    choice: AttentionChoice, spec: AttentionSpec, page_size: int, device: torch.device, dtype: torch.dtype
+    choice: AttentionChoice,
+    spec: AttentionSpec,
+    page_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: Layout = "layer_first",
 ) -> None:
     """Let it compute a few steps in a pool of a few pages.  Raises PluginError if a result is wrong, or none comes."""
     label = choice.info.label
@@ -97,7 +102,7 @@ def try_foreign(
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            for case in trial_cases(name, page_size, spec.head_size, spec.window, choice.phases):
+            for case in trial_cases(name, page_size, spec.head_size, spec.window, choice.phases, layout):
                 with findings.case(case.name):
                     check_steps(case, choice.factory, small, device)
         except BaseException as error:  # whatever it is, the plugin's name belongs to it

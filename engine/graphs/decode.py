@@ -234,6 +234,7 @@ class DecodeGraphs:
             self._pool.page_size,
             self._pool.dump_page,
             inputs,
+            self._pool.page_stride,
         )
         step = StepTensors(
             token_ids_T=inputs.token_ids_B,

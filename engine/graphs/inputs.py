@@ -19,7 +19,7 @@ from engine.layers.step import DecodeInputs
 class InputOps:
     """What a decode step does with its inputs: ``fill_inputs`` and ``write_tokens`` of ``engine/kernels/inputs.py``."""
 
-    fill: Callable[[Tensor, Tensor, Tensor, Tensor, int, int, DecodeInputs], None]
+    fill: Callable[[Tensor, Tensor, Tensor, Tensor, int, int, DecodeInputs, int], None]
     write: Callable[[Tensor, Tensor, Tensor], None]
 
 
@@ -39,8 +39,11 @@ def fill_inputs(
     page_size: int,
     dump_page: int,
     inputs: DecodeInputs,
+    page_stride: int = 0,
 ) -> None:
-    """Write ``inputs`` for one more token of each row, and add 1 to those rows' lengths.  A negative row is padding."""
+    """Write ``inputs`` for one more token of each row, and add 1 to those rows' lengths.  A negative row is padding.
+
+    page_stride: the pool's; 0 for page_size."""
     real_B, row_B = rows_B >= 0, rows_B.clamp(min=0)
     position_B = torch.where(real_B, lengths_R.index_select(0, row_B), 0).to(torch.int64)
     page_at_B = row_B * pages_RP.shape[1] + position_B // page_size
@@ -48,7 +51,7 @@ def fill_inputs(
     token_at_B = row_B * tokens_RM.shape[1] + position_B
     inputs.token_ids_B.copy_(torch.where(real_B, tokens_RM.view(-1).index_select(0, token_at_B), 0))
     inputs.positions_B.copy_(position_B)
-    inputs.slots_B.copy_(page_B.to(torch.int64) * page_size + position_B % page_size)
+    inputs.slots_B.copy_(page_B.to(torch.int64) * (page_stride or page_size) + position_B % page_size)
     inputs.write_at_B.copy_(torch.where(real_B, token_at_B + 1, -1))
     inputs.lengths_B.copy_(position_B + 1)
     lengths_R.index_add_(0, row_B, real_B.to(torch.int32))

@@ -65,7 +65,7 @@ class Piecewise:
         # Token ids, positions and slots of the largest run; smaller ones use the beginnings.
         self._inputs_3M = device.buffer((3, self.sizes[-1]), torch.int64)
         self._padding_31 = device.buffer((3, 1), torch.int64)
-        self._padding_31[2] = pool.dump_page * pool.page_size
+        self._padding_31[2] = pool.dump_page * pool.page_stride
         self._rows_0 = device.buffer((0,), torch.int64)
 
     @property

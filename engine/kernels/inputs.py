@@ -26,11 +26,13 @@ def fill_inputs(
     page_size: int,
     dump_page: int,
     inputs: DecodeInputs,
+    page_stride: int = 0,
 ) -> None:
     """Write ``inputs`` for one more token of each row in rows_B, and add 1 to those rows' lengths_R.
 
     rows_B: int64, distinct; a negative one is padding: one token of id 0 at position 0 of the dump page.
     tokens_RM, pages_RP, lengths_R: int32, contiguous.  lengths_R: positions of each row that have K/V.
+    page_stride: the pool's; 0 for page_size.
     """
     page_table_BW = inputs.page_table_BW
     if len(rows_B):
@@ -38,7 +40,7 @@ def fill_inputs(
             rows_B, tokens_RM, pages_RP, lengths_R, inputs.token_ids_B, inputs.positions_B, inputs.slots_B,
             inputs.write_at_B, inputs.lengths_B, page_table_BW, tokens_RM.shape[1], pages_RP.shape[1],
             page_table_BW.shape[1], page_table_BW.stride(0), dump_page,
-            PAGE_SIZE=page_size, BLOCK_W=PAGES_AT_ONCE,
+            PAGE_SIZE=page_size, PAGE_STRIDE=page_stride or page_size, BLOCK_W=PAGES_AT_ONCE,
             num_warps=2, enable_fp_fusion=True,
         )  # fmt: skip
 
@@ -63,7 +65,7 @@ def write_tokens(write_at_N: Tensor, token_ids_N: Tensor, tokens_RM: Tensor) -> 
 def fill_row(
     rows, tokens, pages, lengths, token_ids, positions, slots, write_at, batch_lengths, page_table, row_len,
     row_pages, num_pages, table_stride, dump_page,
-    PAGE_SIZE: tl.constexpr, BLOCK_W: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """One row of the batch per program."""
     place = tl.program_id(0).to(tl.int64)
@@ -76,7 +78,7 @@ def fill_row(
     page = tl.where(real, page, dump_page)
     tl.store(token_ids + place, token.to(tl.int64))
     tl.store(positions + place, position.to(tl.int64))
-    tl.store(slots + place, page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE)
+    tl.store(slots + place, page.to(tl.int64) * PAGE_STRIDE + position % PAGE_SIZE)
     tl.store(write_at + place, tl.where(real, row * row_len + position + 1, -1))
     tl.store(batch_lengths + place, position + 1)
     # Every thread has read the old length before one of them writes the new one.

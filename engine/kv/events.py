@@ -8,6 +8,7 @@ tokens); before the first page stands the namespace's seed.
 """
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,7 +89,14 @@ def page_hashes(node: Node, page_bytes: int) -> list[bytes]:
     for below in reversed(unfinished):
         hashes = below.hashes = below.hashes or []
         previous = hashes[-1] if hashes else previous
-        for start in range(len(hashes) * page_bytes, len(below.key), page_bytes):
-            previous = hashlib.sha256(previous + below.key[start : start + page_bytes]).digest()
-            hashes.append(previous)
+        hashes += chained(previous, bytes(below.key[len(hashes) * page_bytes :]), page_bytes)
+        previous = hashes[-1]
     return node.hashes or []
+
+
+def chained(parent: bytes, key: bytes, page_bytes: int) -> Iterator[bytes]:
+    """The hash of each page of ``key``, one after the other.  parent: the hash before the first."""
+    for start in range(0, len(key), page_bytes):
+        digest = hashlib.sha256(parent)
+        digest.update(key[start : start + page_bytes])
+        yield (parent := digest.digest())

@@ -12,7 +12,7 @@ A request's way through it, with ``key = tree.key(tokens)``:
 import numpy as np
 import numpy.typing as npt
 
-from engine.kv.events import EventLog, KVEvent
+from engine.kv.events import EventLog, KVEvent, namespace_seed, page_hashes
 from engine.kv.eviction import EvictionStrategy
 from engine.kv.host_tier import HostTier, Transfer
 from engine.kv.invariants import check_locks, check_nodes, check_pages
@@ -31,7 +31,7 @@ class RadixTree:
     now: the step that is being planned; set it before each.  bigram: a key's elements are pairs of neighbours, for
     draft models, whose K/V depend on the next token too; nothing sets it before there are some.
     num_host_pages: size of the host tier, 0 for none.
-    record_events: collect what ``drain_events`` returns; somebody must call it then.
+    record_events, record_saves: collect what ``drain_events`` and ``drain_saves`` return; somebody must call them then.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class RadixTree:
         bigram: bool = False,
         num_host_pages: int = 0,
         record_events: bool = False,
+        record_saves: bool = False,
     ) -> None:
         self.page_size = page_size
         self.now = 0
@@ -50,6 +51,7 @@ class RadixTree:
         self._strategy = strategy
         self._num_host_pages = num_host_pages
         self._events = EventLog(self._page_bytes) if record_events else None
+        self._record_saves = record_saves
         self._version = 0
         self._clear()
 
@@ -57,6 +59,7 @@ class RadixTree:
         self._roots: dict[Namespace, Root] = {}
         self._lock_counts = LockCounts(self._strategy)
         self._host = HostTier(self._num_host_pages, self._detach, self._events) if self._num_host_pages else None
+        self._saves: list[tuple[bytes, Pages]] = []
         self._num_handles = 0
 
     @property
@@ -97,6 +100,17 @@ class RadixTree:
             if self._host is not None:
                 match_on_host(match, self._page_bytes)
         return match
+
+    def hash_before(self, match: Match) -> bytes:
+        """The chained hash of the last page that a match has found; its namespace's seed if there is none."""
+        node = match.host_end or match.end
+        if node is None:
+            return namespace_seed(match.namespace)
+        start, above = match.num_pages + match.num_host_pages, node.parent
+        while above is not None:
+            start -= len(above.key) // self._page_bytes
+            above = above.parent
+        return page_hashes(node, self._page_bytes)[start - 1]
 
     def pages(self, handle: Handle) -> Pages:
         """The pages that a handle keeps, in order."""
@@ -167,6 +181,13 @@ class RadixTree:
         self._move(handle, node, at // self._page_bytes)
         return handle.num_pages - start
 
+    def adopt(self, handle: Handle, key: bytes, pages: Pages) -> None:
+        """Take pages that will hold the rest of ``key``, of which the tree has nothing, and that need no saving."""
+        node, at = handle.node, handle.num_pages * self._page_bytes
+        assert node is not None, "a handle was used after its unlock"
+        assert key[at : at + self._page_bytes] not in node.children, "the tree has these pages"
+        self._move(handle, self._extend(handle, node, key[at:], pages, saved=True), len(key) // self._page_bytes)
+
     def evict(self, count: int) -> Pages:
         """Take ``count`` pages out of the tree, the worst candidates' first, or all evictable ones if those are fewer.
 
@@ -205,6 +226,13 @@ class RadixTree:
         """Copies between the tiers since the last call; they must happen in order, before the next step runs."""
         return self._host.drain_transfers() if self._host is not None else []
 
+    def drain_saves(self) -> list[tuple[bytes, Pages]]:
+        """Pages computed since the last call with their chained hashes, joined; nothing unless ``record_saves``.
+
+        What they hold stays there until the next step runs, whoever owns them by then."""
+        saves, self._saves = self._saves, []
+        return saves
+
     def outline(self, max_nodes: int) -> Outline:
         """A picture of its hottest part, at a bounded cost."""
         return outline(reversed(self._roots.values()), self.now, max_nodes)
@@ -239,8 +267,8 @@ class RadixTree:
             node = child
         return node, at, found
 
-    def _extend(self, handle: Handle, node: Node, tail: bytes, pages: Pages) -> Node:
-        """Add ``tail`` below ``node``; returns the node it ends in."""
+    def _extend(self, handle: Handle, node: Node, tail: bytes, pages: Pages, *, saved: bool = False) -> Node:
+        """Add ``tail`` below ``node``; returns the node it ends in.  saved: the pages come from where saves go."""
         self._version += 1
         raw = bytearray(pages.tobytes())
         # What only this request ever used grows in place: a prompt in twenty chunks is one node, not twenty.
@@ -257,6 +285,8 @@ class RadixTree:
             self._lock_counts.arrive(node)
         if self._events is not None:
             self._events.stored(node, "device", first_page)
+        if self._record_saves and not saved:
+            self._saves.append((b"".join(page_hashes(node, self._page_bytes)[first_page:]), pages.copy()))
         return node
 
     def _move(self, handle: Handle, node: Node, num_pages: int) -> None:

@@ -6,17 +6,22 @@ Owns: the memory and its layout.  Does not know: which page belongs to whom.
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+Layout = Literal["layer_first", "page_first"]
 StoreKernel = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 class KVPool:
-    """K and V of all layers, layer-first: [L, 2, P + 1, S, G, H], so both have equal strides.
+    """K and V of all layers.  data: [L, 2, P + 1, S, G, H]; both have equal strides.
 
+    layout: what lies side by side in memory.  'layer_first': a layer's pages.  'page_first': a page's layers, so that a
+    page is one block, which goes to another tier as one copy.
+    page_stride: from the first slot of a page to that of the next; slot = page * page_stride + offset, in every layer.
     The last page is the dump: padded rows of a captured batch write there, nobody reads it, and it
     starts as zeros so that a masked read of it is harmless.
     """
@@ -30,19 +35,36 @@ class KVPool:
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        layout: Layout = "layer_first",
     ) -> None:
+        self.layout = layout
+        self.page_stride = self.page_stride_of(layout, num_layers, page_size)
         self.num_pages = num_pages
         self.page_size = page_size
         self.dump_page = num_pages
         # Zeros, not empty: attention multiplies masked positions by 0, and 0 * NaN is NaN.
-        self.data = _zeros((num_layers, 2, num_pages + 1, page_size, num_kv_heads, head_size), dtype, device)
-        slots = self.data.view(num_layers, 2, (num_pages + 1) * page_size, num_kv_heads, head_size)
-        self._key_slots = [slots[layer, 0] for layer in range(num_layers)]
-        self._value_slots = [slots[layer, 1] for layer in range(num_layers)]
+        block = (page_size, num_kv_heads, head_size)
+        if layout == "layer_first":
+            self.data = _zeros((num_layers, 2, num_pages + 1, *block), dtype, device)
+            slots = self.data.view(num_layers, 2, (num_pages + 1) * page_size, num_kv_heads, head_size)
+            self._key_slots = [slots[layer, 0] for layer in range(num_layers)]
+            self._value_slots = [slots[layer, 1] for layer in range(num_layers)]
+        else:
+            memory = _zeros((num_pages + 1, num_layers, 2, *block), dtype, device)
+            self.data = memory.movedim(0, 2)
+            # A layer's slots begin where its part of the first page does, and others' lie between its own pages.
+            slots = memory.view(-1, num_kv_heads, head_size)
+            self._key_slots = [slots[2 * layer * page_size :] for layer in range(num_layers)]
+            self._value_slots = [slots[(2 * layer + 1) * page_size :] for layer in range(num_layers)]
         self._store_by: StoreKernel | None = None
 
+    @property
+    def by_page(self) -> Tensor:
+        """[P + 1, L, 2, S, G, H] view of all of it: what each page holds; contiguous if page-first."""
+        return self.data.movedim(2, 0)
+
     def keys(self, layer: int) -> Tensor:
-        """[slots, G, H] view of a layer's keys; slot = page * page_size + offset."""
+        """[slots, G, H] view of a layer's keys, contiguous; slot = page * page_stride + offset."""
         return self._key_slots[layer]
 
     def values(self, layer: int) -> Tensor:
@@ -61,6 +83,11 @@ class KVPool:
     def store_by(self, kernel: StoreKernel) -> None:
         """Have ``store`` call ``kernel(layer, k_TGH, v_TGH, slots_T)``: an attention library may have a faster one."""
         self._store_by = kernel
+
+    @staticmethod
+    def page_stride_of(layout: Layout, num_layers: int, page_size: int) -> int:
+        """``page_stride`` of such a pool."""
+        return page_size if layout == "layer_first" else num_layers * 2 * page_size
 
     @staticmethod
     def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> int:

@@ -15,7 +15,7 @@ from engine.layers.kv_pool import KVPool
 class StepTensors:
     """Inputs of ``model.forward``.
 
-    token_ids_T, positions_T: int64.  slots_T: int64, where each token's K/V go (page * page_size + offset).
+    token_ids_T, positions_T: int64.  slots_T: int64, where each token's K/V go (page * pool.page_stride + offset).
     sample_at_N: int64, the rows of T whose logits are wanted.
     attention has had ``plan_step`` called for this step; pool is where K/V are stored.
     """

@@ -56,6 +56,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     The others are for attention backends.  dtypes: 'float32', 'bfloat16', 'float16'.  head_sizes, page_sizes: lists or
     {"multiple_of": ..., "at_most": ...}.  heads_per_kv_head: ratios of query heads to KV heads.
     window: whether it does sliding windows.  phases: what it serves, 'prefill' and 'decode'.
+    kv_layouts: of 'layer_first' and 'page_first'; in the second, a page's first slot is page * pool.page_stride.
     padding: whether decode rows of length 0, which pad a captured batch, are fine.
     variants: options that 'auto' measures beside the defaults, [{"phase": ..., "options": {...}}, ...].
     graph_breaks: operations that it registers with torch and that must not be captured, as 'library::operation'.
@@ -70,6 +71,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     heads_per_kv_head: Sizes = ()
     window: bool = True
     phases: tuple[Phase, ...] = ("prefill", "decode")
+    kv_layouts: tuple[str, ...] = ("layer_first",)
     padding: bool = False
     variants: tuple[Variant, ...] = ()
     graph_breaks: tuple[str, ...] = ()
@@ -86,6 +88,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             ("dtype", context.dtype, self.dtypes),
             ("head size", context.head_size, self.head_sizes),
             ("page size", context.page_size, self.page_sizes),
+            ("KV layout", context.kv_layout, self.kv_layouts),
             ("ratio of query heads to KV heads", ratio, self.heads_per_kv_head),
         ]
         reasons = [f"package {name} is not installed" for name in self.missing_packages()]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from engine.graphs.passes import GraphPass
     from engine.kv.events import KVEvent
     from engine.kv.eviction import EvictionStrategy
+    from engine.kv.store import KVStore
     from engine.layers.attention import AttentionFactory
     from engine.layers.comm import Comm
     from engine.scheduling.meter import RequestMetrics
@@ -37,6 +38,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 class AttentionContext:
     """What an attention plugin is told.  device: 'cpu' or 'cuda'.  dtype: 'float32', 'bfloat16', 'float16'.
     window: sliding window in tokens, 0 for none.  phases: what it is to serve, 'prefill', 'decode' or both.
+    kv_layout: of the pool, 'layer_first' or 'page_first'; '' if that is not known yet.
     options: the plugin's own table from the configuration."""
 
     device: str
@@ -47,6 +49,7 @@ class AttentionContext:
     head_size: int
     window: int = 0
     phases: tuple[str, ...] = ("prefill", "decode")
+    kv_layout: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -69,6 +72,19 @@ class EvictionContext:
 
     page_size: int
     num_pages: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class KVStoreContext:
+    """What a store of KV pages is told.  record_bytes: the size of each record.  namespace: hex, the same for everybody
+    whose records may be shared; their names differ from all others' anyway.  rank, size: of the tensor-parallel group.
+    options: the plugin's own table from the configuration."""
+
+    record_bytes: int
+    namespace: str
+    rank: int = 0
+    size: int = 1
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -142,6 +158,15 @@ def callboard_eviction_strategy(context: EvictionContext) -> "EvictionStrategy |
 
     Called: once, when the scheduler is built; no torch, no device.
     Returns: an EvictionStrategy, see ``engine/kv/eviction.py``.  Raises: PluginError if its options are wrong.
+    """
+
+
+@hookspec(firstresult=True)
+def callboard_kv_store(context: KVStoreContext) -> "KVStore | None":
+    """Build what keeps KV pages beyond the pool, and maybe beyond the process.
+
+    Called: once per executor, when its KV pool is there.
+    Returns: a KVStore, see ``engine/kv/store.py``.  Raises: PluginError if it cannot run here.
     """
 
 

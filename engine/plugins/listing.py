@@ -14,6 +14,7 @@ from engine.plugins.manager import (
     ATTENTION,
     AUTO,
     GRAPH_PASS,
+    KV_STORE,
     OBSERVER,
     PluginInfo,
     available_plugins,
@@ -47,7 +48,7 @@ def list_plugins(config: Config, context: AttentionContext) -> list[Listed]:
 
 
 def _row(info: PluginInfo, chosen: str, context: AttentionContext) -> Listed:
-    if info.kind not in (*AUTO, ATTENTION, GRAPH_PASS, OBSERVER):
+    if info.kind not in (*AUTO, ATTENTION, GRAPH_PASS, KV_STORE, OBSERVER):
         return Listed(info, chosen, "", (f"this callboard has no plugins of kind {info.kind!r}",))
     try:
         declaration = checked(info, declared(info))

@@ -32,6 +32,7 @@ ENTRY_POINT_GROUP = "callboard"
 DISTRIBUTION = "callboard"
 ATTENTION = "attention"  # the kind of which there may be two, one for each phase
 GRAMMAR = "grammar"  # the kind that only some requests need: what nobody named may be missing until one comes
+KV_STORE = "kv_store"  # the kind that is not there unless it is named
 OBSERVER, GRAPH_PASS = "observer", "graph_pass"  # the kinds of which any number may be chosen
 
 BUILTIN: Mapping[str, str] = {
@@ -49,6 +50,7 @@ BUILTIN: Mapping[str, str] = {
     "eviction.priority": "engine.plugins.eviction.priority",
     "eviction.slru": "engine.plugins.eviction.slru",
     "grammar.llguidance": "engine.plugins.grammar.llguidance",
+    "kv_store.files": "engine.plugins.kv_store.files",
     "observer.log": "engine.plugins.observer.log",
     "policy.fcfs": "engine.plugins.policy.fcfs",
     "policy.lpm": "engine.plugins.policy.lpm",
@@ -67,6 +69,7 @@ KINDS: Mapping[str, str] = {
     "callboard_eviction_strategy": "eviction",
     "callboard_grammar_engine": "grammar",
     "callboard_graph_pass": GRAPH_PASS,
+    "callboard_kv_store": KV_STORE,
     "callboard_scheduling_policy": "policy",
 }
 
@@ -145,7 +148,7 @@ def checked(info: PluginInfo, declaration: Declaration | None) -> Declaration:
 
 def decide(kind: str, name: str) -> str:
     """Return the full name of a choice; 'auto' becomes the default of its kind."""
-    return f"{kind}.{AUTO[kind][0] if name == 'auto' else name}"
+    return f"{kind}.{AUTO[kind][0] if name == 'auto' and kind in AUTO else name}"
 
 
 def several_names(kind: str, wanted: Sequence[str]) -> list[str]:

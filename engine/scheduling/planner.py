@@ -18,10 +18,22 @@ import numpy as np
 from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
 from engine.kv.outline import Outline
-from engine.messages import Admit, Failed, Finish, LossExplained, Stats, Step, StepDone, Tokens
+from engine.messages import (
+    Admit,
+    Failed,
+    FetchPages,
+    Finish,
+    LossExplained,
+    PagesFetched,
+    Stats,
+    Step,
+    StepDone,
+    Tokens,
+)
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.completions import Completions, InFlight
 from engine.scheduling.decodes import Decodes
+from engine.scheduling.fetches import Fetches
 from engine.scheduling.pages import Appends, PageManager
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.prefills import Prefills, Segments
@@ -46,7 +58,11 @@ class Planner:
         self._budget = StepBudget(limits.max_step_tokens, limits.itl_target_s)
         self._decodes = Decodes(self._rows, self._page_manager)
         self._quarantine = Quarantine(waiting_queue(policy))
-        self._prefills = Prefills(limits, self._rows, self._page_manager, self._quarantine, self._forecast)
+        # A suspect is the only one to run when its turn comes, and so must not give it up for a while.
+        self._fetches = Fetches(limits, self._page_manager, lambda: not self._quarantine.is_on)
+        self._prefills = Prefills(
+            limits, self._rows, self._page_manager, self._quarantine, self._forecast, self._fetches
+        )
         self._requests = Requests(limits, self._forecast, self._quarantine, clock)
         self.outbox, self.finished, self.meter = self._requests.outbox, self._requests.finished, self._requests.meter
         self._completions = Completions(
@@ -161,7 +177,24 @@ class Planner:
                 transfer_device_pages=np.concatenate([one.device_pages for one in transfers]).tobytes(),
                 transfer_host_pages=np.concatenate([one.host_pages for one in transfers]).tobytes(),
             )
+        saves, landings = self._page_manager.drain_saves(), self._page_manager.drain_landings()
+        if saves or landings:
+            step = msgspec.structs.replace(
+                step,
+                save_hashes=b"".join(hashes for hashes, _ in saves),
+                save_pages=b"".join(pages.tobytes() for _, pages in saves),
+                landings=landings,
+            )
         return step
+
+    def take_fetches(self) -> list[FetchPages]:
+        """What the executors are to get from the store, since the last call."""
+        return self._fetches.take_asked()
+
+    def fetched(self, message: PagesFetched) -> None:
+        """A rank has pages from the store: who waits for them may start once every rank has them."""
+        if (sequence := self._fetches.arrived(message)) is not None:
+            self._prefills.wait(sequence)
 
     @property
     def num_in_flight(self) -> int:

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.messages import Admission
+from engine.scheduling.fetches import Fetches
 from engine.scheduling.pages import PageManager
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.requests import OutputForecast, peak_growth
-from engine.scheduling.rows import PlannerLimits, RowTable, Sequence, TokenIds
+from engine.scheduling.rows import WORTH_WAITING_TOKENS, PlannerLimits, RowTable, Sequence, TokenIds
 
 QUEUE = -1  # the waiting queue's place among the rows that take turns
-WORTH_WAITING_TOKENS = 32  # what a shared prefix must save to be waited for
-
 Stem = tuple[str, bytes]
 
 
@@ -44,12 +43,14 @@ class Prefills:
         page_manager: PageManager,
         waiting: WaitingQueue,
         forecast: OutputForecast,
+        fetches: Fetches,
     ) -> None:
         self._limits = limits
         self._table = table
         self._page_manager = page_manager
         self._waiting = waiting
         self._forecast = forecast
+        self._fetches = fetches
         self._turns: deque[int] = deque([QUEUE])
         # Rows whose prompt is not in the tree yet, by what it begins with: others may want to share it.
         self._unshared: dict[Stem, set[int]] = {}
@@ -64,7 +65,7 @@ class Prefills:
     @property
     def num_waiting(self) -> int:
         """Sequences without a row."""
-        return len(self._waiting) + sum(map(len, self._aside.values()))
+        return len(self._waiting) + sum(map(len, self._aside.values())) + len(self._fetches)
 
     @property
     def may_go_on(self) -> bool:
@@ -73,7 +74,7 @@ class Prefills:
 
     @property
     def _may_start(self) -> bool:
-        return not self._blocked and len(self._waiting) > 0 and self._table.num_free > 0
+        return not self._blocked and len(self._waiting) > 0 and self._table.num_free > 0 and not self._fetches.are_full
 
     def wait(self, sequence: Sequence) -> None:
         """A sequence wants a row."""
@@ -82,6 +83,8 @@ class Prefills:
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence that waits wants nothing any more."""
+        if self._fetches.forget(sequence):
+            return
         for aside in self._aside.values():
             for entry in aside:
                 if entry[1] is sequence:
@@ -96,6 +99,8 @@ class Prefills:
         for aside in self._aside.values():
             for _, sequence in aside:
                 self._waiting.push(sequence)
+        for sequence in self._fetches.clear():
+            self._waiting.push(sequence)
         self._aside.clear()
         self._blocked = False
 
@@ -179,14 +184,15 @@ class Prefills:
         Goes on as far as rows, pages and ``budget`` allow, but starts nobody once ``turn`` tokens are used."""
         used = 0
         while used < min(turn, budget) and self._may_start and (sequence := self._waiting.first()) is not None:
-            if self._stands_aside(sequence):
+            if self._stands_aside(sequence) or self._fetches.ask(sequence):
                 self._waiting.pop(starts=False)
                 continue
-            row = self._page_manager.start(sequence, self._reserve(sequence))
+            row = self._page_manager.start(sequence, self._reserve(sequence), self._fetches.of(sequence))
             if row is None:
                 self._blocked = True
                 break
             self._waiting.pop(starts=True)
+            self._fetches.started(sequence)
             self._turns.append(row)  # behind all others, who have not had their turn yet
             self._unshared.setdefault(_stem(sequence), set()).add(row)
             segments.started.append(sequence)

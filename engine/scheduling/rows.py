@@ -25,6 +25,7 @@ from engine.params import SamplingParams
 TokenIds = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int32]
 NO_TOKEN = -1
+WORTH_WAITING_TOKENS = 32  # what a prefix that is not cached yet must save to be waited for
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +74,8 @@ class PlannerLimits:
     eos_token_ids: of the model.  num_host_pages: pages in the host tier, 0 for none.
     itl_target_s: prefills are cut so that running requests get a token this often; 0 for no such target.
     record_events: collect what happens to cached pages; somebody must drain it then.
+    store_timeout_s: how long a prompt waits for pages from the store; 0 where there is none.
+    num_ranks: executors, each of which has a part of every page.
     scored_chunk: most tokens of a prompt in a step if log probabilities of all of them are wanted, which take memory of
     vocabulary size each."""
 
@@ -87,6 +90,8 @@ class PlannerLimits:
     itl_target_s: float = 0.0
     record_events: bool = False
     scored_chunk: int = 64
+    store_timeout_s: float = 0.0
+    num_ranks: int = 1
 
     def max_total(self, num_prompt: int, max_tokens: int | None) -> int:
         """Prompt plus most output tokens, refused at once where it can never fit."""

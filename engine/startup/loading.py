@@ -3,11 +3,13 @@
 Owns: how one rank is put together, and the sizes that follow from its memory.  Does not know: actors, steps.
 """
 
+import hashlib
 import logging
 
 import torch
 
 from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
+from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.execution.attention import RankAttention
@@ -15,14 +17,16 @@ from engine.execution.device import choose_device, choose_dtype, fair_share, fre
 from engine.execution.host_pool import HostPool
 from engine.execution.rows import DeviceRows
 from engine.execution.runner import ModelRunner
+from engine.execution.stored_pages import StoredPages
 from engine.graphs.passes import build_passes
 from engine.graphs.rank import RankGraphs, StepParts
 from engine.host_memory import available_bytes
+from engine.kv.store import DIGEST_BYTES, KVStore, PageRecords
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.models.loader import load_model
-from engine.plugins.hookspecs import CommContext
-from engine.plugins.manager import Plugins
+from engine.plugins.hookspecs import CommContext, KVStoreContext
+from engine.plugins.manager import KV_STORE, Plugins
 from engine.plugins.structured import plugin_grammars
 from engine.sampling.constraints import Constraints
 from engine.sampling.sampler import Sampler
@@ -87,12 +91,13 @@ def load_runner(
     set_threads(config.device.threads, device, model.parameter_bytes)
     attention_spec = model.attention_spec
     # Before the pool takes what memory is left: a plugin may refuse, and may need some to be tried.
-    page_size, limit_s = config.kv.page_size, config.plugins.race_s
-    race = Race(plugins, attention_spec, page_size, device, dtype, limit_s=limit_s, graphs=graphs.device)
+    page_size, layout, limit_s = config.kv.page_size, config.kv.layout, config.plugins.race_s
+    race = Race(plugins, attention_spec, page_size, device, dtype, limit_s=limit_s, graphs=graphs.device, layout=layout)
     measured = measured_attention(race, comm, device, progress)
-    attention = RankAttention(plugins, attention_spec, page_size, device, dtype, measured)
+    attention = RankAttention(plugins, attention_spec, page_size, device, dtype, layout, measured)
     max_rows = config.scheduler.max_running
-    rows = DeviceRows(max_rows, max_len, page_size, device)
+    page_stride = KVPool.page_stride_of(layout, attention_spec.num_layers, page_size)
+    rows = DeviceRows(max_rows, max_len, page_size, device, page_stride)
     sampler = Sampler(max_rows, spec.vocab_size, max_len, device)
 
     def parts_with(num_pages: int) -> StepParts:
@@ -104,6 +109,7 @@ def load_runner(
             head_size=attention_spec.head_size,
             dtype=dtype,
             device=device,
+            layout=config.kv.layout,
         )
         backend = attention.build(pool)
         # Only now: what 'auto' comes to has been loaded by this time.
@@ -152,6 +158,7 @@ def load_runner(
         model=model,
         pool=pool,
         host_pool=_host_pool(config.kv.num_host_pages, pool, comm, needs),
+        stored=_stored_pages(config, spec, plugins, pool, comm),
         attention=parts.attention,
         piecewise=piecewise,
         decode_graphs=decode_graphs,
@@ -219,6 +226,27 @@ def _measure(config: Config, max_len: int, graphs: RankGraphs, parts: StepParts)
         ) from None
     graphs.device.trim()
     return Needs(activation_bytes, graphs.measure(parts, scheduler))
+
+
+def _stored_pages(config: Config, spec: ModelSpec, plugins: Plugins, pool: KVPool, comm: Comm) -> StoredPages | None:
+    """Between the pool and plugins.kv_store, or None if there is none.  Raises PluginError."""
+    if (name := plugins.names.get(KV_STORE)) is None:
+        return None
+    page = pool.by_page[0]
+    load_format = config.model.load_format
+    seed = config.device.seed if load_format == "dummy" else None
+    what = (1, fingerprint(spec, load_format), seed, str(page.dtype), tuple(page.shape), comm.rank, comm.size)
+    namespace = hashlib.sha256(repr(what).encode()).digest()
+    context = KVStoreContext(
+        record_bytes=DIGEST_BYTES + page.nbytes,
+        namespace=namespace.hex(),
+        rank=comm.rank,
+        size=comm.size,
+        options=config.plugins.options.get(name, {}),
+    )
+    store = plugins.build(name, "callboard_kv_store", context, KVStore)
+    records = PageRecords(store, namespace, page.nbytes)
+    return StoredPages(records, pool, comm.rank, config.kv.store_buffer_mb << 20)
 
 
 def _host_pool(num_pages: int, pool: KVPool, comm: Comm, needs: Needs) -> HostPool | None:

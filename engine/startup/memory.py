@@ -162,7 +162,7 @@ def run_largest_step(
         StepTensors(
             token_ids_T=zeros_T,
             positions_T=zeros_T,
-            slots_T=zeros_T + pool.dump_page * pool.page_size,
+            slots_T=zeros_T + pool.dump_page * pool.page_stride,
             sample_at_N=torch.from_numpy(rows_N).to(device),
             attention=attention,
             pool=pool,

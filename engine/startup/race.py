@@ -37,6 +37,7 @@ from engine.layers.attention import (
     is_capturable,
 )
 from engine.layers.comm import Comm
+from engine.layers.kv_pool import Layout
 from engine.patience import returns_within
 from engine.plugins.declaration import Phase
 from engine.plugins.manager import ATTENTION, Plugins
@@ -70,6 +71,7 @@ class Race:
         dtype: torch.dtype,
         *,
         limit_s: float,
+        layout: Layout = "layer_first",
         graphs: GraphDevice | None = None,
         loads: Sequence[Load] = (),
         clock: Callable[[], float] = time.perf_counter,
@@ -88,7 +90,8 @@ class Race:
             num_layers=min(spec.num_layers, MOST_LAYERS),
             first_window_layer=min(spec.first_window_layer, MOST_LAYERS - 1),
         )
-        self._context = context_of(spec, page_size, device, dtype)
+        self._layout = layout
+        self._context = context_of(spec, page_size, device, dtype, layout)
         with plugins.choosing:
             self._contenders: dict[Phase, tuple[list[Contender], dict[str, str]]] = {
                 phase: contenders(plugins, replace(self._context, phases=(phase,))) for phase in BOTH
@@ -129,7 +132,7 @@ class Race:
     def run(self) -> Report:
         """Measure, and keep the result, unless somebody was not done in time: the next start tries again."""
         began = time.monotonic()
-        steps = TrialSteps(self._spec, self._page_size, self._device, self._dtype, self._loads)
+        steps = TrialSteps(self._spec, self._page_size, self._device, self._dtype, self._loads, self._layout)
         results: dict[str, list[Result]] = {}
         for phase, (entrants, passed_over) in self._contenders.items():
             results[phase] = []
@@ -188,7 +191,7 @@ class Race:
             choice = ask(self._plugins, contender, context, "measured")
         spec = self._spec
         small = replace(spec, num_layers=NUM_LAYERS, first_window_layer=min(spec.first_window_layer, NUM_LAYERS - 1))
-        for case in trial_cases(context.dtype, self._page_size, spec.head_size, spec.window, (phase,)):
+        for case in trial_cases(context.dtype, self._page_size, spec.head_size, spec.window, (phase,), self._layout):
             check_steps(case, choice.factory, small, self._device)
         backend = choice.factory(self._spec, steps.pool)
         for load in steps.loads:
@@ -206,7 +209,7 @@ class Race:
             if not isinstance(backend, GraphAttentionBuilder):
                 captured = False
             else:
-                backend = backend.for_graph(load.rows, batch.page_table_BP.shape[1])
+                backend = backend.for_graph(batch)
         backend.plan_step(batch)
         steps.compare(backend.attend(0, q_TNH), q_TNH, batch)
 
@@ -269,7 +272,7 @@ class Race:
         window = f", window {spec.window} from layer {spec.first_window_layer}" if spec.window else ""
         return (
             f"{name}, {spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_size} in {self._num_layers} layers"
-            f"{window}, {self._context.dtype}, page {self._page_size}"
+            f"{window}, {self._context.dtype}, page {self._page_size}, {self._layout}"
         )
 
     def _path(self) -> Path | None:
@@ -302,7 +305,7 @@ def race_for(config: Config) -> Race:
     spec, device, dtype = preview_attention(config)
     plugins = Plugins({ATTENTION: config.plugins.attention}, options=config.plugins.options)
     limit_s = config.plugins.race_s or LONGEST_S
-    return Race(plugins, spec, config.kv.page_size, device, dtype, limit_s=limit_s)
+    return Race(plugins, spec, config.kv.page_size, device, dtype, limit_s=limit_s, layout=config.kv.layout)
 
 
 def measured_attention(race: Race, comm: Comm, device: torch.device, progress: bool) -> Measured:

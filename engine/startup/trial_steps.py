@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.execution.device import free_bytes
 from engine.layers.attention import AttentionBatch, AttentionSpec
-from engine.layers.kv_pool import KVPool
+from engine.layers.kv_pool import KVPool, Layout
 from engine.plugins.declaration import Phase
 from engine.plugins.support.paging import batch_on
 from engine.plugins.testing.attention import TOLERANCES
@@ -57,7 +57,13 @@ class TrialSteps:
     """
 
     def __init__(
-        self, spec: AttentionSpec, page_size: int, device: torch.device, dtype: torch.dtype, loads: Sequence[Load]
+        self,
+        spec: AttentionSpec,
+        page_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        loads: Sequence[Load],
+        layout: Layout = "layer_first",
     ) -> None:
         self.spec = spec
         self._page_size = page_size
@@ -72,6 +78,7 @@ class TrialSteps:
             head_size=spec.head_size,
             dtype=dtype,
             device=device,
+            layout=layout,
         )
         self.pool.data.normal_(generator=torch.Generator(device).manual_seed(0))
         self.loads = [one for one in loads if self._pages_of(one) <= self.pool.num_pages]
@@ -99,7 +106,7 @@ class TrialSteps:
         length, new = int(batch.host_lengths[last]), min(COMPARED, int(batch.host_query_lengths[last]))
         position_L = torch.arange(length, device=self._device)
         pages_L = batch.page_table_BP[last].long()[position_L // self._page_size]
-        slots_L = pages_L * self._page_size + position_L % self._page_size
+        slots_L = pages_L * self.pool.page_stride + position_L % self._page_size
         window = self.spec.window if not self.spec.first_window_layer else 0
         expected = attend(
             q_TNH[-new:], self.pool.keys(0)[slots_L], self.pool.values(0)[slots_L], self.spec.scale, window

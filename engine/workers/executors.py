@@ -1,7 +1,7 @@
 """The executors of one engine: every rank of the model, lost and restarted together; and those in this process.
 
-consumes: Step (scheduler, through ``links``) · LossExplained (scheduler, through ``losses``) · Stop (system)
-produces: ExecutorsReady, StepDone, ExecutorsLost (scheduler)
+consumes: Step, FetchPages (scheduler, through ``links``) · LossExplained (likewise, through ``losses``) · Stop (system)
+produces: ExecutorsReady, StepDone, PagesFetched, ExecutorsLost (scheduler)
 waits for: the executors' loading and their end; never for the scheduler.   owns: what a loss means.
 
 Requests live in the scheduler, so a lost generation costs time and no token.
@@ -23,7 +23,16 @@ from typing import Protocol
 from engine.actors.actor import Actor, Link
 from engine.actors.executor import Executor, Runner
 from engine.errors import CallboardError, EngineDied, StepTooLarge
-from engine.messages import ExecutorsLost, ExecutorsReady, LossExplained, Step, StepDone, Stop
+from engine.messages import (
+    ExecutorInbox,
+    ExecutorsLost,
+    ExecutorsReady,
+    FromExecutor,
+    LossExplained,
+    Step,
+    StepDone,
+    Stop,
+)
 from engine.workers.group import Owner, Start, WorkerGroup, WorkerSlot, one_for_all
 from engine.workers.limits import Patience, RestartIntensity
 from engine.workers.messages import WorkerReady
@@ -34,7 +43,7 @@ from engine.workers.worker import Reports, WorkerLost
 log = logging.getLogger(__name__)
 
 INLINE_END_TIMEOUT_S = 4.0
-ExecutorSlot = WorkerSlot[StepDone, Step]
+ExecutorSlot = WorkerSlot[FromExecutor, ExecutorInbox]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +64,7 @@ class ExecutorPlacement(Protocol):
     silence_s: float
     join_s: float
 
-    def generation(self, settings: GenerationSettings) -> AbstractContextManager[Start[StepDone, Step]]:
+    def generation(self, settings: GenerationSettings) -> AbstractContextManager[Start[FromExecutor, ExecutorInbox]]:
         """What the ranks of one generation share; within, each of them can be started.  Raises CallboardError."""
         ...
 
@@ -66,17 +75,18 @@ class RankLink:
 
     slot: ExecutorSlot
 
-    def put(self, message: Step) -> None:
+    def put(self, message: ExecutorInbox) -> None:
         """Send, or drop if the rank is gone: the scheduler hears of that next, and plans anew."""
         if self.slot.is_ready:
-            self.slot.watch.sent()
+            if isinstance(message, Step):  # a fetch is answered by a limit of its own
+                self.slot.watch.sent()
             try:
                 self.slot.put(message)
             except WireError as error:
                 self.slot.lose(WorkerLost(f"{self.slot.name}: {error}"))
 
 
-class Executors(Actor[Stop], Owner[StepDone, Step]):
+class Executors(Actor[Stop], Owner[FromExecutor, ExecutorInbox]):
     """num_ranks: tensor-parallel size.  step_timeout_s: a step that takes longer means that its rank hangs.
 
     links: the scheduler's, one per rank.  last_recovery_s: from the last loss until executors were ready again."""
@@ -85,7 +95,7 @@ class Executors(Actor[Stop], Owner[StepDone, Step]):
         self, *, num_ranks: int, placement: ExecutorPlacement, intensity: RestartIntensity, step_timeout_s: float
     ) -> None:
         super().__init__("executors", capacity=4)
-        self._group = WorkerGroup[StepDone, Step](
+        self._group = WorkerGroup[FromExecutor, ExecutorInbox](
             self,
             [f"executor{rank}" for rank in range(num_ranks)],
             one_for_all,
@@ -100,7 +110,7 @@ class Executors(Actor[Stop], Owner[StepDone, Step]):
         self._explained: LossExplained | None = None  # the loss that is to be judged next
         self._lost_at = 0.0
 
-    def connect(self, scheduler: Link[ExecutorsReady | StepDone | ExecutorsLost]) -> None:
+    def connect(self, scheduler: Link[ExecutorsReady | FromExecutor | ExecutorsLost]) -> None:
         """Where results go; known only after the scheduler, which needs this actor's links, is built."""
         self._scheduler = scheduler
 
@@ -124,12 +134,13 @@ class Executors(Actor[Stop], Owner[StepDone, Step]):
             self.inbox.close()
             self.close()
 
-    def take(self, slot: ExecutorSlot, message: StepDone) -> None:
-        """A rank has done a step."""
+    def take(self, slot: ExecutorSlot, message: FromExecutor) -> None:
+        """A rank has done a step, or has fetched pages."""
         if message.rank != slot.number:
             log.warning("%s: refused: a result of rank %d", slot.name, message.rank)
             return
-        slot.watch.answered()
+        if isinstance(message, StepDone):
+            slot.watch.answered()
         self._scheduler.put(message)
 
     def came(self, slots: Sequence[ExecutorSlot], ready: Sequence[WorkerReady]) -> None:
@@ -194,11 +205,11 @@ class InlineExecutors:
         self._load = load
 
     @contextmanager
-    def generation(self, settings: GenerationSettings) -> Iterator[Start[StepDone, Step]]:
+    def generation(self, settings: GenerationSettings) -> Iterator[Start[FromExecutor, ExecutorInbox]]:
         """See ``ExecutorPlacement``."""
         rendezvous = Rendezvous(self._num_ranks)
 
-        def start(slot: WorkerSlot[StepDone, Step], reports: Reports[StepDone]) -> InlineWorker:
+        def start(slot: WorkerSlot[FromExecutor, ExecutorInbox], reports: Reports[FromExecutor]) -> InlineWorker:
             load = partial(self._load, slot.number, settings, rendezvous.url)
             executor = Executor(rank=slot.number, capacity=self._capacity, load=load)
             return InlineWorker(executor, reports, reloaded=settings.num_pages > 0)
@@ -212,14 +223,14 @@ class InlineExecutors:
 class InlineWorker:
     """reloaded: it is not of the first generation."""
 
-    def __init__(self, executor: Executor, reports: Reports[StepDone], *, reloaded: bool) -> None:
+    def __init__(self, executor: Executor, reports: Reports[FromExecutor], *, reloaded: bool) -> None:
         self._executor = executor
         self._reports = reports
         self._reloaded = reloaded
         executor.connect(ready=lambda num_pages: reports.heard(WorkerReady(num_pages)), done=reports.heard)
         self._task = asyncio.create_task(self._run(), name=executor.name)
 
-    def put(self, message: Step) -> None:
+    def put(self, message: ExecutorInbox) -> None:
         """Send."""
         self._executor.inbox.put(message)
 

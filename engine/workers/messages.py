@@ -14,11 +14,11 @@ from engine.messages import (
     Abort,
     Admit,
     Deltas,
+    ExecutorInbox,
     Failed,
     IngressInbox,
     Message,
     SchedulerInbox,
-    Step,
     Stop,
     Tokenize,
     TokenizerInbox,
@@ -175,8 +175,10 @@ FromWorker = WorkerReady | WorkerAlive | WorkerFailed
 FromTokenizer = Admit | Abort | Deltas | Failed
 FromFrontend = Tokenize | Abort | GetSnapshot | Subscribe | FrontendDrained | FrontendState
 ToFrontend = IngressInbox | Drain | AbortAll | EngineFailed | Snapshot | RequestsFinished
-ExecutorProcessInbox = ExecutorAssignment | Step | Stop
+ExecutorProcessInbox = ExecutorAssignment | ExecutorInbox | Stop
 TokenizerProcessInbox = TokenizerAssignment | TokenizerInbox | Stop
 FrontendProcessInbox = FrontendAssignment | ToFrontend | Stop
 # Whatever crosses a queue, but for assignments.
-AnyMessage = SchedulerInbox | Step | TokenizerInbox | FromWorker | FromTokenizer | FromFrontend | ToFrontend | Stop
+AnyMessage = (
+    SchedulerInbox | ExecutorInbox | TokenizerInbox | FromWorker | FromTokenizer | FromFrontend | ToFrontend | Stop
+)

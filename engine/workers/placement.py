@@ -18,7 +18,7 @@ from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config, without_cluster_key
 from engine.errors import ConfigError
 from engine.logs import LogSettings
-from engine.messages import Message, Step, StepDone, TokenizerInbox
+from engine.messages import ExecutorInbox, FromExecutor, Message, TokenizerInbox
 from engine.workers.child import Child, Ticket
 from engine.workers.cluster.head import Head
 from engine.workers.executors import GenerationSettings
@@ -115,7 +115,7 @@ class ProcessExecutors:
         self._head = head
 
     @contextmanager
-    def generation(self, settings: GenerationSettings) -> Iterator[Start[StepDone, Step]]:
+    def generation(self, settings: GenerationSettings) -> Iterator[Start[FromExecutor, ExecutorInbox]]:
         """See ``ExecutorPlacement``."""
         link = self._config.placement.link
         if self._head is not None:
@@ -131,12 +131,14 @@ class ProcessExecutors:
             rendezvous.end()
 
     @contextmanager
-    def _on_machines(self, settings: GenerationSettings, head: Head) -> Iterator[Start[StepDone, Step]]:
+    def _on_machines(self, settings: GenerationSettings, head: Head) -> Iterator[Start[FromExecutor, ExecutorInbox]]:
         """Rank 0 is on this machine, and each other one wherever its node is."""
         call = head.call()
         assignment = self._assignment(settings, call.rendezvous)
 
-        def start(slot: WorkerSlot[StepDone, Step], reports: Reports[StepDone]) -> Worker[Step]:
+        def start(
+            slot: WorkerSlot[FromExecutor, ExecutorInbox], reports: Reports[FromExecutor]
+        ) -> Worker[ExecutorInbox]:
             rank = slot.number
             if not rank:
                 return self._start_here(slot, reports, assignment, "unix", Place(head.cluster.local_rank))
@@ -146,7 +148,7 @@ class ProcessExecutors:
                 self._told(assignment, rank),
                 reports,
                 lambda deliver: LinkServer(
-                    slot.name, where, StepDone | FromWorker, deliver, capacity=RANK_CAPACITY, keys=keys
+                    slot.name, where, FromExecutor | FromWorker, deliver, capacity=RANK_CAPACITY, keys=keys
                 ),
                 lambda endpoint, _, ended: call.process(rank, endpoint, ended),
             )
@@ -158,19 +160,19 @@ class ProcessExecutors:
 
     def _start_here(
         self,
-        slot: WorkerSlot[StepDone, Step],
-        reports: Reports[StepDone],
+        slot: WorkerSlot[FromExecutor, ExecutorInbox],
+        reports: Reports[FromExecutor],
         assignment: ExecutorAssignment,
         where: str,
         place: Place | None = None,
-    ) -> Worker[Step]:
+    ) -> Worker[ExecutorInbox]:
         return start_child(
             slot,
             reports,
             assignment=self._told(assignment, slot.number),
             module=self._module,
             where=where,
-            accepts=StepDone,
+            accepts=FromExecutor,
             capacity=RANK_CAPACITY,
             place=place,
         )

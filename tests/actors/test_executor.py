@@ -11,7 +11,7 @@ import pytest
 
 from engine.actors.executor import Executor
 from engine.errors import WeightsError
-from engine.messages import Step, StepDone, Stop
+from engine.messages import FetchPages, PagesFetched, Step, StepDone, Stop
 from engine.workers.messages import WorkerReady
 from tests.pace import far
 
@@ -44,6 +44,9 @@ class FakeRunner:
         self.launched.append(step.step_id)
         self.threads.add(threading.current_thread().name)
         return FakePending(step.step_id, is_ready=not self.slow)
+
+    def close(self) -> None:
+        pass
 
     def leave(self) -> None:
         self.has_left = True
@@ -106,6 +109,29 @@ def test_steps_run_in_order_on_one_thread_and_every_result_comes_back(slow: bool
     with_executor(lambda: runner, scenario)
 
 
+class HangingStore(FakeRunner):
+    """Its store never gives anything."""
+
+    def fetch(self, message: FetchPages, answer: Callable[[PagesFetched], None]) -> None:
+        self.answer = answer
+
+    def give_up(self, fetch_id: int) -> None:
+        self.answer(PagesFetched(0, fetch_id, 0))
+
+
+def test_a_fetch_is_given_up_in_time_and_steps_go_on_meanwhile() -> None:
+    async def scenario(executor: Executor, collected: Collected, task: asyncio.Task[None]) -> None:
+        await collected.wait_for(1)
+        executor.inbox.put(FetchPages(5, b"", b"", timeout_s=0.05))
+        executor.inbox.put(Step(0))
+        _, done, fetched = await collected.wait_for(3)
+        assert (done.step_id, fetched) == (0, PagesFetched(0, 5, 0))
+        executor.inbox.put(Stop())
+        await task
+
+    with_executor(HangingStore, scenario)
+
+
 class Timeline:
     """A device with a clock of its own: a step takes until the next one is queued behind it, or until none has come
     for so long that none will; then it has idled.
@@ -131,6 +157,9 @@ class Timeline:
             self._num_queued += 1
             self._changed.notify()
         return TimelinePending(self, step.step_id, self._ended[step.step_id])
+
+    def close(self) -> None:
+        pass
 
     def leave(self) -> None:
         self.has_left = True

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.execution import host_pool
 from engine.execution.host_pool import HostPool
-from engine.layers.kv_pool import KVPool
+from engine.layers.kv_pool import KVPool, Layout
 from engine.messages import Step
 
 NUM_PAGES, NUM_HOST_PAGES = 7, 5  # few, so that targets repeat within most steps
@@ -32,8 +32,14 @@ def step_of(moves: Iterable[tuple[int, int, int]]) -> Step:
 class Pools:
     """Both pools, and the same as dictionaries: page -> its bytes."""
 
-    def __init__(self, device: str, page_size: int = 1, dtype: torch.dtype = torch.float32) -> None:
-        self.pool = KVPool(LAYERS, NUM_PAGES, page_size, KV_HEADS, HEAD_SIZE, dtype, torch.device(device))
+    def __init__(
+        self,
+        device: str,
+        page_size: int = 1,
+        dtype: torch.dtype = torch.float32,
+        layout: Layout = "layer_first",
+    ) -> None:
+        self.pool = KVPool(LAYERS, NUM_PAGES, page_size, KV_HEADS, HEAD_SIZE, dtype, torch.device(device), layout)
         self.host = HostPool(NUM_HOST_PAGES, self.pool)
         self.generator = torch.Generator().manual_seed(0)
         for page in range(NUM_PAGES):
@@ -76,16 +82,23 @@ def as_bytes(page: Tensor) -> bytes:
     return page.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("staged_pages", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("layout", "staged_pages"), [("layer_first", 1), ("layer_first", 3), ("layer_first", 1000), ("page_first", 1000)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("device", DEVICES)
 def test_random_transfers_do_what_copying_page_by_page_does(
-    device: str, page_size: int, dtype: torch.dtype, staged_pages: int, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    page_size: int,
+    dtype: torch.dtype,
+    layout: Layout,
+    staged_pages: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     page_bytes = KVPool.page_bytes(LAYERS, page_size, KV_HEADS, HEAD_SIZE, dtype)
     monkeypatch.setattr(host_pool, "STAGING_BYTES", staged_pages * page_bytes)
-    pools = Pools(device, page_size, dtype)
+    pools = Pools(device, page_size, dtype, layout)
     rng = np.random.default_rng(page_size)
     seen: Counter[str] = Counter()
     for _ in range(60):

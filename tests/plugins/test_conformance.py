@@ -3,6 +3,7 @@
 import importlib
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from engine.layers.attention import AttentionFactory
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.declaration import Declaration, read_declaration
+from engine.plugins.kv_store.files import FileStore
 from engine.plugins.manager import BUILTIN
 from engine.plugins.testing.attention import check_case, through_hook
 from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
 from engine.plugins.testing.comm import check_comm
 from engine.plugins.testing.eviction import check_eviction_strategy
+from engine.plugins.testing.kv_store import check_kv_store
 from engine.plugins.testing.policy import check_scheduling_policy
 from tests.kv.cache_model import strategy
 from tests.layers.thread_comm import ThreadComm
@@ -77,6 +80,10 @@ def test_eviction(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in BUILTIN if name.startswith("policy.")])
 def test_policy(name: str) -> None:
     check_scheduling_policy(lambda: policy(name.removeprefix("policy.")))
+
+
+def test_files(tmp_path: Path) -> None:
+    check_kv_store(lambda: FileStore(tmp_path, 1 << 20))
 
 
 def test_local_comm() -> None:

@@ -47,7 +47,8 @@ def acme(install: Install) -> Path:
 
 def test_the_page_shows_these_files() -> None:
     modules = {
-        f"callboard_acme/{name}.py" for name in ("mru", "shortest", "count", "jsonl", "plain", "gloo", "words", "casts")
+        f"callboard_acme/{name}.py"
+        for name in ("mru", "shortest", "count", "jsonl", "plain", "gloo", "words", "casts", "memory")
     }
     assert set(FILES) == {"pyproject.toml", "test_acme.py", *modules}
 

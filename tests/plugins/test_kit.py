@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from engine.plugins.testing.attention_cases import attention_cases, trial_cases
 from engine.plugins.testing.comm import check_comm
 from engine.plugins.testing.eviction import check_eviction_strategy
 from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.testing.kv_store import check_kv_store
 from engine.plugins.testing.policy import check_scheduling_policy
 from engine.plugins.testing.reference import attend
 from engine.scheduling.policy import Waiting
@@ -450,3 +452,76 @@ def test_a_broken_group_is_named(kind: type[ThreadComm], said: str, monkeypatch:
     monkeypatch.setattr(comm_kit, "SHAPES", ((5, 7),))
     with pytest.raises(ConformanceError, match=said):
         check_comm(group, sizes=[3])
+
+
+# ---- stores of KV pages --------------------------------------------------------------------------
+
+
+class Records:
+    """Right but for what a subclass overrides."""
+
+    def __init__(self) -> None:
+        self.kept: dict[bytes, bytes] = {}
+
+    def get(self, name: bytes, record: memoryview) -> bool:
+        kept = self.kept.get(name)
+        if kept is None or len(kept) != len(record):
+            return False
+        record[:] = kept
+        return True
+
+    def put(self, name: bytes, record: memoryview) -> None:
+        self.kept[name] = bytes(record)
+
+    def discard(self, name: bytes) -> None:
+        self.kept.pop(name, None)
+
+    def close(self) -> None:
+        pass
+
+
+class KeepsTheBuffer(Records):
+    def put(self, name: bytes, record: memoryview) -> None:
+        self.kept[name] = record  # type: ignore[assignment]
+
+
+class FindsAnything(Records):
+    def get(self, name: bytes, record: memoryview) -> bool:
+        return super().get(name, record) or not record.readonly
+
+
+class MindsNoSizes(Records):
+    def get(self, name: bytes, record: memoryview) -> bool:
+        kept = self.kept.get(name)
+        if kept is None:
+            return False
+        record[:] = kept[: len(record)].ljust(len(record), b"\0")
+        return True
+
+
+class NeverDiscards(Records):
+    def discard(self, name: bytes) -> None:
+        pass
+
+
+class WritesInPlace(Records):
+    def put(self, name: bytes, record: memoryview) -> None:
+        self.kept[name] = bytes(len(record))
+        time.sleep(0.0005)
+        self.kept[name] = bytes(record)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (KeepsTheBuffer, "does not come back as it was put"),
+        (FindsAnything, "nobody has put is found"),
+        (MindsNoSizes, "1000 bytes fills 999"),
+        (NeverDiscards, "found after its discard"),
+        (WritesInPlace, "while it is half written"),
+    ],
+)
+def test_a_broken_store_is_named(kind: type[Records], said: str) -> None:
+    check_kv_store(Records)
+    with pytest.raises(ConformanceError, match=said):
+        check_kv_store(kind)

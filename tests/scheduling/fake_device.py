@@ -5,11 +5,13 @@ One stale, aliased or misplaced page changes what is read, and so every token af
 
 import zlib
 from collections import deque
+from itertools import takewhile
 
 import numpy as np
 
 from engine.execution.batch import lay_out
-from engine.messages import Step, StepDone
+from engine.kv.events import chained
+from engine.messages import FetchPages, Step, StepDone
 
 VOCAB = 1000
 POISON = -7
@@ -45,13 +47,23 @@ class FakeDevice:
         self._tokens = np.full((max_running, max_len + 1), POISON, dtype=np.int32)
         self._pages = np.full((max_running, -(-max_len // page_size)), -1, dtype=np.int32)
         self._computed = np.zeros(max_running, dtype=np.int32)
+        self.stored: dict[bytes, np.ndarray] = {}
+        self._fetched: dict[int, list[np.ndarray]] = {}
         self.done: deque[StepDone] = deque()
         self.num_steps = 0
         self.num_moved_to_host = 0
         self.num_moved_back = 0
 
     def run(self, step: Step) -> None:
+        pages = self._slots.reshape(-1, self._page_size)  # a view
+        for number, page in enumerate(np.frombuffer(step.save_pages, dtype=np.int32)):
+            assert (pages[page] != POISON).all(), f"page {page}, which nobody has filled, is saved"
+            self.stored[step.save_hashes[32 * number : 32 * number + 32]] = pages[page].copy()
         self._move_pages(step)
+        for landing in step.landings:
+            fetched = self._fetched.pop(landing.fetch_id)[landing.first :]
+            for number, page in enumerate(np.frombuffer(landing.pages, dtype=np.int32)):
+                pages[page] = fetched[number]
         for admission in step.admissions:
             tokens = np.frombuffer(admission.token_ids, dtype=np.int32)
             pages = np.frombuffer(admission.pages, dtype=np.int32)
@@ -76,6 +88,13 @@ class FakeDevice:
             sampled.append(token)
         self.num_steps += 1
         self.done.append(StepDone(rank=0, step_id=step.step_id, token_ids=np.array(sampled, dtype=np.int32).tobytes()))
+
+    def fetch(self, message: FetchPages) -> int:
+        """How many of the pages are stored, from the first on."""
+        hashes = chained(message.parent, message.tokens, 4 * self._page_size)
+        found = list(takewhile(lambda page: page is not None, map(self.stored.get, hashes)))
+        self._fetched[message.fetch_id] = [page for page in found if page is not None]
+        return len(found)
 
     def _move_pages(self, step: Step) -> None:
         device_pages = self._slots.reshape(-1, self._page_size)  # a view

@@ -64,6 +64,10 @@ class _GatedRunner:
         self._gate.enter()
         return self._inner.launch(step)
 
+    def close(self) -> None:
+        """See ``Runner``."""
+        self._inner.close()
+
     def leave(self) -> None:
         """See ``Runner``."""
         self._inner.leave()

@@ -22,6 +22,7 @@ from tests.sim.device import SimDevice, SimExecutor
 from tests.sim.links import SimLink, SimMailbox
 from tests.sim.oracle import VOCAB
 from tests.sim.scenario import LINKS, Scenario
+from tests.sim.store import SimStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ def assemble(
         page_size=setup.page_size,
         num_pages=setup.num_pages,
         num_host_pages=setup.num_host_pages,
+        store=SimStore(scenario.seed, setup.store_faults),
         nan_tokens=nan_tokens,
         breaks=breaks,
         mark=mark,
@@ -93,6 +95,7 @@ def assemble(
         overlap=setup.overlap,
         step_s=setup.step_s,
         load_s=setup.load_s,
+        read_s=setup.store_read_s,
         seed=scenario.seed,
     )
     scheduler = Scheduler(

@@ -6,18 +6,23 @@ that were planned before are still to run: whoever needs them then has been wron
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import numpy as np
 
 from engine.actors.actor import Actor, Link
+from engine.kv.events import chained
 from engine.kv.pages import Pages
+from engine.kv.store import DIGEST_BYTES, PageRecords
 from engine.messages import (
     ExecutorInbox,
     ExecutorsLost,
     ExecutorsReady,
+    FetchPages,
+    FromExecutor,
     Logprobs,
+    PagesFetched,
     Step,
     StepDone,
     StepExtras,
@@ -25,6 +30,7 @@ from engine.messages import (
 from tests.sim.failures import SimIncorrect
 from tests.sim.luck import luck
 from tests.sim.oracle import U64, WEIGHT, hashes, next_tokens
+from tests.sim.store import SimStore
 
 POISON = np.uint64(0xDEADBEEFDEADBEEF)
 GARBAGE = np.uint64(0x0BADF00D0BADF00D)  # what a step leaves behind whose logits were not finite
@@ -54,6 +60,7 @@ class SimDevice:
         page_size: int,
         num_pages: int,
         num_host_pages: int,
+        store: SimStore,
         nan_tokens: dict[int, int],
         breaks: dict[int, int],
         mark: Callable[[str], None],
@@ -62,6 +69,9 @@ class SimDevice:
         self._kv: U64 = np.full((num_pages + 1, page_size), POISON, dtype=np.uint64)
         self._slots = self._kv.reshape(-1)
         self._host: U64 = np.full((num_host_pages, page_size), POISON, dtype=np.uint64)
+        self._records = PageRecords(store, b"sim", 8 * page_size)
+        self._fetched: dict[int, list[U64]] = {}
+        self._to_save: Counter[int] = Counter()
         self._page_size = page_size
         self._nowhere = num_pages
         self._tables = np.full((num_rows, -(-max_len // page_size)), num_pages, dtype=np.int64)
@@ -80,6 +90,8 @@ class SimDevice:
         """A new device: nothing of what was on the old one."""
         self._kv[:] = POISON
         self._host[:] = POISON
+        self._fetched.clear()
+        self._to_save.clear()
         self._tables[:] = self._nowhere
         self._known[:] = 0
         self._computed[:] = 0
@@ -88,13 +100,33 @@ class SimDevice:
         self._logprob_rows.clear()
 
     def poison(self, pages: Pages) -> None:
-        """The scheduler has freed these."""
-        self._kv[pages] = POISON
+        """The scheduler has freed these; those that a step before still saves keep what they have."""
+        self._kv[[page for page in pages.tolist() if not self._to_save[page]]] = POISON
+
+    def will_save(self, pages: Pages) -> None:
+        """A step that has been planned saves these."""
+        self._to_save.update(pages.tolist())
+
+    def fetch(self, message: FetchPages, most: int) -> int:
+        """Read pages as far as they follow each other, ``most`` at the most; returns how many there are."""
+        pages = self._fetched[message.fetch_id] = []
+        for page_hash in chained(message.parent, message.tokens, 4 * self._page_size):
+            record = bytearray(self._records.record_bytes)
+            try:
+                if len(pages) >= most or not self._records.load(page_hash, memoryview(record)):
+                    break
+            except OSError:
+                self._mark("the store failed")
+                break
+            pages.append(np.frombuffer(record, dtype=np.uint64, offset=DIGEST_BYTES))
+        return len(pages)
 
     def run(self, step: Step) -> StepDone:
         """The whole step."""
+        self._save(step)
         if step.transfer_to_host:
             self._transfer(step)
+        self._land(step)
         for admission in step.admissions:
             row, tokens, pages = admission.row, ints(admission.token_ids), ints(admission.pages)
             self._tokens[row, : len(tokens)] = tokens
@@ -116,6 +148,28 @@ class SimDevice:
         if step.table_rows:
             self._tables[ints(step.table_rows), ints(step.table_indexes)] = ints(step.table_pages)
         return self._forward(step)
+
+    def _save(self, step: Step) -> None:
+        pages = ints(step.save_pages).tolist()
+        for number, page in enumerate(pages):
+            self._to_save[page] -= 1
+            if (self._kv[page] == POISON).any():
+                raise SimIncorrect(f"step {step.step_id} saves page {page}: never filled, or freed")
+            record = bytearray(DIGEST_BYTES) + self._kv[page].tobytes()
+            try:
+                self._records.save(step.save_hashes[32 * number : 32 * number + 32], memoryview(record))
+            except OSError:
+                self._mark("the store failed")
+
+    def _land(self, step: Step) -> None:
+        for landing in step.landings:
+            fetched = self._fetched.pop(landing.fetch_id, [])
+            pages = ints(landing.pages).tolist()
+            if len(pages) > len(fetched) - landing.first:
+                raise SimIncorrect(f"step {step.step_id}: {landing}, but {len(fetched)} pages were fetched")
+            for page, values in zip(pages, fetched[landing.first :], strict=False):
+                self._kv[page] = values
+                self._mark("pages from the store")
 
     def _transfer(self, step: Step) -> None:
         columns = ints(step.transfer_to_host), ints(step.transfer_device_pages), ints(step.transfer_host_pages)
@@ -229,11 +283,20 @@ class DeviceBroken(Exception):
 class SimExecutor(Actor[ExecutorInbox]):
     """Runs steps in order, each for a while; at most ``overlap`` are queued.
 
-    step_s: mean duration.  Effects are made when a step begins or when it ends, by luck: a device makes them somewhere
-    between."""
+    step_s, read_s: mean duration of a step, and of reading a page from the store.  A step's effects are made when it
+    begins or when it ends, by luck: a device makes them somewhere between."""
 
     def __init__(
-        self, *, capacity: int, device: SimDevice, num_pages: int, overlap: int, step_s: float, load_s: float, seed: int
+        self,
+        *,
+        capacity: int,
+        device: SimDevice,
+        num_pages: int,
+        overlap: int,
+        step_s: float,
+        load_s: float,
+        read_s: float,
+        seed: int,
     ) -> None:
         super().__init__("executor0", capacity)
         self._device = device
@@ -241,16 +304,18 @@ class SimExecutor(Actor[ExecutorInbox]):
         self._overlap = overlap
         self._step_s = step_s
         self._load_s = load_s
+        self._read_s = read_s
         self._seed = seed
         self._steps: deque[Step] = deque()
         self._result: StepDone | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._hangs_until = 0.0
         self._is_up = False
-        self._scheduler: Link[ExecutorsReady | StepDone | ExecutorsLost] | None = None
+        self._num_lives = 0
+        self._scheduler: Link[ExecutorsReady | FromExecutor | ExecutorsLost] | None = None
         self.broke: Callable[[], None] = lambda: None  # told when a step has ended the device
 
-    def connect(self, scheduler: Link[ExecutorsReady | StepDone | ExecutorsLost]) -> None:
+    def connect(self, scheduler: Link[ExecutorsReady | FromExecutor | ExecutorsLost]) -> None:
         """Where results go."""
         self._scheduler = scheduler
 
@@ -260,6 +325,9 @@ class SimExecutor(Actor[ExecutorInbox]):
         await super().run()
 
     def handle(self, message: ExecutorInbox) -> None:
+        if isinstance(message, FetchPages):
+            self._fetch(message)
+            return
         if not isinstance(message, Step):
             raise SimulatedCrash(f"{self.name} was told to crash")
         if not self._is_up:
@@ -269,6 +337,21 @@ class SimExecutor(Actor[ExecutorInbox]):
             raise SimIncorrect(f"{len(self._steps)} steps in flight, at most {self._overlap} were agreed")
         if len(self._steps) == 1:
             self._begin()
+
+    def _fetch(self, message: FetchPages) -> None:
+        """Answer when all is read or time is over, whichever is first."""
+        if not self._is_up:
+            return
+        page_s = self._read_s * 2 * luck(self._seed, 0xF, message.fetch_id)
+        num_pages = self._device.fetch(message, most=int(message.timeout_s / page_s) if page_s else 1 << 30)
+        life = self._num_lives
+
+        def answer() -> None:
+            if life == self._num_lives:
+                assert self._scheduler is not None
+                self._scheduler.put(PagesFetched(0, message.fetch_id, num_pages))
+
+        asyncio.get_running_loop().call_later(min(message.timeout_s, page_s * (num_pages + 1)), answer)
 
     def hang(self, seconds: float) -> None:
         """The step under way, or the next one, takes that much longer."""
@@ -280,6 +363,7 @@ class SimExecutor(Actor[ExecutorInbox]):
             return False
         self.close()
         self._is_up = False
+        self._num_lives += 1
         self._hangs_until = 0.0
         self._steps.clear()
         self._result = None

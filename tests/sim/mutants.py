@@ -12,12 +12,15 @@ import engine.scheduling.pages as holdings_module
 from engine.actors.ingress import Ingress, _Open
 from engine.actors.tokenizer import Tokenizer
 from engine.kv.host_tier import Transfer
+from engine.kv.match import Match
 from engine.kv.node import SHARED, Namespace, Node
 from engine.kv.radix import RadixTree
+from engine.kv.store import PageRecords
 from engine.messages import Abort, StepDone
 from engine.scheduling.completions import Completions
 from engine.scheduling.decodes import Decodes
-from engine.scheduling.pages import Appends, PageManager
+from engine.scheduling.fetches import Fetches
+from engine.scheduling.pages import Appends, Fetched, PageManager
 from engine.scheduling.planner import Planner
 from engine.scheduling.prefills import Prefills
 from engine.scheduling.queue import Quarantine, RankedQueue
@@ -136,6 +139,52 @@ def the_look_ahead_ignores_the_salt(_: Callable[..., int]) -> Callable[..., int]
     def mutant(self: PageManager, sequence: Sequence) -> int:
         match = self._tree.match(self._prefix_key(sequence), SHARED)
         return (match.num_pages + match.num_host_pages) * self._page_size
+
+    return mutant
+
+
+# ---- the store ----------------------------------------------------------------------------------
+
+
+def damaged_pages_are_used(_: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda self, page_hash, record: self.store.get(self._name(page_hash), record)
+
+
+def the_store_does_not_know_salts(hash_before: Callable[..., bytes]) -> Callable[..., bytes]:
+    def mutant(self: RadixTree, match: Match) -> bytes:
+        return hash_before(self, match if match.end is not None else Match(match.key, SHARED, match.version))
+
+    return mutant
+
+
+def fetched_pages_land_off_by_one(land: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: PageManager, handle: Any, key: bytes, fetched: Fetched, pages: Any) -> None:
+        first_page = fetched.first_page - (fetched.num_pages > 1)
+        land(self, handle, key, Fetched(fetched.fetch_id, first_page, fetched.num_pages), pages)
+
+    return mutant
+
+
+def pages_are_saved_a_step_late(drain: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(self: PageManager) -> Any:
+        saves = drain(self)
+        self.late, saves = saves, getattr(self, "late", [])  # type: ignore[attr-defined]
+        return saves
+
+    return mutant
+
+
+def who_waits_for_the_store_is_lost_with_the_device(clear: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(self: Fetches) -> Any:
+        return clear(self)[1:]
+
+    return mutant
+
+
+def who_waits_for_the_store_cannot_be_cancelled(forget: Callable[..., bool]) -> Callable[..., bool]:
+    def mutant(self: Fetches, sequence: Sequence) -> bool:
+        waits = any(fetch.sequence is sequence for fetch in self._waiting.values())
+        return waits or forget(self, sequence)
 
     return mutant
 
@@ -269,6 +318,12 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     rows_keep_stale_pages_after_dedup: (PageManager, "take_rewrites"),
     salts_are_ignored: (holdings_module, "Namespace"),
     the_look_ahead_ignores_the_salt: (PageManager, "num_cached_tokens"),
+    damaged_pages_are_used: (PageRecords, "load"),
+    the_store_does_not_know_salts: (RadixTree, "hash_before"),
+    fetched_pages_land_off_by_one: (PageManager, "_land"),
+    pages_are_saved_a_step_late: (PageManager, "drain_saves"),
+    who_waits_for_the_store_is_lost_with_the_device: (Fetches, "clear"),
+    who_waits_for_the_store_cannot_be_cancelled: (Fetches, "forget"),
     a_row_is_reused_while_a_step_uses_it: (Completions, "_release_ended"),
     more_counts_as_computed_than_is: (RowTable, "take"),
     a_retraction_forgets_a_token: (Prefills, "wait"),

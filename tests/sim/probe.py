@@ -55,6 +55,7 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float]) -> P
         num_host_pages=setup.num_host_pages,
         itl_target_s=setup.itl_target_s,
         record_events=setup.record_events,
+        store_timeout_s=setup.store_timeout_s,
     )
     return Planner(limits, STRATEGIES[setup.eviction](), POLICIES[setup.policy](setup.max_overtaken), clock)
 
@@ -62,12 +63,20 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float]) -> P
 class Probe:
     """A planner under observation.
 
-    mark: told of scarce events by name.  poison: told of pages that have become free."""
+    mark: told of scarce events by name.  poison: told of pages that have become free.
+    save: told of those that a step which has just been planned will save."""
 
-    def __init__(self, planner: Planner, mark: Callable[[str], None], poison: Callable[[Pages], None]) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        mark: Callable[[str], None],
+        poison: Callable[[Pages], None],
+        save: Callable[[Pages], None],
+    ) -> None:
         self.planner = planner
         self._mark = mark
         self._poison = poison
+        self._save = save
         self._page_manager = planner._page_manager
         self._allocator = planner._page_manager._pages
         self._tree = planner._page_manager._tree
@@ -75,6 +84,7 @@ class Probe:
         wrap(self._allocator, "free", self._watch_free)
         wrap(self._tree, "evict", self._watch_evict)
         wrap(self._tree, "publish", self._watch_publish)
+        wrap(self._tree, "drain_saves", self._watch_saves)
         wrap(planner, "abort", self._watch_abort)
         wrap(planner, "complete", self._watch_complete)
 
@@ -82,6 +92,9 @@ class Probe:
 
     def _watch_free(self, free: Callable[[Pages], None], pages: Pages) -> None:
         free(pages)
+        saving = [pages for _, pages in self._tree._saves]
+        if saving:
+            pages = pages[~np.isin(pages, np.concatenate(saving))]  # the next step still copies what is in them
         host = self._tree._host
         leaving = [one.device_pages for one in host._transfers if one.to_host] if host is not None else []
         if leaving:
@@ -100,6 +113,12 @@ class Probe:
         if len(published.pages):
             self._mark("duplicates rewritten")
         return published
+
+    def _watch_saves(self, drain: Callable[[], list[tuple[bytes, Pages]]]) -> list[tuple[bytes, Pages]]:
+        saves = drain()
+        for _, pages in saves:
+            self._save(pages)
+        return saves
 
     def _watch_abort(self, abort: Callable[..., None], request_id: int, finish: Finish = Finish.ABORT) -> None:
         planner = self.planner
@@ -145,6 +164,11 @@ class Probe:
         return len(self._rows.sequences) - self._rows.num_free
 
     @property
+    def num_fetches(self) -> int:
+        """Requests that wait for pages from the store, or have got some and not started."""
+        return len(self.planner._fetches._waiting) + len(self.planner._fetches._answered)
+
+    @property
     def is_in_quarantine(self) -> bool:
         """Whether suspects run one at a time."""
         return self.planner._quarantine.is_on
@@ -160,6 +184,7 @@ class Probe:
         aside = {sequence.arrival for entries in self.planner._prefills._aside.values() for _, sequence in entries}
         if aside:
             self._mark("stood aside to share")
+        aside |= {fetch.sequence.arrival for fetch in self.planner._fetches._waiting.values()}
         return (one for one in self.planner._requests.open.values() if one.row < 0 and one.arrival not in aside)
 
     def looked_ahead(self, sequence: Sequence) -> int:

@@ -28,6 +28,8 @@ def check_books(engine: Engine, planner_probe: Probe, checks: Checks) -> None:
         raise SimIncorrect(f"of {planner_probe.num_pages} pages: {stats}")
     if planner_probe.num_protected or planner_probe.num_rows_held:
         raise SimIncorrect(f"{planner_probe.num_protected} pages locked, {planner_probe.num_rows_held} rows held")
+    if planner_probe.num_fetches:
+        raise SimIncorrect(f"{planner_probe.num_fetches} requests that have ended have pages of the store")
     if probe.num_texts(engine.tokenizer):
         raise SimIncorrect(f"the tokenizer still knows {probe.num_texts(engine.tokenizer)} requests")
     checks.check_metrics()

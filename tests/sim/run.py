@@ -61,6 +61,7 @@ MARKS = (
     "loss explained",
     "NaN",
     "pages back from host",
+    "pages from the store",
     "pages to host",
     "pause",
     "prefix hit",
@@ -74,6 +75,7 @@ MARKS = (
     "stood aside to share",
     "stop string",
     "stop token",
+    "the store failed",
     "token after the end dropped",
 )
 

@@ -22,11 +22,16 @@ ACTORS = ("tokenizer", "scheduler", "executor0", "ingress")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One engine."""
+    """One engine.
+
+    store_timeout_s: 0 for no store.  store_read_s: mean time to read a page.  store_faults: share of bad calls."""
 
     page_size: int
     num_pages: int
     num_host_pages: int
+    store_faults: float
+    store_read_s: float
+    store_timeout_s: float
     max_running: int
     max_step_tokens: int
     prefill_chunk: int

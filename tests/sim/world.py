@@ -110,7 +110,7 @@ class World:
 
     def _new_planner(self, num_pages: int) -> Planner:
         planner = probe.build_planner(self.setup, num_pages, self.loop.time)
-        self.probe = probe.Probe(planner, self.mark, self.engine.device.poison)
+        self.probe = probe.Probe(planner, self.mark, self.engine.device.poison, self.engine.device.will_save)
         return planner
 
     def _flush(self, flush: Callable[[], None]) -> None:

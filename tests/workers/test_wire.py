@@ -22,13 +22,14 @@ def inboxes() -> set[type]:
     unions = (
         messages.TokenizerInbox,
         messages.SchedulerInbox,
+        messages.ExecutorInbox,
         messages.IngressInbox,
         FromWorker,
         FromTokenizer,
         FromFrontend,
         ToFrontend,
     )
-    return {messages.ExecutorInbox, Stop, *(kind for union in unions for kind in typing.get_args(union))}
+    return {Stop, *(kind for union in unions for kind in typing.get_args(union))}
 
 
 def test_the_wire_knows_every_message_of_every_inbox() -> None:

@@ -27,7 +27,12 @@ from engine.layers.kv_pool import KVPool
 from engine.plugins.hookspecs import AttentionContext, hookimpl
 from engine.plugins.options import Options, decode_options
 
-CALLBOARD_PLUGIN = {"api": 1, "devices": ["cpu", "cuda"], "dtypes": ["float32", "bfloat16", "float16"]}
+CALLBOARD_PLUGIN = {
+    "api": 1,
+    "devices": ["cpu", "cuda"],
+    "dtypes": ["float32", "bfloat16", "float16"],
+    "kv_layouts": ["layer_first", "page_first"],
+}
 # Keys up to this size stay in a core's cache from their copy to their use, and between the heads' passes over them.
 CACHED_BYTES = 1 << 20
 # Padding that a group may add to its rows' own keys.
@@ -87,6 +92,7 @@ class TorchAttention:
         self.pool = pool
         self.group = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_size)
         self.page_shape = (-1, pool.page_size, spec.num_kv_heads, spec.head_size)
+        self._pages_touch = pool.page_stride == pool.page_size
         self.slot_bytes = spec.num_kv_heads * spec.head_size * slots_SGH.element_size()
         self._key_copy_SGH = self._value_copy_SGH = slots_SGH.new_empty((0, *slots_SGH.shape[1:]))
         self._whole: list[DecodeGroup | Segment] = []
@@ -190,7 +196,8 @@ class TorchAttention:
         starts_B1 = (lengths_B1 - window).clamp_(min=0) if window else torch.zeros_like(lengths_B1)
         key_L = torch.arange(num_keys, dtype=torch.int32, device=table_BP.device)
         position_BL = torch.minimum(starts_B1 + key_L, lengths_B1 - 1)
-        slots_BL = table_BP.gather(1, (position_BL // page_size).long()) * page_size + position_BL % page_size
+        pages_BL = table_BP.gather(1, (position_BL // page_size).long())
+        slots_BL = pages_BL * self.pool.page_stride + position_BL % page_size
         hidden_BL = key_L >= lengths_B1 - starts_B1
         mask_BL = torch.zeros(hidden_BL.shape, dtype=self.pool.data.dtype, device=table_BP.device)
         mask_BL.masked_fill_(hidden_BL, -torch.inf)
@@ -210,8 +217,10 @@ class TorchAttention:
         pages: Tensor | None = batch.page_table_BP[row, first_page:last_page]
         if host_table is not None:
             own = host_table[row, first_page:last_page]
-            if own[-1] - own[0] == len(own) - 1 and (own[1:] > own[:-1]).all():
-                pages, first_slot = None, int(own[0]) * page_size + first_slot
+            if len(own) == 1 or (self._pages_touch and own[-1] - own[0] == len(own) - 1 and (own[1:] > own[:-1]).all()):
+                pages, first_slot = None, int(own[0]) * self.pool.page_stride + first_slot
+        if pages is not None and not self._pages_touch:
+            pages = pages * (self.pool.page_stride // page_size)  # of the blocks that ``_visible`` copies
         blocks = self._blocks(num_queries, num_keys, window, batch.page_table_BP.device)
         return Segment(first_row, first_row + num_queries, num_keys, first_slot, pages, blocks)
 

@@ -77,6 +77,7 @@ def through_hook(
                 num_kv_heads=spec.num_kv_heads,
                 head_size=spec.head_size,
                 window=spec.window,
+                kv_layout=pool.layout,
                 options=dict(options or {}),
             )
         )
@@ -111,6 +112,7 @@ def check_steps(case: AttentionCase, factory: AttentionFactory, spec: AttentionS
         head_size=spec.head_size,
         dtype=getattr(torch, case.dtype),
         device=device,
+        layout=case.layout,
     )
     backend = factory(spec, pool)
     for method in ("plan_step", "attend"):
@@ -164,7 +166,7 @@ class _Step:
             pages, free = free[: counts[row]], free[counts[row] :]
             table[row, : counts[row]] = pages
             position_L = torch.arange(length)
-            slots.append(pages[position_L // page_size] * page_size + position_L % page_size)
+            slots.append(pages[position_L // page_size] * pool.page_stride + position_L % page_size)
         all_slots = torch.cat(slots).to(device)
         for layer in range(NUM_LAYERS):
             for store in (pool.keys(layer), pool.values(layer)):

@@ -5,6 +5,7 @@ Owns: the list of cases.  Does not know: tensors, how a case is run.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from engine.plugins.declaration import Declaration, Multiples, Sizes
 
@@ -12,6 +13,7 @@ HEAD_SIZES = (64, 80, 96, 128, 256)
 PAGE_SIZES = (1, 16, 64, 256)
 RATIOS = (1, 2, 4, 5, 8)
 DTYPES = ("float32", "bfloat16", "float16")
+Layout = Literal["layer_first", "page_first"]
 Sequence = tuple[int, int]  # context length including the new tokens, new tokens
 
 
@@ -21,6 +23,7 @@ class AttentionCase:
 
     steps: each is (decode rows, segments of prompts).  contiguous: pages lie side by side; if not, anywhere.
     num_padding: decode rows of length 0 behind the others.  strided: the queries are a slice of a wider tensor.
+    layout: of the pool.
     loud: queries so large that an exponential overflows unless the largest score is taken out first.
     """
 
@@ -37,6 +40,7 @@ class AttentionCase:
     num_padding: int = 0
     strided: bool = False
     loud: bool = False
+    layout: Layout = "layer_first"
 
     def __str__(self) -> str:
         heads = f"{self.ratio * self.num_kv_heads}/{self.num_kv_heads} heads of {self.head_size}"
@@ -46,6 +50,7 @@ class AttentionCase:
             f"{self.num_padding} padding rows" if self.num_padding else "",
             "strided queries" if self.strided else "",
             "large scores" if self.loud else "",
+            "page-first" if self.layout == "page_first" else "",
         ]
         return ", ".join([self.name, self.dtype, heads, f"page {self.page_size}", *filter(None, extras)])
 
@@ -73,12 +78,12 @@ def attention_cases(declares: Declaration) -> list[AttentionCase]:
 
 
 def trial_cases(
-    dtype: str, page_size: int, head_size: int, window: int, phases: tuple[str, ...]
+    dtype: str, page_size: int, head_size: int, window: int, phases: tuple[str, ...], layout: Layout = "layer_first"
 ) -> list[AttentionCase]:
     """The least that tells a backend that is wrong everywhere from one that is right; heads are the caller's own."""
     mixed = _mixed(page_size)
     steps = (mixed, (mixed[0], ()), ((), new_prompts(page_size)))
-    case = AttentionCase("mixed steps", steps, dtype, page_size, head_size, window=window, strided=True)
+    case = AttentionCase("mixed steps", steps, dtype, page_size, head_size, window=window, strided=True, layout=layout)
     cases = [_limited(case, phases), _limited(replace(case, name="contiguous pages", contiguous=True), phases)]
     return [case for case in cases if case.steps]
 
@@ -120,6 +125,15 @@ def _cases(declares: Declaration) -> Iterator[AttentionCase]:
         for window in (1, 7, page_size, 2 * page_size + 1):
             yield replace(base, window=window)
         yield replace(base, window=page_size + 3, first_window_layer=1)
+    if "page_first" in declares.kv_layouts:
+        first = replace(base, layout="page_first")
+        yield replace(first, name="several steps", steps=steps)
+        yield replace(first, contiguous=True)
+        yield from (replace(first, page_size=size, steps=(_mixed(size),)) for size in (page_sizes[0], page_sizes[-1]))
+        if declares.window:
+            yield replace(first, window=page_size + 3, first_window_layer=1)
+        if declares.padding:
+            yield replace(first, name="padded decode", steps=((mixed[0], ()),), num_padding=3)
     if declares.padding:
         yield replace(base, name="padded decode", steps=((mixed[0], ()),), num_padding=3)
 

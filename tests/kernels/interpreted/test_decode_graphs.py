@@ -82,6 +82,7 @@ def runner_of(model, captured):
         model=model,
         pool=pool,
         host_pool=None,
+        stored=None,
         attention=attention,
         piecewise=None,
         decode_graphs=graphs,

@@ -24,11 +24,13 @@ def room_for(num_rows: int, num_pages: int) -> DecodeInputs:
     return DecodeInputs(*columns, lengths_B=torch.empty(num_rows, dtype=torch.int32), page_table_BW=table)
 
 
+@pytest.mark.parametrize("num_blocks", [1, 6])  # from a page to the next: 6 is three layers of a page-first pool
 @pytest.mark.parametrize("page_size", [1, 16, 60])
 @pytest.mark.parametrize(
     "rows", [[3], [0, 1, 2, 3, 4, 5], [5, -1, 0, -1, -1], [-1]], ids=["one", "all", "padded", "only padding"]
 )
-def test_three_steps(page_size, rows):
+def test_three_steps(page_size, num_blocks, rows):
+    stride = page_size * num_blocks
     tokens, pages = tables(page_size)
     lengths = torch.tensor([0, 1, page_size - 1, page_size, 700, MAX_LEN - 4], dtype=torch.int32)
     width = pages.shape[1] + 3  # wider than any row's own table
@@ -36,12 +38,12 @@ def test_three_steps(page_size, rows):
     expected = lengths.tolist()
     for _ in range(3):
         inputs.page_table_BW.fill_(-5)
-        fill_inputs(torch.tensor(rows), tokens, pages, lengths, page_size, DUMP, inputs)
+        fill_inputs(torch.tensor(rows), tokens, pages, lengths, page_size, DUMP, inputs, stride)
         for place, row in enumerate(rows):
             if row < 0:
                 assert inputs.token_ids_B[place] == 0
                 assert inputs.positions_B[place] == 0
-                assert inputs.slots_B[place] == DUMP * page_size
+                assert inputs.slots_B[place] == DUMP * stride
                 assert inputs.write_at_B[place] == -1
                 assert inputs.lengths_B[place] == 1
                 assert (inputs.page_table_BW[place] == DUMP).all()
@@ -50,7 +52,7 @@ def test_three_steps(page_size, rows):
             assert inputs.token_ids_B[place] == tokens[row, position]
             assert inputs.positions_B[place] == position
             page = int(pages[row, position // page_size])
-            assert inputs.slots_B[place] == page * page_size + position % page_size
+            assert inputs.slots_B[place] == page * stride + position % page_size
             assert inputs.write_at_B[place] == row * (MAX_LEN + 1) + position + 1
             assert inputs.lengths_B[place] == position + 1
             used = position // page_size + 1

@@ -144,6 +144,7 @@ class TritonAttention:
             "GROUP": self._group,
             "HEAD_SIZE": self.spec.head_size,
             "PAGE_SIZE": self.pool.page_size,
+            "PAGE_STRIDE": self.pool.page_stride,
             "WINDOW": window,
             "BLOCK_B": ROWS_AT_ONCE,
             "BLOCK_N": tiles.block_keys,

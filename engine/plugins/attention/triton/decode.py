@@ -65,8 +65,8 @@ def share_size(num_tiles, num_shares):
 def decode_attention(
     q, out, keys, values, page_table, lengths, part_out, part_weight, num_rows, scale_log2, q_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr, INTERPRETED: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Program (head, share): all query heads of one KV head, so that a key is read once for all of them.
 
@@ -116,7 +116,7 @@ def decode_attention(
             seen_N = position_N < length
             if WINDOW > 0:
                 seen_N = seen_N & (position_N >= length - WINDOW)
-            slot_N = page_N.to(tl.int64) * PAGE_SIZE + position_N % PAGE_SIZE
+            slot_N = page_N.to(tl.int64) * PAGE_STRIDE + position_N % PAGE_SIZE
             next_N = position_N + BLOCK_N
             page_N = tl.load(pages + next_N // PAGE_SIZE, mask=next_N < length, other=0)
             place_NH = slot_N[:, None] * (NUM_KV_HEADS * HEAD_SIZE) + place_1H

@@ -17,15 +17,15 @@ from engine.plugins.attention.triton.products import multiply
 def _attend_tile(
     out_MH, highest_M, weight_M, page_N, q_MH, position_M, keys, values, pages, index, num_keys, place_1H, live_1H,
     scale_log2,
-    SLOT: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    INTERPRETED: tl.constexpr, MASKED: tl.constexpr,
+    SLOT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One more tile of keys: (output, highest score, sum of weights, pages of the next tile).
 
     MASKED: some query does not see some key.  Without, every key is every query's.
     """
     key_N = index * BLOCK_N + tl.arange(0, BLOCK_N)
-    slot_N = page_N.to(tl.int64) * PAGE_SIZE + key_N % PAGE_SIZE
+    slot_N = page_N.to(tl.int64) * PAGE_STRIDE + key_N % PAGE_SIZE
     # One tile ahead, for the reason that ``decode.py`` gives.
     next_N = key_N + BLOCK_N
     page_N = tl.load(pages + next_N // PAGE_SIZE, mask=next_N < num_keys, other=0)
@@ -62,8 +62,8 @@ def _attend_tile(
 def prefill_attention(
     q, out, keys, values, page_table, lengths, query_starts, num_rows, scale_log2, q_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr, INTERPRETED: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Program (head, i): a tile of queries of one sequence, over the keys that any of them sees.
 
@@ -121,12 +121,14 @@ def prefill_attention(
         for step in range(0, masked_index):
             out_MH, highest_M, weight_M, page_N = _attend_tile(
                 out_MH, highest_M, weight_M, page_N, q_MH, position_M, keys, values, pages, step, num_keys,
-                place_1H, live_1H, scale_log2, SLOT, PAGE_SIZE, WINDOW, BLOCK_M, BLOCK_N, INTERPRETED, MASKED=False,
+                place_1H, live_1H, scale_log2, SLOT, PAGE_SIZE, PAGE_STRIDE, WINDOW, BLOCK_M, BLOCK_N, INTERPRETED,
+                MASKED=False,
             )  # fmt: skip
     for step in range(0, last_index - masked_index):
         out_MH, highest_M, weight_M, page_N = _attend_tile(
             out_MH, highest_M, weight_M, page_N, q_MH, position_M, keys, values, pages, masked_index + step, num_keys,
-            place_1H, live_1H, scale_log2, SLOT, PAGE_SIZE, WINDOW, BLOCK_M, BLOCK_N, INTERPRETED, MASKED=True,
+            place_1H, live_1H, scale_log2, SLOT, PAGE_SIZE, PAGE_STRIDE, WINDOW, BLOCK_M, BLOCK_N, INTERPRETED,
+            MASKED=True,
         )  # fmt: skip
     out_MH = out_MH / tl.where(weight_M > 0, weight_M, 1.0)[:, None]
     out_M = (start + query_M).to(tl.int64) * (SLOT * GROUP) + head_M * HEAD_SIZE

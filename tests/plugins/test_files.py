@@ -1,0 +1,176 @@
+"""Pages in files: torn ones, full disks, several processes at one folder, and a bound on all of it."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.config import Config, build_config
+from engine.errors import PluginError
+from engine.kv.store import DIGEST_BYTES, PageRecords
+from engine.plugins.hookspecs import KVStoreContext
+from engine.plugins.kv_store.files import FileStore, callboard_kv_store
+
+PAGE_BYTES = 4096
+RECORD_BYTES = DIGEST_BYTES + PAGE_BYTES
+
+
+def records(path: Path, namespace: bytes = b"model", max_bytes: int = 1 << 20) -> PageRecords:
+    return PageRecords(FileStore(path, max_bytes), namespace, PAGE_BYTES)
+
+
+def page(number: int) -> bytes:
+    return np.random.default_rng(number).bytes(PAGE_BYTES)
+
+
+def save(pages: PageRecords, number: int, content: bytes | None = None) -> None:
+    pages.save(page_hash(number), memoryview(bytearray(DIGEST_BYTES) + (content or page(number))))
+
+
+def load(pages: PageRecords, number: int) -> bytes | None:
+    record = bytearray(RECORD_BYTES)
+    return bytes(record[DIGEST_BYTES:]) if pages.load(page_hash(number), memoryview(record)) else None
+
+
+def page_hash(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def files(path: Path) -> list[Path]:
+    return [one for one in path.glob("??/*") if one.is_file()]
+
+
+def test_pages_outlive_the_store(tmp_path: Path) -> None:
+    save(records(tmp_path), 1)
+    assert load(records(tmp_path), 1) == page(1)
+
+
+@pytest.mark.parametrize("what", ["model", "page"])
+def test_who_differs_finds_nothing(tmp_path: Path, what: str) -> None:
+    save(records(tmp_path), 1)
+    assert load(records(tmp_path, b"model" if what == "page" else b"another"), 2 if what == "page" else 1) is None
+
+
+@pytest.mark.parametrize("how", ["short", "long", "empty", "half zeros", "a bit", "another page's"])
+def test_a_damaged_file_is_a_miss_and_is_replaced(tmp_path: Path, how: str) -> None:
+    pages = records(tmp_path)
+    save(pages, 1)
+    (path,) = files(tmp_path)
+    content = path.read_bytes()
+    other = records(tmp_path / "elsewhere")
+    save(other, 2)
+    damaged = {
+        "short": content[:-1],
+        "long": content + b"\0",
+        "empty": b"",
+        "half zeros": content[: RECORD_BYTES // 2].ljust(RECORD_BYTES, b"\0"),
+        "a bit": content[:100] + bytes([content[100] ^ 1]) + content[101:],
+        "another page's": files(tmp_path / "elsewhere")[0].read_bytes(),
+    }[how]
+    path.write_bytes(damaged)
+    assert load(pages, 1) is None
+    save(pages, 1)
+    assert load(pages, 1) == page(1)
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = records(tmp_path)
+    save(pages, 1)
+    opened = Path.open
+
+    class Full:
+        def __init__(self, file: Any) -> None:
+            self._file = file
+
+        def __enter__(self) -> "Full":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self._file.close()
+
+        def write(self, part: memoryview) -> int:
+            if len(part) < RECORD_BYTES:
+                raise OSError(errno.ENOSPC, "no space left on device")
+            return int(self._file.write(part[:1000]))
+
+        def fileno(self) -> int:
+            return int(self._file.fileno())
+
+    monkeypatch.setattr(
+        Path, "open", lambda self, mode, **more: (Full if mode == "xb" else lambda one: one)(opened(self, mode, **more))
+    )
+    with pytest.raises(OSError, match="no space left"):
+        save(pages, 2)
+    assert len(files(tmp_path)) == 1
+    assert not list((tmp_path / "incoming").iterdir())
+    assert (load(pages, 1), load(pages, 2)) == (page(1), None)
+    monkeypatch.undo()
+    save(pages, 2)
+    assert load(pages, 2) == page(2)
+
+
+def test_those_used_longest_ago_go_when_it_is_full(tmp_path: Path) -> None:
+    pages = records(tmp_path, max_bytes=10 * RECORD_BYTES)
+    for number in range(10):
+        save(pages, number)
+        path = pages.store._place(pages._name(page_hash(number)))  # type: ignore[attr-defined]
+        os.utime(path, (number, number))
+    assert load(pages, 0) == page(0)
+    save(pages, 10)
+    assert len(files(tmp_path)) == 10
+    found = {number for number in range(11) if load(pages, number)}
+    assert found == {0, *range(2, 11)}, "1 was used longest ago, 0 just now"
+
+
+def test_what_other_processes_write_counts_and_what_dead_ones_began_is_removed(tmp_path: Path) -> None:
+    first, second = (records(tmp_path, max_bytes=40 * RECORD_BYTES) for _ in range(2))
+    begun = tmp_path / "incoming" / "machine-1-2-3"
+    begun.write_bytes(b"half")
+    os.utime(begun, (0, 0))
+    for number in range(200):
+        save((first, second)[number % 2], number)
+        assert len(files(tmp_path)) <= 44, "at most a tenth more than is allowed"
+    assert not begun.exists()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.plugins.test_files import records, save
+pages = records(Path(sys.argv[1]), max_bytes=150_000)
+for number in range(int(sys.argv[2]), int(sys.argv[2]) + 300):
+    save(pages, number % 100)
+"""
+
+
+def test_two_processes_at_one_folder_never_see_anything_wrong(tmp_path: Path) -> None:
+    """They write the same pages, and remove each other's, while a third one reads."""
+    pages = records(tmp_path, max_bytes=150_000)
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    writers = [subprocess.Popen([*command, str(first)]) for first in (0, 50)]
+    found = 0
+    while any(writer.poll() is None for writer in writers):
+        for number in range(100):
+            content = load(pages, number)
+            assert content in (None, page(number))
+            found += content is not None
+    assert [writer.wait() for writer in writers] == [0, 0]
+    assert found
+    assert any(load(pages, number) for number in range(100))
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    context = KVStoreContext(record_bytes=1, namespace="", options={"path": str(tmp_path / "file" / "below")})
+    with pytest.raises(PluginError, match=r"kv_store\.files: path='.*below' cannot be used: .*; name another folder"):
+        callboard_kv_store(context)
+
+
+def test_there_is_no_store_unless_it_is_named() -> None:
+    assert "kv_store" not in Config().chosen_plugins()
+    assert build_config(Config(), {"plugins": {"kv_store": "files"}}).chosen_plugins()["kv_store"] == "files"
