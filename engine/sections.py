@@ -193,6 +193,10 @@ class PluginsSection(Section, frozen=True):
         list[str],
         Meta(description="Who is told of finished requests and cached pages: any number of names, e.g. ['log']"),
     ] = []
+    models: Annotated[
+        list[str],
+        Meta(description="Model families of other packages, by name; they are asked before the built-in ones"),
+    ] = []
     options: Annotated[
         dict[str, dict[str, Any]], Meta(description="Option table per plugin, e.g. [plugins.options.'attention.torch']")
     ] = {}

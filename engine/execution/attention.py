@@ -35,6 +35,7 @@ class RankAttention:
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
             window=spec.window,
+            needs=spec.needs,
         )
         self._choices = choose_attention(plugins, self._context)
         for choice in self._choices:

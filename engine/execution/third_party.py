@@ -90,6 +90,9 @@ def try_foreign(
         scale=spec.scale,
         window=spec.window,
         first_window_layer=min(spec.first_window_layer, 1),
+        full_layers=(1,) if spec.full_layers and not spec.first_window_layer else (),
+        soft_cap=spec.soft_cap,
+        sinks=spec.sinks[:NUM_LAYERS],
     )
     findings = Findings(f"plugin {label}")
 

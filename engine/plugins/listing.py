@@ -13,6 +13,7 @@ from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import (
     ATTENTION,
     AUTO,
+    MODEL,
     OBSERVER,
     PluginInfo,
     available_plugins,
@@ -46,7 +47,7 @@ def list_plugins(config: Config, context: AttentionContext) -> list[Listed]:
 
 
 def _row(info: PluginInfo, chosen: str, context: AttentionContext) -> Listed:
-    if info.kind not in (*AUTO, ATTENTION, OBSERVER):
+    if info.kind not in (*AUTO, ATTENTION, MODEL, OBSERVER):
         return Listed(info, chosen, "", (f"this callboard has no plugins of kind {info.kind!r}",))
     try:
         declaration = checked(info, declared(info))
@@ -63,6 +64,8 @@ def _hindrances(info: PluginInfo, declaration: Declaration, context: AttentionCo
 
 def _chosen(config: Config, known: Mapping[str, PluginInfo], context: AttentionContext) -> dict[str, str]:
     chosen = dict.fromkeys(observer_names(config.plugins.observers), "yes")
+    # A built-in family needs no choice: it is asked when a checkpoint is of its architecture.
+    chosen |= {f"{MODEL}.{name}": "yes" for name in config.plugins.models}
     for kind, wanted in config.chosen_plugins().items():
         if kind != ATTENTION and isinstance(wanted, str):
             chosen[decide(kind, wanted)] = "yes"

@@ -92,6 +92,7 @@ def expected_context(
         num_kv_heads=shape.num_kv_heads if shape else 0,
         head_size=shape.head_size if shape else 0,
         window=shape.window if shape else 0,
+        needs=shape.attention_needs if shape else (),
     )
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine.checkpoints.checkpoint import read_spec
 from engine.kernels import choice
 from engine.layers.embedding import VocabLinear
+from engine.plugins.families import read_model
 from tests.models.checkpoints import build, random_tokens, reference_logits, save
 from tests.models.conftest import load
 from tests.models.driver import Driver
@@ -24,7 +24,7 @@ VARIANTS = ["llama-biases", "llama-gelu", "llama-gelu-tanh", "llama-head-dim", "
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits(tmp_path, variant):
     reference = build(variant)
-    model = load(read_spec(save(reference, tmp_path)))
+    model = load(read_model(save(reference, tmp_path)))
     driver = Driver(model, page_size=4)
     prompts = {name: random_tokens(count, count) for name, count in (("a", 9), ("b", 14))}
     expected = {name: reference_logits(reference, prompts[name]) for name in prompts}

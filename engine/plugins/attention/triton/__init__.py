@@ -21,6 +21,7 @@ CALLBOARD_PLUGIN = {
     "dtypes": ["float32", "bfloat16", "float16"],
     "head_sizes": {"multiple_of": 8, "at_most": 256},
     "heads_per_kv_head": {"multiple_of": 1, "at_most": 64},
+    "supports": ["layer_windows"],
     "padding": True,
 }
 

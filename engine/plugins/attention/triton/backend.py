@@ -92,7 +92,7 @@ class TritonAttention:
         """See ``AttentionBackend.attend``."""
         batch, spec = self._batch, self.spec
         assert batch is not None, "plan_step comes first"
-        window = spec.window if layer >= spec.first_window_layer else 0
+        window = spec.window_of(layer)
         if q_TNH.stride()[1:] != (spec.head_size, 1):
             q_TNH = q_TNH.contiguous()
         out_TNH = q_TNH.new_empty(q_TNH.shape)
