@@ -13,9 +13,9 @@ from engine.checkpoints.fields import Fields
 from engine.checkpoints.shape import (
     AttentionShape,
     DecoderShape,
-    ExpertsShape,
     GatedShape,
     LayerShape,
+    PartShape,
     RMSNormShape,
     RotaryShape,
 )
@@ -108,7 +108,7 @@ def read_norm(fields: Fields, name: str, *, offset: float = 0.0, default_eps: fl
     return RMSNormShape(name=name, eps=fields.number("rms_norm_eps", default_eps), offset=offset)
 
 
-def pre_norm(fields: Fields, attention: AttentionShape, mlp: GatedShape | ExpertsShape) -> LayerShape:
+def pre_norm(fields: Fields, attention: AttentionShape, mlp: PartShape) -> LayerShape:
     """A layer as Llama's: an RMS norm before attention and one before the MLP, by the names most families use."""
     return LayerShape(
         attention=attention,

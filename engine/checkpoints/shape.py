@@ -48,6 +48,11 @@ class PartShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     built_by: ClassVar[str] = ""
 
+    @property
+    def width(self) -> int:
+        """How many numbers of a token there are within it at once, over all ranks: what a step's memory is made of."""
+        return 0
+
 
 class Unchanged(PartShape, frozen=True):
     """The place of a norm that a family does not have."""
@@ -131,6 +136,11 @@ class MLPShape(PartShape, frozen=True, kw_only=True):
     bias: bool = False
     transposed: bool = False
 
+    @property
+    def width(self) -> int:
+        """Between the two products."""
+        return self.intermediate_size
+
 
 class GatedShape(PartShape, frozen=True, kw_only=True):
     """down(activation(gate(x)) * up(x)), Shazeer 2020.
@@ -145,6 +155,11 @@ class GatedShape(PartShape, frozen=True, kw_only=True):
     name: str = "mlp"
     bias: bool = False
     merged: str = ""
+
+    @property
+    def width(self) -> int:
+        """Between the products."""
+        return self.intermediate_size
 
 
 class ExpertsShape(PartShape, frozen=True, kw_only=True):
@@ -173,8 +188,8 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     slope: float = 1.0
 
     @property
-    def intermediate_size(self) -> int:
-        """How many numbers of a token there are between the products, of all its experts."""
+    def width(self) -> int:
+        """Between the products, of all of a token's experts."""
         return self.num_chosen * self.expert_size
 
 
@@ -182,7 +197,7 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """One layer: x += behind_attention(attention(before_attention(x))), then the same with the MLP."""
 
     attention: AttentionShape
-    mlp: MLPShape | GatedShape | ExpertsShape
+    mlp: PartShape
     before_attention: PartShape = Unchanged()
     behind_attention: PartShape = Unchanged()
     before_mlp: PartShape = Unchanged()
@@ -243,7 +258,7 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def intermediate_size(self) -> int:
         """Of the widest MLP."""
-        return max(layer.mlp.intermediate_size for layer in self.layers)
+        return max(layer.mlp.width for layer in self.layers)
 
     @property
     def window(self) -> int:

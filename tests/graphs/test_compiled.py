@@ -20,10 +20,10 @@ from engine.graphs.compiled import (
 from engine.graphs.device import HostDevice
 from engine.graphs.splitting import ATTEND, fingerprint, split
 from engine.models.decoder import DecoderLayer
+from engine.plugins.testing.steps import Driver
 from tests.graphs.driver import PiecewiseDriver
 from tests.models.checkpoints import random_tokens
 from tests.models.conftest import Cases
-from tests.models.driver import Driver
 
 
 @torch.library.custom_op("callboard_test::halves", mutates_args=())

@@ -18,10 +18,10 @@ from engine.errors import WeightsError
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.families import read_model
-from tests.layers.thread_comm import ThreadComm, on_ranks
+from engine.plugins.testing.steps import Driver
+from engine.plugins.testing.threads import ThreadComm, on_ranks
 from tests.models.checkpoints import LINEAR, LLAMA3, SIZES, VOCAB, YARN, random_tokens
 from tests.models.conftest import Cases, load
-from tests.models.driver import Driver
 
 PROMPT = random_tokens(40, 5)
 OUTPUT_LEN = 24

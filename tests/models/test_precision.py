@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from engine.plugins.families import read_model
+from engine.plugins.testing.steps import Driver
 from tests.models.checkpoints import PLAIN, build, random_tokens, reference_logits, save
 from tests.models.conftest import load
-from tests.models.driver import Driver
 from tests.models.exact import exact_logprobs
 
 LARGEST_SCALE = 16.0

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from engine.checkpoints.shards import INDEX_FILE, SINGLE_FILE, read_header, read_shards
 from engine.errors import WeightsError
 from engine.plugins.families import read_model
+from engine.plugins.testing.steps import Driver
 from tests.models.checkpoints import build, save
 from tests.models.conftest import Cases, load
-from tests.models.driver import Driver
 
 
 def write(path: Path, header: Any, data: bytes = b"", header_bytes: int | None = None) -> None:

@@ -10,10 +10,10 @@ from engine.layers.comm import Comm
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.comm.local import LocalComm
-from tests.layers.thread_comm import ThreadComm, on_ranks
+from engine.plugins.testing.steps import Driver
+from engine.plugins.testing.threads import ThreadComm, on_ranks
 from tests.models.checkpoints import NOT_PLAIN, random_tokens, reference_logits
 from tests.models.conftest import Cases
-from tests.models.driver import Driver
 
 # Two key/value heads each: four ranks hold copies of them.  259 tokens: no number of ranks divides the vocabulary.
 VARIANTS = ["llama", "llama-biases", "qwen2-tied-upper-window", "qwen3-tied", "qwen3-yarn-bias", *NOT_PLAIN]

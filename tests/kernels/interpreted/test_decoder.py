@@ -6,9 +6,9 @@ import torch
 from engine.kernels import choice
 from engine.layers.embedding import VocabLinear
 from engine.plugins.families import read_model
+from engine.plugins.testing.steps import Driver
 from tests.models.checkpoints import build, random_tokens, reference_logits, save
 from tests.models.conftest import load
-from tests.models.driver import Driver
 
 CPU = torch.device("cpu")
 
