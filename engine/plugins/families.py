@@ -4,6 +4,7 @@ Owns: that choice, and what is said where there is none.  Does not know: torch, 
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,15 @@ from engine.plugins.manager import MODEL, PluginInfo, Plugins, checked, declared
 from engine.sections import PluginsSection
 
 HOOK = "callboard_model"
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFamily:
+    """An architecture that an installed plugin reads.  serves: whether it is asked, built in or named."""
+
+    architecture: str
+    info: PluginInfo
+    serves: bool
 
 
 def read_model(directory: Path, section: PluginsSection | None = None) -> ModelSpec:
@@ -38,11 +48,16 @@ def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> De
     return plugins.build(info.name, HOOK, context, DecoderShape)
 
 
-def built_in_architectures() -> dict[str, str]:
-    """Architecture -> full name of the built-in family that reads it, sorted."""
+def list_families(section: PluginsSection) -> list[ListedFamily]:
+    """Every architecture that an installed plugin declares, sorted; no plugin is imported."""
     known = Plugins({}).known.values()
-    found = {name: info.name for info, declaration in _built_in(known) for name in declaration.architectures}
-    return dict(sorted(found.items()))
+    named = {f"{MODEL}.{name}" for name in section.models}
+    listed = [
+        ListedFamily(architecture, info, info.built_in or info.name in named)
+        for info in known
+        for architecture in _declares(info)
+    ]
+    return sorted(listed, key=lambda one: (one.architecture, one.info.name))
 
 
 def _family(plugins: Plugins, section: PluginsSection, architecture: str, fields: Fields) -> tuple[PluginInfo, str]:
@@ -64,7 +79,7 @@ def _family(plugins: Plugins, section: PluginsSection, architecture: str, fields
         known |= set(declaration.architectures)
         if architecture in declaration.architectures:
             return info, declaration.architectures[architecture]
-    installed = [info.short for info in plugins.known.values() if architecture in _unchosen(info)]
+    installed = [info.short for info in plugins.known.values() if architecture in _declares(info)]
     advice = f"; the installed plugin {' or '.join(installed)} reads it: name it in plugins.models" if installed else ""
     raise fields.error("architectures", architecture, f"one of {', '.join(sorted(known))}{advice}")
 
@@ -75,8 +90,8 @@ def _built_in(known: Iterable[PluginInfo]) -> Iterator[tuple[PluginInfo, Declara
             yield info, checked(info, declared(info))
 
 
-def _unchosen(info: PluginInfo) -> dict[str, str]:
-    """What a plugin that nobody named declares to read; it is not imported."""
+def _declares(info: PluginInfo) -> dict[str, str]:
+    """What a plugin declares to read; it is not imported, and one that declares nonsense reads nothing."""
     try:
         declaration = declared(info) if info.kind == MODEL else None
     except PluginError:
