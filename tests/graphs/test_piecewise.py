@@ -24,7 +24,7 @@ from tests.models.conftest import Cases
 from tests.models.test_tensor_parallel import load_rank
 
 TOLERANCE = 1e-5
-VARIANTS = ["qwen3-tied", "llama-biases", "mistral-window"]
+VARIANTS = ["qwen3-tied", "llama-biases", "mistral-window", "gemma3", "glm4"]
 CUTS = {
     "captured": {},
     "compiled and captured": {"compiler": "eager"},

@@ -72,7 +72,9 @@ def render(passed: list[str]) -> str:
         declared = read_declaration(FAMILIES[name]).architectures
         details = [variant for variant in passed if type(build(variant)).__name__ in declared]
         devices = "CPU" if set(details) & set(WITH_EXPERTS) else "CPU, GPU"
-        rows.append(f"| `{'`, `'.join(declared)}` | `{name}` | {devices} | {', '.join(details)} |")
+        rows.append(
+            f"| `{'`, `'.join(declared)}` | `{name.removeprefix('model.')}` | {devices} | {', '.join(details)} |"
+        )
     return "\n".join([INTRODUCTION, *rows, ""])
 
 

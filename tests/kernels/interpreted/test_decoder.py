@@ -18,7 +18,9 @@ def with_kernels(monkeypatch):
     monkeypatch.setenv(choice.VARIABLE, "triton")
 
 
-VARIANTS = ["llama-biases", "llama-gelu", "llama-gelu-tanh", "llama-head-dim", "qwen3-tied", "qwen3-yarn-bias"]
+PLAIN = ["llama-biases", "llama-gelu", "llama-gelu-tanh", "llama-head-dim", "qwen3-tied", "qwen3-yarn-bias"]
+# Norms of 1 + weight, of all heads at once, rotation of a part of a head and of none, and no RMS norm at all.
+VARIANTS = [*PLAIN, "gemma3", "olmo2", "glm4", "smollm3", "gpt2"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
