@@ -250,6 +250,10 @@ class PluginsSection(Section, frozen=True):
         list[str],
         Meta(description="What changes the model's pieces before graphs.mode=compiled compiles them, in this order"),
     ] = []
+    models: Annotated[
+        list[str],
+        Meta(description="Model families of other packages, by name; they are asked before the built-in ones"),
+    ] = []
     options: Annotated[
         dict[str, dict[str, Any]], Meta(description="Option table per plugin, e.g. [plugins.options.'attention.torch']")
     ] = {}

@@ -19,13 +19,14 @@ from engine.actors.scheduler import Scheduler
 from engine.actors.step_splitting import StepSplitter
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
-from engine.checkpoints.checkpoint import ModelSpec, read_spec, resolve_checkpoint
+from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
 from engine.checkpoints.shards import read_shards
 from engine.config import Config, build_config, without_cluster_key
 from engine.device_defaults import with_device_defaults
 from engine.errors import ConfigError, EngineDied
 from engine.kv.eviction import EvictionStrategy
 from engine.monitor import Monitor
+from engine.plugins.families import read_model
 from engine.plugins.guards import GuardedPolicy, GuardedStrategy
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.manager import KV_STORE, Plugins
@@ -72,7 +73,7 @@ class System:
         self._front = frontend
         self._progress = progress
         directory = self._directory = resolve_checkpoint(config.model.path, config.model.revision)
-        self.spec: ModelSpec = read_spec(directory)
+        self.spec: ModelSpec = read_model(directory, config.plugins)
         if config.model.load_format == "safetensors":
             read_shards(directory)  # headers only: a damaged file must not cost the time of importing torch
         self.model_name = config.model.name or Path(config.model.path).name

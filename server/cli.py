@@ -1,4 +1,4 @@
-"""The ``callboard`` command: serve, generate, chat, config, plugins, tune, doctor.
+"""The ``callboard`` command: serve, generate, chat, config, plugins, models, tune, doctor.
 
 Owns: arguments, exit codes, what a person at a terminal sees.  Does not know: how the engine does any of it.
 torch is imported only by the commands that run a model, and by the one that says which plugins could run here.
@@ -26,6 +26,7 @@ from engine.config import Config, json_schema, load_config, render_toml
 from engine.errors import CallboardError, ConfigError, PluginError, RequestError
 from engine.logs import LogSettings
 from engine.params import SamplingParams
+from engine.plugins.families import list_families
 from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
 from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
@@ -108,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     command = add("config", _config, "print the effective configuration as TOML", _file(), _shared("warning"))
     command.add_argument("--schema", action="store_true", help="print its JSON Schema instead")
     add("plugins", _plugins, "list the plugins that can be chosen", _file(), _shared("warning"))
+    add("models", _models, "list the architectures that can be served", _file(), _shared("warning"))
     tune = "measure the attention backends that can run here on the model's heads, for later starts to choose by"
     add("tune", _tune, tune, _file(), _shared("warning"))
     command = add(
@@ -334,6 +336,14 @@ def _tune(parsed: argparse.Namespace, config: Config) -> None:
     Console().print(report.table())
     if not report.fastest():
         raise PluginError("no attention backend came through; the table says why")
+
+
+def _models(parsed: argparse.Namespace, config: Config) -> None:
+    table = Table("architecture", "family", "distribution", "is served")
+    for row in list_families(config.plugins):
+        served = "natively" if row.serves else f"once plugins.models names {row.info.short}"
+        table.add_row(row.architecture, row.info.name, f"{row.info.distribution} {row.info.version}", served)
+    Console().print(table)
 
 
 def _doctor(parsed: argparse.Namespace, config: Config) -> None:

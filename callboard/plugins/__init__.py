@@ -8,7 +8,38 @@ The conformance kit is ``callboard.plugins.testing``.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import PluginError, RequestError
+from engine.checkpoints.fields import Fields
+from engine.checkpoints.reading import (
+    Sizes,
+    alike,
+    decoder,
+    pre_norm,
+    read_activation,
+    read_gated,
+    read_layer_types,
+    read_norm,
+    read_rotary,
+    read_sizes,
+    windowed_layers,
+)
+from engine.checkpoints.shape import (
+    AttentionShape,
+    DecoderShape,
+    ExpertsShape,
+    GatedShape,
+    HeadNormShape,
+    LayerNormShape,
+    LayerShape,
+    MLPShape,
+    Names,
+    PartShape,
+    RMSNormShape,
+    RotaryShape,
+    Scaling,
+    Unchanged,
+    WideHeadNormShape,
+)
+from engine.errors import PluginError, RequestError, WeightsError
 from engine.kv.events import KVEvent, Tier, namespace_seed
 from engine.kv.eviction import Candidate, EvictionStrategy, SortKey
 from engine.kv.node import Namespace
@@ -23,6 +54,7 @@ from engine.plugins.hookspecs import (
     GrammarContext,
     GraphPassContext,
     KVStoreContext,
+    ModelContext,
     ObserverContext,
     PolicyContext,
     hookimpl,
@@ -37,7 +69,11 @@ if TYPE_CHECKING:
     from engine.graphs.passes import GraphPass
     from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionFactory, AttentionSpec
     from engine.layers.comm import Comm
+    from engine.layers.kernels import LayerKernels
     from engine.layers.kv_pool import KVPool
+    from engine.layers.linear import ColumnLinear, RowLinear
+    from engine.layers.part import FeedForward, Norm, Part
+    from engine.layers.weights import WeightSlice
 
 __all__ = [
     "API_VERSION",
@@ -45,50 +81,90 @@ __all__ = [
     "AttentionBatch",
     "AttentionContext",
     "AttentionFactory",
+    "AttentionShape",
     "AttentionSpec",
     "Candidate",
+    "ColumnLinear",
     "Comm",
     "CommContext",
     "CompiledGrammar",
+    "DecoderShape",
     "EvictionContext",
     "EvictionStrategy",
+    "ExpertsShape",
+    "FeedForward",
+    "Fields",
     "Finish",
+    "GatedShape",
     "Grammar",
     "GrammarContext",
     "GrammarEngine",
     "GrammarFailure",
     "GraphPass",
     "GraphPassContext",
+    "HeadNormShape",
     "KVEvent",
     "KVPool",
     "KVStore",
     "KVStoreContext",
+    "LayerKernels",
+    "LayerNormShape",
+    "LayerShape",
+    "MLPShape",
     "Mask",
     "Matcher",
+    "ModelContext",
+    "Names",
     "Namespace",
+    "Norm",
     "ObserverContext",
     "Options",
+    "Part",
+    "PartShape",
     "PluginError",
     "PolicyContext",
+    "RMSNormShape",
     "RequestError",
     "RequestMetrics",
+    "RotaryShape",
+    "RowLinear",
+    "Scaling",
     "SchedulingPolicy",
+    "Sizes",
     "SortKey",
     "Tier",
+    "Unchanged",
     "Waiting",
+    "WeightSlice",
+    "WeightsError",
+    "WideHeadNormShape",
+    "alike",
     "attention_factory",
     "decode_options",
+    "decoder",
     "hookimpl",
     "namespace_seed",
+    "pre_norm",
+    "read_activation",
+    "read_gated",
+    "read_layer_types",
+    "read_norm",
+    "read_rotary",
+    "read_sizes",
+    "windowed_layers",
 ]
 
 _NEED_TORCH = {
     "Comm": "engine.layers.comm",
     "GraphPass": "engine.graphs.passes",
     "KVPool": "engine.layers.kv_pool",
+    "LayerKernels": "engine.layers.kernels",
+    "WeightSlice": "engine.layers.weights",
     **dict.fromkeys(
         ("AttentionBackend", "AttentionBatch", "AttentionFactory", "AttentionSpec"), "engine.layers.attention"
     ),
+    **dict.fromkeys(("ColumnLinear", "RowLinear"), "engine.layers.linear"),
+    **dict.fromkeys(("FeedForward", "Norm", "Part"), "engine.layers.part"),
 }
 
 

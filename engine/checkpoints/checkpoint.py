@@ -6,12 +6,12 @@ Owns: where a model path leads, and ModelSpec.  Does not know: torch, tensors, r
 import logging
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from engine.checkpoints.families import read_shape
 from engine.checkpoints.fields import Fields, read_fields
 from engine.checkpoints.shape import DecoderShape
 from engine.errors import WeightsError
@@ -79,8 +79,10 @@ def resolve_checkpoint(path: str, revision: str) -> Path:
     raise WeightsError(f"{path!r}: no such directory; expected a checkpoint directory, a hub id 'org/name', or 'demo'")
 
 
-def read_spec(directory: Path) -> ModelSpec:
-    """Read config.json and generation_config.json.  Raises WeightsError naming the file, field and expectation."""
+def read_spec(directory: Path, read_shape: Callable[[str, Fields], DecoderShape]) -> ModelSpec:
+    """Read config.json and generation_config.json.  Raises WeightsError naming the file, field and expectation.
+
+    read_shape: from an architecture's name and config.json to what the model is made of."""
     fields = read_fields(directory / "config.json")
     architecture = _architecture(fields)
     if fields.has("quantization_config"):

@@ -27,6 +27,10 @@ class Fields:
         """True if the field is there and not null."""
         return self.table.get(name) is not None
 
+    def is_null(self, name: str) -> bool:
+        """True for a null that is written out: for some fields of some families it means none, not the default."""
+        return name in self.table and self.table[name] is None
+
     def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = LARGEST_INTEGER) -> int:
         """A whole number; required when there is no default."""
         value = self._value(name, default, "a whole number")
@@ -40,6 +44,10 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             raise self.error(name, value, "a positive number")
         return float(value)
+
+    def nullable(self, name: str, default: float) -> float:
+        """A finite number above zero, or 0 for a null that is written out."""
+        return default if name not in self.table else 0.0 if self.is_null(name) else self.number(name)
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""

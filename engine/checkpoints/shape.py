@@ -1,194 +1,287 @@
-"""The shape of a dense decoder: every number that differs between the model families.
+"""The shape of a decoder, part by part: what a model family says of a checkpoint, and what the model is built from.
 
-Owns: the record that a family fills in and the decoder is built from, and the fields all families share.
-Does not know: torch, weights, ranks.
+Each part is a record without torch; ``built_by`` names the class that computes it.  A family's file puts the parts
+together, ``engine/plugins/model/`` has one for each, and a family of another package may bring parts of its own.
+
+Owns: the parts, and how a decoder is made of them.  Does not know: torch, weights, ranks, config.json.
 """
 
-import math
+from typing import ClassVar
 
 import msgspec
 
-from engine.checkpoints.fields import Fields
-
-# Far beyond any model, and small enough that no product of two or three of them overflows a size in bytes.
-MAX_LAYERS = 1 << 14
-MAX_HEADS = 1 << 16
-MAX_WIDTH = 1 << 20
-MAX_VOCAB = 1 << 28
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
-ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
+# What a family may demand of an attention backend beside causal attention with one window; see ``Declaration``.
+SOFT_CAP, SINKS, LAYER_WINDOWS = "soft_cap", "sinks", "layer_windows"
 
 
 class RotaryShape(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary position embedding: base frequencies and how they are stretched to longer contexts.
 
+    size: how many of a head's numbers are turned, the first ones; 0 for all.  interleaved: pairs are neighbours, not
+    half of the turned numbers apart.
     factor: by how much the context was extended.  original_max_len: what it was extended from.
-    low_freq_factor, high_freq_factor: llama3.  beta_fast, beta_slow, attention_factor, truncate: yarn;
-    attention_factor multiplies cos and sin.
+    low_freq_factor, high_freq_factor: llama3.  beta_fast, beta_slow, truncate: yarn.  factors: longrope, a divisor for
+    each pair.  attention_factor multiplies cos and sin.
     """
 
     kind: str = "default"
     theta: float = 10000.0
+    size: int = 0
+    interleaved: bool = False
     factor: float = 1.0
     original_max_len: int = 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    factors: tuple[float, ...] = ()
     attention_factor: float = 1.0
     truncate: bool = True
 
 
-class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A pre-norm decoder with grouped-query attention and a gated MLP.
+class PartShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A part of a decoder.
+
+    built_by: "module:callable", called with (shape, hidden_size, comm, device, dtype).  What it returns has
+    ``pack(kernels)`` and ``slices(prefix)`` beside what its place in the layer asks for, see ``engine/layers/part.py``.
+    """
+
+    built_by: ClassVar[str] = ""
+
+    @property
+    def width(self) -> int:
+        """How many numbers of a token there are within it at once, over all ranks: what a step's memory is made of."""
+        return 0
+
+
+class Unchanged(PartShape, frozen=True):
+    """The place of a norm that a family does not have."""
+
+    built_by: ClassVar[str] = "engine.layers.norm:unchanged"
+
+
+class Scaling(PartShape, frozen=True, kw_only=True):
+    """A constant factor."""
+
+    built_by: ClassVar[str] = "engine.layers.norm:scaled"
+    factor: float
+
+
+class RMSNormShape(PartShape, frozen=True, kw_only=True):
+    """x / sqrt(mean(x^2) + eps) * (offset + weight), Zhang and Sennrich 2019.  name: of its weight, in its layer."""
+
+    built_by: ClassVar[str] = "engine.layers.norm:rms_norm"
+    name: str
+    eps: float
+    offset: float = 0.0
+
+
+class LayerNormShape(PartShape, frozen=True, kw_only=True):
+    """(x - mean) / sqrt(variance + eps) * weight + bias, Ba et al. 2016."""
+
+    built_by: ClassVar[str] = "engine.layers.norm:layer_norm"
+    name: str
+    eps: float
+
+
+class HeadNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An RMS norm over each query head and each key head by itself: q_norm and k_norm."""
+
+    eps: float
+    offset: float = 0.0
+
+
+class WideHeadNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An RMS norm over all query heads at once, and one over all key heads: q_norm and k_norm of OLMo 2."""
+
+    eps: float
+
+
+class AttentionShape(PartShape, frozen=True, kw_only=True):
+    """Grouped-query attention over paged keys and values.
+
+    scale: multiplies the scores; 0 for 1 / sqrt(head_size).  rotary: None for a layer without positions.
+    window: how many tokens back a query sees, itself included, 0 for all.
+    soft_cap: scores become cap * tanh(score / cap); 0 for none.  sinks: a learned score of each head, of no key.
+    merged: the one tensor that holds q, k and v, in this order; '' for one each.  transposed: tensors are [in, out].
+    """
+
+    built_by: ClassVar[str] = "engine.layers.self_attention:SelfAttention"
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    rotary: RotaryShape | None
+    scale: float = 0.0
+    window: int = 0
+    soft_cap: float = 0.0
+    sinks: bool = False
+    head_norm: HeadNormShape | WideHeadNormShape | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    name: str = "self_attn"
+    merged: str = ""
+    output: str = "o_proj"
+    transposed: bool = False
+
+
+class MLPShape(PartShape, frozen=True, kw_only=True):
+    """down(activation(up(x))); see ``GatedShape``."""
+
+    built_by: ClassVar[str] = "engine.layers.mlp:MLP"
+    intermediate_size: int
+    activation: str
+    name: str = "mlp"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    bias: bool = False
+    transposed: bool = False
+
+    @property
+    def width(self) -> int:
+        """Between the two products."""
+        return self.intermediate_size
+
+
+class GatedShape(PartShape, frozen=True, kw_only=True):
+    """down(activation(gate(x)) * up(x)), Shazeer 2020.
 
     activation: silu; gelu (Hendrycks and Gimpel 2016) by the error function; gelu_pytorch_tanh, its approximation.
-    tied: the LM head is the embedding table.  qk_norm: RMSNorm over each query and key head before rotation.
-    window: how many tokens back a query sees, itself included, 0 for all; only layers from first_window_layer on.
+    merged: the one tensor that holds gate and up, in this order; '' for one each.
+    """
+
+    built_by: ClassVar[str] = "engine.layers.mlp:GatedMLP"
+    intermediate_size: int
+    activation: str
+    name: str = "mlp"
+    bias: bool = False
+    merged: str = ""
+
+    @property
+    def width(self) -> int:
+        """Between the products."""
+        return self.intermediate_size
+
+
+class ExpertsShape(PartShape, frozen=True, kw_only=True):
+    """A router sends each token to some of many gated MLPs, whose results are added up by its weights.
+
+    The weights are the softmax of the router's scores, over the chosen experts alone if ``normalised``, else over all.
+    activation: as of ``GatedShape``; or "clamped_swish", gpt-oss's, with ``limit`` and ``slope``.
+    stacked: all experts of a layer in one tensor [experts, in, out], gate and up interleaved, with biases.
+    gate, up, down: their names, with one tensor for each expert.
+    """
+
+    built_by: ClassVar[str] = "engine.layers.experts:Experts"
+    num_experts: int
+    num_chosen: int
+    expert_size: int
+    activation: str
+    normalised: bool
+    name: str = "mlp"
+    router: str = "gate"
+    router_bias: bool = False
+    stacked: bool = False
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    limit: float = 0.0
+    slope: float = 1.0
+
+    @property
+    def width(self) -> int:
+        """Between the products, of all of a token's experts."""
+        return self.num_chosen * self.expert_size
+
+
+class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer: x += behind_attention(attention(before_attention(x))), then the same with the MLP."""
+
+    attention: AttentionShape
+    mlp: PartShape
+    before_attention: PartShape = Unchanged()
+    behind_attention: PartShape = Unchanged()
+    before_mlp: PartShape = Unchanged()
+    behind_mlp: PartShape = Unchanged()
+
+
+class Names(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a checkpoint has its tensors; the layers' names end in their number."""
+
+    embedding: str = "model.embed_tokens"
+    positions: str = ""
+    layers: str = "model.layers"
+    head: str = "lm_head"
+
+
+class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoder: embedding, layers, a norm, the LM head.
+
+    max_len: tokens of the longest sequence.  tied: the LM head is the embedding table.
+    embedding_scale: multiplies the embedding; rounded_scale: after it has been rounded to the model's dtype.
+    learned_positions: rows of a table of positions that is added to the embedding; 0 for none.
+    logit_scale multiplies logits, and logit_cap caps them, as ``AttentionShape.soft_cap`` does scores.
     """
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
     max_len: int
-    norm_eps: float
-    rotary: RotaryShape
-    activation: str = "silu"
+    layers: tuple[LayerShape, ...]
+    norm: PartShape
     tied: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    window: int = 0
-    first_window_layer: int = 0
+    embedding_scale: float = 1.0
+    rounded_scale: bool = False
+    learned_positions: int = 0
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
+    names: Names = Names()
 
+    @property
+    def num_layers(self) -> int:
+        """Each has its keys and values."""
+        return len(self.layers)
 
-def read_dense(
-    fields: Fields,
-    *,
-    head_size: int = 0,
-    num_kv_heads: int = 0,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    window: int = 0,
-    first_window_layer: int = 0,
-) -> DecoderShape:
-    """The shape by the fields that every dense family spells alike; the keywords are what a family says differently.
+    @property
+    def num_heads(self) -> int:
+        """Query heads over all ranks, the same in every layer."""
+        return self.layers[0].attention.num_heads
 
-    head_size, num_kv_heads: what the family takes when config.json does not say; 0 for hidden_size / heads and heads.
-    """
-    if (activation := fields.text("hidden_act", "silu")) not in ACTIVATIONS:
-        raise fields.error("hidden_act", activation, f"one of {', '.join(ACTIVATIONS)}")
-    num_heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
-    kv_heads = fields.integer("num_key_value_heads", num_kv_heads or num_heads)
-    if num_heads % kv_heads:
-        raise fields.error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={num_heads}")
-    hidden_size = fields.integer("hidden_size", maximum=MAX_WIDTH)
-    if not head_size and not fields.has("head_dim") and hidden_size % num_heads:
-        raise fields.error("hidden_size", hidden_size, f"a multiple of num_attention_heads={num_heads}")
-    size = fields.integer("head_dim", head_size or hidden_size // num_heads, maximum=MAX_HEADS)
-    if size % 2:
-        raise fields.error("head_dim", size, "an even number, so that rotary embeddings can pair it")
-    if not fields.flag("is_causal", True):
-        raise fields.error("is_causal", False, "true: text is generated from left to right")
-    max_len = fields.integer("max_position_embeddings")
-    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
-    _check_layer_types(fields, window, first_window_layer, num_layers)
-    # A window that no query can reach past, or that starts behind the last layer, is no window.
-    if window >= max_len or first_window_layer >= num_layers:
-        window, first_window_layer = 0, 0
-    return DecoderShape(
-        vocab_size=fields.integer("vocab_size", maximum=MAX_VOCAB),
-        hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size", maximum=MAX_WIDTH),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=kv_heads,
-        head_size=size,
-        max_len=max_len,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rotary=read_rotary(fields, max_len),
-        activation=activation,
-        tied=fields.flag("tie_word_embeddings", False),
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        window=window,
-        first_window_layer=first_window_layer,
-    )
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads over all ranks, the same in every layer: they share pages."""
+        return self.layers[0].attention.num_kv_heads
 
+    @property
+    def head_size(self) -> int:
+        """The same in every layer."""
+        return self.layers[0].attention.head_size
 
-def read_rotary(fields: Fields, max_len: int) -> RotaryShape:
-    """Rotary settings, from ``rope_parameters`` or from the older ``rope_theta`` and ``rope_scaling``.
+    @property
+    def intermediate_size(self) -> int:
+        """Of the widest MLP."""
+        return max(layer.mlp.width for layer in self.layers)
 
-    Where both are, the older one that says anything stands for all of the newer one, as in transformers 5.
-    """
-    name = "rope_scaling" if fields.table.get("rope_scaling") else "rope_parameters"
-    scaling = fields.section(name)
-    kind = scaling.text("rope_type", scaling.text("type", "default"))
-    if kind not in ROTARY_TYPES or any(isinstance(value, dict) for value in scaling.table.values()):
-        seen = kind if kind not in ROTARY_TYPES else scaling.table
-        raise fields.error(name, seen, f"one set of rotary settings of type {', '.join(ROTARY_TYPES)}")
-    for where in (fields, scaling):
-        if (share := where.number("partial_rotary_factor", 1.0)) != 1.0:
-            raise where.error("partial_rotary_factor", share, "1: rotating a part of each head is not implemented")
-    theta = scaling.number("rope_theta", fields.number("rope_theta", 10000.0))
-    replaced = fields.section("rope_parameters").number("rope_theta", theta)
-    if replaced != theta and not scaling.has("rope_theta"):
-        # transformers 5 would go on with the default base, which a file that only adds a stretch cannot mean.
-        expected = f"it to repeat rope_theta {replaced} of rope_parameters, which it replaces"
-        raise fields.error("rope_scaling", scaling.table, expected)
-    if kind == "default":
-        return RotaryShape(theta=theta)
-    original = scaling.integer("original_max_position_embeddings", max_len)
-    original = fields.integer("original_max_position_embeddings", original)
-    if kind == "linear":
-        return RotaryShape(kind=kind, theta=theta, factor=scaling.number("factor"))
-    if kind == "llama3":
-        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-        if high <= low:
-            raise scaling.error("high_freq_factor", high, f"a number above low_freq_factor={low}")
-        return RotaryShape(
-            kind=kind,
-            theta=theta,
-            factor=scaling.number("factor"),
-            original_max_len=original,
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
-    return _read_yarn(scaling, theta, original, max_len)
+    @property
+    def window(self) -> int:
+        """Of the layers that have one, 0 if none has."""
+        return max(layer.attention.window for layer in self.layers)
 
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        """Which layers see a window only."""
+        return tuple(layer.attention.window > 0 for layer in self.layers)
 
-def _read_yarn(scaling: Fields, theta: float, original: int, max_len: int) -> RotaryShape:
-    factor = scaling.number("factor", max_len / original)
-    if scaling.has("mscale") or scaling.has("mscale_all_dim"):
-        raise scaling.error("mscale", scaling.table.get("mscale"), "no mscale: use attention_factor")
-    return RotaryShape(
-        kind="yarn",
-        theta=theta,
-        factor=factor,
-        original_max_len=original,
-        beta_fast=scaling.number("beta_fast", 32.0),
-        beta_slow=scaling.number("beta_slow", 1.0),
-        # The temperature that Peng et al. 2023 (YaRN, eq. 22) fit, applied to cos and sin.
-        attention_factor=scaling.number("attention_factor", 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0),
-        truncate=scaling.flag("truncate", "truncate" not in scaling.table),  # the one null that is not "missing"
-    )
+    @property
+    def first_window_layer(self) -> int:
+        """The first of the layers that have the window, 0 if none has; see ``attention_needs`` for those behind it."""
+        return self.windowed.index(True) if self.window else 0
 
-
-def _check_layer_types(fields: Fields, window: int, first_window_layer: int, num_layers: int) -> None:
-    """Refuse a list of the layers' kinds, as transformers 5 writes it, that contradicts the window."""
-    kinds = fields.table.get("layer_types")
-    if kinds is None:
-        return
-    first = first_window_layer if window else num_layers
-    expected = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
-    if kinds != expected:
-        raise fields.error("layer_types", kinds, "the layers that the sliding window settings give")
+    @property
+    def attention_needs(self) -> tuple[str, ...]:
+        """What an attention backend must be able to do beside the usual."""
+        attentions = [layer.attention for layer in self.layers]
+        needs = {
+            SOFT_CAP: any(one.soft_cap for one in attentions),
+            SINKS: any(one.sinks for one in attentions),
+            LAYER_WINDOWS: not all(self.windowed[self.first_window_layer :]) and bool(self.window),
+        }
+        return tuple(name for name, needed in needs.items() if needed)

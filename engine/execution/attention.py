@@ -31,6 +31,7 @@ def context_of(
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
         window=spec.window,
+        needs=spec.needs,
         kv_layout=layout,
     )
 

@@ -87,15 +87,7 @@ def try_foreign(
     """Let it compute a few steps in a pool of a few pages.  Raises PluginError if a result is wrong, or none comes."""
     label = choice.info.label
     name = str(dtype).removeprefix("torch.")
-    small = AttentionSpec(
-        num_layers=NUM_LAYERS,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        scale=spec.scale,
-        window=spec.window,
-        first_window_layer=min(spec.first_window_layer, 1),
-    )
+    small = spec.shortened(NUM_LAYERS)
     findings = Findings(f"plugin {label}")
 
     def compute() -> None:

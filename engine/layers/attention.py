@@ -6,13 +6,14 @@ Owns: the Protocol and the batch description.  Does not know: kernels, models, t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from engine.checkpoints.shape import LAYER_WINDOWS, SINKS, SOFT_CAP
 from engine.layers.kv_pool import KVPool
 
 
@@ -21,7 +22,11 @@ class AttentionSpec:
     """What the attention of a model looks like on one rank, known before the pool is allocated.
 
     scale multiplies the scores.  window: how many tokens back a query sees, itself included; 0 for all.
-    first_window_layer: the layers before it see everything, whatever the window.
+    first_window_layer: the layers before it see everything, whatever the window; full_layers: those behind it that do.
+    soft_cap: a score becomes soft_cap * tanh(score / soft_cap), before masks; 0 for none.
+    sinks: for each layer a score for each query head, [N], that takes part in the softmax and has no value; or empty.
+
+    The last three are for backends that declare them, see ``Declaration.supports``.
     """
 
     num_layers: int
@@ -31,6 +36,34 @@ class AttentionSpec:
     scale: float
     window: int = 0
     first_window_layer: int = 0
+    full_layers: tuple[int, ...] = ()
+    soft_cap: float = 0.0
+    sinks: tuple[Tensor, ...] = field(default=(), compare=False)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What of the last three there is, by the names that ``Declaration.supports`` has for it."""
+        there = {SOFT_CAP: self.soft_cap, SINKS: self.sinks, LAYER_WINDOWS: self.full_layers}
+        return tuple(name for name, value in there.items() if value)
+
+    def window_of(self, layer: int) -> int:
+        """The layer's window; 0 if it sees everything."""
+        return 0 if layer < self.first_window_layer or layer in self.full_layers else self.window
+
+    def shortened(self, num_layers: int) -> "AttentionSpec":
+        """The attention of a model with fewer layers, in which there is one of each kind: what trials run on."""
+        num_layers = min(num_layers, self.num_layers)
+        first = min(self.first_window_layer, num_layers - 1)
+        full_layers = tuple(layer for layer in self.full_layers if layer < num_layers)
+        if self.full_layers and not full_layers and not first:
+            full_layers = (num_layers - 1,)
+        return replace(
+            self,
+            num_layers=num_layers,
+            first_window_layer=first,
+            full_layers=full_layers,
+            sinks=self.sinks[:num_layers],
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Root-mean-square normalisation (Zhang and Sennrich 2019), of hidden states and of attention heads.
+"""Normalisation of hidden states and of attention heads.
 
-Legend: T new tokens in the step · D model dim · A query and key heads · H head size
-Owns: the formula and its quick form on a CPU.  Does not know: which model it is in.
+Legend: T new tokens in the step · D model dim · A query and key heads · Q query heads · H head size
+Owns: the formulas and their quick form on a CPU.  Does not know: which model they are in.
 """
 
 import math
@@ -11,23 +11,71 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.checkpoints.shape import LayerNormShape, PartShape, RMSNormShape, Scaling
+from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
-from engine.layers.weights import WeightSlice, parameter, whole
+from engine.layers.weights import WeightSlice, joined, parameter, whole
+
+
+class Unchanged:
+    """No norm at all, in the place of one."""
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return x_TD
+
+    def added(self, x_TD: Tensor, update_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
+        """``x += update``, in place."""
+        return x_TD.add_(update_TD)
+
+    def pack(self, kernels: LayerKernels | None = None) -> None:
+        """Nothing to prepare."""
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """Nothing to read."""
+        yield from ()
+
+
+class Scaled(Unchanged):
+    """x * factor, in place: only behind attention and MLPs, whose results are nobody else's."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return x_TD.mul_(self.factor)
 
 
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; the mean is taken in float32."""
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension; the mean is taken in float32.
 
-    def __init__(self, size: int, eps: float, device: torch.device, dtype: torch.dtype) -> None:
+    A weight with an offset is kept in float32: bfloat16 would round the sum of the two."""
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        offset: float = 0.0,
+        name: str = "",
+        rows: tuple[int, ...] = (),
+    ) -> None:
+        """name: of the weight below the prefix of ``slices``.  rows: how many weights there are, for heads."""
         self.eps = eps
         self.size = size
-        self.weight = parameter(size, device=device, dtype=dtype)
+        self.offset = offset
+        self.name = name
+        self.weight = parameter(*rows, size, device=device, dtype=torch.float32 if offset else dtype)
+        self._mixed = self.weight.dtype != dtype
         self._floor: Tensor | None = None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        if self._floor is None:
-            return F.rms_norm(x_TD, (self.size,), self.weight, self.eps)
-        return self._divide_by_length(x_TD, self._floor)
+        if self._floor is not None:
+            return self._divide_by_length(x_TD, self._floor)
+        if self._mixed:
+            return (F.rms_norm(x_TD.float(), (self.size,), None, self.eps) * self.weight).to(x_TD.dtype)
+        return self._plain(x_TD)
 
     def added(self, x_TD: Tensor, update_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
         """``x += update``, in place, and the norm of the sum."""
@@ -41,35 +89,142 @@ class RMSNorm:
         On a CPU torch computes the formula in seven small operations.  Written with the vector's length,
         x / hypot(|x|, sqrt(D eps)) * (weight sqrt(D)), it takes four and 1.3 to 1.9 times less time.
         """
-        if kernels is None and self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
+        if self.offset:
+            self.weight.add_(self.offset)
+        is_plain = self.weight.dtype == torch.float32 and not self._mixed
+        if kernels is None and self.weight.device.type == "cpu" and is_plain:
             self._floor = torch.tensor(math.sqrt(self.size * self.eps))
             self.weight.mul_(math.sqrt(self.size))
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """What this layer reads from a checkpoint."""
-        yield whole(f"{prefix}.weight", self.weight)
+        yield whole(joined(joined(prefix, self.name), "weight"), self.weight)
+
+    def _plain(self, x_TD: Tensor) -> Tensor:
+        return F.rms_norm(x_TD, (self.size,), self.weight, self.eps)
 
     def _divide_by_length(self, x: Tensor, floor: Tensor) -> Tensor:
         length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)
         return torch.div(x, length).mul_(self.weight)
 
 
+class LayerNorm:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
+
+    def __init__(self, size: int, eps: float, device: torch.device, dtype: torch.dtype, *, name: str = "") -> None:
+        self.size = size
+        self.eps = eps
+        self.name = name
+        self.weight = parameter(size, device=device, dtype=dtype)
+        self.bias = parameter(size, device=device, dtype=dtype)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return F.layer_norm(x_TD, (self.size,), self.weight, self.bias, self.eps)
+
+    def added(self, x_TD: Tensor, update_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
+        """``x += update``, in place, and the norm of the sum."""
+        return self(x_TD.add_(update_TD))
+
+    def pack(self, kernels: LayerKernels | None = None) -> None:
+        """Nothing to prepare: torch has it in one operation."""
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """What this layer reads from a checkpoint."""
+        name = joined(prefix, self.name)
+        yield whole(f"{name}.weight", self.weight)
+        yield whole(f"{name}.bias", self.bias)
+
+
 class HeadNorm(RMSNorm):
     """RMSNorm over each query and key head, all heads in one call: the two weights are spread over the heads."""
 
     def __init__(
-        self, num_queries: int, num_keys: int, size: int, eps: float, device: torch.device, dtype: torch.dtype
+        self,
+        num_queries: int,
+        num_keys: int,
+        size: int,
+        eps: float,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        offset: float = 0.0,
     ) -> None:
-        super().__init__(size, eps, device, dtype)
+        super().__init__(size, eps, device, dtype, offset=offset, rows=(num_queries + num_keys,))
         self.num_queries = num_queries
-        self.weight = parameter(num_queries + num_keys, size, device=device, dtype=dtype)
-
-    def __call__(self, x_TAH: Tensor) -> Tensor:
-        if self._floor is None:
-            return F.rms_norm(x_TAH, (self.size,), None, self.eps) * self.weight
-        return self._divide_by_length(x_TAH, self._floor)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """What this layer reads from a checkpoint."""
         for head, weight_H in enumerate(self.weight):
             yield whole(f"{prefix}.{'q_norm' if head < self.num_queries else 'k_norm'}.weight", weight_H)
+
+    def _plain(self, x_TD: Tensor) -> Tensor:
+        return F.rms_norm(x_TD, (self.size,), None, self.eps) * self.weight
+
+
+class WideHeadNorm:
+    """RMSNorm over all query heads at once and over all key heads; squares are added up over ranks."""
+
+    def __init__(
+        self,
+        counts: tuple[int, int],
+        totals: tuple[int, int],
+        size: int,
+        eps: float,
+        comm: Comm,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """counts: query and key heads of this rank.  totals: over all ranks."""
+        self.eps = eps
+        self.comm = comm
+        self.size = size
+        self.counts = counts
+        self.totals = totals
+        self.weight = parameter(sum(counts), size, device=device, dtype=dtype)
+
+    def __call__(self, x_TAH: Tensor) -> Tensor:
+        queries = self.counts[0]
+        squares_TA = x_TAH.float().square().sum(-1)
+        sums_T2 = torch.stack((squares_TA[:, :queries].sum(-1), squares_TA[:, queries:].sum(-1)), -1)
+        if self.comm.size > 1:
+            sums_T2 = self.comm.all_reduce(sums_T2)
+        # Ranks that hold copies of one key head have each counted it.
+        widths = [count * self.comm.size * self.size for count in self.counts]
+        roots = [torch.rsqrt(sums_T2[:, side] / width + self.eps) for side, width in enumerate(widths)]
+        scale_TA = torch.cat([root[:, None].expand(-1, n) for root, n in zip(roots, self.counts, strict=True)], -1)
+        return (x_TAH.float() * scale_TA[..., None]).to(x_TAH.dtype) * self.weight
+
+    def pack(self, kernels: LayerKernels | None = None) -> None:
+        """Nothing to prepare."""
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """What this layer reads from a checkpoint."""
+        first = 0
+        for name, count, total in zip(("q_norm", "k_norm"), self.counts, self.totals, strict=True):
+            copies = max(1, count * self.comm.size // total)
+            start = self.comm.rank // copies * count * self.size
+            target = self.weight[first : first + count].view(-1)
+            yield WeightSlice(f"{prefix}.{name}.weight", (total * self.size,), 0, start, count * self.size, target)
+            first += count
+
+
+def unchanged(shape: PartShape, *_: object) -> Unchanged:
+    """Build what ``engine.checkpoints.shape.Unchanged`` stands for."""
+    return Unchanged()
+
+
+def scaled(shape: Scaling, *_: object) -> Scaled:
+    """Build what ``Scaling`` stands for."""
+    return Scaled(shape.factor)
+
+
+def rms_norm(shape: RMSNormShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype) -> RMSNorm:
+    """Build what ``RMSNormShape`` stands for."""
+    return RMSNorm(hidden_size, shape.eps, device, dtype, offset=shape.offset, name=shape.name)
+
+
+def layer_norm(
+    shape: LayerNormShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
+) -> LayerNorm:
+    """Build what ``LayerNormShape`` stands for."""
+    return LayerNorm(hidden_size, shape.eps, device, dtype, name=shape.name)

@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021) and its stretched variants.
 
-Legend: T new tokens in the step · A query and key heads · H head size · R rotated pairs, H / 2
+Legend: T new tokens in the step · A query and key heads · H head size · R rotated pairs, H / 2 or fewer
 Owns: the rotation.  Does not know: how frequencies are chosen, attention, where positions come from.
 """
 
@@ -11,34 +11,62 @@ from engine.layers.kernels import LayerKernels
 
 
 class Rotary:
-    """Turns pair (i, i + H/2) of each head by position * frequency_i.
+    """Turns pair (i, i + R) of each head, or pair (2 i, 2 i + 1), by position * frequency_i; what is left stays.
 
     ``angles`` runs once per step, ``rotate`` once per layer.
+    whole: whether all of a head is turned in pairs half a head apart, as ``rotate_and_store`` does it.
     """
 
-    def __init__(self, frequencies_R: Tensor, scale: float, dtype: torch.dtype) -> None:
-        """frequencies_R: float32, radians per position.  scale multiplies cos and sin."""
+    def __init__(
+        self,
+        frequencies_R: Tensor,
+        scale: float,
+        dtype: torch.dtype,
+        *,
+        head_size: int = 0,
+        interleaved: bool = False,
+    ) -> None:
+        """frequencies_R: float32, radians per position.  scale multiplies cos and sin.  head_size: 0 for 2 R."""
         self.frequencies_R = frequencies_R
         self.scale = scale
         self.half = len(frequencies_R)
         self.dtype = dtype
+        self.interleaved = interleaved
+        self.turned = 2 * self.half
+        self.partial = self.turned < head_size
+        self.whole = not self.partial and not interleaved
 
     def angles(self, positions_T: Tensor, kernels: LayerKernels | None = None) -> tuple[Tensor, ...]:
-        """cos_T1H and sin_T1H in the model's dtype; sin is negated in its first half, as ``rotate`` wants it.
+        """cos_T1H and sin_T1H in the model's dtype; sin is negated where ``rotate`` wants it.
 
-        With kernels one tensor, as ``rotate_and_store`` wants it.
+        With kernels one tensor, as ``rotate_and_store`` wants it, if they can rotate like this.
         """
-        if kernels is not None:
+        if kernels is not None and self.whole:
             return (kernels.angle_table(positions_T, self.frequencies_R, self.scale),)
         angles_TR = positions_T[:, None] * self.frequencies_R
         cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin()
         if self.scale != 1.0:
             cos_TR, sin_TR = cos_TR * self.scale, sin_TR * self.scale
-        cos_TH = torch.cat((cos_TR, cos_TR), -1)
-        sin_TH = torch.cat((-sin_TR, sin_TR), -1)
+        sides = ((cos_TR, cos_TR), (-sin_TR, sin_TR))
+        if self.interleaved:
+            cos_TH, sin_TH = (torch.stack(pair, -1).flatten(-2) for pair in sides)
+        else:
+            cos_TH, sin_TH = (torch.cat(pair, -1) for pair in sides)
         return cos_TH.to(self.dtype)[:, None], sin_TH.to(self.dtype)[:, None]
 
     def rotate(self, x_TAH: Tensor, angles: tuple[Tensor, ...]) -> Tensor:
-        """x rotated.  Rolling by half a head swaps the pairs' two sides in one operation."""
+        """x rotated."""
+        if self.partial:
+            turned, kept = x_TAH[..., : self.turned], x_TAH[..., self.turned :]
+            return torch.cat((self._turn(turned, angles), kept), -1)
+        return self._turn(x_TAH, angles)
+
+    def _turn(self, x_TAH: Tensor, angles: tuple[Tensor, ...]) -> Tensor:
         cos_T1H, sin_T1H = angles
-        return torch.addcmul(x_TAH * cos_T1H, x_TAH.roll(self.half, -1), sin_T1H)
+        return torch.addcmul(x_TAH * cos_T1H, self._swapped(x_TAH), sin_T1H)
+
+    def _swapped(self, x_TAH: Tensor) -> Tensor:
+        """x with the two sides of each pair exchanged."""
+        if self.interleaved:
+            return x_TAH.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return x_TAH.roll(self.half, -1)  # by half of them: one operation

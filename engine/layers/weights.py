@@ -3,7 +3,9 @@
 Owns: the description.  Does not know: files, which layer is asking.
 """
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ class WeightSlice:
 
     shape: of the whole tensor in the checkpoint.  target: a view of a parameter; where it is longer than
     ``length`` along ``dim``, the rest is padding and becomes zero.
+    member: which one of a stack, whose shape is ``shape`` with their number before it; None if the tensor is no stack.
     """
 
     source: str
@@ -25,11 +28,45 @@ class WeightSlice:
     start: int
     length: int
     target: Tensor
+    member: int | None = None
+    num_members: int = 0
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of the tensor in the file."""
+        return self.shape if self.member is None else (self.num_members, *self.shape)
 
 
 def whole(source: str, target: Tensor) -> WeightSlice:
     """A tensor that every rank holds in full."""
     return WeightSlice(source, tuple(target.shape), 0, 0, target.shape[0], target)
+
+
+def joined(prefix: str, name: str) -> str:
+    """A tensor's name from two parts, each of which may be missing."""
+    return ".".join(part for part in (prefix, name) if part)
+
+
+def merged(parts: Iterable[WeightSlice], name: str) -> Iterator[WeightSlice]:
+    """The same for a checkpoint that has the parts one after the other in ``name``.weight and ``name``.bias."""
+    by_kind: defaultdict[str, list[WeightSlice]] = defaultdict(list)
+    for part in parts:
+        by_kind[part.source.rpartition(".")[2]].append(part)
+    for kind, own in by_kind.items():
+        rows, first = sum(part.shape[0] for part in own), 0
+        for part in own:
+            shape = (rows, *part.shape[1:])
+            yield replace(part, source=f"{name}.{kind}", shape=shape, start=first + part.start)
+            first += part.shape[0]
+
+
+def transposed(slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
+    """The same for a checkpoint that has its matrices as [inputs, outputs]."""
+    for one in slices:
+        if len(one.shape) == 1:
+            yield one
+        else:
+            yield replace(one, shape=one.shape[::-1], dim=1 - one.dim, target=one.target.t())
 
 
 def parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:

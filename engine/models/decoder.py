@@ -1,99 +1,74 @@
-"""The dense decoder that all families share: embedding, layers of attention and gated MLP, norm, LM head.
+"""The decoder that all families share: embedding, layers of attention and MLP, norm, LM head.
 
 Legend: T new tokens in the step (ragged, packed) · N rows whose logits are wanted · D model dim · V vocabulary
-        A query and key heads · Q query heads · G key/value heads (of this rank) · H head size
+        Q query heads · H head size
 Owns: the order of operations.  Does not know: families, files, the scheduler, which attention backend runs.
 """
 
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from engine.checkpoints.shape import DecoderShape
-from engine.layers.activation import gated
+from engine.checkpoints.shape import DecoderShape, LayerShape, RotaryShape
 from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.embedding import VocabLinear
 from engine.layers.kernels import LayerKernels
-from engine.layers.linear import ColumnLinear, QKVLinear, RowLinear
-from engine.layers.norm import HeadNorm, RMSNorm
+from engine.layers.part import FeedForward, Norm, build
 from engine.layers.rotary import Rotary
+from engine.layers.self_attention import SelfAttention
 from engine.layers.step import StepTensors
-from engine.layers.weights import WeightSlice
+from engine.layers.weights import WeightSlice, parameter, whole
 from engine.models.frequencies import frequencies
 
 
 class DecoderLayer:
-    """One layer, in two halves around the attention call, so that each half can be captured as a graph."""
+    """One layer, in two halves around the attention call, so that each half can be captured as a graph.
 
-    def __init__(self, shape: DecoderShape, comm: Comm, device: torch.device, dtype: torch.dtype) -> None:
-        hidden, heads = shape.hidden_size, shape.num_heads * shape.head_size
-        self.input_norm = RMSNorm(hidden, shape.norm_eps, device, dtype)
-        self.qkv = QKVLinear(
-            hidden, shape.num_heads, shape.num_kv_heads, shape.head_size, shape.qkv_bias, comm, device, dtype
-        )
-        self.num_queries = self.qkv.num_heads
-        self.num_rotated = self.qkv.num_heads + self.qkv.num_kv_heads
-        self.head_shape = (self.num_rotated + self.qkv.num_kv_heads, shape.head_size)
-        self.head_norm = None
-        if shape.qk_norm:
-            self.head_norm = HeadNorm(
-                self.num_queries, self.qkv.num_kv_heads, shape.head_size, shape.norm_eps, device, dtype
-            )
-        self.output = RowLinear(heads, hidden, shape.output_bias, comm, device, dtype)
-        self.mlp_norm = RMSNorm(hidden, shape.norm_eps, device, dtype)
-        parts = [("gate_proj", shape.intermediate_size), ("up_proj", shape.intermediate_size)]
-        self.gate_up = ColumnLinear(hidden, parts, shape.mlp_bias, comm, device, dtype)
-        self.activation = shape.activation
-        self.down = RowLinear(shape.intermediate_size, hidden, shape.mlp_bias, comm, device, dtype)
+    rotary: which of the decoder's rotary embeddings it uses; None for a layer without positions."""
 
-    def project(
+    def __init__(
         self,
-        index: int,
-        normed_TD: Tensor,
-        rotary: Rotary,
-        angles: tuple[Tensor, ...],
-        step: StepTensors,
-        kernels: LayerKernels | None,
-    ) -> Tensor:
-        """q_TQH, normalised and rotated; keys and values are in the pool afterwards."""
-        heads = self.qkv(normed_TD).view(-1, *self.head_shape)
-        if kernels is not None:
-            (table_TH,), norm = angles, self.head_norm
-            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            keys, values = step.pool.keys(index), step.pool.values(index)
-            return kernels.rotate_and_store(heads, weight, eps, table_TH, keys, values, step.slots_T)
-        qk_TAH, v_TGH = heads[:, : self.num_rotated], heads[:, self.num_rotated :]
-        if self.head_norm is not None:
-            qk_TAH = self.head_norm(qk_TAH)
-        qk_TAH = rotary.rotate(qk_TAH, angles)
-        step.pool.store(index, qk_TAH[:, self.num_queries :], v_TGH, step.slots_T)
-        return qk_TAH[:, : self.num_queries]
+        shape: LayerShape,
+        hidden_size: int,
+        rotary: int | None,
+        comm: Comm,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        place = (hidden_size, comm, device, dtype)
+        self.rotary = rotary
+        self.before_attention = build(Norm, shape.before_attention, *place)
+        self.attention = build(SelfAttention, shape.attention, *place)
+        self.behind_attention = build(Norm, shape.behind_attention, *place)
+        self.before_mlp = build(Norm, shape.before_mlp, *place)
+        self.mlp = build(FeedForward, shape.mlp, *place)
+        self.behind_mlp = build(Norm, shape.behind_mlp, *place)
+        self.parts = (
+            self.before_attention,
+            self.attention,
+            self.behind_attention,
+            self.before_mlp,
+            self.mlp,
+            self.behind_mlp,
+        )
 
     def finish(self, x_TD: Tensor, attended_TQH: Tensor, kernels: LayerKernels | None) -> Tensor:
         """Add the attention's result to the residual stream, in place, and return the MLP's, which is to be added."""
-        normed_TD = self.mlp_norm.added(x_TD, self.output(attended_TQH.flatten(1)), kernels)
-        return self.down(gated(self.gate_up(normed_TD), self.activation, kernels))
+        update_TD = self.behind_attention(self.attention.output(attended_TQH.flatten(1)))
+        return self.behind_mlp(self.mlp(self.before_mlp.added(x_TD, update_TD, kernels), kernels))
 
     def pack(self, kernels: LayerKernels | None) -> None:
         """Lay the weights out for the device and its kernels; called once, after loading."""
-        for linear in (self.qkv, self.output, self.gate_up, self.down):
-            linear.pack()
-        for norm in (self.input_norm, self.mlp_norm, self.head_norm):
-            if norm is not None:
-                norm.pack(kernels)
+        for part in self.parts:
+            part.pack(kernels)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """What this layer reads from a checkpoint."""
-        yield from self.input_norm.slices(f"{prefix}.input_layernorm")
-        yield from self.qkv.slices(f"{prefix}.self_attn")
-        if self.head_norm is not None:
-            yield from self.head_norm.slices(f"{prefix}.self_attn")
-        yield from self.output.slices(f"{prefix}.self_attn.o_proj")
-        yield from self.mlp_norm.slices(f"{prefix}.post_attention_layernorm")
-        yield from self.gate_up.slices(f"{prefix}.mlp")
-        yield from self.down.slices(f"{prefix}.mlp.down_proj")
+        for part in self.parts:
+            yield from part.slices(prefix)
 
 
 class Decoder:
@@ -105,27 +80,28 @@ class Decoder:
 
     def __init__(self, shape: DecoderShape, comm: Comm, device: torch.device, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.shape = shape
         self.vocab_size = shape.vocab_size
         self.embedding = VocabLinear(shape.vocab_size, shape.hidden_size, comm, device, dtype)
-        self.layers = [DecoderLayer(shape, comm, device, dtype) for _ in range(shape.num_layers)]
-        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, device, dtype)
+        self.positions: Tensor | None = None
+        if shape.learned_positions:
+            self.positions = parameter(shape.learned_positions, shape.hidden_size, device=device, dtype=dtype)
+        rotaries: dict[RotaryShape, int] = {}
+        self.layers = []
+        for layer in shape.layers:
+            turn = layer.attention.rotary
+            number = None if turn is None else rotaries.setdefault(turn, len(rotaries))
+            self.layers.append(DecoderLayer(layer, shape.hidden_size, number, comm, device, dtype))
+        self.rotaries = [_rotary(turn, shape.head_size, device, dtype) for turn in rotaries]
+        self.norm = build(Norm, shape.norm, shape.hidden_size, comm, device, dtype)
         self.head = self.embedding
         if not shape.tied:
             self.head = VocabLinear(shape.vocab_size, shape.hidden_size, comm, device, dtype)
-        self.rotary = Rotary(
-            frequencies(shape.rotary, shape.head_size).to(device), shape.rotary.attention_factor, dtype
-        )
-        self.attention_spec = AttentionSpec(
-            num_layers=shape.num_layers,
-            num_heads=self.layers[0].qkv.num_heads,
-            num_kv_heads=self.layers[0].qkv.num_kv_heads,
-            head_size=shape.head_size,
-            scale=shape.head_size**-0.5,
-            window=shape.window,
-            first_window_layer=shape.first_window_layer,
-        )
+        self.attention_spec = _attention_spec(shape, self.layers)
         self.parameter_bytes = sum(one.target.nbytes for one in self.slices())
         self._kernels: LayerKernels | None = None
+        scale = shape.embedding_scale
+        self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if shape.rounded_scale else scale
 
     def forward(self, step: StepTensors) -> Tensor:
         """Store the step's keys and values and return logits_NV for ``step.sample_at_N``; see ``logits``."""
@@ -135,16 +111,18 @@ class Decoder:
         """Store the step's keys and values and return x_TD of all tokens for ``logits``, or of the wanted rows of T."""
         # A compiler fuses by itself, and better what it can see.
         kernels = None if self._kernels is None or torch.compiler.is_dynamo_compiling() else self._kernels
-        x_TD = self.embedding.embed(step.token_ids_T, kernels)
-        angles = self.rotary.angles(step.positions_T, kernels)
+        x_TD = self._embed(step, kernels)
+        angles = [rotary.angles(step.positions_T, kernels) for rotary in self.rotaries]
         last = len(self.layers) - 1
         update_TD = None
         for index, layer in enumerate(self.layers):
             if update_TD is None:
-                normed_TD = layer.input_norm(x_TD)
+                normed_TD = layer.before_attention(x_TD)
             else:
-                normed_TD = layer.input_norm.added(x_TD, update_TD, kernels)
-            q_TQH = layer.project(index, normed_TD, self.rotary, angles, step, kernels)
+                normed_TD = layer.before_attention.added(x_TD, update_TD, kernels)
+            turn = layer.rotary
+            rotary, of_step = (None, ()) if turn is None else (self.rotaries[turn], angles[turn])
+            q_TQH = layer.attention.project(index, normed_TD, rotary, of_step, step, kernels)
             attended_TQH = step.attention.attend(index, q_TQH)
             if index == last and wanted_N is not None:
                 # Nothing reads the other rows any more: a prefill saves most of its last layer.
@@ -155,7 +133,13 @@ class Decoder:
 
     def logits(self, x_ND: Tensor) -> Tensor:
         """logits_NV of rows that ``hidden`` has returned; float32, but where kernels sample: they read any dtype."""
-        return self.head.logits(self.norm(x_ND), as_float32=self._kernels is None)
+        normed_ND = self.norm(x_ND)
+        if self.shape.logit_scale != 1.0:
+            normed_ND = normed_ND * self.shape.logit_scale
+        logits_NV = self.head.logits(normed_ND, as_float32=self._kernels is None)
+        if cap := self.shape.logit_cap:
+            logits_NV = logits_NV.div_(cap).tanh_().mul_(cap)
+        return logits_NV
 
     def normed(self, x_ND: Tensor) -> Tensor:
         """What the LM head reads of rows that ``hidden`` has returned: the model's last representation of them."""
@@ -163,12 +147,15 @@ class Decoder:
 
     def slices(self) -> Iterator[WeightSlice]:
         """What this rank reads from a checkpoint.  Together the targets are all parameters, each element once."""
-        yield from self.embedding.slices("model.embed_tokens")
+        names = self.shape.names
+        yield from self.embedding.slices(names.embedding)
+        if self.positions is not None:
+            yield whole(f"{names.positions}.weight", self.positions)
         for index, layer in enumerate(self.layers):
-            yield from layer.slices(f"model.layers.{index}")
-        yield from self.norm.slices("model.norm")
+            yield from layer.slices(f"{names.layers}.{index}")
+        yield from self.norm.slices("")
         if self.head is not self.embedding:
-            yield from self.head.slices("lm_head")
+            yield from self.head.slices(names.head)
 
     def pack(self, kernels: LayerKernels | None) -> None:
         """Lay the weights out for the device and kernels; called once, after loading.  ``slices`` is meaningless then.
@@ -181,3 +168,35 @@ class Decoder:
             layer.pack(kernels)
         self.norm.pack(kernels)
         self.head.pack(keep_weight=self.head is self.embedding)
+
+    def _embed(self, step: StepTensors, kernels: LayerKernels | None) -> Tensor:
+        x_TD = self.embedding.embed(step.token_ids_T, kernels)
+        if self._embedding_scale != 1.0:
+            x_TD = x_TD.mul_(self._embedding_scale)
+        if self.positions is not None:
+            x_TD = x_TD.add_(F.embedding(step.positions_T, self.positions))
+        return x_TD
+
+
+def _rotary(shape: RotaryShape, head_size: int, device: torch.device, dtype: torch.dtype) -> Rotary:
+    frequencies_R = frequencies(shape, shape.size or head_size).to(device)
+    return Rotary(frequencies_R, shape.attention_factor, dtype, head_size=head_size, interleaved=shape.interleaved)
+
+
+def _attention_spec(shape: DecoderShape, layers: list[DecoderLayer]) -> AttentionSpec:
+    first, attention = shape.first_window_layer, shape.layers[0].attention
+    sinks = [layer.attention.sinks_Q for layer in layers]
+    return AttentionSpec(
+        num_layers=shape.num_layers,
+        num_heads=layers[0].attention.num_queries,
+        num_kv_heads=layers[0].attention.num_keys,
+        head_size=shape.head_size,
+        scale=attention.scale or shape.head_size**-0.5,
+        window=shape.window,
+        first_window_layer=first,
+        full_layers=tuple(index for index, one in enumerate(shape.windowed) if index > first and not one)
+        if shape.window
+        else (),
+        soft_cap=attention.soft_cap,
+        sinks=tuple(one for one in sinks if one is not None),
+    )

@@ -13,7 +13,7 @@ from engine.checkpoints.shape import RotaryShape
 
 
 def frequencies(shape: RotaryShape, head_size: int) -> Tensor:
-    """Radians per position of each pair, float32 [R]."""
+    """Radians per position of each pair, float32 [R].  head_size: how many numbers of a head are turned."""
     exponents_R = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
     plain_R = 1.0 / shape.theta**exponents_R
     if shape.kind == "linear":
@@ -22,6 +22,8 @@ def frequencies(shape: RotaryShape, head_size: int) -> Tensor:
         return _llama3(plain_R, shape)
     if shape.kind == "yarn":
         return _yarn(plain_R, shape, head_size)
+    if shape.kind == "longrope":
+        return 1.0 / (torch.tensor(shape.factors) * shape.theta**exponents_R)
     return plain_R
 
 

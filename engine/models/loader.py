@@ -33,9 +33,8 @@ log = logging.getLogger(__name__)
 
 LOADABLE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Tables that older exports saved and that are computed here.
-HARMLESS = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)")
+HARMLESS = re.compile(r".*\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(bias|masked_bias))")
 DUMMY_SCALE = 0.02
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPARED_ROWS = 4096
 
 
@@ -58,10 +57,11 @@ def load_model(
     """
     shape, stored = spec.shape, dict[str, StoredTensor]()
     if load_format == "safetensors":
-        stored = read_shards(spec.directory)
+        stored = _with_prefix(shape, read_shards(spec.directory))
         if shape.tied and _has_own_head(shape, stored, dtype):
+            head, embedding = shape.names.head, shape.names.embedding
             log.warning(
-                "%s: tie_word_embeddings is true, but %s is another than %s: not tied", spec.directory, HEAD, EMBEDDING
+                "%s: tie_word_embeddings is true, but %s is another than %s: not tied", spec.directory, head, embedding
             )
             shape = msgspec.structs.replace(shape, tied=False)
     # On the meta device a model has shapes and no memory.
@@ -100,9 +100,18 @@ def loading_bytes(plan: Decoder, device: torch.device, load_format: Literal["saf
     return plan.parameter_bytes + tied + largest * torch.float32.itemsize
 
 
+def _with_prefix(shape: DecoderShape, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors by the names that the shape has; of a model saved without its head, the prefix is missing."""
+    table = f"{shape.names.embedding}.weight"
+    prefix, _, bare = table.partition(".")
+    if table in stored or bare not in stored:
+        return stored
+    return {f"{prefix}.{name}": tensor for name, tensor in stored.items()}
+
+
 def _check_names(spec: ModelSpec, slices: Iterable[WeightSlice], stored: dict[str, StoredTensor]) -> None:
     """Every tensor the model wants is there in the right shape and type, and there is none it does not know."""
-    wanted = {one.source: one.shape for one in slices}
+    wanted = {one.source: one.stored_shape for one in slices}
     for name, shape in wanted.items():
         if name not in stored:
             raise WeightsError(f"{spec.directory}: tensor {name!r} of shape {list(shape)} is missing from the weights")
@@ -116,7 +125,7 @@ def _check_names(spec: ModelSpec, slices: Iterable[WeightSlice], stored: dict[st
                 f"{tensor.file}: tensor {name!r} has dtype {tensor.dtype}, expected one of {', '.join(LOADABLE)}"
             )
     for name in sorted(stored.keys() - wanted.keys()):
-        if name != HEAD and not HARMLESS.fullmatch(name):
+        if name != f"{spec.shape.names.head}.weight" and not HARMLESS.fullmatch(name):
             raise WeightsError(f"{stored[name].file}: tensor {name!r} has no place in {spec.architecture}")
 
 
@@ -124,17 +133,18 @@ def _has_own_head(shape: DecoderShape, stored: dict[str, StoredTensor], dtype: t
     """Whether the LM head of a tied model is there and is not the embedding once more.  transformers 5 unties it then.
 
     An equal one is common, and loading it would cost its memory for nothing."""
-    if EMBEDDING not in stored or HEAD not in stored:
+    table, own = f"{shape.names.embedding}.weight", f"{shape.names.head}.weight"
+    if table not in stored or own not in stored:
         return False
-    embedding, head = stored[EMBEDDING], stored[HEAD]
+    embedding, head = stored[table], stored[own]
     if any(
         one.shape != (shape.vocab_size, shape.hidden_size) or one.dtype not in LOADABLE for one in (embedding, head)
     ):
         return True  # and so ``_check_names`` sees it
     with safe_open(embedding.file, "pt") as file, safe_open(head.file, "pt") as other:
-        tables = file.get_slice(EMBEDDING), other.get_slice(HEAD)
+        tables = file.get_slice(embedding.name), other.get_slice(head.name)
         for start in range(0, shape.vocab_size, COMPARED_ROWS):
-            ours, theirs = (table[start : start + COMPARED_ROWS].to(dtype) for table in tables)
+            ours, theirs = (one[start : start + COMPARED_ROWS].to(dtype) for one in tables)
             if not torch.equal(ours, theirs):
                 return True
     return False
@@ -144,13 +154,13 @@ def _read(slices: Iterable[WeightSlice], stored: dict[str, StoredTensor], copies
     by_file: defaultdict[Path, list[WeightSlice]] = defaultdict(list)
     for one in slices:
         by_file[stored[one.source].file].append(one)
-    total = sum(stored[one.source].num_bytes * one.length // max(1, one.shape[one.dim]) for one in slices)
+    total = sum(_share_of(stored[one.source], one) for one in slices)
     with tqdm(total=total, desc="loading weights", unit="B", unit_scale=True, disable=not progress) as bar:
         for path, wanted in sorted(by_file.items()):
             try:
                 with safe_open(path, framework="pt", device="cpu") as file:
                     for one in wanted:
-                        part = _part(file.get_slice(one.source), one)
+                        part = _part(file.get_slice(stored[one.source].name), one)
                         copies.copy(one.target.narrow(one.dim, 0, one.length), part, one.source)
                         _pad(one)
                         bar.update(part.nbytes)
@@ -160,10 +170,16 @@ def _read(slices: Iterable[WeightSlice], stored: dict[str, StoredTensor], copies
                 raise WeightsError(f"{path}: tensor {name!r} contains NaN or infinity; the file is damaged")
 
 
+def _share_of(tensor: StoredTensor, wanted: WeightSlice) -> int:
+    """Bytes of it that are read."""
+    return tensor.num_bytes // max(1, wanted.num_members) * wanted.length // max(1, wanted.shape[wanted.dim])
+
+
 def _part(source: Any, wanted: WeightSlice) -> Tensor:
     """Only the rows or columns that this rank wants leave the file.  source: a slice object of safetensors."""
     part = slice(wanted.start, wanted.start + wanted.length)
-    read: Tensor = source[part] if wanted.dim == 0 else source[:, part]
+    place = (part,) if wanted.dim == 0 else (slice(None), part)
+    read: Tensor = source[place if wanted.member is None else (wanted.member, *place)]
     return read
 
 
@@ -174,7 +190,8 @@ def _pad(wanted: WeightSlice) -> None:
 
 def _draw(slices: Iterable[WeightSlice], seed: int) -> None:
     for one in slices:
-        digest = hashlib.sha256(f"{seed}/{one.source}".encode()).digest()
+        name = one.source if one.member is None else f"{one.source}.{one.member}"
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator(one.target.device).manual_seed(int.from_bytes(digest[:7], "little"))
         drawn = torch.empty(one.shape, device=one.target.device).normal_(0, DUMMY_SCALE, generator=generator)
         if len(one.shape) == 1 and one.source.endswith(".weight"):

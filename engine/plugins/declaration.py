@@ -11,6 +11,7 @@ Owns: Declaration, the API versions that are supported, finding a declaration.  
 import ast
 import sys
 import threading
+from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -40,6 +41,12 @@ class Multiples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 Sizes = tuple[int, ...] | Multiples
 Phase = Literal["prefill", "decode"]
+Feature = Literal["soft_cap", "sinks", "layer_windows"]
+FEATURES: Mapping[str, str] = {
+    "soft_cap": "soft-capped scores",
+    "sinks": "attention sinks",
+    "layer_windows": "a window on some layers only",
+}
 
 
 class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,9 +60,11 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """api: the version of the plugin API it was written for.  Of the rest, what is left out or empty is not limited.
 
     packages: what must be installed, by the names that are imported; 'a | b' for either.  devices: 'cpu', 'cuda'.
+    architectures: for model families: the names in config.json that the plugin reads, each with its model_type.
     The others are for attention backends.  dtypes: 'float32', 'bfloat16', 'float16'.  head_sizes, page_sizes: lists or
     {"multiple_of": ..., "at_most": ...}.  heads_per_kv_head: ratios of query heads to KV heads.
-    window: whether it does sliding windows.  phases: what it serves, 'prefill' and 'decode'.
+    window: whether it does sliding windows.  supports: what else of ``AttentionSpec`` it computes: 'soft_cap', 'sinks',
+    'layer_windows', which are those of ``full_layers``.  phases: what it serves, 'prefill' and 'decode'.
     kv_layouts: of 'layer_first' and 'page_first'; in the second, a page's first slot is page * pool.page_stride.
     padding: whether decode rows of length 0, which pad a captured batch, are fine.
     variants: options that 'auto' measures beside the defaults, [{"phase": ..., "options": {...}}, ...].
@@ -65,11 +74,13 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     api: int
     packages: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
+    architectures: dict[str, str] = {}
     dtypes: tuple[str, ...] = ()
     head_sizes: Sizes = ()
     page_sizes: Sizes = ()
     heads_per_kv_head: Sizes = ()
     window: bool = True
+    supports: tuple[Feature, ...] = ()
     phases: tuple[Phase, ...] = ("prefill", "decode")
     kv_layouts: tuple[str, ...] = ("layer_first",)
     padding: bool = False
@@ -99,6 +110,8 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         ]
         if context.window and not self.window:
             reasons.append(f"a sliding window of {context.window} tokens, it does none")
+        if lacking := [FEATURES[need] for need in context.needs if need not in self.supports]:
+            reasons.append(f"the model needs {' and '.join(lacking)}, which it does not do")
         if missing := [phase for phase in context.phases if phase not in self.phases]:
             reasons.append(f"it does not serve {' and '.join(missing)}")
         return reasons
@@ -109,6 +122,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         sizes = {"head": self.head_sizes, "page": self.page_sizes, "query/KV heads": self.heads_per_kv_head}
         parts += [f"{what} {_spell(allowed)}" for what, allowed in sizes.items() if allowed]
         parts += [] if self.window else ["no window"]
+        parts += [", ".join(self.architectures)]
         parts += [] if len(self.phases) > 1 else [f"{self.phases[0]} only"]
         return "; ".join(part for part in parts if part)
 

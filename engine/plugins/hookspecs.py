@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from engine.checkpoints.fields import Fields
+    from engine.checkpoints.shape import DecoderShape
     from engine.graphs.passes import GraphPass
     from engine.kv.events import KVEvent
     from engine.kv.eviction import EvictionStrategy
@@ -38,6 +40,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 class AttentionContext:
     """What an attention plugin is told.  device: 'cpu' or 'cuda'.  dtype: 'float32', 'bfloat16', 'float16'.
     window: sliding window in tokens, 0 for none.  phases: what it is to serve, 'prefill', 'decode' or both.
+    needs: what the model's attention has beside that, of what ``Declaration.supports`` may name.
     kv_layout: of the pool, 'layer_first' or 'page_first'; '' if that is not known yet.
     options: the plugin's own table from the configuration."""
 
@@ -49,7 +52,18 @@ class AttentionContext:
     head_size: int
     window: int = 0
     phases: tuple[str, ...] = ("prefill", "decode")
+    needs: tuple[str, ...] = ()
     kv_layout: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelContext:
+    """What a model family is told.  architecture: the first of ``architectures`` in config.json.
+    fields: all of config.json, read field by field.  options: the plugin's own table from the configuration."""
+
+    architecture: str
+    fields: "Fields"
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -140,6 +154,17 @@ def callboard_attention_backend(context: AttentionContext) -> "AttentionFactory 
     Called: once per executor, before the KV pool is allocated.
     Returns: a callable (spec, pool) -> AttentionBackend, see ``engine/layers/attention.py``.
     Raises: PluginError if it cannot run with this device, dtype, head size or page size.
+    """
+
+
+@hookspec(firstresult=True)
+def callboard_model(context: ModelContext) -> "DecoderShape | None":
+    """Say what a checkpoint's model is made of, by its config.json.
+
+    A plugin names the architectures that it is asked for in ``CALLBOARD_PLUGIN["architectures"]``.
+    Called: in every process that needs to know the model, before weights are read; no torch, no device.
+    Returns: a DecoderShape, see ``engine/checkpoints/shape.py``; its parts may be the plugin's own.
+    Raises: WeightsError, as ``fields.error`` makes it, naming the field that cannot be served.
     """
 
 

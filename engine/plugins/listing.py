@@ -15,6 +15,7 @@ from engine.plugins.manager import (
     AUTO,
     GRAPH_PASS,
     KV_STORE,
+    MODEL,
     OBSERVER,
     PluginInfo,
     available_plugins,
@@ -48,7 +49,7 @@ def list_plugins(config: Config, context: AttentionContext) -> list[Listed]:
 
 
 def _row(info: PluginInfo, chosen: str, context: AttentionContext) -> Listed:
-    if info.kind not in (*AUTO, ATTENTION, GRAPH_PASS, KV_STORE, OBSERVER):
+    if info.kind not in (*AUTO, ATTENTION, GRAPH_PASS, KV_STORE, MODEL, OBSERVER):
         return Listed(info, chosen, "", (f"this callboard has no plugins of kind {info.kind!r}",))
     try:
         declaration = checked(info, declared(info))
@@ -66,6 +67,8 @@ def _hindrances(info: PluginInfo, declaration: Declaration, context: AttentionCo
 def _chosen(config: Config, known: Mapping[str, PluginInfo], context: AttentionContext) -> dict[str, str]:
     several = {OBSERVER: config.plugins.observers, GRAPH_PASS: config.plugins.graph_passes}
     chosen = {name: "yes" for kind, wanted in several.items() for name in several_names(kind, wanted)}
+    # A built-in family needs no choice: it is asked when a checkpoint is of its architecture.
+    chosen |= {f"{MODEL}.{name}": "yes" for name in config.plugins.models}
     for kind, wanted in config.chosen_plugins().items():
         if kind != ATTENTION and isinstance(wanted, str):
             chosen[decide(kind, wanted)] = "yes"

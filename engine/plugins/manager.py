@@ -33,6 +33,7 @@ DISTRIBUTION = "callboard"
 ATTENTION = "attention"  # the kind of which there may be two, one for each phase
 GRAMMAR = "grammar"  # the kind that only some requests need: what nobody named may be missing until one comes
 KV_STORE = "kv_store"  # the kind that is not there unless it is named
+MODEL = "model"  # the kind that is chosen by a checkpoint's architecture: every built-in, others if they are named
 OBSERVER, GRAPH_PASS = "observer", "graph_pass"  # the kinds of which any number may be chosen
 
 BUILTIN: Mapping[str, str] = {
@@ -51,6 +52,22 @@ BUILTIN: Mapping[str, str] = {
     "eviction.slru": "engine.plugins.eviction.slru",
     "grammar.llguidance": "engine.plugins.grammar.llguidance",
     "kv_store.files": "engine.plugins.kv_store.files",
+    "model.gemma2": "engine.plugins.model.gemma2",
+    "model.gemma3": "engine.plugins.model.gemma3",
+    "model.glm4": "engine.plugins.model.glm4",
+    "model.gpt2": "engine.plugins.model.gpt2",
+    "model.gpt_oss": "engine.plugins.model.gpt_oss",
+    "model.granite": "engine.plugins.model.granite",
+    "model.llama": "engine.plugins.model.llama",
+    "model.mistral": "engine.plugins.model.mistral",
+    "model.mixtral": "engine.plugins.model.mixtral",
+    "model.olmo2": "engine.plugins.model.olmo2",
+    "model.phi3": "engine.plugins.model.phi3",
+    "model.qwen2": "engine.plugins.model.qwen2",
+    "model.qwen3": "engine.plugins.model.qwen3",
+    "model.qwen3_moe": "engine.plugins.model.qwen3_moe",
+    "model.seed_oss": "engine.plugins.model.seed_oss",
+    "model.smollm3": "engine.plugins.model.smollm3",
     "observer.log": "engine.plugins.observer.log",
     "policy.fcfs": "engine.plugins.policy.fcfs",
     "policy.lpm": "engine.plugins.policy.lpm",
@@ -70,6 +87,7 @@ KINDS: Mapping[str, str] = {
     "callboard_grammar_engine": "grammar",
     "callboard_graph_pass": GRAPH_PASS,
     "callboard_kv_store": KV_STORE,
+    "callboard_model": MODEL,
     "callboard_scheduling_policy": "policy",
 }
 

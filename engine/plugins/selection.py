@@ -155,6 +155,7 @@ def expected_context(
         head_size=shape.head_size if shape else 0,
         window=shape.window if shape else 0,
         kv_layout=config.kv.layout,
+        needs=shape.attention_needs if shape else (),
     )
 
 

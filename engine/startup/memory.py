@@ -36,6 +36,8 @@ SAMPLING_BYTES = 40
 # Likewise per row or position of a prompt whose log probabilities are wanted, of which there are no parts: with 151,936
 # tokens 16 to 256 rows take 14 to 12 bytes, the part included.
 SCORING_BYTES = 12
+# Where scores are capped or have sinks, a block of queries has its scores in memory, and copies of them.
+SCORED_QUERIES = 128
 POOL_SEQUENCES = 4  # a pool beyond this many full batches buys nothing until prefixes are shared
 # What takes the most memory of all that is sampled without a line of token counts.
 SAMPLED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, logprobs=1)
@@ -116,6 +118,8 @@ def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.d
     layer = 4 * shape.hidden_size + (4 * heads + 4 * shape.intermediate_size) // ranks
     context = 4 * max_len * shape.num_kv_heads * shape.head_size  # a power of two that holds it, keys and values
     masks = num_tokens * max_len * (2 if shape.window else 1)
+    if shape.attention_needs:
+        masks += 3 * shape.num_heads // ranks * SCORED_QUERIES * max_len
     in_dtype = (num_tokens * layer * 3 // 2 + context + masks) * dtype.itemsize
     part = min(num_sampled * shape.vocab_size, max(shape.vocab_size, PART_SCORES_CPU))
     scored = (num_sampled + min(num_tokens, SCORED_ROWS)) * shape.vocab_size

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoints.checkpoint import DEMO, ModelSpec, read_spec, resolve_checkpoint
+from engine.checkpoints.checkpoint import DEMO, ModelSpec, resolve_checkpoint
 from engine.config import Config
-from engine.errors import WeightsError
+from engine.errors import PluginError, WeightsError
 from engine.execution.device import choose_device, choose_dtype, free_bytes
 from engine.layers.attention import AttentionSpec
 from engine.models.decoder import Decoder
 from engine.models.loader import loading_bytes
 from engine.plugins.comm.local import LocalComm
+from engine.plugins.families import read_model
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.selection import expected_context
 from engine.startup.memory import check_weights
@@ -25,7 +26,7 @@ def preview_context(config: Config) -> AttentionContext:
 
     Raises ConfigError if the device that the configuration asks for is not here."""
     device = choose_device(config.device, 0)
-    spec = _spec_at_hand(config.model.path)
+    spec = _spec_at_hand(config)
     if spec is None:
         return expected_context(config, None, device=device.type)
     dtype = str(choose_dtype(config.model.dtype, device, spec.dtype)).removeprefix("torch.")
@@ -52,7 +53,7 @@ def preview_attention(config: Config) -> tuple[AttentionSpec, torch.device, torc
 
     Raises ConfigError if the device is not here, WeightsError if the model is not."""
     device = choose_device(config.device, 0)
-    spec = read_spec(resolve_checkpoint(config.model.path, config.model.revision))
+    spec = read_model(resolve_checkpoint(config.model.path, config.model.revision), config.plugins)
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
     plan = Decoder(spec.shape, _FirstOf(config.device.tensor_parallel), torch.device("meta"), dtype)
     return plan.attention_spec, device, dtype
@@ -65,10 +66,11 @@ class _FirstOf(LocalComm):
         self.size = size
 
 
-def _spec_at_hand(path: str) -> ModelSpec | None:
+def _spec_at_hand(config: Config) -> ModelSpec | None:
+    path = config.model.path
     if path != DEMO and not Path(path).expanduser().is_dir():
         return None
     try:
-        return read_spec(resolve_checkpoint(path, ""))
-    except WeightsError:
+        return read_model(resolve_checkpoint(path, ""), config.plugins)
+    except (WeightsError, PluginError):
         return None

@@ -85,11 +85,7 @@ class Race:
         self._loads = tuple(loads) or LOADS[device.type]
         self._clock = clock
         self._num_layers = spec.num_layers
-        self._spec = replace(
-            spec,
-            num_layers=min(spec.num_layers, MOST_LAYERS),
-            first_window_layer=min(spec.first_window_layer, MOST_LAYERS - 1),
-        )
+        self._spec = spec.shortened(MOST_LAYERS)
         self._layout = layout
         self._context = context_of(spec, page_size, device, dtype, layout)
         with plugins.choosing:
@@ -190,7 +186,7 @@ class Race:
         with self._plugins.choosing:
             choice = ask(self._plugins, contender, context, "measured")
         spec = self._spec
-        small = replace(spec, num_layers=NUM_LAYERS, first_window_layer=min(spec.first_window_layer, NUM_LAYERS - 1))
+        small = spec.shortened(NUM_LAYERS)
         for case in trial_cases(context.dtype, self._page_size, spec.head_size, spec.window, (phase,), self._layout):
             check_steps(case, choice.factory, small, self._device)
         backend = choice.factory(self._spec, steps.pool)
@@ -270,6 +266,7 @@ class Race:
         spec = self._spec
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
         window = f", window {spec.window} from layer {spec.first_window_layer}" if spec.window else ""
+        window += "".join(f", {one}" for one in spec.needs)
         return (
             f"{name}, {spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_size} in {self._num_layers} layers"
             f"{window}, {self._context.dtype}, page {self._page_size}, {self._layout}"

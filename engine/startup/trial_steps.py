@@ -107,9 +107,15 @@ class TrialSteps:
         position_L = torch.arange(length, device=self._device)
         pages_L = batch.page_table_BP[last].long()[position_L // self._page_size]
         slots_L = pages_L * self.pool.page_stride + position_L % self._page_size
-        window = self.spec.window if not self.spec.first_window_layer else 0
+        spec, sinks_N = self.spec, self.spec.sinks[0] if self.spec.sinks else None
         expected = attend(
-            q_TNH[-new:], self.pool.keys(0)[slots_L], self.pool.values(0)[slots_L], self.spec.scale, window
+            q_TNH[-new:],
+            self.pool.keys(0)[slots_L],
+            self.pool.values(0)[slots_L],
+            spec.scale,
+            spec.window_of(0),
+            spec.soft_cap,
+            sinks_N,
         )
         absolute, relative = TOLERANCES[str(self.pool.data.dtype).removeprefix("torch.")]
         error = (out_TNH[-new:].double().cpu() - expected).abs()

@@ -54,13 +54,13 @@ def settle(assignment: ExecutorAssignment, place: Place) -> ExecutorAssignment:
 
 def load_rank(assignment: ExecutorAssignment) -> Runner:
     """The runner of one rank; on the device thread.  Raises what the loading raises."""
-    from engine.checkpoints.checkpoint import read_spec
     from engine.checkpoints.fingerprint import check_fingerprint
+    from engine.plugins.families import read_model
     from engine.plugins.manager import Plugins
     from engine.startup.loading import load_runner  # torch is needed from here on
 
     config = assignment.config
-    spec = read_spec(Path(config.model.path))
+    spec = read_model(Path(config.model.path), config.plugins)
     if assignment.fingerprint:
         check_fingerprint(assignment.fingerprint, spec, config.model.load_format, assignment.rank)
     plugins = Plugins(config.chosen_plugins(), (), config.plugins.options, config.plugins.graph_passes)

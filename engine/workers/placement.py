@@ -13,12 +13,13 @@ from typing import Any
 
 from msgspec import structs
 
-from engine.checkpoints.checkpoint import read_spec, resolve_checkpoint
+from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config, without_cluster_key
 from engine.errors import ConfigError
 from engine.logs import LogSettings
 from engine.messages import ExecutorInbox, FromExecutor, Message, TokenizerInbox
+from engine.plugins.families import read_model
 from engine.workers.child import Child, Ticket
 from engine.workers.cluster.head import Head
 from engine.workers.executors import GenerationSettings
@@ -191,7 +192,9 @@ class ProcessExecutors:
             most_tokens=settings.most_tokens,
             max_len=self._max_len,
             progress=self._progress,
-            fingerprint="" if self._head is None else fingerprint(read_spec(path), config.model.load_format),
+            fingerprint=""
+            if self._head is None
+            else fingerprint(read_model(path, config.plugins), config.model.load_format),
         )
 
     @staticmethod

@@ -8,10 +8,11 @@ import asyncio
 from pathlib import Path
 
 from engine.actors.tokenizer import Tokenizer
-from engine.checkpoints.checkpoint import ModelSpec, read_spec
+from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import Config
 from engine.errors import CallboardError
 from engine.messages import Abort, Admit, Deltas, Failed
+from engine.plugins.families import read_model
 from engine.plugins.manager import Plugins
 from engine.plugins.structured import plugin_grammars
 from engine.text.codec import TextCodec, load_codec
@@ -74,7 +75,7 @@ class TextLink:
 def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars]:
     """What a tokenizer works with.  config: with the model's path resolved.  Raises CallboardError."""
     directory = Path(config.model.path)
-    spec = read_spec(directory)
+    spec = read_model(directory, config.plugins)
     codec = load_codec(config.model, directory)
     # Of the plugins only the one that is needed here: others may need a device.
     plugins = Plugins({"grammar": config.chosen_plugins()["grammar"]}, (), config.plugins.options)

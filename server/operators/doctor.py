@@ -15,10 +15,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from engine.checkpoints.checkpoint import DEMO, ModelSpec, read_spec, resolve_checkpoint
+from engine.checkpoints.checkpoint import DEMO, ModelSpec, resolve_checkpoint
 from engine.config import Config
 from engine.errors import CallboardError, ConfigError
 from engine.host_memory import available_bytes
+from engine.plugins.families import read_model
 from server.http.connection import require_c_parser
 from server.http.listener import bind
 
@@ -198,7 +199,7 @@ def _model(config: Config) -> Iterator[Finding]:
         return
     try:
         directory = resolve_checkpoint(path, config.model.revision)
-        spec = read_spec(directory)
+        spec = read_model(directory, config.plugins)
     except CallboardError as error:
         yield Finding("model", "bad", path, str(error))
         return

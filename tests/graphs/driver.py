@@ -14,8 +14,8 @@ from engine.graphs.piecewise import Piecewise
 from engine.layers.comm import Comm
 from engine.models.decoder import Decoder
 from engine.plugins.comm.local import LocalComm
+from engine.plugins.testing.steps import Driver
 from tests.graphs.recording import RecordingDevice
-from tests.models.driver import Driver
 
 SIZES = (4, 8, 12, 16)
 

@@ -5,9 +5,9 @@ import torch
 
 from engine.errors import GraphError
 from engine.graphs.capturing import Capturing
+from engine.plugins.testing.threads import on_ranks
 from tests.graphs.recording import RecordingDevice
 from tests.layers import thread_comm
-from tests.layers.thread_comm import on_ranks
 
 SIZES = (2, 4, 8)
 CPU = torch.device("cpu")

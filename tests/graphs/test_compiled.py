@@ -22,10 +22,10 @@ from engine.graphs.compiled import (
 from engine.graphs.device import HostDevice
 from engine.graphs.splitting import ATTEND, fingerprint, operation_name, split
 from engine.models.decoder import DecoderLayer
+from engine.plugins.testing.steps import Driver
 from tests.graphs.driver import SIZES, PiecewiseDriver
 from tests.models.checkpoints import random_tokens
 from tests.models.conftest import Cases
-from tests.models.driver import Driver
 
 
 @torch.library.custom_op("callboard_test::halves", mutates_args=())

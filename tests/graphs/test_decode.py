@@ -13,6 +13,7 @@ from engine.graphs.device import HostDevice
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import DecodeInputs
 from engine.plugins.comm.local import LocalComm
+from engine.plugins.testing.threads import on_ranks
 from engine.sampling.captured import Variant, columns_bytes, tensor_columns
 from engine.sampling.sampler import Sampler
 from tests.graphs.driver import KeepingRecorder, tensors_of
@@ -20,7 +21,6 @@ from tests.graphs.engines import install
 from tests.graphs.recording import RecordingDevice, RecordingError
 from tests.graphs.resident import ResidentTorchAttention
 from tests.graphs.runners import GREEDY, MAX_LEN, PAGE_SIZE, OpenRunner, Steps, load, tokens
-from tests.layers.thread_comm import on_ranks
 from tests.models.checkpoints import build, save
 from tests.models.test_tensor_parallel import load_rank
 

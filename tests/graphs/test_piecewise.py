@@ -16,16 +16,16 @@ from engine.graphs.comm import COLLECTIVE, BreakingComm
 from engine.graphs.device import HostDevice
 from engine.layers.attention import writer_of
 from engine.models.decoder import DecoderLayer
+from engine.plugins.testing.steps import Driver, Sequence
+from engine.plugins.testing.threads import ThreadComm, on_ranks
 from tests.graphs.driver import SIZES, KeepingRecorder, PiecewiseDriver
 from tests.graphs.recording import RecordingDevice
-from tests.layers.thread_comm import ThreadComm, on_ranks
 from tests.models.checkpoints import random_tokens
 from tests.models.conftest import Cases
-from tests.models.driver import Driver, Sequence
 from tests.models.test_tensor_parallel import load_rank
 
 TOLERANCE = 1e-5
-VARIANTS = ["qwen3-tied", "llama-biases", "mistral-window"]
+VARIANTS = ["qwen3-tied", "llama-biases", "mistral-window", "gemma3", "glm4"]
 CUTS = {
     "captured": {},
     "compiled and captured": {"compiler": "eager"},

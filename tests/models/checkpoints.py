@@ -3,23 +3,13 @@
 Owns: the configurations.  A new family adds its line here and is then covered by every test over ``VARIANTS``.
 """
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 
 VOCAB = 259  # Prime: no number of ranks divides it.
 SIZES = {
@@ -45,61 +35,123 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-
-
-def _llama(**changes: object) -> PreTrainedModel:
-    return LlamaForCausalLM(_config(LlamaConfig, changes))
-
-
-def _mistral(**changes: object) -> PreTrainedModel:
-    return MistralForCausalLM(_config(MistralConfig, changes))
-
-
-def _qwen2(**changes: object) -> PreTrainedModel:
-    return Qwen2ForCausalLM(_config(Qwen2Config, changes))
-
-
-def _qwen3(**changes: object) -> PreTrainedModel:
-    return Qwen3ForCausalLM(_config(Qwen3Config, {"head_dim": 32, **changes}))
-
-
-def _config(kind: type[PretrainedConfig], changes: dict[str, object]) -> PretrainedConfig:
-    # Eager attention: the reference's plainest path, so that both sides do not share a fused kernel.
-    return kind(**{**SIZES, **changes}, attn_implementation="eager")
-
-
-VARIANTS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": _llama,
-    "llama-tied": lambda: _llama(tie_word_embeddings=True),
-    "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True),
-    "llama-multi-head": lambda: _llama(num_key_value_heads=4),
-    "llama-gelu": lambda: _llama(hidden_act="gelu"),
-    "llama-gelu-tanh": lambda: _llama(hidden_act="gelu_pytorch_tanh"),
-    "llama-head-dim": lambda: _llama(head_dim=24),
-    "llama3-rope": lambda: _llama(rope_parameters=LLAMA3),
-    "llama-linear-rope": lambda: _llama(rope_parameters=LINEAR),
-    "mistral-window": lambda: _mistral(sliding_window=13),
-    "mistral-no-window": lambda: _mistral(sliding_window=None, head_dim=32),
-    "qwen2": _qwen2,
-    "qwen2-tied-upper-window": lambda: _qwen2(
-        tie_word_embeddings=True, use_sliding_window=True, sliding_window=9, max_window_layers=1
-    ),
-    "qwen3": _qwen3,
-    "qwen3-tied": lambda: _qwen3(tie_word_embeddings=True),
-    "qwen3-yarn-bias": lambda: _qwen3(rope_parameters=YARN, attention_bias=True),
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 2.0],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "original_max_position_embeddings": 256,
+    "partial_rotary_factor": 0.5,
 }
+# The embedding times 8 makes scores so large that either implementation is 1e-4 off the exact logits.
+CALM = {"initializer_range": 0.1}
+GEMMA3_ROTARY = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+GPT2_SIZES = {"vocab_size": VOCAB, "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 512}
+LAST_FULL = ["sliding_attention", "sliding_attention", "full_attention"]
+
+# Variant -> the reference's class, without its "Config" and "ForCausalLM", and what its configuration has beside SIZES.
+PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-multi-head": ("Llama", {"num_key_value_heads": 4}),
+    "llama-gelu": ("Llama", {"hidden_act": "gelu"}),
+    "llama-gelu-tanh": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama-head-dim": ("Llama", {"head_dim": 24}),
+    "llama3-rope": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-linear-rope": ("Llama", {"rope_parameters": LINEAR}),
+    "llama-dynamic-rope": ("Llama", {"rope_parameters": DYNAMIC}),
+    "mistral-window": ("Mistral", {"sliding_window": 13}),
+    "mistral-no-window": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied-upper-window": (
+        "Qwen2",
+        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-yarn-bias": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN, "attention_bias": True}),
+    "seed-oss": ("SeedOss", {"head_dim": 32}),
+}
+NOT_PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 11, "query_pre_attn_scalar": 24, **CALM}),
+    "gemma2-no-caps": (
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "sliding_window": 512,
+            **CALM,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {"head_dim": 16, "sliding_window": 11, "layer_types": LAST_FULL, "rope_parameters": GEMMA3_ROTARY},
+    ),
+    "phi3": ("Phi3", {"sliding_window": 17}),
+    "phi4-longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}),
+    "olmo2": ("Olmo2", {}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 6.0,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "gpt2": ("GPT2", GPT2_SIZES),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+}
+VARIANTS = {**PLAIN, **NOT_PLAIN}
+CLASSES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"), "GPT2": ("GPT2Config", "GPT2LMHeadModel")}
 
 
 def build(variant: str) -> PreTrainedModel:
     """The reference model of a variant, with every weight random: biases and norms too."""
+    family, changes = VARIANTS[variant]
+    config_name, model_name = CLASSES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
     torch.manual_seed(sorted(VARIANTS).index(variant))
-    model = VARIANTS[variant]().eval()
+    # Eager attention: the reference's plainest path, so that both sides do not share a fused kernel.
+    sizes = changes | {"initializer_range": 0.2} if family == "GPT2" else SIZES | changes
+    config: PretrainedConfig = getattr(transformers, config_name)(**sizes, attn_implementation="eager")
+    model: PreTrainedModel = getattr(transformers, model_name)(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith("bias") or name.endswith("sinks"):
                 weight.normal_(0, 0.2)
-            elif "norm" in name:
+            elif "norm" in name or ".ln_" in name:
                 weight.uniform_(0.5, 1.5)
+            elif "experts" in name or "router" in name:
+                weight.normal_(0, 0.2)
     return model
 
 

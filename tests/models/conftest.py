@@ -8,10 +8,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from engine.checkpoints.checkpoint import ModelSpec, read_spec
+from engine.checkpoints.checkpoint import ModelSpec
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.comm.local import LocalComm
+from engine.plugins.families import read_model
 from tests.models.checkpoints import build, save
 
 
@@ -37,7 +38,7 @@ class Cases:
             reference = build(variant)
             # Every other variant in shards, so that both layouts meet every family.
             directory = save(reference, self.root / variant, sharded=len(self.made) % 2 == 1)
-            spec = read_spec(directory)
+            spec = read_model(directory)
             self.made[variant] = Case(reference, directory, spec, load(spec))
         return self.made[variant]
 

@@ -20,14 +20,14 @@ def exact_logprobs(shape: DecoderShape, weights: dict[str, Tensor], tokens: list
     """Log probabilities [T, V] of a sequence, float64."""
     weights = {name: one.double() for name, one in weights.items()}
     count = len(tokens)
-    angles = torch.arange(count)[:, None] * frequencies(shape.rotary, shape.head_size).double()
-    cos, sin = (
-        torch.cat((one, one), -1)[:, None] * shape.rotary.attention_factor for one in (angles.cos(), angles.sin())
-    )
+    attention = shape.layers[0].attention
+    rotary, eps = attention.rotary, shape.norm.eps
+    angles = torch.arange(count)[:, None] * frequencies(rotary, shape.head_size).double()
+    cos, sin = (torch.cat((one, one), -1)[:, None] * rotary.attention_factor for one in (angles.cos(), angles.sin()))
     distance = torch.arange(count)[:, None] - torch.arange(count)
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + shape.norm_eps).sqrt() * weights[f"{name}.weight"]
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weights[f"{name}.weight"]
 
     def linear(x: Tensor, name: str) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
@@ -38,7 +38,7 @@ def exact_logprobs(shape: DecoderShape, weights: dict[str, Tensor], tokens: list
 
     def attended(x: Tensor, name: str, window: int) -> Tensor:
         q, k, v = (linear(x, f"{name}.{one}_proj").view(count, -1, shape.head_size) for one in "qkv")
-        if shape.qk_norm:
+        if attention.head_norm:
             q, k = norm(q, f"{name}.q_norm"), norm(k, f"{name}.k_norm")
         q, k = rotated(q), rotated(k)
         k, v = (one.repeat_interleave(shape.num_heads // shape.num_kv_heads, 1) for one in (k, v))
@@ -49,9 +49,9 @@ def exact_logprobs(shape: DecoderShape, weights: dict[str, Tensor], tokens: list
     x = weights["model.embed_tokens.weight"][torch.tensor(tokens)]
     for index in range(shape.num_layers):
         layer = f"model.layers.{index}"
-        window = shape.window if shape.window and index >= shape.first_window_layer else count
+        window = shape.layers[index].attention.window or count
         x = x + attended(norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn", window)
         normed = norm(x, f"{layer}.post_attention_layernorm")
-        gate = ACTIVATIONS[shape.activation](linear(normed, f"{layer}.mlp.gate_proj"))
+        gate = ACTIVATIONS[shape.layers[0].mlp.activation](linear(normed, f"{layer}.mlp.gate_proj"))
         x = x + linear(gate * linear(normed, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj")
     return linear(norm(x, "model.norm"), "lm_head").log_softmax(-1)

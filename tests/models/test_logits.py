@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.plugins.testing.steps import Driver
 from tests.models.checkpoints import VARIANTS, random_tokens, reference_logits
 from tests.models.conftest import Cases, load
-from tests.models.driver import Driver
 
 TOLERANCE = 1e-4
 LENGTH = 75

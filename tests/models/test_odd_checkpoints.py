@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.checkpoints.checkpoint import read_spec
 from engine.checkpoints.shards import INDEX_FILE, SINGLE_FILE
 from engine.errors import WeightsError
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
-from tests.layers.thread_comm import ThreadComm, on_ranks
+from engine.plugins.families import read_model
+from engine.plugins.testing.steps import Driver
+from engine.plugins.testing.threads import ThreadComm, on_ranks
 from tests.models.checkpoints import LINEAR, LLAMA3, SIZES, VOCAB, YARN, random_tokens
 from tests.models.conftest import Cases, load
-from tests.models.driver import Driver
 
 PROMPT = random_tokens(40, 5)
 OUTPUT_LEN = 24
@@ -44,6 +44,7 @@ ODD_CONFIGS: dict[str, dict[str, Any]] = {
     "both, linear in the oldest spelling": both({"type": "linear", "factor": 4.0}),
     "both, two types": both({"type": "default", "rope_type": "linear", "factor": 4.0}),
     "both, llama3": both(LLAMA3),
+    "both, dynamic": both({"rope_type": "dynamic", "factor": 2.0}),
     "both, yarn": both(YARN),
     "both, yarn without theta": both(YARN_ALONE),
     "both, yarn without a length": both({"type": "yarn", "factor": 2.0}),
@@ -132,7 +133,7 @@ def continued(model: Decoder) -> list[int]:
 @pytest.mark.parametrize("name", ODD_CONFIGS)
 def test_an_odd_config_means_what_it_means_to_transformers(checkpoint: Path, name: str):
     configure(checkpoint, ODD_CONFIGS[name])
-    assert continued(load(read_spec(checkpoint))) == generated(checkpoint)
+    assert continued(load(read_model(checkpoint))) == generated(checkpoint)
 
 
 REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
@@ -140,7 +141,7 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
         both({"rope_type": "linear", "factor": 4.0}, {**PLAIN, "rope_theta": 500.0}),
         r"rope_scaling is .*expected it to repeat rope_theta 500\.0 of rope_parameters",
     ),
-    (both({"rope_type": "dynamic", "factor": 2.0}), 'rope_scaling is "dynamic"'),
+    (both({"rope_type": "proportional", "factor": 2.0}), 'rope_scaling is "proportional"'),
     (both(LINEAR, partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
     ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor is 1.0, expected a number above low_"),
     ({"is_causal": False}, "is_causal is false, expected true"),
@@ -152,7 +153,7 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
 def test_what_would_be_another_model_is_refused(checkpoint: Path, changes: dict[str, Any], reason: str):
     configure(checkpoint, changes)
     with pytest.raises(WeightsError, match=reason):
-        read_spec(checkpoint)
+        read_model(checkpoint)
 
 
 def test_a_window_is_what_it_is_to_transformers_or_refused(checkpoint: Path, family: str):
@@ -160,14 +161,14 @@ def test_a_window_is_what_it_is_to_transformers_or_refused(checkpoint: Path, fam
     configure(checkpoint, {"sliding_window": 9, **WINDOW})
     if family == "llama":
         with pytest.raises(WeightsError, match="sliding_window is 9, expected null"):
-            read_spec(checkpoint)
+            read_model(checkpoint)
     else:
-        assert continued(load(read_spec(checkpoint))) == generated(checkpoint)
+        assert continued(load(read_model(checkpoint))) == generated(checkpoint)
     configure(checkpoint, {"sliding_window": 1, **WINDOW})
     with pytest.raises(WeightsError, match="sliding_window is 1, expected "):
-        read_spec(checkpoint)
+        read_model(checkpoint)
     configure(checkpoint, {"sliding_window": SIZES["max_position_embeddings"], **WINDOW})
-    assert continued(load(read_spec(checkpoint))) == generated(checkpoint)
+    assert continued(load(read_model(checkpoint))) == generated(checkpoint)
 
 
 # ---- heads and layouts ----------------------------------------------------------------------------
@@ -211,7 +212,7 @@ def test_a_head_in_the_file_counts_whatever_the_config_says(
     if sharded:
         into_shards(checkpoint)
     expected = generated(checkpoint)
-    spec = read_spec(checkpoint)
+    spec = read_model(checkpoint)
     model = load(spec)
     assert continued(model) == expected
     assert (model.head is model.embedding) == (tied and head is the_same), "an equal head costs no memory"
@@ -237,7 +238,7 @@ def test_a_head_that_is_missing_or_does_not_fit_is_refused(
     configure(checkpoint, {"tie_word_embeddings": tied})
     rewrite(checkpoint, {HEAD: head})
     with pytest.raises(WeightsError, match=reason):
-        load(read_spec(checkpoint))
+        load(read_model(checkpoint))
 
 
 def test_a_single_file_counts_before_shards_from_before(checkpoint: Path):
@@ -250,4 +251,4 @@ def test_a_single_file_counts_before_shards_from_before(checkpoint: Path):
     rewrite(checkpoint, {HEAD: the_same(checkpoint)})
     expected = generated(checkpoint)
     assert expected != from_shards
-    assert continued(load(read_spec(checkpoint))) == expected
+    assert continued(load(read_model(checkpoint))) == expected

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoints.checkpoint import read_spec
-from tests.models.checkpoints import VARIANTS, build, random_tokens, reference_logits, save
+from engine.plugins.families import read_model
+from engine.plugins.testing.steps import Driver
+from tests.models.checkpoints import PLAIN, build, random_tokens, reference_logits, save
 from tests.models.conftest import load
-from tests.models.driver import Driver
 from tests.models.exact import exact_logprobs
 
 LARGEST_SCALE = 16.0
@@ -17,14 +17,14 @@ NUM_DECODES = 8
 MOST_TIMES_THEIRS = 3.0
 
 
-@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize("variant", sorted(PLAIN))
 def test_float32_is_as_near_to_the_exact_numbers_as_the_references(variant: str, tmp_path: Path):
     reference = build(variant)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weight in reference.parameters():
             weight.mul_(LARGEST_SCALE ** torch.rand((), generator=generator))
-    spec = read_spec(save(reference, tmp_path))
+    spec = read_model(save(reference, tmp_path))
     model = load(spec)
     ours, theirs = [], []
     for length in (64, 211):

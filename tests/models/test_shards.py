@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.checkpoints.checkpoint import read_spec
 from engine.checkpoints.shards import INDEX_FILE, SINGLE_FILE, read_header, read_shards
 from engine.errors import WeightsError
+from engine.plugins.families import read_model
+from engine.plugins.testing.steps import Driver
 from tests.models.checkpoints import build, save
 from tests.models.conftest import Cases, load
-from tests.models.driver import Driver
 
 
 def write(path: Path, header: Any, data: bytes = b"", header_bytes: int | None = None) -> None:
@@ -163,12 +163,12 @@ NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 def test_weights_that_do_not_fit_the_config(copied: Path, changes: dict[str, torch.Tensor | None], reason: str):
     change(copied, changes)
     with pytest.raises(WeightsError, match=reason):
-        load(read_spec(copied))
+        load(read_model(copied))
 
 
 def test_known_leftovers_of_old_exports_are_ignored(copied: Path):
     change(copied, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
-    load(read_spec(copied))
+    load(read_model(copied))
 
 
 def test_truncated_shard_of_many(tmp_path: Path):
@@ -177,17 +177,17 @@ def test_truncated_shard_of_many(tmp_path: Path):
     assert len(shards) > 3
     shards[2].write_bytes(shards[2].read_bytes()[:-5])
     with pytest.raises(WeightsError, match=rf"{shards[2].name}: tensor '.*' ends at byte"):
-        load(read_spec(directory))
+        load(read_model(directory))
     shards[2].unlink()
     with pytest.raises(WeightsError, match=rf"{shards[2].name}: no such file"):
-        load(read_spec(directory))
+        load(read_model(directory))
 
 
 def test_progress_goes_to_stderr_in_bytes(copied: Path, capsys: pytest.CaptureFixture[str]):
     from engine.models.loader import load_model
     from engine.plugins.comm.local import LocalComm
 
-    load_model(read_spec(copied), LocalComm(), torch.device("cpu"), torch.float32, "safetensors", 0, progress=True)
+    load_model(read_model(copied), LocalComm(), torch.device("cpu"), torch.float32, "safetensors", 0, progress=True)
     seen = capsys.readouterr()
     assert "loading weights: 100%" in seen.err
     assert seen.out == ""
@@ -201,7 +201,7 @@ def test_dummy_weights_need_only_the_config(copied: Path, tmp_path: Path):
     bare.mkdir()
     shutil.copy(copied / "config.json", bare)
     models = [
-        load_model(read_spec(bare), LocalComm(), torch.device("cpu"), torch.float32, "dummy", seed, progress=False)
+        load_model(read_model(bare), LocalComm(), torch.device("cpu"), torch.float32, "dummy", seed, progress=False)
         for seed in (1, 1, 2)
     ]
     first, same, other = (Driver(model).step({"a": [1, 2, 3]})["a"] for model in models)

@@ -10,13 +10,13 @@ from engine.layers.comm import Comm
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.comm.local import LocalComm
-from tests.layers.thread_comm import ThreadComm, on_ranks
-from tests.models.checkpoints import random_tokens, reference_logits
+from engine.plugins.testing.steps import Driver
+from engine.plugins.testing.threads import ThreadComm, on_ranks
+from tests.models.checkpoints import NOT_PLAIN, random_tokens, reference_logits
 from tests.models.conftest import Cases
-from tests.models.driver import Driver
 
 # Two key/value heads each: four ranks hold copies of them.  259 tokens: no number of ranks divides the vocabulary.
-VARIANTS = ["llama", "llama-biases", "qwen2-tied-upper-window", "qwen3-tied", "qwen3-yarn-bias"]
+VARIANTS = ["llama", "llama-biases", "qwen2-tied-upper-window", "qwen3-tied", "qwen3-yarn-bias", *NOT_PLAIN]
 
 
 def load_rank(spec: ModelSpec, comm: Comm, load_format: str = "safetensors") -> Decoder:
@@ -74,7 +74,7 @@ def test_every_parameter_element_is_described_exactly_once(cases: Cases):
         for one in slices:
             one.target.add_(1)
         assert all((one.target == 1).all() for one in slices)
-        sources = {one.source: one.shape for one in slices}
+        sources = {one.source: one.stored_shape for one in slices}
         reference = {name: tuple(one.shape) for name, one in cases[variant].reference.named_parameters()}
         assert sources == reference
 

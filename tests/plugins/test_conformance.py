@@ -21,8 +21,8 @@ from engine.plugins.testing.comm import check_comm
 from engine.plugins.testing.eviction import check_eviction_strategy
 from engine.plugins.testing.kv_store import check_kv_store
 from engine.plugins.testing.policy import check_scheduling_policy
+from engine.plugins.testing.threads import ThreadComm
 from tests.kv.cache_model import strategy
-from tests.layers.thread_comm import ThreadComm
 from tests.plugins.test_policy import policy
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)

@@ -46,10 +46,8 @@ def acme(install: Install) -> Path:
 
 
 def test_the_page_shows_these_files() -> None:
-    modules = {
-        f"callboard_acme/{name}.py"
-        for name in ("mru", "shortest", "count", "jsonl", "plain", "gloo", "words", "casts", "memory")
-    }
+    names = ("mru", "shortest", "count", "jsonl", "plain", "gloo", "words", "casts", "memory", "arcee", "squared")
+    modules = {f"callboard_acme/{name}.py" for name in names}
     assert set(FILES) == {"pyproject.toml", "test_acme.py", *modules}
 
 
@@ -61,6 +59,7 @@ def test_every_hook_is_implemented_by_one_of_its_files() -> None:
 def test_its_settings_are_settings(acme: Path, table: dict[str, object]) -> None:
     section = build_config(Config(), {"plugins": table}).plugins
     plugins = Plugins(section.by_kind(), section.observers, section.options)
+    assert all(plugins.find(f"model.{name}") for name in section.models)
     assert set(section.options) <= {*plugins.names.values(), *plugins.observers}
 
 

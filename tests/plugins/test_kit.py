@@ -26,11 +26,11 @@ from engine.plugins.testing.findings import ConformanceError
 from engine.plugins.testing.kv_store import check_kv_store
 from engine.plugins.testing.policy import check_scheduling_policy
 from engine.plugins.testing.reference import attend
+from engine.plugins.testing.threads import ThreadComm
 from engine.scheduling.policy import Waiting
 from tests.attention.reference import attend_one
 from tests.benchmarks.planned_attention import GraphRows, PlannedTorchAttention
 from tests.graphs.resident import ResidentTorchAttention
-from tests.layers.thread_comm import ThreadComm
 
 SMALL = Declaration(api=1, dtypes=("float32",), head_sizes=(64,), page_sizes=(16,), heads_per_kv_head=(2,))
 

@@ -17,12 +17,12 @@ from engine.plugins import hookspecs
 
 ROOT = Path(__file__).parents[2]
 PAGE = callboard.plugins
-TEMPLATE = sorted((ROOT / "examples" / "plugin_template").rglob("*.py"))
+TEMPLATE = sorted(path for name in ("plugin", "model") for path in (ROOT / "examples").glob(f"{name}_template/**/*.py"))
 KIT = sorted(Path(ours.__file__).parent.glob("testing/*.py"))
 HOOKS = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("callboard_")}
 WORD = re.compile(r"\b[A-Z]\w+\b")
 # What is Python's, numpy's or torch's, or a value that the engine hands to nobody but itself.
-ELSEWHERE = {"Any", "Literal", "None", "Protocol", "Sequence", "Tensor", "Callable", "NDArray"}
+ELSEWHERE = {"Any", "Literal", "None", "Protocol", "Sequence", "Tensor", "Callable", "Iterator", "NDArray"}
 
 
 def named_by(thing: Any) -> set[str]:

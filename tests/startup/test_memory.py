@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from callboard import LLM
-from engine.checkpoints.checkpoint import read_spec
 from engine.config import Config, build_config
 from engine.device_defaults import with_device_defaults
 from engine.errors import ConfigError, GraphError
@@ -21,6 +20,7 @@ from engine.graphs.device import DeviceMemory
 from engine.models import loader
 from engine.models.decoder import Decoder
 from engine.plugins.comm.local import LocalComm
+from engine.plugins.families import read_model
 from engine.startup import loading, memory, preview
 from engine.startup.memory import Needs, host_needs, pool_pages
 from engine.system import System
@@ -71,7 +71,7 @@ def test_what_can_be_lowered_is_what_the_room_went_to(needs, levers):
 
 
 def test_a_sampler_that_works_in_parts_is_not_estimated_as_one_that_does_not():
-    shape = msgspec.structs.replace(read_spec(DEMO).shape, vocab_size=151_936)
+    shape = msgspec.structs.replace(read_model(DEMO).shape, vocab_size=151_936)
     small = msgspec.structs.replace(shape, vocab_size=1)
     section = build_config(Config(), {"scheduler": {"max_running": 64, "max_step_tokens": 64}})
     large, rest = (host_needs(section, one, 512, torch.float32).activation_bytes for one in (shape, small))
@@ -91,7 +91,7 @@ def test_a_sampler_that_works_in_parts_is_not_estimated_as_one_that_does_not():
     ],
 )
 def test_loading_takes_a_copy_of_the_largest_tensor_where_it_makes_one(device, load_format, ranks, extra):
-    shape = msgspec.structs.replace(read_spec(DEMO).shape, tied=False)
+    shape = msgspec.structs.replace(read_model(DEMO).shape, tied=False)
     plan = Decoder(shape, preview._FirstOf(ranks), torch.device("meta"), torch.bfloat16)
     largest = 4 * shape.vocab_size * shape.hidden_size
     more = loader.loading_bytes(plan, torch.device(device), load_format) - plan.parameter_bytes
@@ -269,7 +269,7 @@ def test_a_pool_that_the_system_then_denies_is_one_line_as_well(checkpoint, monk
 
 
 def test_the_pool_of_a_cpu_takes_its_share_of_what_the_container_leaves(checkpoint, monkeypatch):
-    spec = read_spec(checkpoint)
+    spec = read_model(checkpoint)
     sections = {"scheduler": {"max_running": 8, "max_step_tokens": 32}, "graphs": {"mode": "off"}}
     needs = host_needs(build_config(Config(), sections), spec.shape, 64, torch.float32)
     monkeypatch.setattr(loading, "free_bytes", lambda device: int((needs.total + 100 * PAGE_BYTES) / 0.85) + 1)

@@ -32,6 +32,7 @@ CALLBOARD_PLUGIN = {
     "devices": ["cpu", "cuda"],
     "dtypes": ["float32", "bfloat16", "float16"],
     "kv_layouts": ["layer_first", "page_first"],
+    "supports": ["soft_cap", "sinks", "layer_windows"],
 }
 # Keys up to this size stay in a core's cache from their copy to their use, and between the heads' passes over them.
 CACHED_BYTES = 1 << 20
@@ -93,6 +94,7 @@ class TorchAttention:
         self.group = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_size)
         self.page_shape = (-1, pool.page_size, spec.num_kv_heads, spec.head_size)
         self._pages_touch = pool.page_stride == pool.page_size
+        self.weighs = bool(spec.soft_cap or spec.sinks)  # whether scores have to be seen, which torch's own hides
         self.slot_bytes = spec.num_kv_heads * spec.head_size * slots_SGH.element_size()
         self._key_copy_SGH = self._value_copy_SGH = slots_SGH.new_empty((0, *slots_SGH.shape[1:]))
         self._whole: list[DecodeGroup | Segment] = []
@@ -101,44 +103,67 @@ class TorchAttention:
     def plan_step(self, batch: AttentionBatch) -> None:
         """Find every sequence's keys, once for all layers."""
         self._reserve(int(batch.host_lengths.max()))
-        if not self.spec.window or self.spec.first_window_layer:
+        if not self.spec.window or self.spec.first_window_layer or self.spec.full_layers:
             self._whole = self._plan(batch, 0)
         if self.spec.window:
             self._windowed = self._plan(batch, self.spec.window)
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``."""
-        windowed = self.spec.window and layer >= self.spec.first_window_layer
         keys_SGH, values_SGH = self.pool.keys(layer), self.pool.values(layer)
         outs = []
-        for part in self._windowed if windowed else self._whole:
+        for part in self._windowed if self.spec.window_of(layer) else self._whole:
             q_nNH = q_TNH[part.first_row : part.last_row]
             k_BGLH = self._visible(part, keys_SGH, self._key_copy_SGH)
             v_BGLH = self._visible(part, values_SGH, self._value_copy_SGH)
             if isinstance(part, Segment) and part.blocks:
-                outs.append(self._attend_blocks(q_nNH, k_BGLH, v_BGLH, part.blocks))
+                outs.append(self._attend_blocks(layer, q_nNH, k_BGLH, v_BGLH, part.blocks))
             else:
                 # A group's query heads take the place of a sequence of queries: keys are read once, not N / G times.
                 mask = part.mask_B11L if isinstance(part, DecodeGroup) else None
                 q_BGnH = q_nNH.view(-1, *self.group)
-                out = F.scaled_dot_product_attention(q_BGnH, k_BGLH, v_BGLH, attn_mask=mask, scale=self.spec.scale)
+                if self.weighs:
+                    out = self._weigh(layer, q_BGnH, k_BGLH, v_BGLH, mask)
+                else:
+                    out = F.scaled_dot_product_attention(q_BGnH, k_BGLH, v_BGLH, attn_mask=mask, scale=self.spec.scale)
                 outs.append(out.reshape(q_nNH.shape))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _attend_blocks(self, q_nNH: Tensor, k_1GLH: Tensor, v_1GLH: Tensor, blocks: tuple[Block, ...]) -> Tensor:
+    def _attend_blocks(
+        self, layer: int, q_nNH: Tensor, k_1GLH: Tensor, v_1GLH: Tensor, blocks: tuple[Block, ...]
+    ) -> Tensor:
         q_1NnH = q_nNH.transpose(0, 1)[None]
-        outs = [
-            F.scaled_dot_product_attention(
-                q_1NnH[:, :, block.first : block.last],
-                k_1GLH[:, :, block.key_first : block.key_last],
-                v_1GLH[:, :, block.key_first : block.key_last],
-                attn_mask=block.mask,
-                scale=self.spec.scale,
-                enable_gqa=True,
-            )[0].transpose(0, 1)
-            for block in blocks
-        ]
+        outs = []
+        for block in blocks:
+            q, keys = q_1NnH[:, :, block.first : block.last], slice(block.key_first, block.key_last)
+            k, v = k_1GLH[:, :, keys], v_1GLH[:, :, keys]
+            if self.weighs:
+                # The queries of a group's heads one after the other, as one sequence of queries.
+                mask = block.mask.repeat(self.group[1], 1)
+                out = self._weigh(layer, q.reshape(1, self.group[0], -1, self.group[2]), k, v, mask).view(q.shape)
+            else:
+                out = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=block.mask, scale=self.spec.scale, enable_gqa=True
+                )
+            outs.append(out[0].transpose(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _weigh(self, layer: int, q_BGnH: Tensor, k_BGLH: Tensor, v_BGLH: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention with what torch's own does not know: capped scores, and sinks.  n: of all heads of a group."""
+        scores_BGnL = (q_BGnH @ k_BGLH.mT).float().mul_(self.spec.scale)
+        if cap := self.spec.soft_cap:
+            scores_BGnL.div_(cap).tanh_().mul_(cap)
+        if mask is not None:
+            scores_BGnL += mask
+        if not self.spec.sinks:
+            return scores_BGnL.softmax(-1).to(v_BGLH.dtype) @ v_BGLH
+        num_groups, heads, _ = self.group
+        sinks_1Gn1 = self.spec.sinks[layer].float().view(1, num_groups, heads, 1)
+        sinks_1Gn1 = sinks_1Gn1.repeat_interleave(q_BGnH.shape[2] // heads, 2)
+        highest_BGn1 = torch.maximum(scores_BGnL.amax(-1, keepdim=True), sinks_1Gn1)
+        weights_BGnL = scores_BGnL.sub_(highest_BGn1).exp_()
+        weights_BGnL /= weights_BGnL.sum(-1, keepdim=True) + (sinks_1Gn1 - highest_BGn1).exp_()
+        return weights_BGnL.to(v_BGLH.dtype) @ v_BGLH
 
     def _visible(self, part: DecodeGroup | Segment, slots_SGH: Tensor, copy_SGH: Tensor) -> Tensor:
         """[B, G, L, H] of the slots that a part's sequences have filled."""
@@ -245,6 +270,6 @@ class TorchAttention:
 
 @hookimpl
 def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
-    """Any head size, page size and window; on the CPU and on NVIDIA GPUs."""
+    """Any head size, page size, window, cap and sinks; on the CPU and on NVIDIA GPUs."""
     decode_options("attention.torch", context.options, Options)
     return TorchAttention

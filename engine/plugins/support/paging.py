@@ -25,12 +25,12 @@ def windows_of(spec: AttentionSpec) -> list[int]:
     """The windows that the model's layers have, 0 for none; at most two."""
     if not spec.window:
         return [0]
-    return [0, spec.window] if spec.first_window_layer else [spec.window]
+    return [0, spec.window] if spec.first_window_layer or spec.full_layers else [spec.window]
 
 
 def variant_of(spec: AttentionSpec, layer: int) -> int:
     """Which of ``windows_of`` a layer has."""
-    return int(bool(spec.window) and 0 < spec.first_window_layer <= layer)
+    return windows_of(spec).index(spec.window_of(layer))
 
 
 def padding_on_dump_page(batch: AttentionBatch, pool: KVPool) -> Tensor:

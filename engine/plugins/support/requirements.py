@@ -56,8 +56,8 @@ def try_out(
         shape = (int(lengths.sum()), spec.num_heads, spec.head_size)
         q_TNH = torch.zeros(shape, dtype=pool.data.dtype, device=device)
         backend.plan_step(batch)
-        # A window may begin after the first layer, and has kernels of its own.
-        for layer in {0, min(spec.first_window_layer, spec.num_layers - 1)}:
+        # Layers with a window have kernels of their own.
+        for layer in {spec.window_of(layer): layer for layer in range(spec.num_layers)}.values():
             backend.attend(layer, q_TNH)
 
 

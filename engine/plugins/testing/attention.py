@@ -78,6 +78,7 @@ def through_hook(
                 head_size=spec.head_size,
                 window=spec.window,
                 kv_layout=pool.layout,
+                needs=spec.needs,
                 options=dict(options or {}),
             )
         )
@@ -97,8 +98,17 @@ def check_case(case: AttentionCase, factory: AttentionFactory, device: str = "cp
         scale=UNUSUAL_SCALE * case.head_size**-0.5,
         window=case.window,
         first_window_layer=case.first_window_layer,
+        full_layers=case.full_layers,
+        soft_cap=case.soft_cap,
+        sinks=_sinks(case, torch.device(device)) if case.sinks else (),
     )
     check_steps(case, factory, spec, torch.device(device))
+
+
+def _sinks(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (NUM_LAYERS, case.num_kv_heads * case.ratio)
+    return tuple(torch.randn(shape, generator=generator).to(device, getattr(torch, case.dtype)))
 
 
 def check_steps(case: AttentionCase, factory: AttentionFactory, spec: AttentionSpec, device: torch.device) -> None:
@@ -256,7 +266,7 @@ def _static_batch(batch: AttentionBatch, pool: KVPool) -> AttentionBatch:
 
 def _compare(out_TNH: Tensor, step: _Step, spec: AttentionSpec, pool: KVPool, layer: int, case: AttentionCase) -> None:
     """Raise AssertionError that names the place of the largest error, if one is too large."""
-    windowed = spec.window and layer >= spec.first_window_layer
+    sinks_N = spec.sinks[layer] if spec.sinks else None
     absolute, relative = TOLERANCES[case.dtype]
     allowed_more = LOUD_TOLERANCE if case.loud else 1.0
     out_TNH = out_TNH.double().cpu()
@@ -272,7 +282,8 @@ def _compare(out_TNH: Tensor, step: _Step, spec: AttentionSpec, pool: KVPool, la
             continue
         slots_L = slots_L.to(pool.data.device)
         keys_LGH, values_LGH = pool.keys(layer)[slots_L], pool.values(layer)[slots_L]
-        expected_nNH = attend(q_nNH, keys_LGH, values_LGH, spec.scale, spec.window if windowed else 0)
+        window = spec.window_of(layer)
+        expected_nNH = attend(q_nNH, keys_LGH, values_LGH, spec.scale, window, spec.soft_cap, sinks_N)
         assert out_nNH.isfinite().all(), f"{where}: NaN or infinity, perhaps from a slot that is not its own"
         error_nNH = (out_nNH - expected_nNH).abs()
         excess_nNH = error_nNH / ((absolute + relative * expected_nNH.abs()) * allowed_more)

@@ -36,6 +36,9 @@ class AttentionCase:
     ratio: int = 2
     window: int = 0
     first_window_layer: int = 0
+    full_layers: tuple[int, ...] = ()
+    soft_cap: float = 0.0
+    sinks: bool = False
     contiguous: bool = False
     num_padding: int = 0
     strided: bool = False
@@ -46,6 +49,9 @@ class AttentionCase:
         heads = f"{self.ratio * self.num_kv_heads}/{self.num_kv_heads} heads of {self.head_size}"
         extras = [
             f"window {self.window} from layer {self.first_window_layer}" if self.window else "",
+            f"layers {self.full_layers} without it" if self.full_layers else "",
+            f"scores capped at {self.soft_cap:g}" if self.soft_cap else "",
+            "sinks" if self.sinks else "",
             "contiguous pages" if self.contiguous else "",
             f"{self.num_padding} padding rows" if self.num_padding else "",
             "strided queries" if self.strided else "",
@@ -134,6 +140,14 @@ def _cases(declares: Declaration) -> Iterator[AttentionCase]:
             yield replace(first, window=page_size + 3, first_window_layer=1)
         if declares.padding:
             yield replace(first, name="padded decode", steps=((mixed[0], ()),), num_padding=3)
+    window = page_size + 3 if declares.window else 0
+    if "layer_windows" in declares.supports and declares.window:
+        yield replace(base, window=window, full_layers=(1,))
+    if "soft_cap" in declares.supports:
+        yield replace(base, soft_cap=2.0, window=window)
+        yield replace(base, soft_cap=30.0, loud=True)
+    if "sinks" in declares.supports:
+        yield from (replace(base, sinks=True, window=one) for one in {0, window})
     if declares.padding:
         yield replace(base, name="padded decode", steps=((mixed[0], ()),), num_padding=3)
 

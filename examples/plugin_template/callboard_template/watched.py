@@ -78,13 +78,15 @@ class WatchedAttention:
         first = int(batch.host_query_lengths[:row].sum())
         place = torch.arange(length, device=q_TNH.device)
         slots = batch.page_table_BP[row, place // page_size].long() * page_size + place % page_size
-        spec, windowed = self._spec, layer >= self._spec.first_window_layer
+        spec = self._spec
         expected_nNH = attend(
             q_TNH[first : first + count],
             self._pool.keys(layer)[slots],
             self._pool.values(layer)[slots],
             spec.scale,
-            spec.window if windowed else 0,
+            spec.window_of(layer),
+            spec.soft_cap,
+            spec.sinks[layer] if spec.sinks else None,
         )
         error_nNH = (out_TNH[first : first + count].double().cpu() - expected_nNH).abs()
         absolute, relative = TOLERANCES[str(q_TNH.dtype).removeprefix("torch.")]

@@ -95,12 +95,12 @@ def runner_of(model, captured):
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    from engine.checkpoints.checkpoint import read_spec
     from engine.models.loader import load_model
+    from engine.plugins.families import read_model
 
     monkeypatch.setenv(choice.VARIABLE, "triton")
     path = save(build("qwen3"), tmp_path)
-    return load_model(read_spec(path), LocalComm(), CPU, torch.float32, "safetensors", 7, progress=False)
+    return load_model(read_model(path), LocalComm(), CPU, torch.float32, "safetensors", 7, progress=False)
 
 
 def test_kernels_alone_decode_as_they_do_step_by_step(model):

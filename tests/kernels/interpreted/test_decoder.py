@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from engine.checkpoints.checkpoint import read_spec
 from engine.kernels import choice
 from engine.layers.embedding import VocabLinear
+from engine.plugins.families import read_model
+from engine.plugins.testing.steps import Driver
 from tests.models.checkpoints import build, random_tokens, reference_logits, save
 from tests.models.conftest import load
-from tests.models.driver import Driver
 
 CPU = torch.device("cpu")
 
@@ -18,13 +18,15 @@ def with_kernels(monkeypatch):
     monkeypatch.setenv(choice.VARIABLE, "triton")
 
 
-VARIANTS = ["llama-biases", "llama-gelu", "llama-gelu-tanh", "llama-head-dim", "qwen3-tied", "qwen3-yarn-bias"]
+PLAIN = ["llama-biases", "llama-gelu", "llama-gelu-tanh", "llama-head-dim", "qwen3-tied", "qwen3-yarn-bias"]
+# Norms of 1 + weight, of all heads at once, rotation of a part of a head and of none, and no RMS norm at all.
+VARIANTS = [*PLAIN, "gemma3", "olmo2", "glm4", "smollm3", "gpt2"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits(tmp_path, variant):
     reference = build(variant)
-    model = load(read_spec(save(reference, tmp_path)))
+    model = load(read_model(save(reference, tmp_path)))
     driver = Driver(model, page_size=4)
     prompts = {name: random_tokens(count, count) for name, count in (("a", 9), ("b", 14))}
     expected = {name: reference_logits(reference, prompts[name]) for name in prompts}

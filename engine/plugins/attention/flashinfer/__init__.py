@@ -37,6 +37,7 @@ CALLBOARD_PLUGIN = {
     "devices": ["cuda"],
     "dtypes": ["bfloat16", "float16"],
     "head_sizes": [64, 128, 256],
+    "supports": ["layer_windows"],
     "padding": True,
     "variants": [
         {"phase": "decode", "options": {"tensor_cores": "always"}},

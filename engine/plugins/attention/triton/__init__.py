@@ -22,6 +22,7 @@ CALLBOARD_PLUGIN = {
     "head_sizes": {"multiple_of": 8, "at_most": 256},
     "heads_per_kv_head": {"multiple_of": 1, "at_most": 64},
     "kv_layouts": ["layer_first", "page_first"],
+    "supports": ["layer_windows"],
     "padding": True,
 }
 

@@ -98,7 +98,7 @@ class TritonAttention:
         """See ``WritingAttention``."""
         batch, spec = self._batch, self.spec
         assert batch is not None, "plan_step comes first"
-        window = spec.window if layer >= spec.first_window_layer else 0
+        window = spec.window_of(layer)
         if q_TNH.stride()[1:] != (spec.head_size, 1):
             q_TNH = q_TNH.contiguous()
         if batch.num_decodes:

@@ -120,7 +120,7 @@ def _work(attention: TritonAttention, batch: AttentionBatch, tiles: DecodeTiles 
     spec, data = attention.spec, attention.pool.data
     num_queries = int(batch.host_query_lengths.sum())
     q_TNH = torch.zeros((num_queries, spec.num_heads, spec.head_size), dtype=data.dtype, device=data.device)
-    layers = [layer for layer in range(spec.num_layers) if not spec.window or layer >= spec.first_window_layer]
+    layers = [layer for layer in range(spec.num_layers) if spec.window_of(layer) == spec.window]
 
     def work() -> None:
         attention.plan_step(batch, tiles)

@@ -1,6 +1,7 @@
 """Drives a model step by step without an engine: pages, slots and batches from a plain description of sequences.
 
 Owns: the translation of (sequence, tokens) pairs into StepTensors, with pages dealt out in shuffled order.
+Does not know: the scheduler, sampling, graphs.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.layers.attention import AttentionBatch
+from engine.layers.attention import AttentionBackend, AttentionBatch
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder
@@ -37,7 +38,7 @@ class Driver:
             spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_size, model.dtype, device
         )
         self.pool.data.fill_(torch.nan)  # Whatever is read without having been written shows up.
-        self.attention = TorchAttention(spec, self.pool)
+        self.attention: AttentionBackend = TorchAttention(spec, self.pool)
         order = np.random.default_rng(0).permutation(num_pages) if shuffled else np.arange(num_pages)[::-1]
         self.free = [int(page) for page in order]
         self.sequences: dict[str, Sequence] = {}
@@ -55,7 +56,7 @@ class Driver:
         sampled = {"all": np.arange(ends[-1]), "last": ends - 1, "none": ends[:0]}[rows]
         with torch.inference_mode():
             logits_NV = self.model.forward(self._tensors(names, new_tokens, counts, sampled))
-        parts = logits_NV.split({"all": counts, "last": [1] * len(names), "none": [0] * len(names)}[rows])
+        parts = torch.split(logits_NV, {"all": counts, "last": [1] * len(names), "none": [0] * len(names)}[rows])
         return dict(zip(names, parts, strict=True))
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> None:

@@ -1,0 +1,60 @@
+"""From a part's shape to what computes it: ``PartShape.built_by`` names what builds it.
+
+Owns: that look-up, and what every part can do.  Does not know: which parts there are, families.
+"""
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.checkpoints.shape import PartShape
+from engine.layers.comm import Comm
+from engine.layers.kernels import LayerKernels
+from engine.layers.weights import WeightSlice
+
+Built = TypeVar("Built", bound="Part")
+
+
+class Part(Protocol):
+    """Built with (shape, hidden_size, comm, device, dtype)."""
+
+    def pack(self, kernels: LayerKernels | None) -> None:
+        """Prepare for the device and its kernels; called once, after loading."""
+        ...
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """What this part reads from a checkpoint.  prefix: of its layer's tensors."""
+        ...
+
+
+class Norm(Part, Protocol):
+    """What stands before attention, an MLP or the LM head."""
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """[T, D]; x is left as it is, and may be the result."""
+        ...
+
+    def added(self, x_TD: Tensor, update_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
+        """``x += update``, in place, and the norm of the sum."""
+        ...
+
+
+class FeedForward(Part, Protocol):
+    """An MLP, or what has its place."""
+
+    def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
+        """[T, D], a tensor of its own, whole on every rank."""
+        ...
+
+
+def build(
+    kind: type[Built], shape: PartShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
+) -> Built:
+    """The part of that shape.  kind: what its place in the layer asks for; it is the author's promise."""
+    module, _, name = shape.built_by.partition(":")
+    built: Any = getattr(import_module(module), name)
+    part: Built = built(shape, hidden_size, comm, device, dtype)
+    return part

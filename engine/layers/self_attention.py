@@ -1,0 +1,108 @@
+"""The attention part of a layer, in two halves around the attention call, so that each can be captured as a graph.
+
+Legend: T new tokens in the step (ragged, packed) · D model dim · A query and key heads · Q query heads
+        G key/value heads (of this rank) · H head size
+Owns: projections, the norm of heads, rotation, storing keys and values.
+Does not know: which backend attends, the residual stream, which model it is in.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from engine.checkpoints.shape import AttentionShape, HeadNormShape, WideHeadNormShape
+from engine.layers.comm import Comm
+from engine.layers.kernels import LayerKernels
+from engine.layers.linear import QKVLinear, RowLinear
+from engine.layers.norm import HeadNorm, WideHeadNorm
+from engine.layers.rotary import Rotary
+from engine.layers.step import StepTensors
+from engine.layers.weights import WeightSlice, joined, merged, parameter, transposed
+
+
+class SelfAttention:
+    """``project`` before the attention call, ``output`` behind it.
+
+    sinks_Q: the sinks of this rank's query heads; None for none."""
+
+    def __init__(
+        self, shape: AttentionShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.shape = shape
+        self.qkv = QKVLinear(
+            hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_size, shape.qkv_bias, comm, device, dtype
+        )
+        self.num_queries, self.num_keys = self.qkv.num_heads, self.qkv.num_kv_heads
+        self.num_rotated = self.num_queries + self.num_keys
+        self.head_shape = (self.num_rotated + self.num_keys, shape.head_size)
+        self.head_norm = self._head_norm(shape, comm, device, dtype)
+        self.output = RowLinear(shape.num_heads * shape.head_size, hidden_size, shape.output_bias, comm, device, dtype)
+        self.sinks_Q: Tensor | None = None
+        if shape.sinks:
+            self.sinks_Q = parameter(self.num_queries, device=device, dtype=dtype)
+        self.first_query = comm.rank * self.num_queries
+
+    def _head_norm(
+        self, shape: AttentionShape, comm: Comm, device: torch.device, dtype: torch.dtype
+    ) -> HeadNorm | WideHeadNorm | None:
+        counts, size = (self.num_queries, self.num_keys), shape.head_size
+        match shape.head_norm:
+            case HeadNormShape(eps=eps, offset=offset):
+                return HeadNorm(*counts, size, eps, device, dtype, offset=offset)
+            case WideHeadNormShape(eps=eps):
+                totals = (shape.num_heads, shape.num_kv_heads)
+                return WideHeadNorm(counts, totals, size, eps, comm, device, dtype)
+            case None:
+                return None
+
+    def project(
+        self,
+        index: int,
+        normed_TD: Tensor,
+        rotary: Rotary | None,
+        angles: tuple[Tensor, ...],
+        step: StepTensors,
+        kernels: LayerKernels | None,
+    ) -> Tensor:
+        """q_TQH, normalised and rotated; keys and values are in the pool afterwards.
+
+        rotary: None for a layer without positions.  angles: of ``rotary`` for the step."""
+        heads = self.qkv(normed_TD).view(-1, *self.head_shape)
+        norm = self.head_norm
+        if isinstance(norm, WideHeadNorm):
+            heads[:, : self.num_rotated] = norm(heads[:, : self.num_rotated])
+            norm = None
+        if kernels is not None and rotary is not None and rotary.whole:
+            (table_TH,) = angles
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            keys, values = step.pool.keys(index), step.pool.values(index)
+            return kernels.rotate_and_store(heads, weight, eps, table_TH, keys, values, step.slots_T)
+        qk_TAH, v_TGH = heads[:, : self.num_rotated], heads[:, self.num_rotated :]
+        if norm is not None:
+            qk_TAH = norm(qk_TAH)
+        if rotary is not None:
+            qk_TAH = rotary.rotate(qk_TAH, angles)
+        step.pool.store(index, qk_TAH[:, self.num_queries :], v_TGH, step.slots_T)
+        return qk_TAH[:, : self.num_queries]
+
+    def pack(self, kernels: LayerKernels | None) -> None:
+        """Lay the weights out for the device and its kernels; called once, after loading."""
+        self.qkv.pack()
+        self.output.pack()
+        if self.head_norm is not None:
+            self.head_norm.pack(kernels)
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """What this part reads from a checkpoint."""
+        shape, name = self.shape, joined(prefix, self.shape.name)
+        qkv = self.qkv.slices(name)
+        if shape.merged:
+            qkv = merged(qkv, f"{name}.{shape.merged}")
+        output = self.output.slices(f"{name}.{shape.output}")
+        yield from transposed(qkv) if shape.transposed else qkv
+        if self.head_norm is not None:
+            yield from self.head_norm.slices(name)
+        yield from transposed(output) if shape.transposed else output
+        if self.sinks_Q is not None:
+            yield WeightSlice(f"{name}.sinks", (shape.num_heads,), 0, self.first_query, self.num_queries, self.sinks_Q)

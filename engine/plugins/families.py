@@ -1,0 +1,99 @@
+"""Which model family reads a checkpoint: a named plugin that declares its architecture, or the built-in one.
+
+Owns: that choice, and what is said where there is none.  Does not know: torch, what a family reads.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from engine.checkpoints.checkpoint import ModelSpec, read_spec
+from engine.checkpoints.fields import Fields
+from engine.checkpoints.shape import DecoderShape
+from engine.errors import PluginError
+from engine.plugins.declaration import Declaration
+from engine.plugins.hookspecs import ModelContext
+from engine.plugins.manager import MODEL, PluginInfo, Plugins, checked, declared
+from engine.sections import PluginsSection
+
+HOOK = "callboard_model"
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFamily:
+    """An architecture that an installed plugin reads.  serves: whether it is asked, built in or named."""
+
+    architecture: str
+    info: PluginInfo
+    serves: bool
+
+
+def read_model(directory: Path, section: PluginsSection | None = None) -> ModelSpec:
+    """Read what a checkpoint says of its model.  section: which families are asked beside the built-in ones.
+
+    Raises WeightsError naming the file, field and expectation; PluginError for a plugin that cannot be asked."""
+    return read_spec(directory, partial(read_shape, section or PluginsSection()))
+
+
+def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> DecoderShape:
+    """The shape of a checkpoint.  Raises WeightsError for an unknown architecture, naming those that are known."""
+    plugins = Plugins({})
+    info, model_type = _family(plugins, section, architecture, fields)
+    # transformers goes by the one or the other, depending on how it is asked; a file that says both means both.
+    if (seen := fields.text("model_type", model_type)) != model_type:
+        raise fields.error("model_type", seen, f'"{model_type}", since architectures names {architecture}')
+    plugins.load(info.name)
+    context = ModelContext(architecture, fields, section.options.get(info.name, {}))
+    return plugins.build(info.name, HOOK, context, DecoderShape)
+
+
+def list_families(section: PluginsSection) -> list[ListedFamily]:
+    """Every architecture that an installed plugin declares, sorted; no plugin is imported."""
+    known = Plugins({}).known.values()
+    named = {f"{MODEL}.{name}" for name in section.models}
+    listed = [
+        ListedFamily(architecture, info, info.built_in or info.name in named)
+        for info in known
+        for architecture in _declares(info)
+    ]
+    return sorted(listed, key=lambda one: (one.architecture, one.info.name))
+
+
+def _family(plugins: Plugins, section: PluginsSection, architecture: str, fields: Fields) -> tuple[PluginInfo, str]:
+    """The plugin to ask, and the model_type that goes with the architecture."""
+    known: set[str] = set()
+    claims: list[tuple[PluginInfo, str]] = []
+    for name in section.models:
+        info = plugins.load(f"{MODEL}.{name}")
+        architectures = plugins.declarations[info.name].architectures
+        known |= set(architectures)
+        if architecture in architectures:
+            claims.append((info, architectures[architecture]))
+    if len(claims) > 1:
+        names = " and ".join(info.short for info, _ in claims)
+        raise PluginError(f"plugins.models: {names} both read {architecture}; name one of them")
+    if claims:
+        return claims[0]
+    for info, declaration in _built_in(plugins.known.values()):
+        known |= set(declaration.architectures)
+        if architecture in declaration.architectures:
+            return info, declaration.architectures[architecture]
+    installed = [info.short for info in plugins.known.values() if architecture in _declares(info)]
+    advice = f"; the installed plugin {' or '.join(installed)} reads it: name it in plugins.models" if installed else ""
+    raise fields.error("architectures", architecture, f"one of {', '.join(sorted(known))}{advice}")
+
+
+def _built_in(known: Iterable[PluginInfo]) -> Iterator[tuple[PluginInfo, Declaration]]:
+    for info in known:
+        if info.built_in and info.kind == MODEL:
+            yield info, checked(info, declared(info))
+
+
+def _declares(info: PluginInfo) -> dict[str, str]:
+    """What a plugin declares to read; it is not imported, and one that declares nonsense reads nothing."""
+    try:
+        declaration = declared(info) if info.kind == MODEL else None
+    except PluginError:
+        return {}
+    return {} if declaration is None else declaration.architectures

@@ -1,0 +1,76 @@
+"""Gemma 3, text only (Gemma Team 2025): Gemma 2 with normalised heads in place of caps, five windows to one full layer.
+
+Layers with a window have rotary frequencies of their own."""
+
+import math
+
+import msgspec
+
+from engine.checkpoints.fields import Fields
+from engine.checkpoints.reading import (
+    MIN_WINDOW,
+    Sizes,
+    decoder,
+    read_activation,
+    read_layer_types,
+    read_norm,
+    read_sizes,
+    read_stretch,
+    windowed_layers,
+)
+from engine.checkpoints.shape import AttentionShape, DecoderShape, GatedShape, HeadNormShape, RotaryShape
+from engine.plugins.hookspecs import ModelContext, hookimpl
+from engine.plugins.model.gemma2 import sandwich
+
+CALLBOARD_PLUGIN = {"api": 1, "architectures": {"Gemma3ForCausalLM": "gemma3_text"}}
+
+
+@hookimpl
+def callboard_model(context: ModelContext) -> DecoderShape:
+    """Every sixth layer is full, where layer_types or sliding_window_pattern do not say otherwise."""
+    fields = context.fields
+    sizes = read_sizes(fields, head_size=256, num_kv_heads=4)
+    bias = fields.flag("attention_bias", False)
+    local, whole = _rotaries(fields, sizes)
+    attention = AttentionShape(
+        **sizes.heads,
+        rotary=whole,
+        scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        soft_cap=fields.nullable("attn_logit_softcapping", 0.0),
+        head_norm=HeadNormShape(eps=read_norm(fields, "").eps, offset=1.0),
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+    mlp = GatedShape(
+        intermediate_size=sizes.intermediate_size,
+        activation=read_activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
+    )
+    name = "sliding_window_pattern" if fields.has("sliding_window_pattern") else "_sliding_window_pattern"
+    period = fields.integer(name, 6)
+    window = 0 if fields.is_null("sliding_window") else fields.integer("sliding_window", 4096, minimum=MIN_WINDOW)
+    windowed = read_layer_types(fields, sizes, [(layer + 1) % period != 0 for layer in range(sizes.num_layers)])
+    attentions = windowed_layers(fields, sizes, attention, window, windowed)
+    # A layer keeps its frequencies where the window is wider than any sequence.
+    attentions = [
+        msgspec.structs.replace(one, rotary=local if is_local else whole)
+        for one, is_local in zip(attentions, windowed, strict=True)
+    ]
+    shape = decoder(fields, sizes, [sandwich(fields, one, mlp) for one in attentions], tied=True)
+    return msgspec.structs.replace(
+        shape,
+        norm=read_norm(fields, "model.norm", offset=1.0),
+        embedding_scale=math.sqrt(sizes.hidden_size),
+        rounded_scale=True,
+        logit_cap=fields.nullable("final_logit_softcapping", 0.0),
+    )
+
+
+def _rotaries(fields: Fields, sizes: Sizes) -> tuple[RotaryShape, RotaryShape]:
+    """Of the layers with a window and of the full ones; the older rope_scaling is of the full ones alone."""
+    both = fields.section("rope_parameters")
+    local, whole = both.section("sliding_attention"), both.section("full_attention")
+    if fields.has("rope_scaling"):
+        whole = fields.section("rope_scaling")
+    theta = whole.number("rope_theta", fields.number("rope_theta", 1_000_000.0))
+    local_theta = local.number("rope_theta", fields.number("rope_local_base_freq", 10_000.0))
+    return read_stretch(fields, local, sizes, local_theta), read_stretch(fields, whole, sizes, theta)

@@ -1,0 +1,64 @@
+"""GPT-2 (Radford et al. 2019): learned positions, layer norms with biases, one head of keys to each of queries.
+
+Its linear layers are stored as [inputs, outputs], and q, k and v as one."""
+
+from engine.checkpoints.reading import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
+from engine.checkpoints.shape import AttentionShape, DecoderShape, LayerNormShape, LayerShape, MLPShape, Names
+from engine.plugins.hookspecs import ModelContext, hookimpl
+
+CALLBOARD_PLUGIN = {"api": 1, "architectures": {"GPT2LMHeadModel": "gpt2"}}
+ACTIVATIONS = {"gelu_new": "gelu_pytorch_tanh", "gelu_pytorch_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}
+
+
+@hookimpl
+def callboard_model(context: ModelContext) -> DecoderShape:
+    """Its config.json has names of its own for everything."""
+    fields = context.fields
+    hidden_size = fields.integer("n_embd", 768, maximum=MAX_WIDTH)
+    num_heads = fields.integer("n_head", 12, maximum=MAX_HEADS)
+    if hidden_size % num_heads:
+        raise fields.error("n_embd", hidden_size, f"a multiple of n_head={num_heads}")
+    for name, usual in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
+        if fields.flag(name, usual) != usual:
+            raise fields.error(name, not usual, f"{str(usual).lower()}: scores are scaled by the size of a head")
+    if fields.flag("add_cross_attention", False):
+        raise fields.error("add_cross_attention", True, "false: there is no encoder")
+    activation = fields.text("activation_function", "gelu_new")
+    if activation not in ACTIVATIONS:
+        raise fields.error("activation_function", activation, f"one of {', '.join(ACTIVATIONS)}")
+    eps = fields.number("layer_norm_epsilon", 1e-5)
+    layer = LayerShape(
+        before_attention=LayerNormShape(name="ln_1", eps=eps),
+        attention=AttentionShape(
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_size=hidden_size // num_heads,
+            rotary=None,
+            qkv_bias=True,
+            output_bias=True,
+            name="attn",
+            merged="c_attn",
+            output="c_proj",
+            transposed=True,
+        ),
+        before_mlp=LayerNormShape(name="ln_2", eps=eps),
+        mlp=MLPShape(
+            intermediate_size=fields.integer("n_inner", 4 * hidden_size, maximum=MAX_WIDTH),
+            activation=ACTIVATIONS[activation],
+            up="c_fc",
+            down="c_proj",
+            bias=True,
+            transposed=True,
+        ),
+    )
+    max_len = fields.integer("n_positions", 1024)
+    return DecoderShape(
+        vocab_size=fields.integer("vocab_size", 50257, maximum=MAX_VOCAB),
+        hidden_size=hidden_size,
+        max_len=max_len,
+        layers=(layer,) * fields.integer("n_layer", 12, maximum=MAX_LAYERS),
+        norm=LayerNormShape(name="transformer.ln_f", eps=eps),
+        tied=fields.flag("tie_word_embeddings", True),
+        learned_positions=max_len,
+        names=Names(embedding="transformer.wte", positions="transformer.wpe", layers="transformer.h"),
+    )

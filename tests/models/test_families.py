@@ -1,0 +1,103 @@
+"""Every built-in family passes the kit that authors of families use, on a checkpoint of each of its details.
+
+``python -m tests.models.test_families`` writes docs/models.md with those that do.
+"""
+
+import importlib
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from engine.plugins.declaration import read_declaration
+from engine.plugins.manager import BUILTIN
+from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.testing.model import check_model
+from tests.models.checkpoints import NOT_PLAIN, build
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+INTRODUCTION = """\
+# Models
+
+`callboard models` lists the architectures that can be served here, those of installed plugins among them. A
+checkpoint is of the architecture that `architectures` in its `config.json` names first; another one is refused at
+start, with a list of these.
+
+Each family is a file of `engine/plugins/model/` that says what the model is made of, and passes the conformance kit
+on tiny checkpoints that transformers writes, one for each variant below: in float32 its logits are within 1e-4 of
+transformers', and 64 greedy tokens are the same, in a ragged batch of eight that one sequence joins midway, with
+pages of 1 and of 16 tokens, with prompts whole and in chunks; two ranks give the same; a tensor that is missing is
+named. [plugins.md](plugins.md) says how to add a family, and what a package of its own looks like. This page is
+written by `python -m tests.models.test_families`.
+
+- Mixtures of experts run on CPUs only so far; on a GPU they are refused at start. gpt-oss is read unquantised, its
+  MXFP4 files are not.
+- Soft-capped scores (Gemma 2) and attention sinks (gpt-oss) need `attention.torch`, which `auto` then takes; the
+  other backends are refused by name.
+- Phi-3 and Phi-4 with longrope serve sequences up to the original length, where transformers uses the short
+  factors: a longer one would need other keys from its first token on. Dynamic scaling changes nothing within the
+  length that a model was trained for.
+- ALiBi (Bloom, MPT), recurrent and hybrid models, and latent attention (DeepSeek) are refused.
+
+| architecture | family | runs on | checked as |
+|---|---|---|---|"""
+FAMILIES = {name: module for name, module in BUILTIN.items() if name.startswith("model.")}
+# Their CPU form picks experts by value; on GPUs they are refused.
+WITH_EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss")
+CHECKED = ["llama", "mistral-window", "qwen2-tied-upper-window", "qwen3-yarn-bias", "seed-oss", *NOT_PLAIN]
+
+
+def family_of(architecture: str) -> str:
+    """The module that declares it."""
+    (module,) = [one for one in FAMILIES.values() if architecture in read_declaration(one).architectures]
+    return module
+
+
+@pytest.mark.parametrize("variant", CHECKED)
+def test_the_reference_and_the_family_agree(variant: str, tmp_path: Path):
+    reference = build(variant)
+    module = importlib.import_module(family_of(type(reference).__name__))
+    check_model(module.callboard_model, reference, tmp_path, captured=variant not in WITH_EXPERTS)
+
+
+def test_every_family_is_among_them():
+    architectures = {type(build(variant)).__name__ for variant in CHECKED}
+    assert architectures == {name for one in FAMILIES.values() for name in read_declaration(one).architectures}
+
+
+def render(passed: list[str]) -> str:
+    """docs/models.md."""
+    rows = []
+    for name in sorted(FAMILIES):
+        declared = read_declaration(FAMILIES[name]).architectures
+        details = [variant for variant in passed if type(build(variant)).__name__ in declared]
+        devices = "CPU" if set(details) & set(WITH_EXPERTS) else "CPU, GPU"
+        rows.append(
+            f"| `{'`, `'.join(declared)}` | `{name.removeprefix('model.')}` | {devices} | {', '.join(details)} |"
+        )
+    return "\n".join([INTRODUCTION, *rows, ""])
+
+
+def test_the_page_has_what_passed():
+    assert PAGE.read_text() == render(CHECKED), "run python -m tests.models.test_families"
+
+
+def main() -> None:
+    """Take every variant through the kit, and write the page with those that pass."""
+    passed = []
+    for variant in CHECKED:
+        module = importlib.import_module(family_of(type(build(variant)).__name__))
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                check_model(
+                    module.callboard_model, build(variant), Path(directory), captured=variant not in WITH_EXPERTS
+                )
+            except ConformanceError as error:
+                print(error)
+            else:
+                passed.append(variant)
+    PAGE.write_text(render(passed))
+
+
+if __name__ == "__main__":
+    main()
