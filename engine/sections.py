@@ -35,6 +35,13 @@ class ModelSection(Section, frozen=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="'auto' is float32 on CPU and the checkpoint's own type on a GPU"),
     ] = "auto"
+    quantization: Annotated[
+        str,
+        Meta(
+            description="What the layers' weights are rounded to at load, not the LM head's: 'none' loses nothing; 'float16' "
+            "and 'int8' on a CPU, 'int8' and 'fp8' on a GPU, or what a plugin offers"
+        ),
+    ] = "none"
     tool_format: Annotated[
         Literal["auto", "hermes", "llama3"],
         Meta(description="How the model writes function calls; 'auto' goes by its chat template"),
@@ -188,6 +195,12 @@ class PluginsSection(Section, frozen=True):
     grammar: Annotated[str, Meta(description="What makes output follow a schema or grammar; 'auto' is llguidance")] = (
         "auto"
     )
+    linear: Annotated[
+        str,
+        Meta(
+            description="What multiplies by weights; 'auto' measures which of those for model.quantization is fastest"
+        ),
+    ] = "auto"
     comm: Annotated[str, Meta(description="Communication library between ranks, 'auto' picks by world size")] = "auto"
     observers: Annotated[
         list[str],
@@ -199,7 +212,7 @@ class PluginsSection(Section, frozen=True):
 
     def by_kind(self) -> dict[str, str | AttentionNames]:
         """Plugin kind -> the name wanted for it, of the kinds of which there is one; attention may have two."""
-        names = ("attention", "eviction", "policy", "comm", "grammar")
+        names = ("attention", "linear", "eviction", "policy", "comm", "grammar")
         return {kind: getattr(self, kind) for kind in names}
 
 

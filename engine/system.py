@@ -27,6 +27,7 @@ from engine.kv.eviction import EvictionStrategy
 from engine.monitor import Monitor
 from engine.plugins.guards import GuardedPolicy, GuardedStrategy
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
+from engine.plugins.linears import check_linear_fits, linear_context
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.selection import check_named, expected_context
@@ -82,6 +83,7 @@ class System:
         warn_of_unknown_tokens(self._codec, self.spec.vocab_size)
         self._plugins = Plugins(config.chosen_plugins(), config.plugins.observers, config.plugins.options)
         check_named(self._plugins, expected_context(config, self.spec.shape))
+        check_linear_fits(self._plugins, linear_context(config, self.spec.dtype))
         if self._plugins.absent:
             log.warning("requests with a grammar are refused: %s", self._plugins.absent)
         self._policy = self._scheduling_policy()

@@ -28,6 +28,10 @@ TORCH: dict[str, list[str] | str | None] = {
     "torch._foreach_copy_": "(Tensor(a!)[] self, Tensor[] src, bool non_blocking=False)",
     "torch._inductor.config.patch": ["arg1", "arg2", "kwargs"],
     "torch._inductor.runtime.cache_dir_utils.default_cache_dir": [],
+    "torch._make_per_channel_quantized_tensor": None,
+    "torch.cpu._is_amx_tile_supported": [],
+    "torch.ops.aten._scaled_mm": "(Tensor self, Tensor mat2, Tensor scale_a, Tensor scale_b,",
+    "torch.ops.aten._weight_int8pack_mm": "(Tensor self, Tensor mat2, Tensor scales)",
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "()",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "()",
     "torch.ops.mkldnn._linear_pointwise": "(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, "

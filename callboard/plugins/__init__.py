@@ -20,6 +20,7 @@ from engine.plugins.hookspecs import (
     CommContext,
     EvictionContext,
     GrammarContext,
+    LinearContext,
     ObserverContext,
     PolicyContext,
     hookimpl,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionFactory, AttentionSpec
     from engine.layers.comm import Comm
     from engine.layers.kv_pool import KVPool
+    from engine.layers.packing import LinearKernel, PackedWeight
 
 __all__ = [
     "API_VERSION",
@@ -55,11 +57,14 @@ __all__ = [
     "GrammarFailure",
     "KVEvent",
     "KVPool",
+    "LinearContext",
+    "LinearKernel",
     "Mask",
     "Matcher",
     "Namespace",
     "ObserverContext",
     "Options",
+    "PackedWeight",
     "PluginError",
     "PolicyContext",
     "RequestError",
@@ -74,8 +79,12 @@ __all__ = [
     "namespace_seed",
 ]
 
-_NEED_TORCH = {"Comm": "engine.layers.comm", "KVPool": "engine.layers.kv_pool"} | dict.fromkeys(
-    ("AttentionBackend", "AttentionBatch", "AttentionFactory", "AttentionSpec"), "engine.layers.attention"
+_NEED_TORCH = (
+    {"Comm": "engine.layers.comm", "KVPool": "engine.layers.kv_pool"}
+    | dict.fromkeys(("LinearKernel", "PackedWeight"), "engine.layers.packing")
+    | dict.fromkeys(
+        ("AttentionBackend", "AttentionBatch", "AttentionFactory", "AttentionSpec"), "engine.layers.attention"
+    )
 )
 
 

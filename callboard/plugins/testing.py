@@ -16,6 +16,7 @@ from engine.plugins.testing.policy import check_scheduling_policy
 if TYPE_CHECKING:
     from engine.plugins.testing.attention import TOLERANCES, check_attention_backend, check_case, through_hook
     from engine.plugins.testing.comm import check_comm, check_rank
+    from engine.plugins.testing.linear import check_linear
     from engine.plugins.testing.reference import attend
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "check_case",
     "check_comm",
     "check_eviction_strategy",
+    "check_linear",
     "check_rank",
     "check_scheduling_policy",
     "read_declaration",
@@ -38,7 +40,7 @@ __all__ = [
 _NEED_TORCH = (
     dict.fromkeys(("TOLERANCES", "check_attention_backend", "check_case", "through_hook"), "attention")
     | dict.fromkeys(("check_comm", "check_rank"), "comm")
-    | {"attend": "reference"}
+    | {"attend": "reference", "check_linear": "linear"}
 )
 
 

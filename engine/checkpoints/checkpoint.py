@@ -13,6 +13,7 @@ import msgspec
 
 from engine.checkpoints.families import read_shape
 from engine.checkpoints.fields import Fields, read_fields
+from engine.checkpoints.quantization import Quantization, read_quantization
 from engine.checkpoints.shape import DecoderShape
 from engine.errors import WeightsError
 
@@ -39,7 +40,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a checkpoint directory says about its model.
 
-    dtype: what the weights were saved as.  eos_token_ids: every id that ends a text, sorted, maybe none.
+    dtype: what the weights were saved as.  quantization: how they were rounded before that, if they were.
+    eos_token_ids: every id that ends a text, sorted, maybe none.
     Each token id here is one that the model has.  config: config.json as it is.
     """
 
@@ -47,6 +49,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     shape: DecoderShape
     dtype: str
+    quantization: Quantization | None = None
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
     config: dict[str, Any]
@@ -83,9 +86,7 @@ def read_spec(directory: Path) -> ModelSpec:
     """Read config.json and generation_config.json.  Raises WeightsError naming the file, field and expectation."""
     fields = read_fields(directory / "config.json")
     architecture = _architecture(fields)
-    if fields.has("quantization_config"):
-        quantization = fields.table["quantization_config"]
-        raise fields.error("quantization_config", quantization, "none: quantized checkpoints are not implemented")
+    quantization = read_quantization(fields)
     shape = read_shape(architecture, fields)
     path = directory / "generation_config.json"
     generation = read_fields(path) if path.exists() else Fields({}, str(path))
@@ -96,6 +97,7 @@ def read_spec(directory: Path) -> ModelSpec:
         architecture=architecture,
         shape=shape,
         dtype=_dtype(fields),
+        quantization=quantization,
         eos_token_ids=tuple(sorted(eos_token_ids)),
         sampling=_sampling(generation),
         config=fields.table,

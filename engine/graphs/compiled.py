@@ -34,9 +34,9 @@ from engine.graphs.breakable import SegmentRecorder
 from engine.graphs.splitting import ALL_REDUCE, ATTEND, MarkedAttention, Part, fingerprint, split
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
-from engine.layers.packing import padded_product
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder
+from engine.plugins.linear.onednn import padded_product
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ Legend: T new tokens in the step (ragged, packed) · N rows whose logits are wan
 Owns: the order of operations.  Does not know: families, files, the scheduler, which attention backend runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.embedding import VocabLinear
 from engine.layers.kernels import LayerKernels
-from engine.layers.linear import ColumnLinear, QKVLinear, RowLinear
+from engine.layers.linear import ColumnLinear, Linear, QKVLinear, RowLinear
 from engine.layers.norm import HeadNorm, RMSNorm
+from engine.layers.packing import LinearKernel, Linears
 from engine.layers.rotary import Rotary
 from engine.layers.step import StepTensors
 from engine.layers.weights import WeightSlice
@@ -76,10 +77,15 @@ class DecoderLayer:
         normed_TD = self.mlp_norm.added(x_TD, self.output(attended_TQH.flatten(1)), kernels)
         return self.down(gated(self.gate_up(normed_TD), self.activation, kernels))
 
-    def pack(self, kernels: LayerKernels | None) -> None:
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """All linear layers."""
+        return self.qkv, self.output, self.gate_up, self.down
+
+    def pack(self, kernels: LayerKernels | None, kernel: LinearKernel) -> None:
         """Lay the weights out for the device and its kernels; called once, after loading."""
-        for linear in (self.qkv, self.output, self.gate_up, self.down):
-            linear.pack()
+        for linear in self.linears:
+            linear.pack(kernel)
         for norm in (self.input_norm, self.mlp_norm, self.head_norm):
             if norm is not None:
                 norm.pack(kernels)
@@ -100,7 +106,7 @@ class Decoder:
     """One rank's part of the model.  Run it under ``torch.inference_mode``: it writes in place and keeps no gradients.
 
     attention_spec: what the attention backend and the KV pool of this rank must fit.
-    parameter_bytes: memory of this rank's weights as they are loaded.
+    parameter_bytes: memory of this rank's weights as they are loaded.  weight_bytes: as they are laid out afterwards.
     """
 
     def __init__(self, shape: DecoderShape, comm: Comm, device: torch.device, dtype: torch.dtype) -> None:
@@ -124,7 +130,7 @@ class Decoder:
             window=shape.window,
             first_window_layer=shape.first_window_layer,
         )
-        self.parameter_bytes = sum(one.target.nbytes for one in self.slices())
+        self.parameter_bytes = self.weight_bytes = sum(one.target.nbytes for one in self.slices())
         self._kernels: LayerKernels | None = None
 
     def forward(self, step: StepTensors) -> Tensor:
@@ -170,14 +176,36 @@ class Decoder:
         if self.head is not self.embedding:
             yield from self.head.slices("lm_head")
 
-    def pack(self, kernels: LayerKernels | None) -> None:
-        """Lay the weights out for the device and kernels; called once, after loading.  ``slices`` is meaningless then.
+    def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+        """(outputs, inputs) of all weights of the layers in their order, and of the LM head; before they are packed."""
+
+        def shape(linear: Linear) -> tuple[int, int]:
+            outputs, inputs = linear.weight.shape
+            return outputs, inputs
+
+        return [shape(linear) for layer in self.layers for linear in layer.linears], shape(self.head)
+
+    def load(
+        self, read: Callable[[Iterator[WeightSlice]], None], kernels: LayerKernels | None, linears: Linears
+    ) -> None:
+        """Have ``read`` fill the slices of one layer after the other, each laid out for its kernels before the next:
+        what was read is freed then if another layout replaces it.  ``slices`` is meaningless afterwards.
 
         The LM head is packed as well although a tied one, whose rows the embedding reads, is then there twice:
         it is a quarter of a small model's work.
         """
         self._kernels = kernels
-        for layer in self.layers:
-            layer.pack(kernels)
+        plain_bytes = self._linear_bytes()
+        read(self.embedding.slices("model.embed_tokens"))
+        for index, layer in enumerate(self.layers):
+            read(layer.slices(f"model.layers.{index}"))
+            layer.pack(kernels, linears.layers)
+        read(self.norm.slices("model.norm"))
         self.norm.pack(kernels)
-        self.head.pack(keep_weight=self.head is self.embedding)
+        if self.head is not self.embedding:
+            read(self.head.slices("lm_head"))
+        self.head.pack(linears.head, keep_weight=self.head is self.embedding)
+        self.weight_bytes += self._linear_bytes() - plain_bytes
+
+    def _linear_bytes(self) -> int:
+        return self.head.nbytes + sum(linear.nbytes for layer in self.layers for linear in layer.linears)

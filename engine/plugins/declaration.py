@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from engine.errors import PluginError
-from engine.plugins.hookspecs import API_VERSION, OLDEST_API_VERSION, AttentionContext
+from engine.plugins.hookspecs import API_VERSION, OLDEST_API_VERSION, AttentionContext, LinearContext
 
 CONSTANT = "CALLBOARD_PLUGIN"
 # CPython 3.11 counts the depth of a tree once for all threads, and ranks that are threads load at the same time.
@@ -40,17 +40,23 @@ class Multiples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 Sizes = tuple[int, ...] | Multiples
 Phase = Literal["prefill", "decode"]
+InstructionSet = Literal["avx2", "avx512", "amx"]
 
 
 class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """api: the version of the plugin API it was written for.  Of the rest, what is left out or empty is not limited.
 
     packages: what must be installed, by the names that are imported; 'a | b' for either.  devices: 'cpu', 'cuda'.
-    The others are for attention backends.  dtypes: 'float32', 'bfloat16', 'float16'.  head_sizes, page_sizes: lists or
-    {"multiple_of": ..., "at_most": ...}.  heads_per_kv_head: ratios of query heads to KV heads.
+    dtypes: 'float32', 'bfloat16', 'float16'.
+    The next are for attention backends.  head_sizes, page_sizes: lists or {"multiple_of": ..., "at_most": ...}.
+    heads_per_kv_head: ratios of query heads to KV heads.
     window: whether it does sliding windows.  phases: what it serves, 'prefill' and 'decode'.
     padding: whether decode rows of length 0, which pad a captured batch, are fine.
     graph_breaks: operations that it registers with torch and that must not be captured, as 'library::operation'.
+    The last are for linear kernels.  quantizations: what they keep weights in, 'none' for as exact as the dtype.
+    checkpoint_dtypes: from which they can be as exact.  instruction_sets: of which the CPU must have one.
+    traceable: whether a compiler can trace their products.  invariant: whether a row's result has the same bits
+    whatever other rows there are.
     """
 
     api: int
@@ -64,27 +70,45 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     phases: tuple[Phase, ...] = ("prefill", "decode")
     padding: bool = False
     graph_breaks: tuple[str, ...] = ()
+    quantizations: tuple[str, ...] = ("none",)
+    checkpoint_dtypes: tuple[str, ...] = ()
+    instruction_sets: tuple[InstructionSet, ...] = ()
+    traceable: bool = False
+    invariant: bool = False
 
     def missing_packages(self) -> list[str]:
         """Return the packages that are not installed.  It looks for them and imports none."""
         return [either for either in self.packages if not any(_installed(name) for name in either.split("|"))]
 
-    def misfits(self, context: AttentionContext) -> list[str]:
+    def misfits(self, context: AttentionContext | LinearContext) -> list[str]:
         """Return why the plugin cannot run here, or [].  It ignores what the context leaves empty or 0."""
+        reasons = [f"package {name} is not installed" for name in self.missing_packages()]
+        reasons += _outside(("device", context.device, self.devices), ("dtype", context.dtype, self.dtypes))
+        if isinstance(context, LinearContext):
+            return reasons + self._linear_misfits(context)
+        return reasons + self._attention_misfits(context)
+
+    def _linear_misfits(self, context: LinearContext) -> list[str]:
+        exact = context.quantization == "none"
+        reasons = _outside(
+            ("quantization", context.quantization, self.quantizations),
+            ("checkpoint of dtype", context.checkpoint_dtype if exact else "", self.checkpoint_dtypes),
+        )
+        have = context.instruction_sets
+        if self.instruction_sets and have is not None and not set(have) & set(self.instruction_sets):
+            found = f"a CPU with {' and '.join(have)}" if have else "a CPU with none of these"
+            reasons.append(f"{found}, it takes one with {' or '.join(self.instruction_sets)}")
+        if context.traced and not self.traceable:
+            reasons.append("graphs.mode is compiled, its products cannot be traced")
+        return reasons
+
+    def _attention_misfits(self, context: AttentionContext) -> list[str]:
         ratio = context.num_heads // context.num_kv_heads if context.num_kv_heads else 0
-        wanted: list[tuple[str, object, Any]] = [
-            ("device", context.device, self.devices),
-            ("dtype", context.dtype, self.dtypes),
+        reasons = _outside(
             ("head size", context.head_size, self.head_sizes),
             ("page size", context.page_size, self.page_sizes),
             ("ratio of query heads to KV heads", ratio, self.heads_per_kv_head),
-        ]
-        reasons = [f"package {name} is not installed" for name in self.missing_packages()]
-        reasons += [
-            f"{what} {seen}, it takes {_spell(allowed)}"
-            for what, seen, allowed in wanted
-            if seen and allowed and seen not in allowed
-        ]
+        )
         if context.window and not self.window:
             reasons.append(f"a sliding window of {context.window} tokens, it does none")
         if missing := [phase for phase in context.phases if phase not in self.phases]:
@@ -97,6 +121,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         sizes = {"head": self.head_sizes, "page": self.page_sizes, "query/KV heads": self.heads_per_kv_head}
         parts += [f"{what} {_spell(allowed)}" for what, allowed in sizes.items() if allowed]
         parts += [] if self.window else ["no window"]
+        parts.append(" or ".join(self.instruction_sets))
         parts += [] if len(self.phases) > 1 else [f"{self.phases[0]} only"]
         return "; ".join(part for part in parts if part)
 
@@ -168,6 +193,15 @@ def _range(oldest: int, newest: int) -> str:
 
 def _spell(allowed: tuple[object, ...] | Multiples) -> str:
     return str(allowed) if isinstance(allowed, Multiples) else ", ".join(map(str, allowed))
+
+
+def _outside(*wanted: tuple[str, object, Any]) -> list[str]:
+    """wanted: what, what there is, what is allowed; either may be empty, for anything."""
+    return [
+        f"{what} {seen}, it takes {_spell(allowed)}"
+        for what, seen, allowed in wanted
+        if seen and allowed and seen not in allowed
+    ]
 
 
 def _installed(package: str) -> bool:

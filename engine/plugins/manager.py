@@ -32,6 +32,7 @@ ENTRY_POINT_GROUP = "callboard"
 DISTRIBUTION = "callboard"
 ATTENTION = "attention"  # the kind of which there may be two, one for each phase
 GRAMMAR = "grammar"  # the kind that only some requests need: what nobody named may be missing until one comes
+LINEAR = "linear"  # the kind that 'auto' chooses by measuring, once the model's shapes are known
 OBSERVER = "observer"  # the kind of which any number may be chosen
 
 BUILTIN: Mapping[str, str] = {
@@ -48,6 +49,12 @@ BUILTIN: Mapping[str, str] = {
     "eviction.priority": "engine.plugins.eviction.priority",
     "eviction.slru": "engine.plugins.eviction.slru",
     "grammar.llguidance": "engine.plugins.grammar.llguidance",
+    "linear.fbgemm_fp16": "engine.plugins.linear.fbgemm_fp16",
+    "linear.fbgemm_int8": "engine.plugins.linear.fbgemm_int8",
+    "linear.onednn": "engine.plugins.linear.onednn",
+    "linear.torch": "engine.plugins.linear.torch",
+    "linear.torch_fp8": "engine.plugins.linear.torch_fp8",
+    "linear.torch_int8": "engine.plugins.linear.torch_int8",
     "observer.log": "engine.plugins.observer.log",
     "policy.fcfs": "engine.plugins.policy.fcfs",
     "policy.lpm": "engine.plugins.policy.lpm",
@@ -65,6 +72,7 @@ KINDS: Mapping[str, str] = {
     "callboard_comm": "comm",
     "callboard_eviction_strategy": "eviction",
     "callboard_grammar_engine": "grammar",
+    "callboard_linear": LINEAR,
     "callboard_scheduling_policy": "policy",
 }
 
@@ -157,7 +165,8 @@ def observer_names(wanted: Sequence[str]) -> list[str]:
 class Plugins:
     """The chosen plugins, loaded.  ``hook`` is pluggy's caller for each hook of ``hookspecs``.
 
-    names: kind -> full name; attention is missing from it unless one backend was named for both phases.
+    names: kind -> full name; attention is missing from it unless one backend was named for both phases, linear unless
+    a kernel was named.
     attention: the names wanted for its two phases; a backend for 'auto' is loaded later, when the device is known.
     observers: full names, in the order they are told.  options: per full name.
     absent: why the default grammar plugin cannot be loaded; '' if it can.
@@ -196,6 +205,8 @@ class Plugins:
                 self._choose_attention(wanted)
             elif kind == ATTENTION:
                 self._choose_attention(AttentionNames(prefill=wanted, decode=wanted))
+            elif kind == LINEAR:
+                self._choose_linear(wanted)
             else:
                 self.names[kind] = decide(kind, wanted)
                 if wanted == "auto":
@@ -217,6 +228,12 @@ class Plugins:
                 self.load(f"{ATTENTION}.{name}")
         if wanted.prefill == wanted.decode != "auto":
             self.names[ATTENTION] = f"{ATTENTION}.{wanted.prefill}"
+
+    def _choose_linear(self, wanted: str) -> None:
+        """Load the kernel if it is named, so that a mistake is found before weights are loaded."""
+        if wanted != "auto":
+            self.names[LINEAR] = f"{LINEAR}.{wanted}"
+            self.load(self.names[LINEAR])
 
     @property
     def hook(self) -> pluggy.HookRelay:

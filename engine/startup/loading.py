@@ -19,12 +19,14 @@ from engine.graphs.rank import RankGraphs, StepParts
 from engine.host_memory import available_bytes
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
+from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.manager import Plugins
 from engine.plugins.structured import plugin_grammars
 from engine.sampling.constraints import Constraints
 from engine.sampling.sampler import Sampler
+from engine.startup.linears import choose_linears
 from engine.startup.memory import (
     MAX_CPU_POOL_BYTES,
     MAX_HOST_SHARE,
@@ -73,6 +75,8 @@ def load_runner(
     place = host_place() if on_cpu else comm.rank
     graphs.device.trim()  # of what a runner before this one has left
     room = fair_share(free_bytes(device), place, comm, device)
+    plan = Decoder(spec.shape, comm, torch.device("meta"), dtype)
+    set_threads(config.device.threads, device, plan.parameter_bytes)
     model = load_model(
         spec,
         graphs.comm,
@@ -81,9 +85,9 @@ def load_runner(
         load_format=load_format,
         seed=seed,
         progress=progress,
+        linears=choose_linears(config, spec, plugins, plan, device),
         check_room=lambda needed: check_weights(spec, needed, dtype, room, comm.size),
     )
-    set_threads(config.device.threads, device, model.parameter_bytes)
     attention_spec = model.attention_spec
     # Before the pool takes what memory is left: a plugin may refuse, and may need some to be tried.
     attention = RankAttention(plugins, attention_spec, config.kv.page_size, device, dtype)
@@ -135,7 +139,7 @@ def load_runner(
         rank,
         device,
         str(dtype).removeprefix("torch."),
-        model.parameter_bytes / 1e6,
+        model.weight_bytes / 1e6,
         pool.data.nbytes / 1e6,
         num_pages,
         page_size,

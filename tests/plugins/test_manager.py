@@ -8,7 +8,7 @@ import pytest
 from engine.config import Config
 from engine.errors import PluginError
 from engine.plugins.hookspecs import hookimpl
-from engine.plugins.manager import ATTENTION, AUTO, BUILTIN, OBSERVER, Plugins, available_plugins, decide
+from engine.plugins.manager import ATTENTION, AUTO, BUILTIN, LINEAR, OBSERVER, Plugins, available_plugins, decide
 from engine.plugins.selection import PREFERRED
 from engine.sections import AttentionNames
 from tests.plugins.conftest import Install
@@ -19,7 +19,7 @@ EVICTION = HOOKIMPL + "@hookimpl\ndef callboard_eviction_strategy(context): retu
 
 def test_every_kind_has_a_key_a_default_and_built_ins() -> None:
     kinds = {name.partition(".")[0] for name in BUILTIN}
-    assert set(Config().plugins.by_kind()) == {*AUTO, ATTENTION} == kinds - {OBSERVER}
+    assert set(Config().plugins.by_kind()) == {*AUTO, ATTENTION, LINEAR} == kinds - {OBSERVER}
     assert {decide(kind, "auto") for kind in AUTO} <= set(BUILTIN)
     assert {f"attention.{name}" for name in PREFERRED["cpu"]} <= set(BUILTIN)
 

@@ -1,0 +1,22 @@
+"""Which reader a checkpoint takes.
+
+Owns: the choice.  Does not know: how tensors are stored.
+"""
+
+import logging
+
+from engine.checkpoints.checkpoint import ModelSpec
+from engine.checkpoints.shards import read_shards
+from engine.formats.quantized import QuantizedReader
+from engine.formats.reader import SafetensorsReader, WeightReader
+
+log = logging.getLogger(__name__)
+
+
+def open_reader(spec: ModelSpec) -> WeightReader:
+    """The weights of a checkpoint.  Raises WeightsError naming the file and the tensor at fault."""
+    stored = read_shards(spec.directory)
+    if spec.quantization is None:
+        return SafetensorsReader(stored)
+    log.info("%s: weights in %s are read as the floats that they stand for", spec.directory, spec.quantization)
+    return QuantizedReader(stored, spec.quantization)
