@@ -18,7 +18,10 @@ class ModelSection(Section, frozen=True):
     """[model]: which checkpoint to serve and how to read it."""
 
     path: Annotated[
-        str, Meta(description="Directory of a Hugging Face checkpoint (relative to this file), a hub id, or 'demo'")
+        str,
+        Meta(
+            description="Directory of a Hugging Face checkpoint or a GGUF file (relative to this file), a hub id, or 'demo'"
+        ),
     ] = "demo"
     revision: Annotated[str, Meta(description="Hub revision: branch, tag or commit; empty for the default branch")] = ""
     name: Annotated[str, Meta(description="Model name in the API; empty for the last part of the path")] = ""

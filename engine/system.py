@@ -20,7 +20,7 @@ from engine.actors.step_splitting import StepSplitter
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
 from engine.checkpoints.checkpoint import ModelSpec, read_spec, resolve_checkpoint
-from engine.checkpoints.shards import read_shards
+from engine.checkpoints.stored import stored_tensors
 from engine.config import Config, build_config, without_cluster_key
 from engine.errors import ConfigError, EngineDied
 from engine.kv.eviction import EvictionStrategy
@@ -76,7 +76,7 @@ class System:
         directory = self._directory = resolve_checkpoint(config.model.path, config.model.revision)
         self.spec: ModelSpec = read_spec(directory)
         if config.model.load_format == "safetensors":
-            read_shards(directory)  # headers only: a damaged file must not cost the time of importing torch
+            stored_tensors(directory)  # headers only: a damaged file must not cost the time of importing torch
         self.model_name = config.model.name or Path(config.model.path).name
         self.max_len = _max_len(config, self.spec)
         self._codec = load_codec(config.model, directory)

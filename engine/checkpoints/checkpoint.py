@@ -13,6 +13,7 @@ import msgspec
 
 from engine.checkpoints.families import read_shape
 from engine.checkpoints.fields import Fields, read_fields
+from engine.checkpoints.gguf import SUFFIX, unfold
 from engine.checkpoints.quantization import Quantization, read_quantization
 from engine.checkpoints.shape import DecoderShape
 from engine.errors import WeightsError
@@ -66,7 +67,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_checkpoint(path: str, revision: str) -> Path:
-    """The directory behind ``model.path``: an existing directory, 'demo', or a hub id that is then downloaded.
+    """The directory behind ``model.path``: an existing one, 'demo', one made for a GGUF file, or a hub id's download.
 
     Raises WeightsError, in one sentence, if there is none.
     """
@@ -76,7 +77,9 @@ def resolve_checkpoint(path: str, revision: str) -> Path:
     if path == DEMO:
         return _demo_directory()
     if path and directory.exists():
-        raise WeightsError(f"{path}: is a file, expected a checkpoint directory")
+        if directory.suffix == SUFFIX:
+            return unfold(directory)
+        raise WeightsError(f"{path}: is a file, expected a checkpoint directory or a {SUFFIX} file")
     if HUB_ID.fullmatch(path) and ".." not in path:
         return _download(path, revision)
     raise WeightsError(f"{path!r}: no such directory; expected a checkpoint directory, a hub id 'org/name', or 'demo'")

@@ -6,7 +6,9 @@ Owns: the choice.  Does not know: how tensors are stored.
 import logging
 
 from engine.checkpoints.checkpoint import ModelSpec
+from engine.checkpoints.gguf import LINK
 from engine.checkpoints.shards import read_shards
+from engine.formats.gguf import GGUFWeights
 from engine.formats.quantized import QuantizedReader
 from engine.formats.reader import SafetensorsReader, WeightReader
 
@@ -15,6 +17,8 @@ log = logging.getLogger(__name__)
 
 def open_reader(spec: ModelSpec) -> WeightReader:
     """The weights of a checkpoint.  Raises WeightsError naming the file and the tensor at fault."""
+    if (spec.directory / LINK).exists():
+        return GGUFWeights(spec)
     stored = read_shards(spec.directory)
     if spec.quantization is None:
         return SafetensorsReader(stored)

@@ -60,7 +60,7 @@ class _FirstOf(LocalComm):
 
 
 def _spec_at_hand(path: str) -> ModelSpec | None:
-    if path != DEMO and not Path(path).expanduser().is_dir():
+    if path != DEMO and not Path(path).expanduser().exists():
         return None
     try:
         return read_spec(resolve_checkpoint(path, ""))
