@@ -1,12 +1,16 @@
 """What does rounding weights cost in quality, and what does it win in speed and memory, on this CPU?
 
-Times are CPU time of this process: on a machine that others use as well a clock says little.  Two tables.  Products: one layer's shapes from a ring of weights larger than the caches, every kernel in turns with
-oneDNN's packed float32; "x" is the median over turns of how many times faster it is, "error" the relative L2 error
-against float64 and the weights before they were rounded.  Models: output tokens per CPU second of a checkpoint alone and in batches,
-each choice in turns with the first one, and the perplexity of held-out text (Python's standard library by default).
+Times are CPU time of this process: where others use the machine as well, a clock says little.  Two tables.
+Products: one layer's shapes from a ring of weights larger than the caches, every kernel in turns with oneDNN's packed
+float32; "x" is the median over turns of how many times faster it is, "error" the relative L2 error against float64 and
+the weights before they were rounded.
+Models: output tokens per CPU second of a checkpoint alone and in batches, each choice in turns with the first one, and
+the perplexity of files of Python's standard library.
 
     python benchmarks/bench_quantization.py                        # the demo model
     python benchmarks/bench_quantization.py --model DIR --threads 2 --batches 1 8 32
+
+As on a CPU without AVX-512, with ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 FBGEMM_ENABLE_INSTRUCTIONS=AVX2.
 """
 
 import argparse
@@ -104,9 +108,9 @@ def perplexity(llm: LLM, texts: list[str]) -> float:
 
 
 def measure_models(model: str, batches: list[int], turns: int, num_texts: int, threads: int) -> list[dict[str, object]]:
-    """A row for each choice: tokens per CPU second and times faster than the first at each batch size, perplexity, seconds to start.
+    """A row for each choice: tokens per CPU second and times those of the first at each batch size, perplexity.
 
-    All are open at the same time and take turns."""
+    start_s is the CPU time until it serves.  All are open at the same time and take turns."""
     rows: list[dict[str, object]] = []
     opened: dict[str, LLM] = {}
     try:

@@ -50,6 +50,7 @@ SECTIONS: Mapping[str, Section] = {
     "flashinfer": Section("gpu_sections.attention_libraries:flashinfer", LIBRARY),
     "flash_attn": Section("gpu_sections.attention_libraries:flash_attn", LIBRARY),
     "kernels": Section("gpu_sections.kernels:section"),
+    "linears": Section("gpu_sections.linears:section"),
     "sampler": Section("gpu_sections.sampler:sampler"),
     "kernel_sampler": Section("gpu_sections.kernel_sampler:section", {"vocab_size": 200, "batches": (2,)}),
     "host_pool": Section("gpu_sections.host_pool:host_pool", {"num_layers": 2, "num_bytes": 1 << 21}),

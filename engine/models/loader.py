@@ -24,6 +24,7 @@ from engine.checkpoints.shards import StoredTensor
 from engine.errors import WeightsError
 from engine.formats.opening import open_reader
 from engine.formats.reader import LOADABLE, WeightReader
+from engine.host_memory import release_freed
 from engine.kernels.choice import choose_kernels
 from engine.layers.comm import Comm
 from engine.layers.packing import Linears
@@ -87,6 +88,7 @@ def load_model(
                 filling = Filling(list(model.slices()), reader, progress)
                 opened.callback(filling.close)
                 model.load(filling.fill, kernels, linears)
+    release_freed()
     return model
 
 
@@ -161,6 +163,7 @@ class Filling:
 
     def fill(self, slices: Iterable[WeightSlice]) -> None:
         """Read each slice into its target.  Raises WeightsError naming file and tensor."""
+        release_freed()  # the layer before this one, which has been laid out anew
         for one in slices:
             part = self._reader.part(one.source, one.dim, one.start, one.length)
             _check_finite(part, one.source, self._reader.tensors[one.source].file)

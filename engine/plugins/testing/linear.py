@@ -8,7 +8,6 @@ Owns: weights and inputs of random and of unfortunate numbers, the comparison wi
 Does not know: kernels, layers.
 """
 
-import ctypes
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.host_memory import release_freed
 from engine.layers.packing import LinearKernel, PackedWeight
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import LinearContext
@@ -201,6 +201,5 @@ def _memory(context: LinearContext) -> int:
     """Bytes in use, without what an allocator only holds back, as far as it can be told to let go."""
     if context.device == "cuda":
         return torch.cuda.memory_allocated()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
+    release_freed()
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
