@@ -39,7 +39,7 @@ def check_linear_fits(plugins: Plugins, context: LinearContext) -> None:
     """Refuse, before any weight is loaded, a named kernel that cannot run, and a quantization that nobody offers."""
     named = plugins.names.get(LINEAR)
     if named is None:
-        if context.device and not fitting_linears(plugins.known, context):
+        if not fitting_linears(plugins.known, context):
             raise PluginError(linear_refusal(plugins.known, context))
         return
     info = plugins.find(named)
@@ -66,7 +66,8 @@ def linear_refusal(known: Mapping[str, PluginInfo], context: LinearContext) -> s
             one for one in declaration.quantizations if not declaration.misfits(replace(context, quantization=one))
         }
     choices = ", ".join(map(repr, sorted(offered)))
+    where = f"on {context.device or 'any device'} for {context.dtype or 'any dtype'}"
     return (
-        f"model.quantization={context.quantization!r}: no built-in kernel on {context.device} for {context.dtype} "
-        f"keeps weights so; these do here: {choices}, or name a plugin that does in plugins.linear"
+        f"model.quantization={context.quantization!r}: no built-in kernel {where} keeps weights so; these do here: "
+        f"{choices}, or name a plugin that does in plugins.linear"
     )

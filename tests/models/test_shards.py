@@ -147,7 +147,10 @@ NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
         ({NORM: None}, rf"tensor '{NORM}' of shape \[64\] is missing"),
         ({QUERY: torch.zeros(64, 63)}, rf"tensor '{QUERY}' has shape \[64, 63\], config.json expects \[64, 64\]"),
         ({QUERY: torch.zeros(64 * 64)}, rf"tensor '{QUERY}' has shape \[4096\]"),
-        ({NORM: torch.ones(64, dtype=torch.int32)}, rf"tensor '{NORM}' has dtype I32, expected one of F64, F32, BF16, F16"),
+        (
+            {NORM: torch.ones(64, dtype=torch.int32)},
+            rf"tensor '{NORM}' has dtype I32, expected one of F64, F32, BF16, F16",
+        ),
         ({NORM: torch.full((64,), torch.nan)}, rf"tensor '{NORM}' contains NaN"),
         ({QUERY: torch.full((64, 64), torch.inf)}, rf"tensor '{QUERY}' contains NaN or infinity"),
         (

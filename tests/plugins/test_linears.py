@@ -188,6 +188,9 @@ def test_before_the_device_is_known_only_what_can_never_run_is_refused() -> None
     check_linear_fits(Plugins({"linear": "fbgemm_int8"}), linear_context(config))
     with pytest.raises(PluginError, match="quantization int8"):
         check_linear_fits(Plugins({"linear": "torch"}), linear_context(config))
+    config = build_config(Config(), {"model": {"quantization": "int9"}})
+    with pytest.raises(PluginError, match=r"on any device for any dtype .* here: 'float16', 'fp8', 'int8', 'none'"):
+        check_linear_fits(Plugins({"linear": "auto"}), linear_context(config))
 
 
 class Counted:
