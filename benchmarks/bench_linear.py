@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from engine.layers import packing
+from engine.plugins.linear import onednn
 
 # outputs x inputs: Qwen3-0.6B's output, gate or up, and query projections, its LM head, the demo model's layers.
 SHAPES = ("1024x3072", "3072x1024", "2048x1024", "151936x1024", "864x256", "512x256", "256x432", "256x256", "3072x256")
@@ -57,12 +57,12 @@ def products(
     mkl = [torch.ops.mkl._mkl_reorder_linear_weight(weight, rows) for weight in weights]
     yield "MKL packed", lambda i: torch.ops.mkl._mkl_linear(x, mkl[i], weights[i], None, rows)
     yield "oneDNN plain", lambda i: torch.ops.mkldnn._linear_pointwise.default(x, weights[i], None, "none", [], "")
-    blocked = [torch.ops.mkldnn._reorder_linear_weight(weight, packing.ROWS) for weight in weights]
+    blocked = [torch.ops.mkldnn._reorder_linear_weight(weight, onednn.ROWS) for weight in weights]
     yield "oneDNN packed", lambda i: torch.ops.mkldnn._linear_pointwise.default(x, blocked[i], None, "none", [], "")
     if inductor:
         compiled = [_compile(weight, x) for weight in weights]
         yield "Inductor", lambda i: compiled[i](x)
-    packed = [packing.PackedWeight(weight) for weight in weights]
+    packed = [onednn.BlockedWeight(weight) for weight in weights]
     yield "callboard", lambda i: packed[i](x, None)
 
 

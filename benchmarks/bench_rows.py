@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from engine.layers import packing
+from engine.plugins.linear import onednn
 
 SHAPES = ("512x256", "256x256", "864x256", "256x432", "3072x256")  # outputs x inputs of the demo model
 WAYS = {"exact": 1 << 20, "8 an octave": 8, "4 an octave": 4, "2 an octave": 2}
@@ -55,17 +55,17 @@ def main() -> None:
     torch.set_num_threads(1)
     table = Table("rows up to", "sizes", "cold", "warm", "kept MB")
     shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes]
-    weights = [torch.ops.mkldnn._reorder_linear_weight(torch.randn(shape), packing.ROWS) for shape in shapes]
+    weights = [torch.ops.mkldnn._reorder_linear_weight(torch.randn(shape), onednn.ROWS) for shape in shapes]
     results = []
     for most in arguments.most_rows:
         rows = random.Random(0).choices(range(2, most + 1), k=arguments.numbers)
         inputs = [torch.randn(most, size) for _, size in shapes]
 
         def run_all(sizes: int, inputs: list[Tensor] = inputs, rows: list[int] = rows) -> None:
-            packing.SIZES_PER_OCTAVE = sizes
+            onednn.SIZES_PER_OCTAVE = sizes
             for number in rows:
                 for x, weight in zip(inputs, weights, strict=True):
-                    packing.padded_product(x[:number], weight, None)
+                    onednn.padded_product(x[:number], weight, None)
 
         cold, kept, warm = {}, {}, {name: list[float]() for name in WAYS}
         # The coarsest first, since what it compiles is among what the finer ones need.

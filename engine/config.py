@@ -190,7 +190,7 @@ def _lay_over(table: dict[str, Any], key: str, text: str, origin: str) -> None:
 def _anchor_model_path(table: dict[str, Any], folder: Path) -> None:
     model = table.get("model", {})
     beside = folder / model.get("path", "")
-    if model.get("path") and beside.is_dir():
+    if model.get("path") and (beside.is_dir() or (beside.suffix == ".gguf" and beside.is_file())):
         model["path"] = str(beside.resolve())
 
 

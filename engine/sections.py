@@ -18,7 +18,10 @@ class ModelSection(Section, frozen=True):
     """[model]: which checkpoint to serve and how to read it."""
 
     path: Annotated[
-        str, Meta(description="Directory of a Hugging Face checkpoint (relative to this file), a hub id, or 'demo'")
+        str,
+        Meta(
+            description="Directory of a Hugging Face checkpoint or a GGUF file (relative to this file), a hub id, or 'demo'"
+        ),
     ] = "demo"
     revision: Annotated[str, Meta(description="Hub revision: branch, tag or commit; empty for the default branch")] = ""
     name: Annotated[str, Meta(description="Model name in the API; empty for the last part of the path")] = ""
@@ -35,6 +38,13 @@ class ModelSection(Section, frozen=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="'auto' is float32 on CPU and the checkpoint's own type on a GPU"),
     ] = "auto"
+    quantization: Annotated[
+        str,
+        Meta(
+            description="What the layers' weights are rounded to at load, not the LM head's: 'none' loses nothing; 'float16' "
+            "and 'int8' on a CPU, 'int8' and 'fp8' on a GPU, or what a plugin offers"
+        ),
+    ] = "none"
     tool_format: Annotated[
         Literal["auto", "hermes", "llama3"],
         Meta(description="How the model writes function calls; 'auto' goes by its chat template"),
@@ -238,6 +248,12 @@ class PluginsSection(Section, frozen=True):
     grammar: Annotated[str, Meta(description="What makes output follow a schema or grammar; 'auto' is llguidance")] = (
         "auto"
     )
+    linear: Annotated[
+        str,
+        Meta(
+            description="What multiplies by weights; 'auto' measures which of those for model.quantization is fastest"
+        ),
+    ] = "auto"
     comm: Annotated[str, Meta(description="Communication library between ranks, 'auto' picks by world size")] = "auto"
     kv_store: Annotated[
         str, Meta(description="Where KV pages are kept beyond the pool and the process: files; 'none' is nowhere")
@@ -262,7 +278,7 @@ class PluginsSection(Section, frozen=True):
         """Plugin kind -> the name wanted for it, of the kinds of which there is one; attention may have two.
 
         A kind that is left out has no plugin."""
-        names = ("attention", "eviction", "policy", "comm", "grammar", "kv_store")
+        names = ("attention", "linear", "eviction", "policy", "comm", "grammar", "kv_store")
         return {kind: getattr(self, kind) for kind in names if getattr(self, kind) != "none"}
 
 

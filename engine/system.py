@@ -20,7 +20,7 @@ from engine.actors.step_splitting import StepSplitter
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
 from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
-from engine.checkpoints.shards import read_shards
+from engine.checkpoints.stored import stored_tensors
 from engine.config import Config, build_config, without_cluster_key
 from engine.device_defaults import with_device_defaults
 from engine.errors import ConfigError, EngineDied
@@ -29,6 +29,7 @@ from engine.monitor import Monitor
 from engine.plugins.families import read_model
 from engine.plugins.guards import GuardedPolicy, GuardedStrategy
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
+from engine.plugins.linears import check_linear_fits, linear_context
 from engine.plugins.manager import KV_STORE, Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.selection import check_named, expected_context
@@ -75,7 +76,7 @@ class System:
         directory = self._directory = resolve_checkpoint(config.model.path, config.model.revision)
         self.spec: ModelSpec = read_model(directory, config.plugins)
         if config.model.load_format == "safetensors":
-            read_shards(directory)  # headers only: a damaged file must not cost the time of importing torch
+            stored_tensors(directory)  # headers only: a damaged file must not cost the time of importing torch
         self.model_name = config.model.name or Path(config.model.path).name
         self.max_len = _max_len(config, self.spec)
         self._codec = load_codec(config.model, directory)
@@ -84,6 +85,7 @@ class System:
             config.chosen_plugins(), config.plugins.observers, config.plugins.options, config.plugins.graph_passes
         )
         check_named(self._plugins, expected_context(config, self.spec.shape))
+        check_linear_fits(self._plugins, linear_context(config, self.spec.dtype))
         if self._plugins.absent:
             log.warning("requests with a grammar are refused: %s", self._plugins.absent)
         self._policy = self._scheduling_policy()

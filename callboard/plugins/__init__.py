@@ -54,6 +54,7 @@ from engine.plugins.hookspecs import (
     GrammarContext,
     GraphPassContext,
     KVStoreContext,
+    LinearContext,
     ModelContext,
     ObserverContext,
     PolicyContext,
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from engine.layers.kernels import LayerKernels
     from engine.layers.kv_pool import KVPool
     from engine.layers.linear import ColumnLinear, RowLinear
+    from engine.layers.packing import LinearKernel, PackedWeight
     from engine.layers.part import FeedForward, Norm, Part
     from engine.layers.weights import WeightSlice
 
@@ -110,6 +112,8 @@ __all__ = [
     "LayerKernels",
     "LayerNormShape",
     "LayerShape",
+    "LinearContext",
+    "LinearKernel",
     "MLPShape",
     "Mask",
     "Matcher",
@@ -119,6 +123,7 @@ __all__ = [
     "Norm",
     "ObserverContext",
     "Options",
+    "PackedWeight",
     "Part",
     "PartShape",
     "PluginError",
@@ -164,6 +169,7 @@ _NEED_TORCH = {
         ("AttentionBackend", "AttentionBatch", "AttentionFactory", "AttentionSpec"), "engine.layers.attention"
     ),
     **dict.fromkeys(("ColumnLinear", "RowLinear"), "engine.layers.linear"),
+    **dict.fromkeys(("LinearKernel", "PackedWeight"), "engine.layers.packing"),
     **dict.fromkeys(("FeedForward", "Norm", "Part"), "engine.layers.part"),
 }
 

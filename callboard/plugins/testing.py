@@ -17,6 +17,7 @@ from engine.plugins.testing.policy import check_scheduling_policy
 if TYPE_CHECKING:
     from engine.plugins.testing.attention import TOLERANCES, check_attention_backend, check_case, through_hook
     from engine.plugins.testing.comm import check_comm, check_rank
+    from engine.plugins.testing.linear import check_linear
     from engine.plugins.testing.model import check_model
     from engine.plugins.testing.reference import attend
 
@@ -32,6 +33,7 @@ __all__ = [
     "check_comm",
     "check_eviction_strategy",
     "check_kv_store",
+    "check_linear",
     "check_model",
     "check_rank",
     "check_scheduling_policy",
@@ -42,7 +44,7 @@ __all__ = [
 _NEED_TORCH = (
     dict.fromkeys(("TOLERANCES", "check_attention_backend", "check_case", "through_hook"), "attention")
     | dict.fromkeys(("check_comm", "check_rank"), "comm")
-    | {"attend": "reference", "check_model": "model"}
+    | {"attend": "reference", "check_linear": "linear", "check_model": "model"}
 )
 
 

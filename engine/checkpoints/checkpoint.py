@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 from engine.checkpoints.fields import Fields, read_fields
+from engine.checkpoints.gguf import SUFFIX, unfold
+from engine.checkpoints.quantization import Quantization, read_quantization
 from engine.checkpoints.shape import DecoderShape
 from engine.errors import WeightsError
 
@@ -39,7 +41,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a checkpoint directory says about its model.
 
-    dtype: what the weights were saved as.  eos_token_ids: every id that ends a text, sorted, maybe none.
+    dtype: what the weights were saved as.  quantization: how they were rounded before that, if they were.
+    eos_token_ids: every id that ends a text, sorted, maybe none.
     Each token id here is one that the model has.  config: config.json as it is.
     """
 
@@ -47,6 +50,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     shape: DecoderShape
     dtype: str
+    quantization: Quantization | None = None
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
     config: dict[str, Any]
@@ -63,7 +67,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_checkpoint(path: str, revision: str) -> Path:
-    """The directory behind ``model.path``: an existing directory, 'demo', or a hub id that is then downloaded.
+    """The directory behind ``model.path``: an existing one, 'demo', one made for a GGUF file, or a hub id's download.
 
     Raises WeightsError, in one sentence, if there is none.
     """
@@ -73,7 +77,9 @@ def resolve_checkpoint(path: str, revision: str) -> Path:
     if path == DEMO:
         return _demo_directory()
     if path and directory.exists():
-        raise WeightsError(f"{path}: is a file, expected a checkpoint directory")
+        if directory.suffix == SUFFIX:
+            return unfold(directory)
+        raise WeightsError(f"{path}: is a file, expected a checkpoint directory or a {SUFFIX} file")
     if HUB_ID.fullmatch(path) and ".." not in path:
         return _download(path, revision)
     raise WeightsError(f"{path!r}: no such directory; expected a checkpoint directory, a hub id 'org/name', or 'demo'")
@@ -85,10 +91,11 @@ def read_spec(directory: Path, read_shape: Callable[[str, Fields], DecoderShape]
     read_shape: from an architecture's name and config.json to what the model is made of."""
     fields = read_fields(directory / "config.json")
     architecture = _architecture(fields)
-    if fields.has("quantization_config"):
-        quantization = fields.table["quantization_config"]
-        raise fields.error("quantization_config", quantization, "none: quantized checkpoints are not implemented")
+    quantization = read_quantization(fields)
     shape = read_shape(architecture, fields)
+    if quantization is not None and shape.unlike_rounded:
+        expected = f"none: {architecture} has {shape.unlike_rounded}, which is read only as it is"
+        raise fields.error("quantization_config", str(quantization), expected)
     path = directory / "generation_config.json"
     generation = read_fields(path) if path.exists() else Fields({}, str(path))
     sources = (fields, generation)
@@ -98,6 +105,7 @@ def read_spec(directory: Path, read_shape: Callable[[str, Fields], DecoderShape]
         architecture=architecture,
         shape=shape,
         dtype=_dtype(fields),
+        quantization=quantization,
         eos_token_ids=tuple(sorted(eos_token_ids)),
         sampling=_sampling(generation),
         config=fields.table,

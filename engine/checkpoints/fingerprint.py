@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from engine.checkpoints.checkpoint import ModelSpec
-from engine.checkpoints.shards import read_shards
+from engine.checkpoints.stored import stored_tensors
 from engine.errors import ConfigError
 
 SAMPLE_BYTES = 1 << 14
@@ -37,7 +37,7 @@ def check_fingerprint(expected: str, spec: ModelSpec, load_format: str, rank: in
 
 def _weights(directory: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted({tensor.file for tensor in read_shards(directory).values()}):
+    for path in sorted({tensor.file for tensor in stored_tensors(directory).values()}):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb", buffering=0) as file:

@@ -53,6 +53,11 @@ class PartShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """How many numbers of a token there are within it at once, over all ranks: what a step's memory is made of."""
         return 0
 
+    @property
+    def unlike_rounded(self) -> str:
+        """What sets its tensors apart from those that formats of rounded weights know; '' for nothing."""
+        return ""
+
 
 class Unchanged(PartShape, frozen=True):
     """The place of a norm that a family does not have."""
@@ -123,6 +128,11 @@ class AttentionShape(PartShape, frozen=True, kw_only=True):
     output: str = "o_proj"
     transposed: bool = False
 
+    @property
+    def unlike_rounded(self) -> str:
+        """See ``PartShape``."""
+        return "matrices as [inputs, outputs]" if self.transposed else ""
+
 
 class MLPShape(PartShape, frozen=True, kw_only=True):
     """down(activation(up(x))); see ``GatedShape``."""
@@ -140,6 +150,11 @@ class MLPShape(PartShape, frozen=True, kw_only=True):
     def width(self) -> int:
         """Between the two products."""
         return self.intermediate_size
+
+    @property
+    def unlike_rounded(self) -> str:
+        """See ``PartShape``."""
+        return "matrices as [inputs, outputs]" if self.transposed else ""
 
 
 class GatedShape(PartShape, frozen=True, kw_only=True):
@@ -192,6 +207,11 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
         """Between the products, of all of a token's experts."""
         return self.num_chosen * self.expert_size
 
+    @property
+    def unlike_rounded(self) -> str:
+        """See ``PartShape``."""
+        return "all experts in one tensor" if self.stacked else ""
+
 
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """One layer: x += behind_attention(attention(before_attention(x))), then the same with the MLP."""
@@ -234,6 +254,12 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     logit_scale: float = 1.0
     logit_cap: float = 0.0
     names: Names = Names()
+
+    @property
+    def unlike_rounded(self) -> str:
+        """Why no checkpoint of rounded weights is read for it, see ``PartShape``; '' where one may be."""
+        parts = (part for layer in self.layers for part in (layer.attention, layer.mlp))
+        return next((part.unlike_rounded for part in parts if part.unlike_rounded), "")
 
     @property
     def num_layers(self) -> int:

@@ -62,6 +62,14 @@ def choose_dtype(setting: str, device: torch.device, checkpoint_dtype: str) -> t
     return torch.bfloat16 if checkpoint_dtype == "float32" else DTYPES[checkpoint_dtype]
 
 
+def instruction_sets() -> tuple[str, ...]:
+    """What linear kernels can ask of this CPU, see ``LinearContext``; () on one that is no x86."""
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    levels = ("avx2", "avx512")
+    found = levels[: levels.index(capability) + 1] if capability in levels else ()
+    return (*found, "amx") if torch.cpu._is_amx_tile_supported() else found
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory of the device that can still be allocated, by whoever is first: on a CPU all ranks there share it."""
     if device.type == "cuda":

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from engine.errors import GraphError
-from engine.layers.packing import padded_product
 from engine.plugins.hookspecs import GraphPassContext
+from engine.plugins.linear.onednn import padded_product
 from engine.plugins.manager import Plugins
 
 log = logging.getLogger(__name__)

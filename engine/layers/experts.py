@@ -47,7 +47,9 @@ class Expert:
 
 
 class Experts:
-    """The sum over a token's experts of weight * expert(x)."""
+    """The sum over a token's experts of weight * expert(x).
+
+    The router is none of ``linears``: it is small, and rounding it would send tokens to other experts."""
 
     def __init__(
         self, shape: ExpertsShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
@@ -58,6 +60,7 @@ class Experts:
         self.comm = comm
         self.router = Linear(hidden_size, shape.num_experts, shape.router_bias, device, dtype)
         self.experts = [Expert(shape, hidden_size, comm, device, dtype) for _ in range(shape.num_experts)]
+        self.linears = [linear for expert in self.experts for linear in (expert.gate_up, expert.down)]
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
         weights_TK, experts_TK = self._route(x_TD)
@@ -78,11 +81,7 @@ class Experts:
         return self.comm.all_reduce(out_TD) if self.comm.size > 1 else out_TD
 
     def pack(self, kernels: LayerKernels | None) -> None:
-        """Lay the weights out for the device; called once, after loading."""
-        self.router.pack()
-        for expert in self.experts:
-            expert.gate_up.pack()
-            expert.down.pack()
+        """Nothing to prepare beside the linear layers."""
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """What this part reads from a checkpoint."""

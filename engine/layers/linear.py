@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.comm import Comm
-from engine.layers.packing import PackedWeight, pack
+from engine.layers.packing import LinearKernel, PackedWeight
 from engine.layers.weights import WeightSlice, parameter, share
 
 
@@ -28,12 +28,18 @@ class Linear:
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self._product(x_TI, self.bias)
 
-    def pack(self, keep_weight: bool = False) -> None:
-        """Lay the weight out for the device; called once, after loading.
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weight: in its kernel's layout, plain, or both where somebody else reads it too."""
+        plain = self.weight.nbytes if hasattr(self, "weight") else 0
+        return plain if self._packed is None else plain + self._packed.nbytes
+
+    def pack(self, kernel: LinearKernel, keep_weight: bool = False) -> None:
+        """Lay the weight out for its kernel; called once, after loading.
 
         The plain weight is freed if another layout replaces it, unless somebody else reads it too.
         """
-        self._packed = pack(self.weight)
+        self._packed = kernel.pack(self.weight)
         if self._packed is not None and not keep_weight:
             del self.weight
 

@@ -27,14 +27,13 @@ class GatedMLP:
         parts = [("gate_proj", shape.intermediate_size), ("up_proj", shape.intermediate_size)]
         self.gate_up = ColumnLinear(hidden_size, parts, shape.bias, comm, device, dtype)
         self.down = RowLinear(shape.intermediate_size, hidden_size, shape.bias, comm, device, dtype)
+        self.linears = (self.gate_up, self.down)
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
         return self.down(gated(self.gate_up(x_TD), self.shape.activation, kernels))
 
     def pack(self, kernels: LayerKernels | None) -> None:
-        """Lay the weights out for the device; called once, after loading."""
-        self.gate_up.pack()
-        self.down.pack()
+        """Nothing to prepare beside the linear layers."""
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """What this part reads from a checkpoint."""
@@ -51,14 +50,13 @@ class MLP:
         self.shape = shape
         self.up = ColumnLinear(hidden_size, [(shape.up, shape.intermediate_size)], shape.bias, comm, device, dtype)
         self.down = RowLinear(shape.intermediate_size, hidden_size, shape.bias, comm, device, dtype)
+        self.linears = (self.up, self.down)
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
         return self.down(activated(self.up(x_TD), self.shape.activation))
 
     def pack(self, kernels: LayerKernels | None) -> None:
-        """Lay the weights out for the device; called once, after loading."""
-        self.up.pack()
-        self.down.pack()
+        """Nothing to prepare beside the linear layers."""
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """What this part reads from a checkpoint."""

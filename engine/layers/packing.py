@@ -1,75 +1,42 @@
-"""How a loaded weight is laid out for the device that multiplies by it.
+"""What stands behind a linear layer's product: a kernel lays a loaded weight out, and multiplies by it.
 
-Legend: T rows of the input · P rows it is padded to · I input features · O output features
-Owns: the choice of layout and the product with it.  Does not know: layers, ranks, files.
+Legend: T rows of the input · I input features · O output features
+Owns: the protocols.  Does not know: layers, kernels, files.
 """
 
-import torch
-import torch.nn.functional as F
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
 from torch import Tensor
 
-# oneDNN picks a layout for about this many rows; 8 to 512 give the same one, which is best at 1 row as well.
-ROWS = 64
-# A oneDNN call costs 10 us before it multiplies, more than the whole product of one row with a weight this small: a
-# decode step of the demo model alone takes 0.75 of the time with these transposed.
-SMALL_BYTES = 4 << 20
-# oneDNN compiles a product for every (weight's shape, number of rows) and keeps it: up to 0.6 MB and 3 ms each.  With
-# so many numbers of rows between a power of two and the next there are few (``benchmarks/bench_rows.py``).
-SIZES_PER_OCTAVE = 4
-COMPILED_BYTES = 640 << 10
 
+class PackedWeight(Protocol):
+    """A weight as its kernel keeps it.  nbytes: memory that it takes."""
 
-class PackedWeight:
-    """W[O, I] in oneDNN's blocked layout, for products on a CPU; a small one also transposed, for a single row.
-
-    1.1 to 3.5 times faster than torch's own product at every number of rows (``benchmarks/bench_linear.py``).
-    """
-
-    def __init__(self, weight_OI: Tensor) -> None:
-        self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight_OI, ROWS)
-        self._transposed_IO: Tensor | None = None
-        if weight_OI.dtype == torch.float32 and weight_OI.nbytes <= SMALL_BYTES:
-            self._transposed_IO = weight_OI.t().contiguous()
+    @property
+    def nbytes(self) -> int: ...
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x W^T + bias."""
-        if self._transposed_IO is not None and x_TI.shape[0] == 1:
-            if bias_O is None:
-                return torch.mm(x_TI, self._transposed_IO)
-            return torch.addmm(bias_O, x_TI, self._transposed_IO)
-        # Padded when it runs: ``engine/graphs/compiled.py`` replaces the traced product.
-        if torch.compiler.is_dynamo_compiling():
-            y_TO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_TI, self._blocked, bias_O, "none", [], "")
-            return y_TO
-        return padded_product(x_TI, self._blocked, bias_O)
+        """Return x W^T + bias: [T, O] in the dtype of x, which may have no rows and any strides, and is not changed."""
 
 
-def padded_product(x_TI: Tensor, blocked_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """x W^T + bias, by a product of one of few numbers of rows."""
-    num_rows = x_TI.shape[0]
-    padding = padded_rows(num_rows) - num_rows
-    x_PI = F.pad(x_TI, (0, 0, 0, padding)) if padding else x_TI
-    y_PO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_PI, blocked_OI, bias_O, "none", [], "")
-    return y_PO[:num_rows]
+@runtime_checkable
+class LinearKernel(Protocol):
+    """Lays weights out for their products.  element_bytes: what it keeps of each element, to plan memory by."""
+
+    @property
+    def element_bytes(self) -> float: ...
+
+    def pack(self, weight_OI: Tensor) -> PackedWeight | None:
+        """Return the weight in the kernel's layout, which must not share its memory: that is freed.
+
+        None to have it multiplied as it is, by torch.  Called once per weight, after loading.
+        """
 
 
-def padded_rows(num_rows: int) -> int:
-    """The smallest number of rows that a product is compiled for and that holds ``num_rows``."""
-    step = max(1, (1 << num_rows.bit_length() - 1) // SIZES_PER_OCTAVE) if num_rows else 1
-    return -(-num_rows // step) * step
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """The kernels of a model.  layers: of the decoder's layers.  head: of the LM head, which is never rounded."""
 
-
-def num_padded_sizes(most_rows: int) -> int:
-    """How many numbers of rows there are up to ``most_rows``."""
-    return len({padded_rows(rows) for rows in range(1, most_rows + 1)})
-
-
-def pack(weight_OI: Tensor) -> PackedWeight | None:
-    """The weight's best layout on its device; None if that is the one it has."""
-    if weight_OI.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return None
-    if weight_OI.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return None
-    if weight_OI.dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        return None
-    return PackedWeight(weight_OI)
+    layers: LinearKernel
+    head: LinearKernel

@@ -3,7 +3,7 @@
 Owns: that look-up, and what every part can do.  Does not know: which parts there are, families.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.checkpoints.shape import PartShape
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
+from engine.layers.linear import Linear
 from engine.layers.weights import WeightSlice
 
 Built = TypeVar("Built", bound="Part")
@@ -22,7 +23,7 @@ class Part(Protocol):
     """Built with (shape, hidden_size, comm, device, dtype)."""
 
     def pack(self, kernels: LayerKernels | None) -> None:
-        """Prepare for the device and its kernels; called once, after loading."""
+        """Prepare what is no linear layer for the device and its kernels; called once, after loading."""
         ...
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
@@ -43,7 +44,12 @@ class Norm(Part, Protocol):
 
 
 class FeedForward(Part, Protocol):
-    """An MLP, or what has its place."""
+    """An MLP, or what has its place.
+
+    linears: what the model's linear kernel multiplies by; it is laid out for it, and may be rounded."""
+
+    @property
+    def linears(self) -> Sequence[Linear]: ...
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
         """[T, D], a tensor of its own, whole on every rank."""

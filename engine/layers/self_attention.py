@@ -24,7 +24,7 @@ from engine.layers.weights import WeightSlice, joined, merged, parameter, transp
 class SelfAttention:
     """``project`` before the attention call, ``output`` behind it.
 
-    sinks_Q: the sinks of this rank's query heads; None for none."""
+    linears: as of ``FeedForward``.  sinks_Q: the sinks of this rank's query heads; None for none."""
 
     def __init__(
         self, shape: AttentionShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
@@ -38,6 +38,7 @@ class SelfAttention:
         self.head_shape = (self.num_rotated + self.num_keys, shape.head_size)
         self.head_norm = self._head_norm(shape, comm, device, dtype)
         self.output = RowLinear(shape.num_heads * shape.head_size, hidden_size, shape.output_bias, comm, device, dtype)
+        self.linears = (self.qkv, self.output)
         self.sinks_Q: Tensor | None = None
         if shape.sinks:
             self.sinks_Q = parameter(self.num_queries, device=device, dtype=dtype)
@@ -87,9 +88,7 @@ class SelfAttention:
         return qk_TAH[:, : self.num_queries]
 
     def pack(self, kernels: LayerKernels | None) -> None:
-        """Lay the weights out for the device and its kernels; called once, after loading."""
-        self.qkv.pack()
-        self.output.pack()
+        """Prepare for the device and its kernels; called once, after loading."""
         if self.head_norm is not None:
             self.head_norm.pack(kernels)
 

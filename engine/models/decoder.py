@@ -5,7 +5,7 @@ Legend: T new tokens in the step (ragged, packed) · N rows whose logits are wan
 Owns: the order of operations.  Does not know: families, files, the scheduler, which attention backend runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,8 @@ from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.embedding import VocabLinear
 from engine.layers.kernels import LayerKernels
+from engine.layers.linear import Linear
+from engine.layers.packing import LinearKernel, Linears
 from engine.layers.part import FeedForward, Norm, build
 from engine.layers.rotary import Rotary
 from engine.layers.self_attention import SelfAttention
@@ -60,8 +62,15 @@ class DecoderLayer:
         update_TD = self.behind_attention(self.attention.output(attended_TQH.flatten(1)))
         return self.behind_mlp(self.mlp(self.before_mlp.added(x_TD, update_TD, kernels), kernels))
 
-    def pack(self, kernels: LayerKernels | None) -> None:
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """What multiplies by the kernel for layers, in the order of its products."""
+        return *self.attention.linears, *self.mlp.linears
+
+    def pack(self, kernels: LayerKernels | None, kernel: LinearKernel) -> None:
         """Lay the weights out for the device and its kernels; called once, after loading."""
+        for linear in self.linears:
+            linear.pack(kernel)
         for part in self.parts:
             part.pack(kernels)
 
@@ -75,7 +84,7 @@ class Decoder:
     """One rank's part of the model.  Run it under ``torch.inference_mode``: it writes in place and keeps no gradients.
 
     attention_spec: what the attention backend and the KV pool of this rank must fit.
-    parameter_bytes: memory of this rank's weights as they are loaded.
+    parameter_bytes: memory of this rank's weights as they are loaded.  weight_bytes: as they are laid out afterwards.
     """
 
     def __init__(self, shape: DecoderShape, comm: Comm, device: torch.device, dtype: torch.dtype) -> None:
@@ -98,7 +107,7 @@ class Decoder:
         if not shape.tied:
             self.head = VocabLinear(shape.vocab_size, shape.hidden_size, comm, device, dtype)
         self.attention_spec = _attention_spec(shape, self.layers)
-        self.parameter_bytes = sum(one.target.nbytes for one in self.slices())
+        self.parameter_bytes = self.weight_bytes = sum(one.target.nbytes for one in self.slices())
         self._kernels: LayerKernels | None = None
         scale = shape.embedding_scale
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if shape.rounded_scale else scale
@@ -148,26 +157,51 @@ class Decoder:
     def slices(self) -> Iterator[WeightSlice]:
         """What this rank reads from a checkpoint.  Together the targets are all parameters, each element once."""
         names = self.shape.names
-        yield from self.embedding.slices(names.embedding)
-        if self.positions is not None:
-            yield whole(f"{names.positions}.weight", self.positions)
+        yield from self._table_slices()
         for index, layer in enumerate(self.layers):
             yield from layer.slices(f"{names.layers}.{index}")
         yield from self.norm.slices("")
         if self.head is not self.embedding:
             yield from self.head.slices(names.head)
 
-    def pack(self, kernels: LayerKernels | None) -> None:
-        """Lay the weights out for the device and kernels; called once, after loading.  ``slices`` is meaningless then.
+    def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+        """(outputs, inputs) of all weights of the layers in their order, and of the LM head; before they are packed."""
+
+        def shape(linear: Linear) -> tuple[int, int]:
+            outputs, inputs = linear.weight.shape
+            return outputs, inputs
+
+        return [shape(linear) for layer in self.layers for linear in layer.linears], shape(self.head)
+
+    def load(
+        self, read: Callable[[Iterator[WeightSlice]], None], kernels: LayerKernels | None, linears: Linears
+    ) -> None:
+        """Have ``read`` fill the slices of one layer after the other, each laid out for its kernels before the next:
+        what was read is freed then if another layout replaces it.  ``slices`` is meaningless afterwards.
 
         The LM head is packed as well although a tied one, whose rows the embedding reads, is then there twice:
         it is a quarter of a small model's work.
         """
         self._kernels = kernels
-        for layer in self.layers:
-            layer.pack(kernels)
+        plain_bytes = self._linear_bytes()
+        read(self._table_slices())
+        for index, layer in enumerate(self.layers):
+            read(layer.slices(f"{self.shape.names.layers}.{index}"))
+            layer.pack(kernels, linears.layers)
+        read(self.norm.slices(""))
         self.norm.pack(kernels)
-        self.head.pack(keep_weight=self.head is self.embedding)
+        if self.head is not self.embedding:
+            read(self.head.slices(self.shape.names.head))
+        self.head.pack(linears.head, keep_weight=self.head is self.embedding)
+        self.weight_bytes += self._linear_bytes() - plain_bytes
+
+    def _linear_bytes(self) -> int:
+        return self.head.nbytes + sum(linear.nbytes for layer in self.layers for linear in layer.linears)
+
+    def _table_slices(self) -> Iterator[WeightSlice]:
+        yield from self.embedding.slices(self.shape.names.embedding)
+        if self.positions is not None:
+            yield whole(f"{self.shape.names.positions}.weight", self.positions)
 
     def _embed(self, step: StepTensors, kernels: LayerKernels | None) -> Tensor:
         x_TD = self.embedding.embed(step.token_ids_T, kernels)

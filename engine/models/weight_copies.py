@@ -5,7 +5,7 @@ Does not know: files, which part goes where.
 
 A GPU copies from page-locked memory without the host, and looks for NaN and infinity a hundred times as fast as a core
 does.  So a part goes through two buffers in turn, is checked where it arrives, and nobody waits for the answer until
-all parts of a file are queued.
+all parts of a layer are queued.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Event(Protocol):
 
 
 class WeightCopies(Protocol):
-    """Copies of one file's parts."""
+    """Copies of a layer's parts."""
 
     def copy(self, target: Tensor, part: Tensor, name: str) -> None:
         """Write ``part`` of the tensor ``name``, on the host, to ``target`` of the same shape, in its dtype."""
@@ -56,7 +56,7 @@ class HostCopies:
 
 
 class PinnedCopies:
-    """See ``WeightCopies``.  To a GPU's.  The buffers serve one file after the other."""
+    """See ``WeightCopies``.  To a GPU's.  The buffers serve one layer after the other."""
 
     def __init__(
         self,

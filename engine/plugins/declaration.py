@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from engine.errors import PluginError
-from engine.plugins.hookspecs import API_VERSION, OLDEST_API_VERSION, AttentionContext
+from engine.plugins.hookspecs import API_VERSION, OLDEST_API_VERSION, AttentionContext, LinearContext
 
 CONSTANT = "CALLBOARD_PLUGIN"
 # CPython 3.11 counts the depth of a tree once for all threads, and ranks that are threads load at the same time.
@@ -41,6 +41,7 @@ class Multiples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 Sizes = tuple[int, ...] | Multiples
 Phase = Literal["prefill", "decode"]
+InstructionSet = Literal["avx2", "avx512", "amx"]
 Feature = Literal["soft_cap", "sinks", "layer_windows"]
 FEATURES: Mapping[str, str] = {
     "soft_cap": "soft-capped scores",
@@ -60,15 +61,20 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """api: the version of the plugin API it was written for.  Of the rest, what is left out or empty is not limited.
 
     packages: what must be installed, by the names that are imported; 'a | b' for either.  devices: 'cpu', 'cuda'.
+    dtypes: 'float32', 'bfloat16', 'float16'.
     architectures: for model families: the names in config.json that the plugin reads, each with its model_type.
-    The others are for attention backends.  dtypes: 'float32', 'bfloat16', 'float16'.  head_sizes, page_sizes: lists or
-    {"multiple_of": ..., "at_most": ...}.  heads_per_kv_head: ratios of query heads to KV heads.
+    The next are for attention backends.  head_sizes, page_sizes: lists or {"multiple_of": ..., "at_most": ...}.
+    heads_per_kv_head: ratios of query heads to KV heads.
     window: whether it does sliding windows.  supports: what else of ``AttentionSpec`` it computes: 'soft_cap', 'sinks',
     'layer_windows', which are those of ``full_layers``.  phases: what it serves, 'prefill' and 'decode'.
     kv_layouts: of 'layer_first' and 'page_first'; in the second, a page's first slot is page * pool.page_stride.
     padding: whether decode rows of length 0, which pad a captured batch, are fine.
     variants: options that 'auto' measures beside the defaults, [{"phase": ..., "options": {...}}, ...].
     graph_breaks: operations that it registers with torch and that must not be captured, as 'library::operation'.
+    The last are for linear kernels.  quantizations: what they keep weights in, 'none' for as exact as the dtype.
+    checkpoint_dtypes: from which they can be as exact.  instruction_sets: of which the CPU must have one.
+    traceable: whether a compiler can trace their products.  invariant: whether a row's result has the same bits
+    whatever other rows there are.
     """
 
     api: int
@@ -86,28 +92,46 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     padding: bool = False
     variants: tuple[Variant, ...] = ()
     graph_breaks: tuple[str, ...] = ()
+    quantizations: tuple[str, ...] = ("none",)
+    checkpoint_dtypes: tuple[str, ...] = ()
+    instruction_sets: tuple[InstructionSet, ...] = ()
+    traceable: bool = False
+    invariant: bool = False
 
     def missing_packages(self) -> list[str]:
         """Return the packages that are not installed.  It looks for them and imports none."""
         return [either for either in self.packages if not any(_installed(name) for name in either.split("|"))]
 
-    def misfits(self, context: AttentionContext) -> list[str]:
+    def misfits(self, context: AttentionContext | LinearContext) -> list[str]:
         """Return why the plugin cannot run here, or [].  It ignores what the context leaves empty or 0."""
+        reasons = [f"package {name} is not installed" for name in self.missing_packages()]
+        reasons += _outside(("device", context.device, self.devices), ("dtype", context.dtype, self.dtypes))
+        if isinstance(context, LinearContext):
+            return reasons + self._linear_misfits(context)
+        return reasons + self._attention_misfits(context)
+
+    def _linear_misfits(self, context: LinearContext) -> list[str]:
+        exact = context.quantization == "none"
+        reasons = _outside(
+            ("quantization", context.quantization, self.quantizations),
+            ("checkpoint of dtype", context.checkpoint_dtype if exact else "", self.checkpoint_dtypes),
+        )
+        have = context.instruction_sets
+        if self.instruction_sets and have is not None and not set(have) & set(self.instruction_sets):
+            found = f"a CPU with {' and '.join(have)}" if have else "a CPU with none of these"
+            reasons.append(f"{found}, it takes one with {' or '.join(self.instruction_sets)}")
+        if context.traced and not self.traceable:
+            reasons.append("graphs.mode is compiled, its products cannot be traced")
+        return reasons
+
+    def _attention_misfits(self, context: AttentionContext) -> list[str]:
         ratio = context.num_heads // context.num_kv_heads if context.num_kv_heads else 0
-        wanted: list[tuple[str, object, Any]] = [
-            ("device", context.device, self.devices),
-            ("dtype", context.dtype, self.dtypes),
+        reasons = _outside(
             ("head size", context.head_size, self.head_sizes),
             ("page size", context.page_size, self.page_sizes),
             ("KV layout", context.kv_layout, self.kv_layouts),
             ("ratio of query heads to KV heads", ratio, self.heads_per_kv_head),
-        ]
-        reasons = [f"package {name} is not installed" for name in self.missing_packages()]
-        reasons += [
-            f"{what} {seen}, it takes {_spell(allowed)}"
-            for what, seen, allowed in wanted
-            if seen and allowed and seen not in allowed
-        ]
+        )
         if context.window and not self.window:
             reasons.append(f"a sliding window of {context.window} tokens, it does none")
         if lacking := [FEATURES[need] for need in context.needs if need not in self.supports]:
@@ -123,6 +147,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         parts += [f"{what} {_spell(allowed)}" for what, allowed in sizes.items() if allowed]
         parts += [] if self.window else ["no window"]
         parts += [", ".join(self.architectures)]
+        parts.append(" or ".join(self.instruction_sets))
         parts += [] if len(self.phases) > 1 else [f"{self.phases[0]} only"]
         return "; ".join(part for part in parts if part)
 
@@ -194,6 +219,15 @@ def _range(oldest: int, newest: int) -> str:
 
 def _spell(allowed: tuple[object, ...] | Multiples) -> str:
     return str(allowed) if isinstance(allowed, Multiples) else ", ".join(map(str, allowed))
+
+
+def _outside(*wanted: tuple[str, object, Any]) -> list[str]:
+    """wanted: what, what there is, what is allowed; either may be empty, for anything."""
+    return [
+        f"{what} {seen}, it takes {_spell(allowed)}"
+        for what, seen, allowed in wanted
+        if seen and allowed and seen not in allowed
+    ]
 
 
 def _installed(package: str) -> bool:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engine.kv.store import KVStore
     from engine.layers.attention import AttentionFactory
     from engine.layers.comm import Comm
+    from engine.layers.packing import LinearKernel
     from engine.scheduling.meter import RequestMetrics
     from engine.scheduling.policy import SchedulingPolicy
     from engine.text.grammar import GrammarEngine
@@ -77,6 +78,23 @@ class CommContext:
     size: int
     device: str
     rendezvous: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearContext:
+    """What a linear plugin is told.  device: 'cpu' or 'cuda'.  dtype: of inputs and outputs, 'float32', 'bfloat16' or
+    'float16'.  quantization: what it is to keep weights in, 'none' for what rounds no more than products in dtype do.
+    checkpoint_dtype: what the weights were saved in; their values fit it exactly.
+    instruction_sets: of this CPU, of 'avx2', 'avx512' and 'amx'; None if they are not known.
+    traced: whether a compiler will trace products.  options: the plugin's own table from the configuration."""
+
+    device: str
+    dtype: str
+    quantization: str = "none"
+    checkpoint_dtype: str = ""
+    instruction_sets: tuple[str, ...] | None = None
+    traced: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -174,6 +192,16 @@ def callboard_comm(context: CommContext) -> "Comm | None":
 
     Called: once per executor, before weights are loaded.
     Returns: a Comm, see ``engine/layers/comm.py``.  Raises: PluginError if it cannot run here.
+    """
+
+
+@hookspec(firstresult=True)
+def callboard_linear(context: LinearContext) -> "LinearKernel | None":
+    """Build what lays the weights of linear layers out and multiplies by them.
+
+    Called: once per executor for the layers and perhaps once for the LM head, before weights are loaded.
+    Returns: a LinearKernel, see ``engine/layers/packing.py``.
+    Raises: PluginError if it cannot run with this device, dtype or quantization.
     """
 
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from engine.config import Config
 from engine.errors import PluginError
 from engine.plugins.declaration import Declaration
-from engine.plugins.hookspecs import AttentionContext
+from engine.plugins.hookspecs import AttentionContext, LinearContext
+from engine.plugins.linears import fitting_linears, linear_context
 from engine.plugins.manager import (
     ATTENTION,
     AUTO,
     GRAPH_PASS,
     KV_STORE,
+    LINEAR,
     MODEL,
     OBSERVER,
     PluginInfo,
@@ -44,12 +46,15 @@ def list_plugins(config: Config, context: AttentionContext) -> list[Listed]:
 
     Raises PluginError if two distributions claim one name."""
     known = {info.name: info for info in available_plugins()}
-    chosen = _chosen(config, known, context)
-    return [_row(info, chosen.get(info.name, ""), context) for info in known.values()]
+    linear = linear_context(config, device=context.device, dtype=context.dtype)
+    chosen = _chosen(config, known, context, linear)
+    return [
+        _row(info, chosen.get(info.name, ""), linear if info.kind == LINEAR else context) for info in known.values()
+    ]
 
 
-def _row(info: PluginInfo, chosen: str, context: AttentionContext) -> Listed:
-    if info.kind not in (*AUTO, ATTENTION, GRAPH_PASS, KV_STORE, MODEL, OBSERVER):
+def _row(info: PluginInfo, chosen: str, context: AttentionContext | LinearContext) -> Listed:
+    if info.kind not in (*AUTO, ATTENTION, GRAPH_PASS, KV_STORE, LINEAR, MODEL, OBSERVER):
         return Listed(info, chosen, "", (f"this callboard has no plugins of kind {info.kind!r}",))
     try:
         declaration = checked(info, declared(info))
@@ -58,20 +63,28 @@ def _row(info: PluginInfo, chosen: str, context: AttentionContext) -> Listed:
     return Listed(info, chosen, declaration.needs(), tuple(_hindrances(info, declaration, context)))
 
 
-def _hindrances(info: PluginInfo, declaration: Declaration, context: AttentionContext) -> list[str]:
+def _hindrances(info: PluginInfo, declaration: Declaration, context: AttentionContext | LinearContext) -> list[str]:
+    if isinstance(context, LinearContext):
+        return declaration.misfits(context)
     # A backend of one phase can run, if only beside another one.
     phases = declaration.phases if info.kind == ATTENTION else ()
     return declaration.misfits(replace(context, phases=phases))
 
 
-def _chosen(config: Config, known: Mapping[str, PluginInfo], context: AttentionContext) -> dict[str, str]:
+def _chosen(
+    config: Config, known: Mapping[str, PluginInfo], context: AttentionContext, linear: LinearContext
+) -> dict[str, str]:
     several = {OBSERVER: config.plugins.observers, GRAPH_PASS: config.plugins.graph_passes}
     chosen = {name: "yes" for kind, wanted in several.items() for name in several_names(kind, wanted)}
     # A built-in family needs no choice: it is asked when a checkpoint is of its architecture.
     chosen |= {f"{MODEL}.{name}": "yes" for name in config.plugins.models}
     for kind, wanted in config.chosen_plugins().items():
+        if (kind, wanted) == (LINEAR, "auto"):
+            # Which of them is measured at start.
+            chosen |= {info.name: "if fastest" for info in fitting_linears(known, linear)}
+            continue
         if kind != ATTENTION and isinstance(wanted, str):
-            chosen[decide(kind, wanted)] = "yes"
+            chosen[f"{LINEAR}.{wanted}" if kind == LINEAR else decide(kind, wanted)] = "yes"
             continue
         both = wanted if isinstance(wanted, AttentionNames) else AttentionNames(prefill=wanted, decode=wanted)
         prefill, decode = both.prefill, both.decode

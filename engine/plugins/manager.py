@@ -33,6 +33,7 @@ DISTRIBUTION = "callboard"
 ATTENTION = "attention"  # the kind of which there may be two, one for each phase
 GRAMMAR = "grammar"  # the kind that only some requests need: what nobody named may be missing until one comes
 KV_STORE = "kv_store"  # the kind that is not there unless it is named
+LINEAR = "linear"  # the kind that 'auto' chooses by measuring, once the model's shapes are known
 MODEL = "model"  # the kind that is chosen by a checkpoint's architecture: every built-in, others if they are named
 OBSERVER, GRAPH_PASS = "observer", "graph_pass"  # the kinds of which any number may be chosen
 
@@ -52,6 +53,12 @@ BUILTIN: Mapping[str, str] = {
     "eviction.slru": "engine.plugins.eviction.slru",
     "grammar.llguidance": "engine.plugins.grammar.llguidance",
     "kv_store.files": "engine.plugins.kv_store.files",
+    "linear.fbgemm_fp16": "engine.plugins.linear.fbgemm_fp16",
+    "linear.fbgemm_int8": "engine.plugins.linear.fbgemm_int8",
+    "linear.onednn": "engine.plugins.linear.onednn",
+    "linear.torch": "engine.plugins.linear.torch",
+    "linear.torch_fp8": "engine.plugins.linear.torch_fp8",
+    "linear.torch_int8": "engine.plugins.linear.torch_int8",
     "model.gemma2": "engine.plugins.model.gemma2",
     "model.gemma3": "engine.plugins.model.gemma3",
     "model.glm4": "engine.plugins.model.glm4",
@@ -87,6 +94,7 @@ KINDS: Mapping[str, str] = {
     "callboard_grammar_engine": "grammar",
     "callboard_graph_pass": GRAPH_PASS,
     "callboard_kv_store": KV_STORE,
+    "callboard_linear": LINEAR,
     "callboard_model": MODEL,
     "callboard_scheduling_policy": "policy",
 }
@@ -182,7 +190,8 @@ def several_names(kind: str, wanted: Sequence[str]) -> list[str]:
 class Plugins:
     """The chosen plugins, loaded.  ``hook`` is pluggy's caller for each hook of ``hookspecs``.
 
-    names: kind -> full name; attention is missing from it unless one backend was named for both phases.
+    names: kind -> full name; attention is missing from it unless one backend was named for both phases, linear unless
+    a kernel was named.
     attention: the names wanted for its two phases; a backend for 'auto' is loaded later, when the device is known.
     observers, graph_passes: full names, in the order of the configuration.  options: per full name.
     absent: why the default grammar plugin cannot be loaded; '' if it can.
@@ -223,6 +232,8 @@ class Plugins:
                 self._choose_attention(wanted)
             elif kind == ATTENTION:
                 self._choose_attention(AttentionNames(prefill=wanted, decode=wanted))
+            elif kind == LINEAR:
+                self._choose_linear(wanted)
             else:
                 self.names[kind] = decide(kind, wanted)
                 if wanted == "auto":
@@ -244,6 +255,12 @@ class Plugins:
                 self.load(f"{ATTENTION}.{name}")
         if wanted.prefill == wanted.decode != "auto":
             self.names[ATTENTION] = f"{ATTENTION}.{wanted.prefill}"
+
+    def _choose_linear(self, wanted: str) -> None:
+        """Load the kernel if it is named, so that a mistake is found before weights are loaded."""
+        if wanted != "auto":
+            self.names[LINEAR] = f"{LINEAR}.{wanted}"
+            self.load(self.names[LINEAR])
 
     @property
     def hook(self) -> pluggy.HookRelay:

@@ -24,12 +24,14 @@ from engine.host_memory import available_bytes
 from engine.kv.store import DIGEST_BYTES, KVStore, PageRecords
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
+from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.hookspecs import CommContext, KVStoreContext
 from engine.plugins.manager import KV_STORE, Plugins
 from engine.plugins.structured import plugin_grammars
 from engine.sampling.constraints import Constraints
 from engine.sampling.sampler import Sampler
+from engine.startup.linears import choose_linears
 from engine.startup.memory import (
     MAX_CPU_POOL_BYTES,
     MAX_HOST_SHARE,
@@ -78,6 +80,8 @@ def load_runner(
     place = host_place() if on_cpu else comm.rank
     graphs.device.trim()  # of what a runner before this one has left
     room = fair_share(free_bytes(device), place, comm, device)
+    plan = Decoder(spec.shape, comm, torch.device("meta"), dtype)
+    set_threads(config.device.threads, device, plan.parameter_bytes)
     model = load_model(
         spec,
         graphs.comm,
@@ -86,9 +90,9 @@ def load_runner(
         load_format=load_format,
         seed=seed,
         progress=progress,
+        linears=choose_linears(config, spec, plugins, plan, device),
         check_room=lambda needed: check_weights(spec, needed, dtype, room, comm.size),
     )
-    set_threads(config.device.threads, device, model.parameter_bytes)
     attention_spec = model.attention_spec
     # Before the pool takes what memory is left: a plugin may refuse, and may need some to be tried.
     page_size, layout, limit_s = config.kv.page_size, config.kv.layout, config.plugins.race_s
@@ -145,7 +149,7 @@ def load_runner(
         rank,
         device,
         str(dtype).removeprefix("torch."),
-        model.parameter_bytes / 1e6,
+        model.weight_bytes / 1e6,
         pool.data.nbytes / 1e6,
         num_pages,
         page_size,

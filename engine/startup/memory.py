@@ -18,10 +18,10 @@ from engine.errors import ConfigError
 from engine.execution.prompts import SCORED_ROWS
 from engine.layers.attention import AttentionBackend, AttentionBatch
 from engine.layers.kv_pool import KVPool
-from engine.layers.packing import COMPILED_BYTES, num_padded_sizes
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder
 from engine.params import SamplingParams
+from engine.plugins.linear.onednn import COMPILED_BYTES, num_padded_sizes
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import PART_SCORES_CPU
 
@@ -196,7 +196,7 @@ def report(rank: int, model: Decoder, pool: KVPool, needs: Needs, graph_bytes: i
         "rank %d memory: weights %s, activations %s, graphs %s (expected %s), compiled products %s, processes %s, "
         "KV pool %s (%d pages, %d tokens), left %s",
         rank,
-        _gigabytes(model.parameter_bytes),
+        _gigabytes(model.weight_bytes),
         _gigabytes(needs.activation_bytes),
         _gigabytes(graph_bytes),
         _gigabytes(needs.graph_bytes),

@@ -17,7 +17,9 @@ from engine.models.loader import loading_bytes
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
 from engine.plugins.hookspecs import AttentionContext
+from engine.plugins.manager import Plugins
 from engine.plugins.selection import expected_context
+from engine.startup.linears import choose_linear, rank_context
 from engine.startup.memory import check_weights
 
 
@@ -36,12 +38,16 @@ def preview_context(config: Config) -> AttentionContext:
 def preview_weights(config: Config, spec: ModelSpec) -> tuple[int, int]:
     """Bytes that loading a rank's weights takes, and that there are for it if all ranks are on this machine.
 
-    Raises ConfigError, as a start would, if they do not fit, ranks cannot share them or the device is not here."""
+    Raises ConfigError or PluginError, as a start would, if they do not fit, ranks cannot share them, the device is not
+    here or no kernel multiplies by them."""
     device = choose_device(config.device, 0)
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
     ranks = config.device.tensor_parallel
     plan = Decoder(spec.shape, _FirstOf(ranks), torch.device("meta"), dtype)
-    needed, available = loading_bytes(plan, device, config.model.load_format), free_bytes(device)
+    plugins = Plugins({"linear": config.plugins.linear}, options=config.plugins.options)
+    kernel = choose_linear(plugins, rank_context(config, spec, device, dtype), lambda kernels: {})
+    needed = loading_bytes(plan, device, config.model.load_format, kernel.element_bytes)
+    available = free_bytes(device)
     if device.type == "cpu":
         available //= ranks
     check_weights(spec, needed, dtype, available, ranks)
@@ -68,7 +74,7 @@ class _FirstOf(LocalComm):
 
 def _spec_at_hand(config: Config) -> ModelSpec | None:
     path = config.model.path
-    if path != DEMO and not Path(path).expanduser().is_dir():
+    if path != DEMO and not Path(path).expanduser().exists():
         return None
     try:
         return read_model(resolve_checkpoint(path, ""), config.plugins)

@@ -189,7 +189,7 @@ BROKEN_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "expected one set of rotary settings"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types is"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints are not implemented"),
+    ({"quantization_config": {"quant_method": "exl2"}}, "expected one of awq, compressed-tensors, fp8, gptq"),
 ]
 
 

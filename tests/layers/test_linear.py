@@ -7,10 +7,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.layers.embedding import VocabLinear
 from engine.layers.linear import Linear
-from engine.layers.packing import num_padded_sizes, pack, padded_rows
 from engine.plugins.comm.local import LocalComm
+from engine.plugins.linear.onednn import OneDNN, num_padded_sizes, pack, padded_rows
 
 CPU = torch.device("cpu")
+ONEDNN = OneDNN(4)
 
 
 def filled(bias: bool) -> tuple[Linear, torch.Tensor]:
@@ -28,7 +29,7 @@ def filled(bias: bool) -> tuple[Linear, torch.Tensor]:
 def test_packing_does_not_change_the_product(rows: int, bias: bool):
     linear, weight = filled(bias)
     wider = torch.randn(rows, 30, generator=torch.Generator().manual_seed(rows))
-    linear.pack()
+    linear.pack(ONEDNN)
     for x in (wider[:, :24].contiguous(), wider[:, :24], wider[:, 6:]):
         expected = F.linear(x, weight, linear.bias)
         torch.testing.assert_close(linear(x), expected, rtol=1e-5, atol=1e-5)
@@ -36,11 +37,11 @@ def test_packing_does_not_change_the_product(rows: int, bias: bool):
 
 def test_plain_weight_is_freed_unless_it_is_read_elsewhere():
     linear, _ = filled(bias=False)
-    linear.pack()
+    linear.pack(ONEDNN)
     assert not hasattr(linear, "weight")
     table = VocabLinear(10, 8, LocalComm(), CPU, torch.float32)
     table.weight.copy_(torch.arange(80.0).view(10, 8))
-    table.pack(keep_weight=True)
+    table.pack(ONEDNN, keep_weight=True)
     assert torch.equal(table.embed(torch.tensor([3, 9])), torch.arange(80.0).view(10, 8)[[3, 9]])
     assert torch.equal(table.logits(torch.eye(8)[:1]), torch.arange(0.0, 80, 8)[None])
 
@@ -50,7 +51,7 @@ def test_what_cannot_be_packed_stays_as_it_is(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert pack(torch.zeros(4, 4)) is None
     linear, weight = filled(bias=True)
-    linear.pack()
+    linear.pack(ONEDNN)
     x = torch.ones(3, 24)
     assert torch.equal(linear(x), F.linear(x, weight, linear.bias))
 
@@ -78,7 +79,7 @@ class Products(TorchDispatchMode):
 
 def test_a_product_is_compiled_for_few_numbers_of_rows():
     linear, weight = filled(bias=True)
-    linear.pack()
+    linear.pack(ONEDNN)
     products = Products()
     x = torch.randn(600, 24, generator=torch.Generator().manual_seed(0))
     for rows in range(1, 601):

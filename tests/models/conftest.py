@@ -13,6 +13,7 @@ from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
+from engine.plugins.linear.onednn import onednn_linears
 from tests.models.checkpoints import build, save
 
 
@@ -45,7 +46,9 @@ class Cases:
 
 def load(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Decoder:
     """The whole model on one rank."""
-    return load_model(spec, LocalComm(), torch.device("cpu"), dtype, "safetensors", 0, progress=False)
+    return load_model(
+        spec, LocalComm(), torch.device("cpu"), dtype, "safetensors", 0, linears=onednn_linears(dtype), progress=False
+    )
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from engine.errors import WeightsError
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.families import read_model
+from engine.plugins.linear.onednn import onednn_linears
 from engine.plugins.testing.steps import Driver
 from engine.plugins.testing.threads import ThreadComm, on_ranks
 from tests.models.checkpoints import LINEAR, LLAMA3, SIZES, VOCAB, YARN, random_tokens
@@ -218,7 +219,18 @@ def test_a_head_in_the_file_counts_whatever_the_config_says(
     assert (model.head is model.embedding) == (tied and head is the_same), "an equal head costs no memory"
 
     def work(comm: ThreadComm) -> list[int]:
-        return continued(load_model(spec, comm, torch.device("cpu"), torch.float32, "safetensors", 0, progress=False))
+        return continued(
+            load_model(
+                spec,
+                comm,
+                torch.device("cpu"),
+                torch.float32,
+                "safetensors",
+                0,
+                linears=onednn_linears(torch.float32),
+                progress=False,
+            )
+        )
 
     assert on_ranks(2, work) == [expected] * 2
 

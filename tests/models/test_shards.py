@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from engine.checkpoints.shards import INDEX_FILE, SINGLE_FILE, read_header, read_shards
 from engine.errors import WeightsError
 from engine.plugins.families import read_model
+from engine.plugins.linear.onednn import onednn_linears
 from engine.plugins.testing.steps import Driver
 from tests.models.checkpoints import build, save
 from tests.models.conftest import Cases, load
@@ -147,7 +148,10 @@ NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
         ({NORM: None}, rf"tensor '{NORM}' of shape \[64\] is missing"),
         ({QUERY: torch.zeros(64, 63)}, rf"tensor '{QUERY}' has shape \[64, 63\], config.json expects \[64, 64\]"),
         ({QUERY: torch.zeros(64 * 64)}, rf"tensor '{QUERY}' has shape \[4096\]"),
-        ({NORM: torch.ones(64, dtype=torch.int32)}, rf"tensor '{NORM}' has dtype I32, expected one of F32, BF16, F16"),
+        (
+            {NORM: torch.ones(64, dtype=torch.int32)},
+            rf"tensor '{NORM}' has dtype I32, expected one of F64, F32, BF16, F16",
+        ),
         ({NORM: torch.full((64,), torch.nan)}, rf"tensor '{NORM}' contains NaN"),
         ({QUERY: torch.full((64, 64), torch.inf)}, rf"tensor '{QUERY}' contains NaN or infinity"),
         (
@@ -187,7 +191,16 @@ def test_progress_goes_to_stderr_in_bytes(copied: Path, capsys: pytest.CaptureFi
     from engine.models.loader import load_model
     from engine.plugins.comm.local import LocalComm
 
-    load_model(read_model(copied), LocalComm(), torch.device("cpu"), torch.float32, "safetensors", 0, progress=True)
+    load_model(
+        read_model(copied),
+        LocalComm(),
+        torch.device("cpu"),
+        torch.float32,
+        "safetensors",
+        0,
+        linears=onednn_linears(torch.float32),
+        progress=True,
+    )
     seen = capsys.readouterr()
     assert "loading weights: 100%" in seen.err
     assert seen.out == ""
@@ -201,7 +214,16 @@ def test_dummy_weights_need_only_the_config(copied: Path, tmp_path: Path):
     bare.mkdir()
     shutil.copy(copied / "config.json", bare)
     models = [
-        load_model(read_model(bare), LocalComm(), torch.device("cpu"), torch.float32, "dummy", seed, progress=False)
+        load_model(
+            read_model(bare),
+            LocalComm(),
+            torch.device("cpu"),
+            torch.float32,
+            "dummy",
+            seed,
+            linears=onednn_linears(torch.float32),
+            progress=False,
+        )
         for seed in (1, 1, 2)
     ]
     first, same, other = (Driver(model).step({"a": [1, 2, 3]})["a"] for model in models)

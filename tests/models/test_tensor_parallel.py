@@ -10,6 +10,7 @@ from engine.layers.comm import Comm
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.comm.local import LocalComm
+from engine.plugins.linear.onednn import onednn_linears
 from engine.plugins.testing.steps import Driver
 from engine.plugins.testing.threads import ThreadComm, on_ranks
 from tests.models.checkpoints import NOT_PLAIN, random_tokens, reference_logits
@@ -20,7 +21,16 @@ VARIANTS = ["llama", "llama-biases", "qwen2-tied-upper-window", "qwen3-tied", "q
 
 
 def load_rank(spec: ModelSpec, comm: Comm, load_format: str = "safetensors") -> Decoder:
-    return load_model(spec, comm, torch.device("cpu"), torch.float32, load_format, 7, progress=False)
+    return load_model(
+        spec,
+        comm,
+        torch.device("cpu"),
+        torch.float32,
+        load_format,
+        7,
+        linears=onednn_linears(torch.float32),
+        progress=False,
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

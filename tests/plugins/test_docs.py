@@ -46,7 +46,9 @@ def acme(install: Install) -> Path:
 
 
 def test_the_page_shows_these_files() -> None:
-    names = ("mru", "shortest", "count", "jsonl", "plain", "gloo", "words", "casts", "memory", "arcee", "squared")
+    names = (
+        "mru", "shortest", "count", "jsonl", "plain", "gloo", "words", "casts", "memory", "table", "arcee", "squared",
+    )  # fmt: skip
     modules = {f"callboard_acme/{name}.py" for name in names}
     assert set(FILES) == {"pyproject.toml", "test_acme.py", *modules}
 
@@ -75,6 +77,12 @@ def test_its_attention_serves_beside_ours(acme: Path) -> None:
         with LLM(progress=False, config={"plugins": {"attention": attention}, "kv": {"num_pages": 64}}) as llm:
             texts.append(llm.generate(["def add(a, b):\n"], greedy)[0].text)
     assert texts[0] == texts[1] == texts[2]
+
+
+def test_its_linear_kernel_serves(acme: Path) -> None:
+    config = {"plugins": {"linear": "table"}, "model": {"quantization": "table4"}, "kv": {"num_pages": 64}}
+    with LLM(progress=False, config=config) as llm:
+        assert llm.generate(["def add(a, b):\n"], SamplingParams(temperature=0, max_tokens=4))[0].token_ids
 
 
 def test_its_grammar_engine_constrains(acme: Path) -> None:

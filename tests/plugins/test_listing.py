@@ -56,8 +56,11 @@ def test_the_chosen_are_marked() -> None:
         return {name: row.chosen for name, row in rows(config).items() if row.chosen}
 
     names = ("attention.torch", "comm.local", "eviction.lru", "grammar.llguidance", "policy.priority")
-    usual = dict.fromkeys(names, "yes")
+    linears = ("linear.fbgemm_fp16", "linear.onednn", "linear.torch")
+    usual = dict.fromkeys(names, "yes") | dict.fromkeys(linears, "if fastest")
     assert chosen() == usual
+    kernel = dict.fromkeys(linears, "") | {"linear.torch": "yes"}
+    assert chosen(linear="torch") == {name: mark for name, mark in (usual | kernel).items() if mark}
     assert chosen(tensor_parallel=2).keys() ^ usual.keys() == {"comm.local", "comm.torch"}
     assert chosen(policy="lpm", observers=["log"]) == {
         **{name: mark for name, mark in usual.items() if name != "policy.priority"},

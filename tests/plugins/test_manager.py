@@ -13,6 +13,7 @@ from engine.plugins.manager import (
     AUTO,
     BUILTIN,
     KV_STORE,
+    LINEAR,
     MODEL,
     OBSERVER,
     Plugins,
@@ -29,7 +30,7 @@ EVICTION = HOOKIMPL + "@hookimpl\ndef callboard_eviction_strategy(context): retu
 
 def test_every_kind_has_a_key_a_default_and_built_ins() -> None:
     kinds = {name.partition(".")[0] for name in BUILTIN}
-    assert set(Config().plugins.by_kind()) == {*AUTO, ATTENTION} == kinds - {KV_STORE, MODEL, OBSERVER}
+    assert set(Config().plugins.by_kind()) == {*AUTO, ATTENTION, LINEAR} == kinds - {KV_STORE, MODEL, OBSERVER}
     with_store = build_config(Config(), {"plugins": {"kv_store": "files"}}).plugins.by_kind()
     assert set(with_store) == kinds - {MODEL, OBSERVER}
     assert {decide(kind, "auto") for kind in AUTO} <= set(BUILTIN)

@@ -94,8 +94,17 @@ def test_loading_takes_a_copy_of_the_largest_tensor_where_it_makes_one(device, l
     shape = msgspec.structs.replace(read_model(DEMO).shape, tied=False)
     plan = Decoder(shape, preview._FirstOf(ranks), torch.device("meta"), torch.bfloat16)
     largest = 4 * shape.vocab_size * shape.hidden_size
-    more = loader.loading_bytes(plan, torch.device(device), load_format) - plan.parameter_bytes
+    more = loader.loading_bytes(plan, torch.device(device), load_format, 2) - plan.parameter_bytes
     assert more == {"part": largest // ranks, "whole": largest, "none": 0}[extra]
+
+
+def test_layers_that_are_rounded_one_by_one_take_less_on_a_cpu():
+    shape = read_model(DEMO).shape
+    plan = Decoder(shape, preview._FirstOf(1), torch.device("meta"), torch.float32)
+    layer = sum(weight.numel() for one in plan.layers[0].linears for weight in [one.weight])
+    for device, saved in (("cpu", 3 * layer * (shape.num_layers - 1)), ("cuda", 0)):
+        whole, rounded = (loader.loading_bytes(plan, torch.device(device), "safetensors", size) for size in (4, 1))
+        assert whole - rounded == saved
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +209,7 @@ def test_weights_that_cannot_fit_are_refused_before_anything_is_loaded(checkpoin
         raise AssertionError("weights are loaded")
 
     monkeypatch.setattr(loading, "free_bytes", lambda device: 1 << 10)
-    for name in ("_draw", "_read"):
+    for name in ("_draw", "_fill"):
         monkeypatch.setattr(loader, name, load_weights)
     with pytest.raises(ConfigError) as refused, LLM(checkpoint, progress=False, config={"model": dummy(load_format)}):
         pass

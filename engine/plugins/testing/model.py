@@ -27,6 +27,7 @@ from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.hookspecs import ModelContext
+from engine.plugins.linear.onednn import onednn_linears
 from engine.plugins.testing.findings import Findings
 from engine.plugins.testing.steps import Driver
 from engine.plugins.testing.threads import on_ranks
@@ -98,7 +99,16 @@ class _Loading:
 
     def __call__(self, comm: Comm | None = None, dummy: bool = False) -> Decoder:
         load_format: Any = "dummy" if dummy else "safetensors"
-        return load_model(self.spec, comm or LocalComm(), CPU, torch.float32, load_format, 7, progress=False)
+        return load_model(
+            self.spec,
+            comm or LocalComm(),
+            CPU,
+            torch.float32,
+            load_format,
+            7,
+            linears=onednn_linears(torch.float32),
+            progress=False,
+        )
 
 
 def _reader(hook: Hook, options: Mapping[str, Any]) -> Callable[[str, Fields], DecoderShape]:

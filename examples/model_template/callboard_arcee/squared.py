@@ -18,14 +18,13 @@ class SquaredMLP:
     ) -> None:
         self.up = ColumnLinear(hidden_size, [("up_proj", shape.intermediate_size)], shape.bias, comm, device, dtype)
         self.down = RowLinear(shape.intermediate_size, hidden_size, shape.bias, comm, device, dtype)
+        self.linears = (self.up, self.down)
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
         return self.down(F.relu(self.up(x_TD)).square_())
 
     def pack(self, kernels: LayerKernels | None) -> None:
-        """Lay the weights out for the device; called once, after loading."""
-        self.up.pack()
-        self.down.pack()
+        """Nothing to prepare beside the linear layers."""
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """What this part reads from a checkpoint."""

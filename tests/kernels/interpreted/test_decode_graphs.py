@@ -16,6 +16,7 @@ from engine.kernels import choice
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.triton.backend import TritonAttention
 from engine.plugins.comm.local import LocalComm
+from engine.plugins.linear.onednn import onednn_linears
 from engine.sampling.sampler import Sampler
 from tests.graphs.recording import RecordingDevice
 from tests.graphs.runners import GREEDY, MAX_LEN, PAGE_SIZE, Steps, tokens
@@ -100,7 +101,16 @@ def model(tmp_path, monkeypatch):
 
     monkeypatch.setenv(choice.VARIABLE, "triton")
     path = save(build("qwen3"), tmp_path)
-    return load_model(read_model(path), LocalComm(), CPU, torch.float32, "safetensors", 7, progress=False)
+    return load_model(
+        read_model(path),
+        LocalComm(),
+        CPU,
+        torch.float32,
+        "safetensors",
+        7,
+        linears=onednn_linears(torch.float32),
+        progress=False,
+    )
 
 
 def test_kernels_alone_decode_as_they_do_step_by_step(model):

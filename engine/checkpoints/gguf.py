@@ -1,0 +1,195 @@
+"""GGUF files: one file with weights, the model's shape and its tokenizer, as llama.cpp reads it.
+
+Owns: what of a file is read and by which names; a directory for it in Hugging Face format, in the user's cache, whose
+``model.gguf`` leads to the file.  Does not know: torch, how blocks of numbers are stored (the gguf package does).
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.checkpoints.shards import StoredTensor
+from engine.errors import WeightsError
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+log = logging.getLogger(__name__)
+
+LINK = "model.gguf"
+SUFFIX = ".gguf"
+UNFOLDING = 1  # part of the directory's name: raise it when what is written there changes
+TOKENIZER_TIMEOUT_S = 300.0  # transformers is imported for it
+# general.architecture -> what Hugging Face calls it.  A Mistral is a Llama to llama.cpp.
+ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+# Key below the architecture's name -> field of config.json.
+FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+OPTIONAL = {"attention.head_count_kv", "attention.key_length"}
+NAMES = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+
+
+def open_gguf(path: Path) -> "GGUFReader":
+    """A file's metadata and tensors, mapped and not read.  Raises WeightsError naming the file."""
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise WeightsError(
+            f"{path}: GGUF files are read with the gguf package: pip install 'callboard[gguf]'"
+        ) from None
+
+    class Bounded(GGUFReader):  # type: ignore[misc]
+        """One that does not count beyond the end of a truncated or hostile file."""
+
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+            if not 0 <= int(offset) <= int(offset) + int(count) <= len(self.data):
+                raise ValueError(f"{int(count)} values at byte {int(offset)} of {len(self.data)}; it is truncated")
+            return super()._get(offset, dtype, count, override_order)
+
+    try:
+        return Bounded(path)
+    except OSError as error:
+        raise WeightsError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
+        raise WeightsError(f"{path}: not a GGUF file that can be read: {error}") from None
+
+
+def unfold(path: Path) -> Path:
+    """The directory that stands for a file, made if it is not there.  Raises WeightsError."""
+    path = path.resolve()
+    facts = path.stat()
+    what = f"{UNFOLDING} {path} {facts.st_size} {facts.st_mtime_ns}"
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "callboard" / "gguf"
+    except RuntimeError:
+        raise WeightsError(f"{path}: no home directory to unfold it in; set XDG_CACHE_HOME") from None
+    directory = base / f"{path.stem}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+    if directory.is_dir():
+        return directory
+    reader = open_gguf(path)
+    config = _config(path, reader)
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=base))
+        (partial / "config.json").write_text(json.dumps(config, indent=1))
+        (partial / LINK).symlink_to(path)
+        _write_tokenizer(path, partial)
+        try:
+            partial.rename(directory)
+        except OSError:  # another process was faster
+            shutil.rmtree(partial)
+    except OSError as error:
+        raise WeightsError(f"{base}: {error.strerror or error}, where {path.name} was to be unfolded") from None
+    return directory
+
+
+def read_tensors(path: Path, reader: "GGUFReader") -> dict[str, tuple[StoredTensor, Any]]:
+    """The tensors by the names that they have in Hugging Face format, with the reader's own.
+
+    They count as float32, which their blocks stand for.  Raises WeightsError for one that has no such name."""
+    tensors: dict[str, tuple[StoredTensor, Any]] = {}
+    for tensor in reader.tensors:
+        found = TENSOR.fullmatch(tensor.name)
+        if found is None or found[2] not in NAMES:
+            advice = ": write the file without stretched frequencies" if "rope_freqs" in tensor.name else ""
+            raise WeightsError(f"{path}: tensor {tensor.name!r} is none that is known{advice}")
+        layer = "" if found[1] is None else f"model.layers.{found[1]}."
+        name = f"{layer}{NAMES[found[2]]}.{found[3]}"
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        tensors[name] = (StoredTensor(path, name, "F32", shape, int(tensor.n_bytes)), tensor)
+    return tensors
+
+
+def read_gguf(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file by the names that they have in Hugging Face format.  Raises WeightsError."""
+    return {name: tensor for name, (tensor, _) in read_tensors(path, open_gguf(path)).items()}
+
+
+def _config(path: Path, reader: "GGUFReader") -> dict[str, Any]:
+    """config.json of a file.  Raises WeightsError for what a table here does not have."""
+
+    def value(key: str) -> Any:
+        field = reader.get_field(key)
+        return None if field is None else field.contents()
+
+    family = value("general.architecture")
+    if family not in ARCHITECTURES:
+        expected = ", ".join(ARCHITECTURES)
+        raise WeightsError(f"{path}: general.architecture is {family!r}, expected one of {expected}")
+    if experts := value(f"{family}.expert_count"):
+        raise WeightsError(f"{path}: {family}.expert_count is {experts}, expected none: no mixture of experts is read")
+    config: dict[str, Any] = {"architectures": [f"{ARCHITECTURES[family]}ForCausalLM"], "model_type": family}
+    for key, name in FIELDS.items():
+        if (seen := value(f"{family}.{key}")) is not None:
+            config[name] = seen
+        elif key not in OPTIONAL:
+            raise WeightsError(f"{path}: {family}.{key} is missing")
+    tensors = read_tensors(path, reader)
+    if "model.embed_tokens.weight" not in tensors:
+        raise WeightsError(f"{path}: tensor 'token_embd.weight' is missing")
+    config["vocab_size"] = tensors["model.embed_tokens.weight"][0].shape[0]
+    config["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    config["attention_bias"] = "model.layers.0.self_attn.o_proj.bias" in tensors
+    config["hidden_act"] = "silu"
+    window = value(f"{family}.attention.sliding_window")
+    if family == "mistral":
+        config["sliding_window"] = window
+    elif window is not None:
+        raise WeightsError(f"{path}: {family}.attention.sliding_window is {window}, expected none")
+    config["rope_parameters"] = _rotary(path, family, value)
+    ends = (value("tokenizer.ggml.eos_token_id"), value("tokenizer.ggml.eot_token_id"))
+    config["eos_token_id"] = [one for one in dict.fromkeys(ends) if one is not None]
+    kinds = {tensor.tensor_type.name for _, tensor in tensors.values() if len(tensor.shape) > 1}
+    halves = {"F16": "float16", "BF16": "bfloat16"}
+    config["dtype"] = halves.get(min(kinds), "float32") if len(kinds) == 1 else "float32"
+    return config
+
+
+def _rotary(path: Path, family: str, value: Any) -> dict[str, Any]:
+    theta = value(f"{family}.rope.freq_base")
+    kind = value(f"{family}.rope.scaling.type") or "none"
+    parameters: dict[str, Any] = {"rope_theta": 10000.0 if theta is None else theta, "rope_type": "default"}
+    if kind == "none":
+        return parameters
+    if kind not in ("linear", "yarn"):
+        raise WeightsError(f"{path}: {family}.rope.scaling.type is {kind!r}, expected one of none, linear, yarn")
+    parameters |= {"rope_type": kind, "factor": value(f"{family}.rope.scaling.factor")}
+    if (original := value(f"{family}.rope.scaling.original_context_length")) is not None:
+        parameters["original_max_position_embeddings"] = original
+    return parameters
+
+
+def _write_tokenizer(path: Path, directory: Path) -> None:
+    """By transformers, in a process of its own: importing it imports torch.  Without one there are still token ids."""
+    command = [sys.executable, "-m", "engine.formats.gguf_tokenizer", str(path), str(directory)]
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TOKENIZER_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        log.warning("%s: its tokenizer was not read within %g s", path, TOKENIZER_TIMEOUT_S)
+        return
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        log.warning("%s: its tokenizer cannot be read: %s", path, reason)

@@ -1,0 +1,128 @@
+"""How a checkpoint's weights were rounded, as ``quantization_config`` in config.json says it.
+
+Owns: reading it, and refusing what cannot be read.  Does not know: torch, tensors.
+Which layers were left as they were shows in the names of their tensors, so lists of them are not read.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from engine.checkpoints.fields import Fields
+
+Method = Literal["awq", "gptq", "compressed-tensors", "fp8"]
+INTEGER_BITS = {"awq": (4,), "gptq": (2, 4, 8)}
+PACKED_BITS = (2, 4, 8)  # of compressed-tensors
+FLOAT_BITS = 8
+MAX_SIZE = 1 << 20  # of a group or block
+
+
+class Quantization(msgspec.Struct, frozen=True, kw_only=True):
+    """bits: of an element.  kind: int or float.  block: (outputs, inputs) that share a scale, 0 for all that are left.
+    zero_offset: what GPTQ's first format left out of its zero points."""
+
+    method: Method
+    bits: int
+    kind: Literal["int", "float"]
+    block: tuple[int, int]
+    zero_offset: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.method} ({self.kind}{self.bits})"
+
+
+def read_quantization(fields: Fields) -> Quantization | None:
+    """fields: of config.json.  None for weights as they are.  Raises WeightsError naming what is not read."""
+    if not fields.has("quantization_config"):
+        return None
+    config = fields.section("quantization_config")
+    method = config.text("quant_method", "")
+    readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
+    if method not in readers:
+        raise config.error("quant_method", method, f"one of {', '.join(sorted(readers))}")
+    return readers[method](config)
+
+
+def _awq(config: Fields) -> Quantization:
+    if (version := config.text("version", "gemm").lower()) != "gemm":
+        raise config.error("version", version, "gemm: other layouts of AWQ are not read")
+    bits, size = ("bits", "group_size") if config.has("bits") else ("w_bit", "q_group_size")
+    return Quantization(
+        method="awq", kind="int", bits=_bits(config, bits, INTEGER_BITS["awq"]), block=_group(config, size)
+    )
+
+
+def _gptq(config: Fields) -> Quantization:
+    formats = {"gptq": 1, "gptq_v2": 0}
+    if (version := config.text("checkpoint_format", "gptq")) not in formats:
+        raise config.error("checkpoint_format", version, f"one of {', '.join(formats)}")
+    return Quantization(
+        method="gptq",
+        kind="int",
+        bits=_bits(config, "bits", INTEGER_BITS["gptq"]),
+        block=_group(config, "group_size"),
+        zero_offset=formats[version],
+    )
+
+
+def _fp8(config: Fields) -> Quantization:
+    if (form := config.text("fmt", "e4m3")) != "e4m3":
+        raise config.error("fmt", form, "e4m3")
+    return Quantization(method="fp8", kind="float", bits=FLOAT_BITS, block=_block(config, "weight_block_size"))
+
+
+def _compressed_tensors(config: Fields) -> Quantization:
+    formats = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
+    if (form := config.text("format", "")) not in formats:
+        raise config.error("format", form, f"one of {', '.join(formats)}")
+    if (sparsity := config.section("sparsity_config").text("format", "dense")) != "dense":
+        raise config.error("sparsity_config", sparsity, "none: sparse weights are not read")
+    groups = config.section("config_groups")
+    seen = [_weights(groups.section(name)) for name in groups.table]
+    if not seen or any(one != seen[0] for one in seen):
+        raise config.error("config_groups", groups.table, "groups that all round weights in the same way")
+    return seen[0]
+
+
+def _weights(group: Fields) -> Quantization:
+    """One of compressed-tensors' groups of layers.  How their inputs would be rounded is not read: they are not."""
+    weights = group.section("weights")
+    kind = weights.text("type", "int")
+    if kind not in ("int", "float"):
+        raise weights.error("type", kind, "int or float")
+    strategy = weights.text("strategy", "group" if weights.has("group_size") else "tensor")
+    blocks: dict[str, Any] = {
+        "tensor": lambda: (0, 0),
+        "channel": lambda: (1, 0),
+        "group": lambda: _group(weights, "group_size"),
+        "block": lambda: _block(weights, "block_structure"),
+    }
+    if strategy not in blocks:
+        raise weights.error("strategy", strategy, f"one of {', '.join(blocks)}")
+    bits = _bits(weights, "num_bits", (FLOAT_BITS,) if kind == "float" else PACKED_BITS)
+    return Quantization(
+        method="compressed-tensors", kind="float" if kind == "float" else "int", bits=bits, block=blocks[strategy]()
+    )
+
+
+def _bits(fields: Fields, name: str, allowed: tuple[int, ...]) -> int:
+    if (bits := fields.integer(name)) not in allowed:
+        raise fields.error(name, bits, f"one of {', '.join(map(str, allowed))}")
+    return bits
+
+
+def _group(fields: Fields, name: str) -> tuple[int, int]:
+    """So many inputs of one output; -1 for all of them."""
+    size = fields.integer(name, minimum=-1, maximum=MAX_SIZE)
+    if size == 0:
+        raise fields.error(name, size, "a number of inputs, or -1 for all")
+    return 1, max(size, 0)
+
+
+def _block(fields: Fields, name: str) -> tuple[int, int]:
+    if not fields.has(name):
+        return 0, 0
+    block = fields.table[name]
+    if not isinstance(block, list) or len(block) != 2 or any(type(one) is not int or one < 1 for one in block):
+        raise fields.error(name, block, "two sizes, of outputs and inputs")
+    return block[0], block[1]

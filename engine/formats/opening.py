@@ -1,0 +1,36 @@
+"""Which reader a checkpoint takes.
+
+Owns: the choice.  Does not know: how tensors are stored.
+"""
+
+import logging
+
+from engine.checkpoints.checkpoint import ModelSpec
+from engine.checkpoints.gguf import LINK
+from engine.checkpoints.shape import DecoderShape
+from engine.checkpoints.shards import StoredTensor, read_shards
+from engine.formats.gguf import GGUFWeights
+from engine.formats.quantized import QuantizedReader
+from engine.formats.reader import SafetensorsReader, WeightReader
+
+log = logging.getLogger(__name__)
+
+
+def open_reader(spec: ModelSpec) -> WeightReader:
+    """The weights of a checkpoint.  Raises WeightsError naming the file and the tensor at fault."""
+    if (spec.directory / LINK).exists():
+        return GGUFWeights(spec)
+    stored = _with_prefix(spec.shape, read_shards(spec.directory))
+    if spec.quantization is None:
+        return SafetensorsReader(stored)
+    log.info("%s: weights in %s are read as the floats that they stand for", spec.directory, spec.quantization)
+    return QuantizedReader(stored, spec.quantization)
+
+
+def _with_prefix(shape: DecoderShape, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors by the names that the shape has; of a model saved without its head, the prefix is missing."""
+    table = f"{shape.names.embedding}.weight"
+    prefix, _, bare = table.partition(".")
+    if table in stored or bare not in stored:
+        return stored
+    return {f"{prefix}.{name}": tensor for name, tensor in stored.items()}

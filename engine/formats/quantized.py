@@ -1,0 +1,143 @@
+"""Weights that a checkpoint stores rounded: AWQ, GPTQ, compressed-tensors, and float8 with scales.
+
+Owns: which tensors make up one weight in each format, and the check that they fit each other.
+Does not know: which layers a model has.  What is not rounded is read as it is, so no list of skipped layers is needed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.checkpoints.quantization import Quantization
+from engine.checkpoints.shards import StoredTensor
+from engine.errors import WeightsError
+from engine.formats import integers
+from engine.formats.reader import SafetensorsReader
+
+# What belongs to rounded inputs and to a rounded KV cache: here neither is rounded.
+UNUSED = ("input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale", "weight_shape")
+FLOAT8 = ("F8_E4M3", "F8_E5M2")
+INT32_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to store a weight.  main: the tensor with its elements.  needed, optional: those beside it.
+    shape: (outputs, inputs) from the main tensor's."""
+
+    main: str
+    needed: tuple[str, ...]
+    optional: tuple[str, ...]
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]]
+
+
+class QuantizedReader:
+    """Tensors of a quantized checkpoint, a rounded one as the float32 that it stands for.
+
+    A rounded weight is read as a whole, also for a part of it: its elements are not in the order of its rows.
+    Raises WeightsError if tensors are missing beside one, or do not fit it.
+    """
+
+    def __init__(self, stored: Mapping[str, StoredTensor], quantization: Quantization) -> None:
+        self._plain = SafetensorsReader(stored)
+        self._quantization = quantization
+        self._parts: dict[str, dict[str, str]] = {}  # of a rounded weight: kind -> name of the stored tensor
+        self.tensors = self._gather(stored)
+
+    def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
+        """See ``WeightReader.part``.  A stack is never rounded: no format has them."""
+        if name not in self._parts:
+            return self._plain.part(name, dim, start, length, member)
+        return self._weight(name).narrow(dim, start, length)
+
+    def close(self) -> None:
+        """See ``WeightReader.close``."""
+        self._plain.close()
+
+    def _gather(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        layouts = _layouts(self._quantization)
+        seen: dict[str, StoredTensor] = {}
+        taken: set[str] = set()
+        for name, tensor in stored.items():
+            prefix, _, kind = name.rpartition(".")
+            layout = next((one for one in layouts if one.main == kind and _fits(one, prefix, tensor, stored)), None)
+            if layout is None:
+                continue
+            names = {one: f"{prefix}.{one}" for one in (layout.main, *layout.needed, *layout.optional)}
+            parts = {one: full for one, full in names.items() if full in stored}
+            if missing := [names[one] for one in layout.needed if one not in parts]:
+                raise WeightsError(f"{tensor.file}: tensor {name!r} needs {missing[0]!r} beside it, which is missing")
+            weight = f"{prefix}.weight"
+            shape = layout.shape(tensor.shape)
+            num_bytes = sum(stored[one].num_bytes for one in parts.values())
+            seen[weight] = StoredTensor(tensor.file, weight, "F32", shape, num_bytes)
+            self._parts[weight] = parts
+            taken.update(parts.values())
+        unused = tuple(f".{one}" for one in UNUSED)
+        left = {name: one for name, one in stored.items() if name not in taken and not name.endswith(unused)}
+        for name, one in left.items():
+            if one.dtype in FLOAT8:
+                raise WeightsError(f"{one.file}: tensor {name!r} has dtype {one.dtype} and no scale beside it")
+        return left | seen
+
+    def _weight(self, name: str) -> Tensor:
+        parts = {kind: self._plain.whole(stored) for kind, stored in self._parts[name].items()}
+        method = self._quantization
+        try:
+            weight = _dequantized(parts, method)
+        except (RuntimeError, IndexError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            shapes = ", ".join(f"{kind} {list(one.shape)}" for kind, one in parts.items())
+            raise WeightsError(f"{self._where(name)}: its tensors do not fit each other: {shapes} ({reason})") from None
+        if tuple(weight.shape) != self.tensors[name].shape:
+            expected = list(self.tensors[name].shape)
+            raise WeightsError(f"{self._where(name)}: gives shape {list(weight.shape)}, expected {expected}")
+        return weight
+
+    def _where(self, name: str) -> str:
+        return f"{self.tensors[name].file}: tensor {name!r} in {self._quantization}"
+
+
+def _dequantized(parts: Mapping[str, Tensor], method: Quantization) -> Tensor:
+    """Raises what torch raises, or ValueError, if they do not fit each other."""
+    if method.method == "awq":
+        return integers.awq(parts["qweight"], parts["qzeros"], parts["scales"], method.block)
+    if method.method == "gptq":
+        tensors = (parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx"))
+        return integers.gptq(*tensors, method.block, method.bits, method.zero_offset)
+    zeros = parts.get("weight_zero_point")
+    if "weight_packed" in parts:
+        elements, scales = parts["weight_packed"], parts["weight_scale"]
+        return integers.packed(elements, scales, zeros, parts.get("weight_g_idx"), method.block, method.bits)
+    scales = parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"]
+    return integers.scaled(parts["weight"], scales, zeros, method.block)
+
+
+def _layouts(quantization: Quantization) -> list[Layout]:
+    per_int32 = INT32_BITS // quantization.bits
+    match quantization.method:
+        case "awq":
+            return [Layout("qweight", ("qzeros", "scales"), (), lambda s: (s[1] * per_int32, s[0]))]
+        case "gptq":
+            return [Layout("qweight", ("qzeros", "scales"), ("g_idx",), lambda s: (s[1], s[0] * per_int32))]
+        case "fp8":
+            return [
+                Layout("weight", ("weight_scale_inv",), (), lambda s: s),
+                Layout("weight", ("weight_scale",), (), lambda s: s),
+            ]
+        case _:
+            packed = Layout(
+                "weight_packed", ("weight_scale",), ("weight_zero_point", "weight_g_idx"),
+                lambda s: (s[0], s[1] * per_int32),
+            )  # fmt: skip
+            return [packed, Layout("weight", ("weight_scale",), ("weight_zero_point",), lambda s: s)]
+
+
+def _fits(layout: Layout, prefix: str, tensor: StoredTensor, stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether a tensor is the main one of this layout: one of floats that happens to be named so is not."""
+    if len(tensor.shape) != 2:
+        return False
+    if layout.main != "weight":
+        return tensor.dtype == "I32"
+    return tensor.dtype in (*FLOAT8, "I8") and any(f"{prefix}.{one}" in stored for one in layout.needed)

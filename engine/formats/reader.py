@@ -1,0 +1,74 @@
+"""The weights of a checkpoint by the names that a model has for them, whatever they were stored in.
+
+Owns: reading plain tensors from safetensors files.  Does not know: which tensors a model needs, other formats.
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.checkpoints.shards import StoredTensor
+from engine.errors import WeightsError
+
+# Every float that a weight may be stored in; those of 8 bits without a scale beside them are numbers like others.
+LOADABLE = ("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2")
+
+
+class WeightReader(Protocol):
+    """Tensors by name.  tensors: as the model is to see them; file and num_bytes are those that they are read from."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+
+    def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
+        """Return [start : start + length] along ``dim`` as floats.  Raises WeightsError naming file and tensor.
+
+        member: which matrix, of a tensor that is a stack of them; ``dim`` is then one of the matrix."""
+
+    def close(self) -> None:
+        """Close all files."""
+
+
+class SafetensorsReader:
+    """Tensors as they are in safetensors files, which are opened once and when they are needed.
+
+    A tensor's name in its file is that of ``StoredTensor``, which may be another than the model's."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        self.tensors = stored
+        self._files: dict[Path, Any] = {}
+        self._open = ExitStack()
+
+    def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
+        """See ``WeightReader.part``.  Only these rows or columns leave the file."""
+        where = slice(start, start + length)
+        place = (where,) if dim == 0 else (slice(None), where)
+        stored = self.tensors[name]
+        try:
+            part: Tensor = self._file(stored.file).get_slice(stored.name)[place if member is None else (member, *place)]
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{stored.file}: {error}") from None
+        return part.float() if part.dtype.itemsize == 1 else part
+
+    def whole(self, name: str) -> Tensor:
+        """Return a tensor as it is stored, integers too."""
+        stored = self.tensors[name]
+        try:
+            tensor: Tensor = self._file(stored.file).get_tensor(stored.name)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{stored.file}: {error}") from None
+        return tensor
+
+    def close(self) -> None:
+        """See ``WeightReader.close``."""
+        self._open.close()
+        self._files.clear()
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._files:
+            self._files[path] = self._open.enter_context(safe_open(path, framework="pt", device="cpu"))
+        return self._files[path]

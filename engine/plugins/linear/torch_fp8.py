@@ -1,0 +1,61 @@
+"""Products on a GPU in float8 (e4m3): a scale per output of the weight, and one per row of the input.
+
+Legend: T rows of the input · I input features · O output features
+"""
+
+import torch
+from torch import Tensor
+
+from engine.layers.packing import PackedWeight
+from engine.plugins.hookspecs import LinearContext, hookimpl
+from engine.plugins.options import Options, decode_options
+
+CALLBOARD_PLUGIN = {"api": 1, "devices": ["cuda"], "dtypes": ["bfloat16"], "quantizations": ["fp8"]}
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FLOAT8).max
+SMALLEST = 1e-12  # instead of 0 where all elements are, so that nothing is divided by it
+MULTIPLE = 16  # that both sides of the weight must be
+
+
+def rounded(rows_NI: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in float8, and the scale [N, 1] in float32 that gives each its size back."""
+    scales_N1 = rows_NI.abs().amax(1, keepdim=True).float().clamp_min_(SMALLEST).div_(LARGEST)
+    return (rows_NI / scales_N1).clamp_(-LARGEST, LARGEST).to(FLOAT8), scales_N1
+
+
+class Float8Weight:
+    """W[O, I] in float8, scaled so that the largest element of each output's row is float8's largest."""
+
+    def __init__(self, weight_OI: Tensor) -> None:
+        self._weight_OI, scales_O1 = rounded(weight_OI)
+        self._scales_1O = scales_O1.t().contiguous()
+        self.nbytes = self._weight_OI.nbytes + self._scales_1O.nbytes
+
+    def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """x W^T + bias."""
+        if not len(x_TI):
+            return x_TI.new_empty((0, len(self._weight_OI)))
+        rounded_TI, scales_T1 = rounded(x_TI)
+        y_TO: Tensor = torch.ops.aten._scaled_mm(
+            rounded_TI, self._weight_OI.t(), scales_T1, self._scales_1O, out_dtype=x_TI.dtype
+        )
+        return y_TO if bias_O is None else y_TO.add_(bias_O)
+
+
+class Float8:
+    """Rounds every weight to float8, but those of odd sizes, which the product does not take."""
+
+    element_bytes = FLOAT8.itemsize
+
+    def pack(self, weight_OI: Tensor) -> PackedWeight | None:
+        """See ``LinearKernel.pack``."""
+        if any(size % MULTIPLE for size in weight_OI.shape):
+            return None
+        return Float8Weight(weight_OI)
+
+
+@hookimpl
+def callboard_linear(context: LinearContext) -> Float8:
+    """torch's products in float8.  Raises PluginError on a GPU before Ada, which has none."""
+    decode_options("linear.torch_fp8", context.options, Options)
+    return Float8()

@@ -1,0 +1,98 @@
+"""The kernels behind a rank's linear layers: the one that was named, or the fastest that fits, and why.
+
+Owns: asking for them.  Does not know: which kernels there are, how they are measured.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from engine.checkpoints.checkpoint import ModelSpec
+from engine.config import Config
+from engine.errors import PluginError
+from engine.execution.device import instruction_sets
+from engine.layers.packing import LinearKernel, Linears
+from engine.models.decoder import Decoder
+from engine.plugins.hookspecs import LinearContext
+from engine.plugins.linears import check_linear_fits, fitting_linears, linear_context, linear_refusal
+from engine.plugins.manager import LINEAR, PluginInfo, Plugins
+from engine.startup.linear_race import Race
+
+log = logging.getLogger(__name__)
+
+HOOK = "callboard_linear"
+CLEARLY = 0.9  # of the time that the preferred kernel takes: one that is only so much faster may be so by chance
+# Kernels by short name -> seconds of each; empty where that is not worth measuring.
+Measure = Callable[[Mapping[str, LinearKernel]], Mapping[str, float]]
+
+
+def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Decoder, device: torch.device) -> Linears:
+    """plan: this rank's model on the meta device.  Call it with the threads that the model will run with.
+
+    Raises PluginError."""
+    context = rank_context(config, spec, device, plan.dtype)
+    race = Race(device, plan.dtype)
+    layers, head = plan.linear_shapes()
+    if context.quantization == "none":
+        kernel = choose_linear(plugins, context, lambda kernels: race.seconds(kernels, [*layers, head]))
+        return Linears(kernel, kernel)
+    # 'auto' for the head: a kernel that was named for rounded weights need not know others.
+    exact = replace(context, quantization="none")
+    unnamed = Plugins({"linear": "auto"}, options=plugins.options)
+    return Linears(
+        choose_linear(plugins, context, lambda kernels: race.seconds(kernels, layers)),
+        choose_linear(unnamed, exact, lambda kernels: race.seconds(kernels, [head])),
+    )
+
+
+def rank_context(config: Config, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> LinearContext:
+    """What linear plugins are told on this machine."""
+    return linear_context(
+        config,
+        # What was rounded by a scale fits no float of 16 bits.
+        spec.dtype if spec.quantization is None else "float32",
+        device=device.type,
+        dtype=str(dtype).removeprefix("torch."),
+        instruction_sets=instruction_sets(),
+    )
+
+
+def choose_linear(plugins: Plugins, context: LinearContext, measure: Measure) -> LinearKernel:
+    """Build the kernel that was named, or the fastest built-in.  measure: called if several fit.
+
+    Raises PluginError, naming the plugin and what could run instead, or what could be asked for."""
+    named = plugins.names.get(LINEAR)
+    if named is not None:
+        check_linear_fits(plugins, context)
+        log.info("plugin: %s for %s (chosen by name)", named, _what(context))
+        return _build(plugins, named, context)
+    with plugins.choosing:
+        fitting = fitting_linears(plugins.known, context)
+        if not fitting:
+            raise PluginError(linear_refusal(plugins.known, context))
+        kernels = {info.short: _load(plugins, info, context) for info in fitting}
+    name, reason = fitting[0].short, "the only one that fits"
+    if len(kernels) > 1 and (seconds := measure(kernels)):
+        fastest = min(seconds, key=seconds.__getitem__)
+        name = fastest if seconds[fastest] < CLEARLY * seconds[name] else name
+        reason = ", ".join(f"{one} {1e3 * seconds[one]:.2f} ms" for one in kernels)
+    elif len(kernels) > 1:
+        reason = f"a small model; {', '.join(list(kernels)[1:])} would do as well"
+    log.info("plugin: %s.%s for %s (%s)", LINEAR, name, _what(context), reason)
+    return kernels[name]
+
+
+def _load(plugins: Plugins, info: PluginInfo, context: LinearContext) -> LinearKernel:
+    plugins.load(info.name)
+    return _build(plugins, info.name, context)
+
+
+def _build(plugins: Plugins, full_name: str, context: LinearContext) -> LinearKernel:
+    context = replace(context, options=plugins.options.get(full_name, {}))
+    return plugins.build(full_name, HOOK, context, LinearKernel)
+
+
+def _what(context: LinearContext) -> str:
+    return f"{context.dtype} weights" if context.quantization == "none" else f"weights in {context.quantization}"

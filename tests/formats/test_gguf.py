@@ -1,0 +1,217 @@
+"""A GGUF file computes, and encodes, what the checkpoint that it was made from does."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from callboard import LLM, SamplingParams
+from engine.checkpoints.checkpoint import resolve_checkpoint
+from engine.checkpoints.gguf import NAMES
+from engine.config import load_config
+from engine.errors import WeightsError
+from engine.plugins.families import read_model
+from tests.formats.test_quantized import PROMPT, assert_equal, logits_of
+from tests.models.checkpoints import build
+from tests.text.specimens import byte_level, codec
+
+gguf = pytest.importorskip("gguf", reason="pip install 'callboard[gguf]'")
+from gguf.quants import dequantize, quantize  # noqa: E402
+
+KEYS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+SHORT = {name: short for short, name in NAMES.items()}
+TEXTS = ["def add(a, b):\n    return a + b", "  two  spaces, héllo – 你好 \n", "a </s>b<s>"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "callboard" / "gguf"
+
+
+def write(
+    path: Path, model: PreTrainedModel, kind: str = "F32", tokenizer: bool = False, **changes: object
+) -> PreTrainedModel:
+    """Write a model's GGUF file as llama.cpp's converter does; the model gets the weights that were stored.
+
+    kind: of matrices.  changes: metadata, below the architecture's name; None leaves a key out."""
+    family = model.config.model_type
+    writer = gguf.GGUFWriter(path, "llama" if family == "mistral" else family)
+    family = writer.arch
+    facts: dict[str, object] = {key: getattr(model.config, name) for key, name in KEYS.items()}
+    facts |= {"attention.layer_norm_rms_epsilon": model.config.rms_norm_eps, "rope.freq_base": 10000.0}
+    if getattr(model.config, "head_dim", None):
+        facts["attention.key_length"] = model.config.head_dim
+    for key, value in (facts | changes).items():
+        if value is not None:
+            kinds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            kinds[type(value)](f"{family}.{key}", value)
+    if tokenizer:
+        _add_tokenizer(writer)
+    writer.add_eos_token_id(2)
+    floats = model.state_dict()
+    for name, tensor in floats.items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        *places, last, end = name.removeprefix("model.layers.").split(".")
+        layered = name.startswith("model.layers.")
+        short = SHORT[".".join([*places[1:], last])] if layered else SHORT[name.removesuffix(f".{end}")]
+        array = tensor.float().numpy()
+        if family == "llama" and last in ("q_proj", "k_proj"):
+            heads = model.config.num_attention_heads if last == "q_proj" else model.config.num_key_value_heads
+            rows = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2)
+            array = np.ascontiguousarray(rows.reshape(array.shape))
+        data, stored = array, gguf.GGMLQuantizationType.F32
+        if array.ndim == 2 and array.shape[1] % 32 == 0:
+            stored = gguf.GGMLQuantizationType[kind]
+            data = quantize(array, stored)
+            rounded = torch.from_numpy(dequantize(data, stored).astype(np.float32))
+            if family == "llama" and last in ("q_proj", "k_proj"):
+                rounded = rounded.reshape(heads, -1, 2, array.shape[1]).transpose(1, 2).reshape(array.shape)
+            tensor.copy_(rounded)
+        writer.add_tensor(f"{f'blk.{places[0]}.' if layered else ''}{short}.{end}", data, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _add_tokenizer(writer: "gguf.GGUFWriter") -> None:
+    stored = json.loads(byte_level().to_str())
+    tokens = {**stored["model"]["vocab"], **{one["content"]: one["id"] for one in stored["added_tokens"]}}
+    special = {one["content"] for one in stored["added_tokens"]}
+    names = sorted(tokens, key=tokens.__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(names)
+    writer.add_token_types([3 if one in special else 1 for one in names])
+    merges = stored["model"]["merges"]
+    writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in merges])
+    writer.add_chat_template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+
+
+@pytest.fixture
+def _no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading one takes seconds, and most tests need none."""
+    monkeypatch.setattr("engine.checkpoints.gguf._write_tokenizer", lambda path, directory: None)
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])
+def test_logits_are_those_of_the_numbers_in_the_file(kind: str, tmp_path: Path) -> None:
+    reference = write(tmp_path / "tiny.gguf", build("llama"), kind)
+    assert_equal(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""), reference)
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize("variant", ["llama-tied", "llama-head-dim", "qwen2", "qwen3", "mistral-no-window"])
+def test_every_family_is_read(variant: str, tmp_path: Path) -> None:
+    reference = write(tmp_path / "tiny.gguf", build(variant))
+    assert_equal(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""), reference)
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_stretched_frequencies_are_read(tmp_path: Path) -> None:
+    reference = build("llama-linear-rope")
+    scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    write(tmp_path / "tiny.gguf", reference, **scaling)
+    assert_equal(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""), reference)
+
+
+def test_a_file_serves_with_its_own_tokenizer_and_template(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write(path, build("qwen2"), tokenizer=True)
+    ours = codec(byte_level(), tmp_path / "original")
+    with LLM(str(path), progress=False, config={"kv": {"num_pages": 64}}) as llm:
+        read = llm._system._codec
+        for text in TEXTS:
+            assert read.encode(text).tolist() == ours.encode(text).tolist()
+        assert len(llm.generate([PROMPT], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+    (directory,) = cache.iterdir()
+    assert "{{ m.role }}" in (directory / "chat_template.jinja").read_text()
+    before = directory.stat().st_mtime_ns
+    assert resolve_checkpoint(str(path), "") == directory
+    assert directory.stat().st_mtime_ns == before
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_a_file_beside_the_configuration_is_found_and_a_changed_one_read_again(tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", build("llama"))
+    (tmp_path / "callboard.toml").write_text('[model]\npath = "tiny.gguf"\n')
+    found = load_config(tmp_path / "callboard.toml").model.path
+    assert found == str(tmp_path / "tiny.gguf")
+    first = resolve_checkpoint(found, "")
+    write(tmp_path / "tiny.gguf", build("qwen3"))
+    assert resolve_checkpoint(found, "") != first
+    assert read_model(resolve_checkpoint(found, "")).architecture == "Qwen3ForCausalLM"
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"block_count": None}, "llama.block_count is missing"),
+        ({"rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope', expected one of none, linear, yarn"),
+        ({"attention.sliding_window": 64}, "sliding_window is 64, expected none"),
+        ({"attention.head_count": 3}, "num_attention_heads"),
+        ({"embedding_length": 1 << 30}, "hidden_size"),
+        ({"feed_forward_length": 100}, "config.json expects"),
+    ],
+)
+def test_metadata_that_cannot_be_is_refused(changes: dict, said: str, tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", build("llama"), **changes)
+    with pytest.raises(WeightsError, match=said):
+        logits_of(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""))
+
+
+def test_truncated_and_foreign_files_are_refused_in_one_line(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write(path, build("llama"))
+    whole = path.read_bytes()
+    endless = whole[:8] + (1 << 62).to_bytes(8, "little") * 2 + whole[24:]
+    for number, damaged in enumerate((b"", b"GGUF", b"no" * 500, whole[:100], whole[:3000], whole[:-2000], endless)):
+        path = tmp_path / f"{number}.gguf"
+        path.write_bytes(damaged)
+        with pytest.raises(WeightsError, match=rf"{number}\.gguf: ") as refused:
+            resolve_checkpoint(str(path), "")
+        assert "\n" not in str(refused.value)
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+def test_what_llama_cpp_reads_and_we_do_not_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bert.gguf"
+    writer = gguf.GGUFWriter(path, "bert")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(WeightsError, match=r"general.architecture is 'bert', expected one of llama, mistral, qwen2"):
+        resolve_checkpoint(str(path), "")
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_without_the_package_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "tiny.gguf", build("llama"))
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(WeightsError, match=r"pip install 'callboard\[gguf\]'"):
+        resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", build("llama"))
+    directory = resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")
+    shutil.move(tmp_path / "tiny.gguf", tmp_path / "other")
+    with pytest.raises(WeightsError, match="no weights; expected"):
+        logits_of(directory)

@@ -1,0 +1,166 @@
+"""Quantized checkpoints compute what transformers computes with the weights that their integers stand for."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from callboard import LLM, SamplingParams
+from engine.errors import WeightsError
+from engine.formats.opening import open_reader
+from engine.plugins.families import read_model
+from engine.plugins.testing.steps import Driver
+from tests.formats.stored import AWQ, FORMATS, FP8, GPTQ, GROUP, INT4, awq, compressed, float8, gptq, packed, write
+from tests.models.conftest import load
+
+PROMPT = [5, 17, 200, 3, 99, 41, 7]
+
+
+def logits_of(directory: Path) -> torch.Tensor:
+    return Driver(load(read_model(directory))).step({"a": PROMPT})["a"]
+
+
+@torch.inference_mode()
+def assert_equal(directory: Path, reference: torch.nn.Module) -> None:
+    expected = reference(input_ids=torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits_of(directory), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_the_weights_that_are_meant(name: str, tmp_path: Path) -> None:
+    store, config = FORMATS[name]
+    directory, reference = write(tmp_path, store, config)
+    assert_equal(directory, reference)
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3"])
+def test_biases_norms_and_tied_heads_are_as_they_were(variant: str, tmp_path: Path) -> None:
+    directory, reference = write(tmp_path, awq, AWQ, variant=variant)
+    assert_equal(directory, reference)
+
+
+def test_layers_that_were_skipped_are_read_as_they_are(tmp_path: Path) -> None:
+    directory, reference = write(tmp_path, gptq(), GPTQ, skip="layers.1.self_attn.k_proj")
+    assert "model.layers.1.self_attn.k_proj.weight" in load_file(directory / "model.safetensors")
+    assert_equal(directory, reference)
+
+
+def test_each_rank_reads_its_part_of_a_rounded_weight(tmp_path: Path) -> None:
+    directory, _ = write(tmp_path, packed(), compressed("pack-quantized", **INT4))
+    reader = open_reader(read_model(directory))
+    name = "model.layers.0.mlp.down_proj.weight"
+    whole = reader.part(name, 0, 0, 64)
+    assert torch.equal(reader.part(name, 1, 24, 48), whole[:, 24:72])
+    assert torch.equal(reader.part(name, 0, 32, 32), whole[32:])
+    reader.close()
+
+
+def test_float8_without_a_config_is_a_float_like_others(tmp_path: Path) -> None:
+    from tests.models.checkpoints import build, save
+
+    model = build("llama")
+    directory = save(model, tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    eighths = {
+        name: one.to(torch.float8_e5m2 if "mlp" in name else torch.float8_e4m3fn) for name, one in tensors.items()
+    }
+    save_file(eighths, directory / "model.safetensors")
+    model.load_state_dict({name: one.float() for name, one in eighths.items()})
+    assert_equal(directory, model)
+
+
+def test_scales_of_inputs_and_of_a_kv_cache_are_left_out(tmp_path: Path) -> None:
+    directory, reference = write(tmp_path, float8(), FP8 | {"activation_scheme": "static"})
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for kind in ("q_proj.input_scale", "k_proj.k_scale", "v_proj.v_scale"):
+        tensors[f"model.layers.0.self_attn.{kind}"] = torch.tensor(0.5)
+    save_file(tensors, path)
+    assert_equal(directory, reference)
+
+
+def test_a_quantized_checkpoint_generates_and_can_be_rounded_again(tmp_path: Path, caplog) -> None:
+    caplog.set_level("INFO")
+    directory, reference = write(tmp_path, awq, AWQ)
+    expected = reference.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)[0, len(PROMPT) :].tolist()
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    model = {"tokenizer": "none"}
+    with LLM(str(directory), progress=False, config={"model": model, "kv": {"num_pages": 64}}) as llm:
+        assert list(llm.generate([PROMPT], greedy)[0].token_ids) == expected
+    assert any("weights in awq (int4) are read as the floats" in one for one in caplog.messages)
+    assert not any("fbgemm_fp16" in one for one in caplog.messages)  # scaled integers do not fit a float16
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quant_method": "exl2"}, 'quant_method is "exl2", expected one of awq, compressed-tensors, fp8, gptq'),
+        ({"quant_method": "awq", "version": "gemv"}, "version is .gemv., expected gemm"),
+        ({"quant_method": "awq", "bits": 3}, "bits is 3, expected one of 4"),
+        ({"quant_method": "awq", "bits": 4}, "group_size is missing"),
+        (GPTQ | {"bits": 3}, "bits is 3, expected one of 2, 4, 8"),
+        (GPTQ | {"group_size": 0}, "group_size is 0"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is .marlin."),
+        (FP8 | {"fmt": "e5m2"}, "fmt is .e5m2., expected e4m3"),
+        (FP8 | {"weight_block_size": [128]}, "weight_block_size is .128., expected two sizes"),
+        (compressed("nvfp4-pack-quantized"), "format is .nvfp4-pack-quantized."),
+        (compressed("pack-quantized", **INT4 | {"num_bits": 3}), "num_bits is 3"),
+        (compressed("int-quantized", num_bits=8, strategy="tensor_group"), "strategy is .tensor_group."),
+        (compressed("pack-quantized", **INT4) | {"config_groups": {}}, "config_groups is"),
+        (compressed("pack-quantized", **INT4) | {"sparsity_config": {"format": "sparse-24"}}, "sparse weights"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_its_name(changes: dict, said: str, tmp_path: Path) -> None:
+    from tests.models.checkpoints import build, save
+
+    directory = save(build("llama"), tmp_path)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": changes}))
+    with pytest.raises(WeightsError, match=f"config.json: quantization_config: .*{said}"):
+        read_model(directory)
+
+
+PREFIX = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda t: t.pop(f"{PREFIX}.scales"), r"q_proj.qweight' needs '.*q_proj.scales' beside it"),
+        (lambda t: t.update({f"{PREFIX}.scales": torch.ones(3, 64)}), "do not fit each other: .*scales .3, 64."),
+        (lambda t: t.update({f"{PREFIX}.qzeros": torch.ones(4, 3).int()}), "do not fit each other"),
+        (lambda t: t.update({f"{PREFIX}.g_idx": torch.full((64,), 9).int()}), "do not fit each other: .*g_idx"),
+        (lambda t: t.update({f"{PREFIX}.g_idx": -torch.ones(64).int()}), "do not fit each other: .*g_idx"),
+        (
+            lambda t: t.update({f"{PREFIX}.qweight": torch.ones(16, 64).int()}),
+            "has shape .64, 128., config.json expects",
+        ),
+        (lambda t: t.update({f"{PREFIX}.scales": torch.full((4, 64), torch.inf)}), "NaN or infinity"),
+        (lambda t: t.update({f"{PREFIX}.qweight": torch.ones(8, 64)}), "q_proj.weight' of shape .* is missing"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(damage, said: str, tmp_path: Path) -> None:
+    directory, _ = write(tmp_path, gptq(), GPTQ)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    damage(tensors)
+    save_file(tensors, path)
+    with pytest.raises(WeightsError, match=said) as refused:
+        logits_of(directory)
+    assert "\n" not in str(refused.value)
+
+
+def test_another_group_size_than_the_config_says_is_refused(tmp_path: Path) -> None:
+    directory, _ = write(tmp_path, awq, AWQ | {"group_size": 2 * GROUP})
+    with pytest.raises(WeightsError, match="2 scales and zero points wanted"):
+        logits_of(directory)
+
+
+def test_float8_that_lacks_its_scale_is_refused(tmp_path: Path) -> None:
+    directory, _ = write(tmp_path, float8(), FP8)
+    path = directory / "model.safetensors"
+    save_file({name: one for name, one in load_file(path).items() if name != f"{PREFIX}.weight_scale"}, path)
+    with pytest.raises(WeightsError, match=r"q_proj.weight' has dtype F8_E4M3 and no scale beside it"):
+        logits_of(directory)

@@ -1,0 +1,237 @@
+"""Linear kernels: every built-in by the kit, kernels that the kit must refuse, and which one a start chooses."""
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from callboard import LLM, SamplingParams
+from engine.config import Config, build_config
+from engine.errors import PluginError
+from engine.execution.device import instruction_sets
+from engine.plugins.declaration import Declaration, read_declaration
+from engine.plugins.hookspecs import LinearContext
+from engine.plugins.linear import fbgemm_fp16, fbgemm_int8, onednn, torch_fp8, torch_int8
+from engine.plugins.linears import PREFERRED, check_linear_fits, linear_context
+from engine.plugins.manager import BUILTIN, Plugins
+from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.testing.linear import check_linear
+from engine.startup.linear_race import Race
+from engine.startup.linears import choose_linear
+
+CPU = LinearContext("cpu", "float32", checkpoint_dtype="float32", instruction_sets=("avx2",))
+KERNELS = sorted(name for name in BUILTIN if name.startswith("linear."))
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+needs_avx2 = pytest.mark.skipif("avx2" not in instruction_sets(), reason="FBGEMM needs AVX2")
+
+
+def declaration(name: str) -> Declaration:
+    declared = read_declaration(BUILTIN[name])
+    assert declared is not None
+    return declared
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_built_in_is_right(name: str, device: str) -> None:
+    declares = declaration(name)
+    # A GPU's kernels have a slow form for CPUs in torch, which shows that they are called rightly.
+    if device == "cuda" and device not in (declares.devices or DEVICES):
+        pytest.skip("for CPUs")
+    if declares.instruction_sets and not set(declares.instruction_sets) & set(instruction_sets()):
+        pytest.skip(f"needs {declares.instruction_sets}")
+    check_linear(importlib.import_module(BUILTIN[name]).callboard_linear, declares, device)
+
+
+def test_every_built_in_has_its_place_in_the_order() -> None:
+    assert {f"linear.{name}" for name in PREFERRED} == set(KERNELS)
+
+
+class Flawed:
+    """A kernel that is right but for one thing."""
+
+    element_bytes = 4.0
+
+    def __init__(self, flaw: str) -> None:
+        self.flaw = flaw
+
+    def pack(self, weight_OI: torch.Tensor) -> "FlawedWeight":
+        return FlawedWeight(self.flaw, weight_OI)
+
+
+class FlawedWeight:
+    def __init__(self, flaw: str, weight_OI: torch.Tensor) -> None:
+        self.flaw = flaw
+        self.weight = weight_OI if flaw == "shares memory" else weight_OI.clone()
+        self.nbytes = 1000 if flaw == "lies about memory" else weight_OI.nbytes
+
+    def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        if self.flaw == "fails on no rows" and not len(x_TI):
+            raise RuntimeError("no rows")
+        if self.flaw == "forgets the bias":
+            bias_O = None
+        if self.flaw == "writes its input":
+            x_TI.mul_(1.0001)
+        if self.flaw == "one scale per batch":
+            step = x_TI.abs().max() / 127 if len(x_TI) else 1
+            x_TI = (x_TI / step).round() * step
+        if self.flaw == "saturates":
+            return F.linear(x_TI, self.weight, bias_O).clamp(-1000, 1000)
+        if self.flaw == "depends on the batch" and len(x_TI) > 100:
+            return F.linear(x_TI.double(), self.weight.double(), None if bias_O is None else bias_O.double()).to(x_TI)
+        return F.linear(x_TI, self.weight, bias_O)
+
+
+@pytest.mark.parametrize(
+    ("flaw", "case"),
+    [
+        ("shares memory", "values"),
+        ("lies about memory", "memory"),
+        ("fails on no rows", "raised RuntimeError: no rows"),
+        ("forgets the bias", "with a bias"),
+        ("writes its input", "has changed its input"),
+        ("one scale per batch", "beside a row 1000 times larger"),
+        ("saturates", "all elements at the largest"),
+        ("depends on the batch", "the same bits in every batch"),
+    ],
+)
+def test_the_kit_finds_a_flaw(flaw: str, case: str) -> None:
+    kind = "int8" if flaw == "one scale per batch" else "none"
+    declares = Declaration(api=1, dtypes=("float32",), quantizations=(kind,), invariant=True)
+    with pytest.raises(ConformanceError, match=case):
+        check_linear(lambda context: Flawed(flaw), declares)
+
+
+@needs_avx2
+def test_float16_takes_what_it_does_not_round_and_leaves_the_rest_to_onednn() -> None:
+    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    exact, asked = fbgemm_fp16.Fp16(exact=True), fbgemm_fp16.Fp16(exact=False)
+    assert isinstance(exact.pack(weight.bfloat16().float()), fbgemm_fp16.HalfWeight)
+    assert isinstance(exact.pack(weight), onednn.BlockedWeight)
+    assert isinstance(asked.pack(weight), fbgemm_fp16.HalfWeight)
+    assert isinstance(asked.pack(weight * 1e5), onednn.BlockedWeight)
+
+
+@needs_avx2
+def test_the_scales_of_int8_are_those_of_its_rows() -> None:
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(2)) * torch.logspace(-3, 3, 8)[:, None]
+    x = torch.eye(64)
+    error = (fbgemm_int8.Int8Weight(weight)(x, None) - weight.T).abs().amax(0) / weight.abs().amax(1)
+    assert error.max() < 0.6 / 127
+
+
+@pytest.mark.parametrize("module", [torch_int8, torch_fp8])
+def test_kernels_for_gpus_keep_a_byte_per_element(module) -> None:
+    packed = module.callboard_linear(replace(CPU, device="cuda", dtype="bfloat16")).pack(torch.ones(64, 32).bfloat16())
+    assert packed.nbytes < 64 * 32 + 64 * 4 + 1
+
+
+def test_float8_leaves_odd_sizes_to_torch() -> None:
+    assert torch_fp8.Float8().pack(torch.ones(40, 24).bfloat16()) is None
+
+
+def chosen(context: LinearContext, seconds: dict[str, float] | None = None, linear: str = "auto") -> str:
+    kernel = choose_linear(Plugins({"linear": linear}), context, lambda kernels: seconds or {})
+    return type(kernel).__module__.rpartition(".")[2]
+
+
+def test_auto_takes_the_preferred_one_unless_another_is_clearly_faster() -> None:
+    assert chosen(CPU) == "onednn"
+    assert chosen(CPU, {"onednn": 1.0, "torch": 0.95}) == "onednn"
+    assert chosen(CPU, {"onednn": 1.0, "torch": 0.5}) == "torch"
+    bf16 = replace(CPU, checkpoint_dtype="bfloat16")
+    assert chosen(bf16, {"onednn": 1.0, "fbgemm_fp16": 0.5, "torch": 0.7}) == "fbgemm_fp16"
+    assert chosen(replace(CPU, quantization="int8")) == "fbgemm_int8"
+    assert chosen(replace(CPU, quantization="float16")) == "fbgemm_fp16"
+    assert chosen(replace(CPU, device="cuda", dtype="bfloat16", instruction_sets=())) == "torch"
+    assert chosen(replace(CPU, device="cuda", dtype="bfloat16", quantization="fp8")) == "torch_fp8"
+
+
+def test_what_rounds_more_is_no_candidate_where_nothing_may_be_lost() -> None:
+    seen: list[str] = []
+    choose_linear(Plugins({"linear": "auto"}), CPU, lambda kernels: seen.extend(kernels) or {})
+    assert seen == ["onednn", "torch"]
+    seen.clear()
+    traced = replace(CPU, checkpoint_dtype="bfloat16", traced=True)
+    choose_linear(Plugins({"linear": "auto"}), traced, lambda kernels: seen.extend(kernels) or {})
+    assert seen == ["onednn", "torch"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "linear", "said"),
+    [
+        ({"quantization": "int9"}, "auto", "'int9': no built-in kernel on cpu .* here: 'float16', 'int8', 'none'"),
+        ({"quantization": "int8", "instruction_sets": ()}, "auto", "these do here: 'none'"),
+        ({"quantization": "int8"}, "onednn", "quantization int8, it takes none; can run here: fbgemm_int8"),
+        ({"checkpoint_dtype": "float32"}, "fbgemm_fp16", "checkpoint of dtype float32, it takes bfloat16, float16"),
+        ({"quantization": "int8", "traced": True}, "fbgemm_int8", "graphs.mode is compiled"),
+        (
+            {"quantization": "int8", "instruction_sets": ()},
+            "fbgemm_int8",
+            "a CPU with none of these, it takes one with avx2; no built-in one can run here",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_what_can(changes: dict, linear: str, said: str) -> None:
+    plugins, context = Plugins({"linear": linear}), replace(CPU, **changes)
+    for refuse in (lambda: check_linear_fits(plugins, context), lambda: choose_linear(plugins, context, lambda _: {})):
+        with pytest.raises(PluginError, match=said):
+            refuse()
+
+
+def test_before_the_device_is_known_only_what_can_never_run_is_refused() -> None:
+    config = build_config(Config(), {"model": {"quantization": "int8"}})
+    check_linear_fits(Plugins({"linear": "auto"}), linear_context(config))
+    check_linear_fits(Plugins({"linear": "fbgemm_int8"}), linear_context(config))
+    with pytest.raises(PluginError, match="quantization int8"):
+        check_linear_fits(Plugins({"linear": "torch"}), linear_context(config))
+    config = build_config(Config(), {"model": {"quantization": "int9"}})
+    with pytest.raises(PluginError, match=r"on any device for any dtype .* here: 'float16', 'fp8', 'int8', 'none'"):
+        check_linear_fits(Plugins({"linear": "auto"}), linear_context(config))
+
+
+class Counted:
+    element_bytes = 4.0
+
+    def __init__(self) -> None:
+        self.num_packed = 0
+
+    def pack(self, weight_OI: torch.Tensor) -> None:
+        self.num_packed += 1
+
+
+def test_kernels_are_measured_once_and_only_for_models_worth_it(tmp_path: Path) -> None:
+    race = Race(torch.device("cpu"), torch.float32, tmp_path / "cache" / "linear.json")
+    assert race.seconds({"a": Counted()}, [(64, 64)]) == {}
+    kernels = {"a": Counted(), "b": Counted()}
+    shapes = [(1024, 1024), (1024, 600)]
+    first = race.seconds(kernels, shapes)
+    assert set(first) == {"a", "b"}
+    assert all(0 < one < 1 for one in first.values())
+    assert race.seconds(kernels, shapes) == first
+    assert {kernel.num_packed for kernel in kernels.values()} == {2}
+    (tmp_path / "cache" / "linear.json").write_text("{")
+    race.seconds(kernels, shapes)
+    assert {kernel.num_packed for kernel in kernels.values()} == {4}
+
+
+@needs_avx2
+def test_rounded_weights_serve_and_take_less_memory(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    megabytes = {}
+    for quantization in ("none", "int8"):
+        config = {"model": {"quantization": quantization}, "plugins": {"linear": "auto"}, "kv": {"num_pages": 64}}
+        if quantization == "none":
+            config["plugins"] = {"linear": "onednn"}
+        caplog.clear()
+        with LLM(progress=False, config=config) as llm:
+            assert len(llm.generate(["def add(a, b):\n"], greedy)[0].token_ids) == 4
+        (line,) = [one for one in caplog.messages if "weights=" in one]
+        megabytes[quantization] = float(line.partition("weights=")[2].split()[0])
+        expected = "fbgemm_int8 for weights in int8" if quantization == "int8" else "onednn for float32 weights"
+        assert any(f"plugin: linear.{expected}" in one for one in caplog.messages)
+    assert megabytes["int8"] < 0.5 * megabytes["none"]
