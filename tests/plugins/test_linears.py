@@ -9,9 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from callboard import LLM, SamplingParams
+from engine.checkpoints.checkpoint import read_spec, resolve_checkpoint
 from engine.config import Config, build_config
 from engine.errors import PluginError
 from engine.execution.device import instruction_sets
+from engine.layers.packing import Linears
+from engine.models import loader
+from engine.plugins.comm.local import LocalComm
 from engine.plugins.declaration import Declaration, read_declaration
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linear import fbgemm_fp16, fbgemm_int8, onednn, torch_fp8, torch_int8
@@ -216,6 +220,15 @@ def test_kernels_are_measured_once_and_only_for_models_worth_it(tmp_path: Path) 
     (tmp_path / "cache" / "linear.json").write_text("{")
     race.seconds(kernels, shapes)
     assert {kernel.num_packed for kernel in kernels.values()} == {4}
+
+
+def test_each_layer_is_laid_out_before_the_next_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, seen = Counted(), []
+    monkeypatch.setattr(loader, "release_freed", lambda: seen.append(kernel.num_packed))
+    spec, cpu = read_spec(resolve_checkpoint("demo", "")), torch.device("cpu")
+    loader.load_model(spec, LocalComm(), cpu, torch.float32, "safetensors", 0, False, Linears(kernel, kernel))
+    layers = [4 * index for index in range(spec.shape.num_layers + 1)]
+    assert seen == [0, *layers, layers[-1] + 1]  # the embedding, the layers, the norm; at last with the tied head
 
 
 @needs_avx2
