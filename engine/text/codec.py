@@ -9,7 +9,7 @@ thread, after a bound on the number of characters.  They encode by ``encode_batc
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,16 +23,37 @@ from engine.params import SamplingParams
 from engine.sections import ModelSection
 from engine.text.chat import PLAIN
 from engine.text.files import TokenizerFiles
-from engine.text.reasoning import CLOSE, OPEN, Thinking, thinking_at_end
+from engine.text.reasoning import ReasoningFormat, Thinking
 from engine.text.stream import Detokenizer, TextStream, TokenIds
-from engine.text.tool_format import CALL_CLOSE, CALL_OPEN, PYTHON_TAG, ToolFormat
+from engine.text.tool_calls import ToolFormat
 from engine.text.vocabulary import Vocabulary
 
 Int32 = npt.NDArray[np.int32]
 
-MARKERS = (OPEN, CLOSE, CALL_OPEN, CALL_CLOSE, PYTHON_TAG)  # an answer shows them, even if they are special tokens
 log = logging.getLogger(__name__)
 MAX_SHOWN_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """How a model writes what is no plain text.  Of each: the name of its parser, and the parser's plugin.
+
+    tools: None for a model whose calls nobody looks for.  reasoning: None for one whose thoughts are text.
+    """
+
+    tool_parser: str = ""
+    tools: ToolFormat | None = None
+    reasoning_parser: str = "none"
+    reasoning: ReasoningFormat | None = None
+
+    def thinking_of_grammar(self, thinking: Thinking) -> Thinking:
+        """Where a grammar's output begins.  thinking: where the prompt leaves the model."""
+        return thinking if self.reasoning is not None and self.reasoning.constrains else "none"
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What an answer shows, even if it is a special token."""
+        return (*(self.tools.markers if self.tools else ()), *(self.reasoning.markers if self.reasoning else ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +67,27 @@ class EncodedChat:
 class TextCodec:
     """Encodes and decodes for one model.  Immutable after construction, so any thread may use it.
 
-    tool_format: how the model writes function calls.  thinks: whether it may think before it answers, between markers.
-    vocabulary: what every token is as bytes.
+    formats: how the model writes function calls and thoughts.  vocabulary: what every token is as bytes.
     """
 
-    def __init__(
-        self, files: TokenizerFiles | None, *, tool_format: ToolFormat | None = None, thinks: bool | None = None
-    ) -> None:
-        """files: None for a model that takes and gives token ids only.  The others: None to go by the chat template."""
+    def __init__(self, files: TokenizerFiles | None, formats: Callable[[str], Formats] | None = None) -> None:
+        """files: None for a model that takes and gives token ids only.
+
+        formats: tells the model's by its chat template, which is empty where there is none; None for no formats."""
         self._tokenizer = files.tokenizer if files else None
         template = self._template = files.template if files else None
-        self.tool_format: ToolFormat = tool_format or (template.tool_format if template else "hermes")
-        self.thinks = template is not None and template.thinks if thinks is None else thinks
+        self.formats = formats(template.source if template else "") if formats else Formats()
         self.vocabulary = Vocabulary.read(files.tokenizer, files.decoder) if files else Vocabulary([])
 
     @classmethod
-    def load(cls, directory: Path, *, tool_format: ToolFormat | None = None, thinks: bool | None = None) -> "TextCodec":
+    def load(cls, directory: Path, formats: Callable[[str], Formats] | None = None) -> "TextCodec":
         """The codec of a checkpoint directory.  Raises WeightsError that names the file."""
-        return cls(TokenizerFiles(directory), tool_format=tool_format, thinks=thinks)
+        return cls(TokenizerFiles(directory), formats)
 
     @classmethod
-    def without_tokenizer(cls) -> "TextCodec":
+    def without_tokenizer(cls, formats: Callable[[str], Formats] | None = None) -> "TextCodec":
         """A codec that takes and gives token ids only: it refuses text prompts, and output has no text."""
-        return cls(None)
+        return cls(None, formats)
 
     @property
     def vocab_size(self) -> int:
@@ -77,7 +96,7 @@ class TextCodec:
 
     @cached_property
     def _chat_vocabulary(self) -> Vocabulary:
-        return self.vocabulary.showing(MARKERS)
+        return self.vocabulary.showing(self.formats.markers)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32:
         """The token ids of a prompt, with the special tokens (BOS) that the model expects around a text.
@@ -97,7 +116,10 @@ class TextCodec:
             )
         text = self._template.render(turns, options)
         token_ids = self._encode(text, add_special_tokens=False, param="messages")
-        return EncodedChat(token_ids, thinking_at_end(text) if self.thinks else "none")
+        if (reasoning := self.formats.reasoning) is None:
+            return EncodedChat(token_ids, "none")
+        continued = turns[-1].content if options.continue_final else ""
+        return EncodedChat(token_ids, reasoning.thinking_at_end(text, continued))
 
     def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> Int32:
         if self._tokenizer is None:
@@ -119,8 +141,11 @@ class TextCodec:
     def open_stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, chat: bool = False, thinking: Thinking = "none"
     ) -> TextStream:
-        """The stream of one request's output.  prompt_ids: what it continues.  chat: its text shows ``MARKERS``."""
-        return TextStream(self._chat_vocabulary if chat else self.vocabulary, prompt_ids, params, thinking)
+        """The stream of one request's output.  prompt_ids: what it continues.  chat: its text shows markers.
+        thinking: where the prompt leaves the model."""
+        reasoning = self.formats.reasoning
+        parser = reasoning.parser(thinking) if reasoning is not None and thinking != "none" else None
+        return TextStream(self._chat_vocabulary if chat else self.vocabulary, prompt_ids, params, parser)
 
     def token_text(self, token_id: int, logprob: float) -> TokenText:
         """The token by itself, as lists of log probabilities show it."""
@@ -128,18 +153,16 @@ class TextCodec:
         return TokenText(token_id=token_id, text=piece.decode("utf-8", "replace"), utf8=piece, logprob=logprob)
 
 
-def load_codec(model: ModelSection, directory: Path) -> TextCodec:
-    """The codec that ``model`` asks for.  directory: the checkpoint's.  Raises WeightsError that names the file."""
+def load_codec(model: ModelSection, directory: Path, formats: Callable[[str], Formats] | None = None) -> TextCodec:
+    """The codec that ``model`` asks for.  directory: the checkpoint's.  formats: as ``TextCodec`` takes it.
+
+    Raises WeightsError that names the file."""
     setting = model.tokenizer
     dummy = model.load_format == "dummy" and not (directory / "tokenizer.json").exists()
     if setting == "none" or (dummy and not setting):
         log.info("no tokenizer: prompts and output are token ids only")
-        return TextCodec.without_tokenizer()
-    return TextCodec.load(
-        Path(setting) if setting else directory,
-        tool_format=None if model.tool_format == "auto" else model.tool_format,
-        thinks=None if model.reasoning == "auto" else model.reasoning == "yes",
-    )
+        return TextCodec.without_tokenizer(formats)
+    return TextCodec.load(Path(setting) if setting else directory, formats)
 
 
 def warn_of_unknown_tokens(codec: TextCodec, vocab_size: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.params import SamplingParams
-from engine.text.reasoning import ReasoningSplitter, Thinking
+from engine.text.reasoning import ReasoningParser
 from engine.text.stops import StopMatcher
 from engine.text.vocabulary import Vocabulary
 
@@ -91,12 +91,12 @@ class TextStream:
     )  # fmt: skip
 
     def __init__(
-        self, vocabulary: Vocabulary, prompt_ids: TokenIds, params: SamplingParams, thinking: Thinking = "none"
+        self, vocabulary: Vocabulary, prompt_ids: TokenIds, params: SamplingParams, thoughts: ReasoningParser | None = None
     ) -> None:
-        """prompt_ids: what the output continues, also where it is not shown.  thinking: how to tell thoughts apart."""
+        """prompt_ids: what the output continues, also where it is not shown.  thoughts: tells them from the answer."""
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
-        self._splitter = None if thinking == "none" else ReasoningSplitter(thinking)
+        self._splitter = thoughts
         self._thoughts: list[str] = []
         self._detokenizer = Detokenizer(
             vocabulary, skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt_ids
@@ -144,7 +144,7 @@ class TextStream:
         self._thoughts.clear()
         return thoughts
 
-    def _without_thoughts(self, splitter: ReasoningSplitter, text: str, *, more: bool = True) -> str:
+    def _without_thoughts(self, splitter: ReasoningParser, text: str, *, more: bool = True) -> str:
         """The answer's part of a token's text; without ``more`` also what was held back."""
         was_inside = splitter.inside
         thoughts, answer = splitter.push(text)

@@ -65,7 +65,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, directory / name)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return TextCodec.load(directory)
+    return TextCodec.load(directory, lambda _: Formats(reasoning_parser="think", reasoning=THINK))
 
 
 def converse(

@@ -10,7 +10,6 @@ import openai
 import pytest
 
 from engine.params import Grammar
-from engine.text.tool_format import ToolFormat
 from tests.server import fake_ingress
 from tests.server.engine_server import EngineServer
 from tests.server.http_client import ask
@@ -101,9 +100,9 @@ def test_without_a_grammar_tools_and_ignore_eos_go_together(live: LiveServer) ->
 
 
 @contextmanager
-def serving(form: ToolFormat) -> Iterator[openai.OpenAI]:
+def serving(form: str) -> Iterator[openai.OpenAI]:
     with (
-        EngineServer(model={"name": "demo", "tool_format": form}) as server,
+        EngineServer(model={"name": "demo"}, plugins={"tool_parser": form}) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client
@@ -117,7 +116,7 @@ def client() -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def llama_client() -> Iterator[openai.OpenAI]:
-    with serving("llama3") as client:
+    with serving("llama3_json") as client:
         yield client
 
 
