@@ -29,8 +29,8 @@ from engine.plugins.guards import GuardedPolicy, GuardedStrategy
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
-from engine.plugins.selection import check_named, expected_context
 from engine.plugins.parsers import plugin_codec
+from engine.plugins.selection import check_named, expected_context
 from engine.plugins.structured import plugin_grammars
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy

@@ -21,6 +21,7 @@ from engine.plugins.hookspecs import (
     EvictionContext,
     GrammarContext,
     ObserverContext,
+    ParserContext,
     PolicyContext,
     hookimpl,
 )
@@ -28,7 +29,11 @@ from engine.plugins.options import Options, decode_options
 from engine.plugins.selection import attention_factory
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.policy import SchedulingPolicy, Waiting
+from engine.text.call_reader import CallReader, Reading
 from engine.text.grammar import CompiledGrammar, GrammarEngine, GrammarFailure, Mask, Matcher
+from engine.text.reasoning import MarkedReasoning, ReasoningFormat, ReasoningParser, Thinking
+from engine.text.tool_calls import CallPiece, Part, ToolFormat, ToolParser
+from engine.text.tool_format import CallShape, Tool, marked_calls
 
 if TYPE_CHECKING:
     from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionFactory, AttentionSpec
@@ -42,6 +47,9 @@ __all__ = [
     "AttentionContext",
     "AttentionFactory",
     "AttentionSpec",
+    "CallPiece",
+    "CallReader",
+    "CallShape",
     "Candidate",
     "Comm",
     "CommContext",
@@ -55,22 +63,33 @@ __all__ = [
     "GrammarFailure",
     "KVEvent",
     "KVPool",
+    "MarkedReasoning",
     "Mask",
     "Matcher",
     "Namespace",
     "ObserverContext",
     "Options",
+    "ParserContext",
+    "Part",
     "PluginError",
     "PolicyContext",
+    "Reading",
+    "ReasoningFormat",
+    "ReasoningParser",
     "RequestError",
     "RequestMetrics",
     "SchedulingPolicy",
     "SortKey",
+    "Thinking",
     "Tier",
+    "Tool",
+    "ToolFormat",
+    "ToolParser",
     "Waiting",
     "attention_factory",
     "decode_options",
     "hookimpl",
+    "marked_calls",
     "namespace_seed",
 ]
 

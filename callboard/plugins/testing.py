@@ -11,6 +11,7 @@ from engine.plugins.declaration import Declaration, read_declaration
 from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
 from engine.plugins.testing.eviction import check_eviction_strategy
 from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.testing.parsers import check_reasoning_parser, check_tool_parser
 from engine.plugins.testing.policy import check_scheduling_policy
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ __all__ = [
     "check_comm",
     "check_eviction_strategy",
     "check_rank",
+    "check_reasoning_parser",
     "check_scheduling_policy",
+    "check_tool_parser",
     "read_declaration",
     "through_hook",
 ]

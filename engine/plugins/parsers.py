@@ -62,9 +62,7 @@ def plugin_formats(config: Config) -> Callable[[str], Formats]:
         def context(kind: str) -> ParserContext:
             return ParserContext(template, section.options.get(plugins.names[kind], {}))
 
-        tools = plugins.build(
-            plugins.names[TOOL_PARSER], "callboard_tool_parser", context(TOOL_PARSER), ToolFormat
-        )
+        tools = plugins.build(plugins.names[TOOL_PARSER], "callboard_tool_parser", context(TOOL_PARSER), ToolFormat)
         log.info("plugin: %s (%s)", plugins.names[TOOL_PARSER], tool_sign)
         if reasoning_name == "none":
             return Formats(tool_name, tools)

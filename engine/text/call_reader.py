@@ -120,7 +120,9 @@ class CallReader:
     def next_is(self, *literals: str) -> Reading[str]:
         """Return the longest of the literals that comes next, without reading it; '' if none does."""
         ordered = sorted(literals, key=len, reverse=True)
-        while not self._ended and any(len(one) > len(self._pending) and one.startswith(self._pending) for one in ordered):
+        while not self._ended and any(
+            len(one) > len(self._pending) and one.startswith(self._pending) for one in ordered
+        ):
             yield
         return next((one for one in ordered if self._pending.startswith(one)), "")
 
@@ -269,22 +271,18 @@ class CallReader:
         if streamed:
             self.argue('"')
         read: list[str] = []
-        more = True
-        while more:
+        while True:
             before, found = self._certain(ends)
             read.append(self._consume(len(before)))
+            if streamed:
+                self.argue(as_json(read.pop())[1:-1])
             if found:
                 break
-            more = yield from self._grown()
-            if streamed:
-                self.argue("".join(as_json(piece)[1:-1] for piece in read))
-                read = []
-        if not more:  # what is held back may be the beginning of the end
-            self._consume(len(self._pending))
-            return False
+            if not (yield from self._grown()):
+                self._consume(len(self._pending))  # it may be the beginning of the end
+                return False
         self._consume(len(found))
-        text = "".join(read)
-        self.argue(as_json(text)[1:] if streamed else _value(text, types))
+        self.argue('"' if streamed else _value("".join(read), types))
         return True
 
     def value_until(self, end: str) -> Reading[str | None]:

@@ -91,7 +91,11 @@ class TextStream:
     )  # fmt: skip
 
     def __init__(
-        self, vocabulary: Vocabulary, prompt_ids: TokenIds, params: SamplingParams, thoughts: ReasoningParser | None = None
+        self,
+        vocabulary: Vocabulary,
+        prompt_ids: TokenIds,
+        params: SamplingParams,
+        thoughts: ReasoningParser | None = None,
     ) -> None:
         """prompt_ids: what the output continues, also where it is not shown.  thoughts: tells them from the answer."""
         self.num_tokens = 0

@@ -24,8 +24,9 @@ from engine.messages import (
     Tokens,
 )
 from engine.params import Grammar, SamplingParams
-from engine.text.codec import TextCodec
+from engine.text.codec import Formats, TextCodec
 from engine.text.grammar import Grammars
+from engine.text.reasoning import THINK
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 TEMPLATE = (

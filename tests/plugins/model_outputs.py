@@ -1,6 +1,6 @@
 """How the models of each built-in parser write calls and thoughts, and the kit over as many outputs as wanted.
 
-    python -m tests.plugins.model_outputs --outputs 10000
+python -m tests.plugins.model_outputs --outputs 10000
 """
 
 import argparse
@@ -84,9 +84,7 @@ def as_text(value: Any) -> str:
 def qwen3_coder(calls: Sequence[Call]) -> str:
     written = []
     for name, arguments in calls:
-        given = "".join(
-            f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in arguments.items()
-        )
+        given = "".join(f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in arguments.items())
         written.append(f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>")
     return "\n".join(written)
 
@@ -159,16 +157,22 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--outputs", type=int, default=10_000)
     options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--only", default="", help="names with this in them")
     given = options.parse_args()
     for subject in TOOL_PARSERS:
+        if given.only not in subject.write.__name__:
+            continue
         start = time.monotonic()
         check(subject, given.outputs, given.seed)
         print(f"{subject.plugin} ({subject.write.__name__}): {time.monotonic() - start:.0f} s", flush=True)
     for name, write in REASONING_PARSERS.items():
+        if given.only not in name:
+            continue
+        start = time.monotonic()
         check_reasoning_parser(
             lambda name=name: reasoning_format(name), write, num_outputs=given.outputs, seed=given.seed
         )
-        print(f"{name}", flush=True)
+        print(f"reasoning {name}: {time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

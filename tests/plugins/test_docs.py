@@ -44,7 +44,10 @@ def acme(install: Install) -> Path:
 
 
 def test_the_page_shows_these_files() -> None:
-    modules = {f"callboard_acme/{name}.py" for name in ("mru", "shortest", "count", "jsonl", "plain", "gloo", "words")}
+    modules = {
+        f"callboard_acme/{name}.py"
+        for name in ("mru", "shortest", "count", "jsonl", "plain", "gloo", "words", "arrows", "plans")
+    }
     assert set(FILES) == {"pyproject.toml", "test_acme.py", *modules}
 
 

@@ -11,10 +11,10 @@ from engine.plugins.grammar.llguidance import LLGuidance
 from engine.plugins.hookspecs import GrammarContext
 from engine.text.grammar import GrammarFailure
 from engine.text.reasoning import Thinking
-from engine.text.tool_calls import ToolCallParser, text_and_calls
+from engine.text.tool_calls import text_and_calls
 from engine.text.tool_format import Tool
-from tests.plugins.model_outputs import allow_calls, demand_calls, tool_format
 from tests.plugins.grammar_walk import BYTES, CALL, CLOSE, EOS, PIECES, SCHEMA, SPECIAL, VOCAB, accepts, allowed
+from tests.plugins.model_outputs import allow_calls, demand_calls, tool_format
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ RESEMBLE = [
 
 def parsed(form: str, text: str) -> tuple[str, list[str | None]]:
     """The text and the names of the calls that are read from an output that had a grammar."""
-    parser = ToolCallParser(form, {tool.name for tool in TOOLS}, exact=True)
+    parser = tool_format(form).parser(TOOLS, exact=True)
     content, pieces = text_and_calls([*parser.push(text), *parser.finish()])
     return content, [piece.name for piece in pieces if piece.name is not None]
 
@@ -154,9 +154,7 @@ def test_thoughts_may_write_of_calls_as_they_like(form: str, special: bool) -> N
 
 @pytest.mark.parametrize("form", ["hermes", "llama3_json"])
 @pytest.mark.parametrize("answer", [Grammar("json_schema", '{"type": "array"}'), Grammar("ebnf", 'root ::= "[1]"')])
-def test_calls_or_an_answer_that_has_a_grammar_of_its_own(
-    engine: LLGuidance, form: str, answer: Grammar
-) -> None:
+def test_calls_or_an_answer_that_has_a_grammar_of_its_own(engine: LLGuidance, form: str, answer: Grammar) -> None:
     grammar = allow_calls(TOOLS, form, answer, many=True)
     call: tuple[str | int, ...] = (CALL, F) if form == "hermes" else ('{"name": "f", "parameters": {"a": 22}}',)
     assert accepts(engine, grammar, "[1]")
@@ -193,9 +191,7 @@ ANSWERS: list[tuple[Grammar, list[str]]] = [
 @pytest.mark.parametrize("form", ["hermes", "llama3_json"])
 @pytest.mark.parametrize("thinking", ["none", "open", "optional"])
 @pytest.mark.parametrize("answer, good", ANSWERS, ids=lambda value: value.kind if isinstance(value, Grammar) else "")
-def test_an_answer_may_begin_like_a_call(
-    form: str, thinking: Thinking, answer: Grammar, good: list[str]
-) -> None:
+def test_an_answer_may_begin_like_a_call(form: str, thinking: Thinking, answer: Grammar, good: list[str]) -> None:
     """Where markers are plain text, so that the answer's own text can spell them."""
     engine = LLGuidance(GrammarContext(257, [*BYTES, b"<eos>"], [EOS], [EOS]))
     grammar = Grammar("tool_calls", allow_calls(TOOLS, form, answer, many=True).source, thinking)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 import openai
 import pytest
 
@@ -13,7 +12,7 @@ from engine.params import Grammar
 from tests.server import fake_ingress
 from tests.server.engine_server import EngineServer
 from tests.server.http_client import ask
-from tests.server.live_server import CARD, MODEL, LiveServer
+from tests.server.live_server import MODEL, LiveServer
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -69,7 +68,7 @@ def test_an_answer_may_have_a_format_and_tools_beside_it(live: LiveServer) -> No
 def test_a_grammar_makes_the_reading_of_calls_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     written = '{"type": "function", "name": "look", "parameters": {"n": "no number"}}'
     monkeypatch.setattr(fake_ingress, "CALL", written)
-    with LiveServer(card=msgspec.structs.replace(CARD, tool_format="llama3")) as live:
+    with LiveServer(tool_parser="llama3_json") as live:
         for strict, called in ((False, True), (True, False)):
             messages = [{"role": "user", "content": "!call"}]
             body = {"model": MODEL, "messages": messages, "tools": [tool(strict=strict)]}

@@ -60,9 +60,7 @@ class Qwen3CoderParser(CallReader):
             if key is None:
                 return False
             yield from self.accept("\n")
-            if not (
-                yield from self.argument(key, schemas.get(key), PARAMETER_END, first=first, trim="\n")
-            ):
+            if not (yield from self.argument(key, schemas.get(key), PARAMETER_END, first=first, trim="\n")):
                 return False
             first = False
         if not (yield from self.skip(FUNCTION_END)):
