@@ -128,6 +128,13 @@ def test_what_the_prompt_leaves_open_decides(
     assert deltas[-1].usage.reasoning_tokens <= deltas[-1].usage.completion_tokens
 
 
+@pytest.mark.parametrize("content, expected", [("<think>a b", "open"), ("<think>a</think>b", "none"), ("b", "none")])
+def test_a_message_may_go_on_in_the_middle_of_a_thought(codec: TextCodec, content: str, expected: str) -> None:
+    turns = [ChatTurn("user", "What is <think>?"), ChatTurn("assistant", content)]
+    chat = codec.encode_chat(turns, ChatOptions(add_generation_prompt=False, continue_final=True))
+    assert chat.thinking == expected
+
+
 def test_thoughts_stay_in_the_text_if_that_is_wanted(codec: TextCodec) -> None:
     _, deltas, _, _ = converse(codec, "a</think>b", options("open", split=False))
     assert told(deltas) == ("", "a</think>b")

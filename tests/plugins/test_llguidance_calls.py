@@ -1,6 +1,8 @@
 """Calls of tools under the llguidance plugin: alone, in text, beside an answer; and that the parser agrees."""
 
 import json
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,12 +11,13 @@ from engine.errors import RequestError
 from engine.params import Grammar
 from engine.plugins.grammar.llguidance import LLGuidance
 from engine.plugins.hookspecs import GrammarContext
+from engine.plugins.testing.parsers import Call
 from engine.text.grammar import GrammarFailure
 from engine.text.reasoning import Thinking
 from engine.text.tool_calls import text_and_calls
 from engine.text.tool_format import Tool
 from tests.plugins.grammar_walk import BYTES, CALL, CLOSE, EOS, PIECES, SCHEMA, SPECIAL, VOCAB, accepts, allowed
-from tests.plugins.model_outputs import allow_calls, demand_calls, tool_format
+from tests.plugins.model_outputs import allow_calls, deepseek_v3, demand_calls, kimi_k2, mistral, tool_format
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +40,24 @@ def test_calls_are_demanded_with_special_tokens_where_markers_are(engine: LLGuid
     assert not accepts(engine, one, CALL, '\n{"name": "h"')
     llama = demand_calls(TOOLS, "llama3_json", many=True)
     assert accepts(engine, llama, '{"name": "f", "parameters": {"a": 22}}; {"name": "g", "parameters": {}}')
+
+
+@pytest.mark.parametrize("write", [mistral, deepseek_v3, kimi_k2])
+def test_other_formats_are_demanded_as_their_models_write_them(write: Callable[[Sequence[Call]], str]) -> None:
+    engine = LLGuidance(GrammarContext(257, [*BYTES, b"<eos>"], [EOS], [EOS]))
+    markers = r"<｜tool▁calls▁(begin|end)｜>|<\|tool_calls_section_(begin|end)\|>"  # stand around all calls
+    right, wrong = (re.sub(markers, "", write([("f", {"a": value})])) for value in (1, 2))
+    forced = demand_calls(TOOLS, write.__name__, many=True)
+    assert accepts(engine, forced, right)
+    assert not accepts(engine, forced, wrong)
+    assert not accepts(engine, forced, "text")
+    free = allow_calls(TOOLS, write.__name__, None, many=True)
+    assert accepts(engine, free, "Sure. ", right)
+    assert not accepts(engine, free, "Sure. ", wrong)
+    beside = allow_calls(TOOLS, write.__name__, Grammar("regex", "yes|no"), many=True)
+    assert accepts(engine, beside, "yes")
+    assert accepts(engine, beside, right)
+    assert not accepts(engine, beside, "Sure.")
 
 
 F = '\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
