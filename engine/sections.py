@@ -35,14 +35,6 @@ class ModelSection(Section, frozen=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="'auto' is float32 on CPU and the checkpoint's own type on a GPU"),
     ] = "auto"
-    tool_format: Annotated[
-        Literal["auto", "hermes", "llama3"],
-        Meta(description="How the model writes function calls; 'auto' goes by its chat template"),
-    ] = "auto"
-    reasoning: Annotated[
-        Literal["auto", "yes", "no"],
-        Meta(description="Whether <think> text is told apart from answers; 'auto' goes by the chat template"),
-    ] = "auto"
     max_model_len: Annotated[
         int, Meta(ge=0, description="Longest prompt plus output in tokens; 0 for what the model was trained for")
     ] = 0
@@ -238,6 +230,13 @@ class PluginsSection(Section, frozen=True):
     grammar: Annotated[str, Meta(description="What makes output follow a schema or grammar; 'auto' is llguidance")] = (
         "auto"
     )
+    tool_parser: Annotated[
+        str, Meta(description="How the model writes function calls; 'auto' goes by its chat template")
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        Meta(description="How the model marks thoughts; 'none': they are text; 'auto' goes by its chat template"),
+    ] = "auto"
     comm: Annotated[str, Meta(description="Communication library between ranks, 'auto' picks by world size")] = "auto"
     kv_store: Annotated[
         str, Meta(description="Where KV pages are kept beyond the pool and the process: files; 'none' is nowhere")

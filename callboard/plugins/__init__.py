@@ -56,6 +56,7 @@ from engine.plugins.hookspecs import (
     KVStoreContext,
     ModelContext,
     ObserverContext,
+    ParserContext,
     PolicyContext,
     hookimpl,
 )
@@ -63,7 +64,11 @@ from engine.plugins.options import Options, decode_options
 from engine.plugins.selection import attention_factory
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.policy import SchedulingPolicy, Waiting
+from engine.text.call_reader import CallReader, Reading
 from engine.text.grammar import CompiledGrammar, GrammarEngine, GrammarFailure, Mask, Matcher
+from engine.text.reasoning import MarkedReasoning, ReasoningFormat, ReasoningParser, Thinking
+from engine.text.tool_calls import CallPiece, OutputPart, ToolFormat, ToolParser
+from engine.text.tool_format import CallShape, Tool, marked_calls
 
 if TYPE_CHECKING:
     from engine.graphs.passes import GraphPass
@@ -83,6 +88,9 @@ __all__ = [
     "AttentionFactory",
     "AttentionShape",
     "AttentionSpec",
+    "CallPiece",
+    "CallReader",
+    "CallShape",
     "Candidate",
     "ColumnLinear",
     "Comm",
@@ -111,6 +119,7 @@ __all__ = [
     "LayerNormShape",
     "LayerShape",
     "MLPShape",
+    "MarkedReasoning",
     "Mask",
     "Matcher",
     "ModelContext",
@@ -119,11 +128,16 @@ __all__ = [
     "Norm",
     "ObserverContext",
     "Options",
+    "OutputPart",
+    "ParserContext",
     "Part",
     "PartShape",
     "PluginError",
     "PolicyContext",
     "RMSNormShape",
+    "Reading",
+    "ReasoningFormat",
+    "ReasoningParser",
     "RequestError",
     "RequestMetrics",
     "RotaryShape",
@@ -132,7 +146,11 @@ __all__ = [
     "SchedulingPolicy",
     "Sizes",
     "SortKey",
+    "Thinking",
     "Tier",
+    "Tool",
+    "ToolFormat",
+    "ToolParser",
     "Unchanged",
     "Waiting",
     "WeightSlice",
@@ -143,6 +161,7 @@ __all__ = [
     "decode_options",
     "decoder",
     "hookimpl",
+    "marked_calls",
     "namespace_seed",
     "pre_norm",
     "read_activation",
