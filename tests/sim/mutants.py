@@ -177,13 +177,6 @@ def pages_are_saved_a_step_late(drain: Callable[..., Any]) -> Callable[..., Any]
     return mutant
 
 
-def who_waits_for_the_store_is_lost_with_the_device(clear: Callable[..., Any]) -> Callable[..., Any]:
-    def mutant(self: Fetches) -> Any:
-        return clear(self)[1:]
-
-    return mutant
-
-
 def who_waits_for_the_store_cannot_be_cancelled(forget: Callable[..., bool]) -> Callable[..., bool]:
     def mutant(self: Fetches, sequence: Sequence) -> bool:
         waits = any(fetch.sequence is sequence for fetch in self._waiting.values())
@@ -325,7 +318,6 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     the_store_does_not_know_salts: (RadixTree, "hash_before"),
     fetched_pages_land_off_by_one: (PageMoves, "land"),
     pages_are_saved_a_step_late: (RadixTree, "drain_saves"),
-    who_waits_for_the_store_is_lost_with_the_device: (Fetches, "clear"),
     who_waits_for_the_store_cannot_be_cancelled: (Fetches, "forget"),
     a_row_is_reused_while_a_step_uses_it: (Completions, "_release_ended"),
     more_counts_as_computed_than_is: (RowTable, "take"),
