@@ -241,7 +241,7 @@ class Plugins:
                 self._choose_attention(AttentionNames(prefill=wanted, decode=wanted))
             else:
                 self.names[kind] = decide(kind, wanted)
-                if wanted == "auto":
+                if wanted == "auto" and kind in AUTO:
                     log.info("plugin: %s (auto: %s)", self.names[kind], AUTO[kind][1])
                 try:
                     self.load(self.names[kind])
