@@ -1,7 +1,7 @@
 """The configuration: all sections of callboard.toml, read, checked and written.
 
-Owns: where values come from (file, then CALLBOARD_* environment, then --set), what errors say, the names of old keys.
-Does not know: what the keys mean; ``sections.py`` has them.
+Owns: where values come from (file, then CALLBOARD_* environment, then --set), what errors say and which line they name,
+the names of old keys.  Does not know: what the keys mean; ``sections.py`` has them.
 """
 
 import math
@@ -28,7 +28,6 @@ from engine.sections import (
     Section,
     ServerSection,
 )
-from engine.toml_lines import line_of
 
 ENVIRONMENT_PREFIX = "CALLBOARD_"
 MAX_FILE_BYTES = 1 << 20
@@ -47,6 +46,11 @@ OLD_KEYS = {
     "server.keepalive_timeout_s": "",
     "limits.max_choices": "",
 }
+# A bare or quoted key, or several with dots between them.
+KEY = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
+KEYS = rf"{KEY}(?:\s*\.\s*{KEY})*"
+HEADER = re.compile(rf"\s*\[\[?\s*({KEYS})\s*\]")
+ASSIGNMENT = re.compile(rf"\s*({KEYS})\s*=")
 
 
 class Config(Section, frozen=True):
@@ -237,3 +241,24 @@ def render_toml(config: Config) -> str:
                 lines.append(f"{field.name} = {msgspec.toml.encode({'v': value}).decode()[4:].strip()}  # {doc}")
         lines.append("")
     return "\n".join(lines)
+
+
+def line_of(text: str, key: tuple[str, ...]) -> int | None:
+    """The first line that sets ``key``, or failing that the innermost table it is in; None if none does."""
+    table: tuple[str, ...] = ()
+    best, found = 0, None
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := HEADER.match(line):
+            here = table = _parts(header[1])
+        elif assignment := ASSIGNMENT.match(line):
+            here = table + _parts(assignment[1])
+        else:
+            continue
+        depth = min(len(here), len(key))
+        if here[:depth] == key[:depth] and depth > best:
+            best, found = depth, number
+    return found
+
+
+def _parts(keys: str) -> tuple[str, ...]:
+    return tuple(part.strip("\"'") for part in re.findall(KEY, keys))

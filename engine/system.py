@@ -34,8 +34,7 @@ from engine.plugins.structured import plugin_grammars
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.rows import PlannerLimits
-from engine.text.codec import TextCodec
-from engine.text.loading import load_codec, warn_of_unknown_tokens
+from engine.text.codec import TextCodec, load_codec, warn_of_unknown_tokens
 from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings, InlineExecutors
 from engine.workers.frontend import FrontendCommand, RemoteIngress
 from engine.workers.limits import RestartIntensity

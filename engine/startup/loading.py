@@ -36,9 +36,8 @@ from engine.startup.memory import (
     require_room,
     run_largest_step,
 )
-from engine.text.codec import TextCodec
+from engine.text.codec import TextCodec, load_codec
 from engine.text.grammar import Grammars
-from engine.text.loading import load_codec
 
 log = logging.getLogger(__name__)
 

@@ -1,12 +1,14 @@
 """Between text and token ids, for one model: encoding, chats, and the pieces that streams are built from.
 
-Owns: the tokenizer.  Does not know: open requests, event loops, what a model does with the ids.
+Owns: the tokenizer, and which one a configuration means.
+Does not know: open requests, event loops, what a model does with the ids.
 
 ``encode`` and ``encode_chat`` take 10 ms for a long prompt and seconds for a hostile one: call them in a worker
 thread, after a bound on the number of characters.  They encode by ``encode_batch_fast``, which releases the GIL;
 ``encode`` of the tokenizers library holds it and would stop the event loop from another thread.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +20,7 @@ import numpy.typing as npt
 from engine.errors import RequestError
 from engine.messages import ChatOptions, ChatTurn, TokenText
 from engine.params import SamplingParams
+from engine.sections import ModelSection
 from engine.text.chat import PLAIN
 from engine.text.files import TokenizerFiles
 from engine.text.reasoning import CLOSE, OPEN, Thinking, thinking_at_end
@@ -28,6 +31,8 @@ from engine.text.vocabulary import Vocabulary
 Int32 = npt.NDArray[np.int32]
 
 MARKERS = (OPEN, CLOSE, CALL_OPEN, CALL_CLOSE, PYTHON_TAG)  # an answer shows them, even if they are special tokens
+log = logging.getLogger(__name__)
+MAX_SHOWN_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +126,30 @@ class TextCodec:
         """The token by itself, as lists of log probabilities show it."""
         piece = self.vocabulary.piece(token_id)
         return TokenText(token_id=token_id, text=piece.decode("utf-8", "replace"), utf8=piece, logprob=logprob)
+
+
+def load_codec(model: ModelSection, directory: Path) -> TextCodec:
+    """The codec that ``model`` asks for.  directory: the checkpoint's.  Raises WeightsError that names the file."""
+    setting = model.tokenizer
+    dummy = model.load_format == "dummy" and not (directory / "tokenizer.json").exists()
+    if setting == "none" or (dummy and not setting):
+        log.info("no tokenizer: prompts and output are token ids only")
+        return TextCodec.without_tokenizer()
+    return TextCodec.load(
+        Path(setting) if setting else directory,
+        tool_format=None if model.tool_format == "auto" else model.tool_format,
+        thinks=None if model.reasoning == "auto" else model.reasoning == "yes",
+    )
+
+
+def warn_of_unknown_tokens(codec: TextCodec, vocab_size: int) -> None:
+    """Log which tokens a text may have and the model does not.  vocab_size: rows of its embedding."""
+    unknown = [piece.decode("utf-8", "replace") for piece in codec.vocabulary.all_pieces[vocab_size:] if piece]
+    if unknown:
+        log.warning(
+            "%d tokens of the tokenizer have no embedding in the model, which ends at id %d; "
+            "texts with one are refused; the first: %s",
+            len(unknown),
+            vocab_size - 1,
+            ", ".join(map(repr, unknown[:MAX_SHOWN_TOKENS])),
+        )

@@ -1,6 +1,7 @@
 """A link between two processes: messages as frames on a ZeroMQ PAIR socket, driven by callbacks of the event loop.
 
-Owns: one socket; what is refused on it.  Does not know: what the messages do, who made the socket's directory.
+Owns: one socket; what is refused on it; the engine's end of it, with its context, its doorman and its directory.
+Does not know: what the messages do, processes.
 A frame that is no message of this link is refused, counted and logged, and the link goes on.  What ZeroMQ itself
 refuses (a stranger without a key, another user's process, a frame of more than ``HARD_LIMIT`` times the limit, half a
 frame) never gets here: it closes that connection.  Both ends are bounded: ``put`` never waits.
@@ -17,7 +18,8 @@ import zmq
 
 from engine.errors import CallboardError
 from engine.messages import Message
-from engine.workers.keys import ClientKeys, KeyPair
+from engine.workers.keys import ClientKeys, Doorman, KeyPair
+from engine.workers.socket_directory import SocketDirectory, base_of
 from engine.workers.wire import MAX_FRAME_BYTES, Wire, WireError
 
 log = logging.getLogger(__name__)
@@ -149,3 +151,47 @@ class SocketLink(Generic[Incoming]):
         if self.num_refused <= MAX_LOGGED_REFUSALS:
             # The reason may quote what a stranger has sent.
             log.warning("link %s: refused: %s", self.name, reason[:300].encode("unicode_escape").decode())
+
+
+class LinkServer(Generic[Incoming]):
+    """where: as ``placement.link`` says it.  accepts, deliver, capacity: as in ``SocketLink``.
+
+    keys: both ends'; without them they are drawn.  endpoint, client: what the other end needs to reach this one.
+    Raises ConfigError or LinkError if the link cannot be made."""
+
+    def __init__(
+        self,
+        name: str,
+        where: str,
+        accepts: Any,
+        deliver: Callable[[Incoming], None],
+        *,
+        capacity: int,
+        keys: tuple[KeyPair, ClientKeys] | None = None,
+    ) -> None:
+        self._directory = SocketDirectory(base_of(where)) if where.startswith("unix") else None
+        self._context = zmq.Context()
+        self.doorman = Doorman(self._context)
+        self.link: SocketLink[Incoming] = SocketLink(name, self._context, accepts, deliver, capacity=capacity)
+        if keys is None:
+            ours = KeyPair.draw()
+            keys = ours, ClientKeys(KeyPair.draw(), ours.public)
+        ours, self.client = keys
+        try:
+            self.doorman.admit(name, frozenset((self.client.own.public,)))
+            self.endpoint = self.link.bind(self._directory.endpoint(name) if self._directory else where, ours)
+        except BaseException:
+            self.close()
+            raise
+
+    def leave_directory(self) -> None:
+        """Remove the socket's file: a link that is connected needs it no longer, and nothing is left to clean up."""
+        if self._directory is not None:
+            self._directory.remove()
+
+    def close(self) -> None:
+        """Close the link, and let go of the files; again: no effect."""
+        self.link.close()
+        self.doorman.close()
+        self.leave_directory()
+        self._context.term()

@@ -13,8 +13,7 @@ from engine.errors import CallboardError
 from engine.messages import Message, Stop
 from engine.workers.group import LAST_WORDS_S
 from engine.workers.keys import ClientKeys
-from engine.workers.link import LinkError
-from engine.workers.link_server import LinkServer
+from engine.workers.link import LinkError, LinkServer
 from engine.workers.messages import WorkerAlive, WorkerFailed
 from engine.workers.worker import Reports, Said, Told, WorkerLost
 

@@ -24,7 +24,7 @@ from engine.workers.cluster.head import Head
 from engine.workers.executors import GenerationSettings
 from engine.workers.frontend import FrontendCommand, FrontendSlot, StartFrontend
 from engine.workers.group import Start, WorkerSlot
-from engine.workers.link_server import LinkServer
+from engine.workers.link import LinkServer
 from engine.workers.linked_worker import END_TIMEOUT_S, LinkedWorker
 from engine.workers.messages import (
     ExecutorAssignment,

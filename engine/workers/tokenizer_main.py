@@ -14,9 +14,8 @@ from engine.errors import CallboardError
 from engine.messages import Abort, Admit, Deltas, Failed
 from engine.plugins.manager import Plugins
 from engine.plugins.structured import plugin_grammars
-from engine.text.codec import TextCodec
+from engine.text.codec import TextCodec, load_codec
 from engine.text.grammar import Grammars
-from engine.text.loading import load_codec
 from engine.workers.child import Ticket, enter
 from engine.workers.main import Outgoing, WorkerProcess
 from engine.workers.messages import TokenizerAssignment, TokenizerProcessInbox, WorkerReady

@@ -7,15 +7,19 @@ waits for: the processes' loading and their end; never for a peer.   owns: which
 
 A process that dies, hangs or takes no more takes the text of its requests with it: those of which the scheduler knows
 end with an error, those that were still being encoded are encoded again elsewhere, once.  Others notice nothing.
-The process is started anew; new requests go to the others meanwhile, or wait.
+The process is started anew; new requests go to the others meanwhile, or wait.  ``Router`` knows which requests are not
+where their number says, and cuts the columns of ``Tokens``.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import assert_never
+from typing import TypeVar, assert_never
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.actors.actor import Actor, Link
 from engine.messages import (
@@ -34,16 +38,69 @@ from engine.messages import (
 from engine.workers.group import Owner, Start, WorkerGroup, WorkerSlot, one_for_one
 from engine.workers.limits import Patience, RestartIntensity
 from engine.workers.messages import FromTokenizer, WorkerReady
-from engine.workers.routing import Router
 from engine.workers.wire import WireError
 from engine.workers.worker import WorkerLost
 
+V = TypeVar("V")
 log = logging.getLogger(__name__)
-
 LOAD_TIMEOUT_S = 120.0  # to import a few libraries and to read a tokenizer
 TokenizerSlot = WorkerSlot[FromTokenizer, TokenizerInbox]
-
 LOST = "the tokenizer process that had this request was lost; send the request again"
+
+
+class Router:
+    """A request's home is its id modulo ``num_homes``, unless it was given another one."""
+
+    def __init__(self, num_homes: int) -> None:
+        self._num_homes = num_homes
+        self._moved: dict[int, int] = {}
+
+    def home(self, request_id: int) -> int:
+        """Of a request."""
+        return self._moved.get(request_id, request_id % self._num_homes)
+
+    def move(self, request_id: int, home: int) -> None:
+        """Give a request a home of its own choice, until ``forget``."""
+        self._moved[request_id] = home
+
+    def forget(self, request_id: int) -> None:
+        """The request has ended; unknown ones are ignored."""
+        self._moved.pop(request_id, None)
+
+    def split(self, message: Tokens) -> list[tuple[int, Tokens]]:
+        """Returns (home, its part) for every home that gets something; lines keep their order.
+
+        Work per line is numpy's; Python's is per request that has more than a token."""
+        if self._num_homes == 1:
+            return [(0, message)]
+        request_ids = np.frombuffer(message.request_ids, dtype=np.int64)
+        token_ids = np.frombuffer(message.token_ids, dtype=np.int32)
+        finishes = np.frombuffer(message.finishes, dtype=np.uint8)
+        homes = self._homes(request_ids)
+        parts = []
+        for home in range(self._num_homes):
+            lines = np.flatnonzero(homes == home)
+            part = Tokens(
+                request_ids[lines].tobytes(),
+                token_ids[lines].tobytes(),
+                finishes[lines].tobytes(),
+                cached_tokens=self._of_home(home, message.cached_tokens),
+                extras=self._of_home(home, message.extras),
+            )
+            if len(lines) or part.extras:
+                parts.append((home, part))
+        return parts
+
+    def _homes(self, request_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        homes = request_ids % self._num_homes
+        if self._moved:  # only while requests run that came when their home was away
+            for line, request_id in enumerate(request_ids.tolist()):
+                if (home := self._moved.get(request_id)) is not None:
+                    homes[line] = home
+        return homes
+
+    def _of_home(self, home: int, by_request: Mapping[int, V]) -> dict[int, V]:
+        return {request_id: one for request_id, one in by_request.items() if self.home(request_id) == home}
 
 
 @dataclass(slots=True)

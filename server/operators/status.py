@@ -1,10 +1,13 @@
-"""GET /health, /ready, /version, /server_info and /load: what orchestrators, routers and people in need of help ask.
+"""GET /health, /health_generate, /ready, /version, /server_info and /load: asked by orchestrators, routers and people.
 
 Owns: what they say.  Does not know: how the server comes into these states; the configuration as a whole, which is not
 a client's business.
 /health is 200 as long as the process can do its work, now or soon; /ready only while it takes requests.
+/health_generate generates a token, and answers whether it came: that costs a step, so it needs the key like any
+request; /ready costs nothing and knows of a stall as well.
 """
 
+import asyncio
 from typing import Literal
 
 import msgspec
@@ -14,9 +17,12 @@ from msgspec import UNSET, UnsetType
 from engine.actors.ingress import RETRY_LATER_S, unavailable
 from engine.actors.snapshot import Gauges
 from engine.errors import RequestError
+from engine.messages import Finish, RequestOptions
+from engine.params import SamplingParams
 from engine.sections import LimitsSection
 from engine.text.tool_format import ToolFormat
-from server.backend import Backend, Ingress
+from server.backend import Backend, Ingress, Stream
+from server.clients import CLIENT
 from server.generate.generation import MAX_CHOICES
 from server.http.replies import error_response, json_reply
 
@@ -24,6 +30,12 @@ Status = Literal["ok", "loading", "draining", "recovering"]
 LIVE: dict[str, Status] = {"not_ready": "loading", "draining": "draining"}  # reasons not to be ready that pass
 HEALTH_PATIENCE_S = 10.0  # longer than an engine that loads may be busy
 STALLED_AFTER_S = 30.0  # requests and no step completed for so long: clients should go elsewhere
+LIMIT_S = 20.0
+PROMPT = (0,)
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+FIRST = RequestOptions(
+    priority=-(1 << 31)
+)  # before whatever else waits: the question is whether tokens come, not how long the queue is
 
 
 class PagesBody(msgspec.Struct, frozen=True):
@@ -144,3 +156,34 @@ def trouble(ingress: Ingress, gauges: Gauges) -> RequestError | None:
     else:
         return None
     return RequestError(reason, status=503, code=code, retry_after_s=RETRY_LATER_S)
+
+
+class ProbeRoute:
+    """Handles the probe."""
+
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self._limit_s = limit_s
+
+    async def get(self, request: web.Request) -> web.Response:
+        """Generate a token.  Raises RequestError: 503 if no token came, 429 if the queue is full."""
+        client = request[CLIENT]
+        client.check_admission()
+        stream = client.open(PROMPT, ONE_TOKEN, FIRST)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                finish = await _end_of(stream)
+        except TimeoutError:
+            raise RequestError(
+                f"no token within {self._limit_s:g} s", status=503, code="stalled", retry_after_s=RETRY_LATER_S
+            ) from None
+        finally:
+            stream.close()
+        if finish == Finish.ABORT:
+            raise RequestError("the probe was aborted", status=503, code="aborted", retry_after_s=RETRY_LATER_S)
+        return json_reply({"status": "ok"})
+
+
+async def _end_of(stream: Stream) -> Finish:
+    while (finish := (await stream.next()).finish) == Finish.RUNNING:
+        pass
+    return finish

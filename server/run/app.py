@@ -25,10 +25,9 @@ from server.openai.tokenization import TokenizationRoutes
 from server.openai.translator import Translator
 from server.operators.administration import AdministrationRoutes, administration_routes
 from server.operators.metrics import MetricsRoute
-from server.operators.probe import ProbeRoute
 from server.operators.site import FILES, SITE_ROUTES, Site
 from server.operators.stats import StatsRoute
-from server.operators.status import StatusRoutes
+from server.operators.status import ProbeRoute, StatusRoutes
 from server.operators.traces import Traces, open_provider
 from server.responses.endpoint import Responses, refuse_stored
 from server.run.openapi import openapi_handler

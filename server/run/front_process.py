@@ -1,24 +1,30 @@
 """The process of the front: ``python -m server.run.front_process``, which the engine starts.
 
-Owns: HTTP and ingress in a process of their own, from the ticket to the exit code.  Does not know: restarts, signals;
-what is drained, and when, is the engine's to say.  It imports no torch.
+Owns: HTTP and ingress in a process of their own, from the ticket to the exit code; what the engine's monitor has been
+asked from here and has not answered.  Does not know: restarts, signals; what is drained, and when, is the engine's to
+say.  It imports no torch.
 """
 
 import asyncio
 import gc
+import itertools
 import random
 import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
-from engine.actors.actor import Actor
-from engine.actors.ingress import Ingress
-from engine.actors.snapshot import RequestsFinished, Snapshot
-from engine.errors import CallboardError, EngineDied
+from engine.actors.actor import Actor, Link
+from engine.actors.ingress import RETRY_LATER_S, Ingress
+from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
+from engine.errors import CallboardError, EngineDied, RequestError
 from engine.messages import Abort, Failed, Stop, Tokenize
-from engine.text.loading import load_codec
+from engine.plugins.manager import Plugins
+from engine.plugins.observers import Observers
+from engine.text.codec import load_codec
 from engine.workers.child import Ticket, enter
 from engine.workers.main import Outgoing, WorkerProcess
 from engine.workers.messages import (
@@ -36,9 +42,66 @@ from server.backend import Backend
 from server.clients import CacheSalts
 from server.model_card import ModelCard
 from server.run.app import create_runner
-from server.run.remote_monitor import RemoteMonitor
 
+MAX_ASKED = 64  # without an answer; more would only wait behind them
 CAPACITY = 1 << 18  # of the link, in messages: of as many requests as may be open at most, four each
+
+
+class RemoteMonitor:
+    """A ``Monitor`` of another process.  ingress: this process's, for its own part.  decode: token ids as text."""
+
+    def __init__(
+        self, engine: Link[GetSnapshot | Subscribe], ingress: Ingress, decode: Callable[[Sequence[int]], str]
+    ) -> None:
+        self.decode = decode
+        self._engine = engine
+        self._ingress = ingress
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[Snapshot]] = {}
+        self._observers: Observers | None = None
+
+    async def look(self, *, meter: bool = False, max_nodes: int = 0, patience_s: float = 1.0) -> Snapshot:
+        """Returns what the engine's own monitor sees.  Raises RequestError: 503 if it does not answer in time."""
+        if len(self._asked) >= MAX_ASKED:
+            raise _silent()
+        number = next(self._numbers)
+        answer: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        try:
+            self._engine.put(GetSnapshot(number, meter, max_nodes))
+            async with asyncio.timeout(patience_s):
+                snapshot = await answer
+        except TimeoutError:
+            raise _silent() from None
+        finally:
+            del self._asked[number]
+        ingress = self._ingress
+        gauges = structs.replace(
+            snapshot.gauges,
+            num_open=ingress.num_open,
+            num_late_events=ingress.num_late_events,
+            recovering=ingress.recovering,
+        )
+        return structs.replace(snapshot, gauges=gauges)
+
+    def watch(self, observer: object, name: str) -> None:
+        """Tell ``observer``, an object with observer hooks, which requests end from now on."""
+        if self._observers is None:
+            self._observers = Observers(Plugins({}, (), {}), {}, page_size=0)
+            self._engine.put(Subscribe())
+        self._observers.add(observer, name)
+
+    def take(self, message: Snapshot | RequestsFinished) -> None:
+        """Take a message of the engine."""
+        if isinstance(message, RequestsFinished):
+            if self._observers is not None:
+                self._observers.request_finished(message.requests)
+        elif (answer := self._asked.get(message.number)) is not None and not answer.done():
+            answer.set_result(message)
+
+
+def _silent() -> RequestError:
+    return RequestError("the engine does not answer", status=503, code="engine_silent", retry_after_s=RETRY_LATER_S)
 
 
 def main() -> None:

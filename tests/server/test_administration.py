@@ -12,7 +12,7 @@ from engine.sections import LimitsSection, ServerSection
 from server.clients import Clients
 from server.generate.output import FinishReason
 from server.http.exchange import EXCHANGE, Exchange
-from server.operators.probe import ProbeRoute
+from server.operators.status import ProbeRoute
 from tests.server.engine_server import EngineServer
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, Reply, ask, http_bytes

@@ -12,7 +12,7 @@ from engine.errors import RequestError
 from engine.messages import Finish
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
-from server.run.remote_monitor import MAX_ASKED, RemoteMonitor
+from server.run.front_process import MAX_ASKED, RemoteMonitor
 from tests.actors.test_ingress import Sent
 
 INGRESS: Any = SimpleNamespace(num_open=5, num_late_events=2, recovering=True)

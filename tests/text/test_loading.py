@@ -2,8 +2,7 @@
 
 import pytest
 
-from engine.text.codec import TextCodec
-from engine.text.loading import warn_of_unknown_tokens
+from engine.text.codec import TextCodec, warn_of_unknown_tokens
 
 
 def test_tokens_without_an_embedding_are_counted_and_named(codecs_by_kind, caplog):

@@ -19,7 +19,7 @@ from engine.logs import LogSettings
 from engine.messages import Abort, Delta, Deltas, EngineReady, Failed, Finish, Stats, StepDone, Stop, Tokenize
 from engine.params import SamplingParams
 from engine.scheduling.meter import Meter, RequestMetrics, StepRecord
-from engine.workers.link_server import LinkServer
+from engine.workers.link import LinkServer
 from engine.workers.main import Outgoing
 from engine.workers.messages import (
     Drain,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.messages import Logprobs, PromptLogprobs, StepExtras, Tokens
-from engine.workers.routing import Router
+from engine.workers.tokenizers import Router
 
 
 def tokens(request_ids: list[int], **details: object) -> Tokens:

@@ -15,7 +15,7 @@ import zmq
 from engine.messages import Abort, Admit, Delta, Deltas, Failed, StepDone, Stop, Tokenize
 from engine.params import SamplingParams
 from engine.workers.keys import KeyPair
-from engine.workers.link_server import LinkServer
+from engine.workers.link import LinkServer
 from engine.workers.main import Outgoing
 from engine.workers.messages import FromTokenizer, FromWorker, WorkerAlive
 from engine.workers.tokenizer_main import TextLink
