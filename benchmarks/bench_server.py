@@ -76,8 +76,8 @@ async def serve_callboard(num_pages: int, tokenizers: int, num_logprobs: int, in
         },
     )
     listener = bind("127.0.0.1", 0)
-    front = FrontendCommand(FRONT_MODULE, listener.fileno()) if ingress == "process" else None
-    system = NullSystem(config, num_logprobs=num_logprobs, front=front)
+    frontend = FrontendCommand(FRONT_MODULE, listener.fileno()) if ingress == "process" else None
+    system = NullSystem(config, num_logprobs=num_logprobs, frontend=frontend)
     stopwatch = Stopwatch(system.actors)
     card = ModelCard(name=MODEL, max_model_len=system.max_len, vocab_size=system.spec.vocab_size, created=0)
     if isinstance(system.entrance, RemoteIngress):
@@ -87,7 +87,7 @@ async def serve_callboard(num_pages: int, tokenizers: int, num_logprobs: int, in
     gc.freeze()  # as the command does
 
     async def listen() -> int:
-        if front is None:
+        if frontend is None:
             runner = create_runner(config.server, config.limits, Backend(system.ingress, system.monitor, card))
             await runner.setup()
             await web.SockSite(runner, listener, backlog=MAX_STREAMS).start()
@@ -368,7 +368,7 @@ def compare_fronts(arguments: argparse.Namespace) -> None:
     for server in servers.values():
         server.close()
     table = Table("streams", "ingress", "tokens/s", "to inline", "events/token", "engine's loop us/token", "to inline",
-                  "front's CPU", "all CPU", "to inline")  # fmt: skip
+                  "frontend's CPU", "all CPU", "to inline")  # fmt: skip
     for row in results:
         table.add_row(
             str(row["streams"]),

@@ -140,9 +140,9 @@ class NullSystem(System):
         text: str = " return",
         step_s: float = 0.0,
         num_logprobs: int = 0,
-        front: FrontendCommand | None = None,
+        frontend: FrontendCommand | None = None,
     ) -> None:
-        super().__init__(config, front=front)
+        super().__init__(config, frontend=frontend)
         self._token = int(self.codec.encode(text)[-1])
         self._step_s = step_s
         self._num_logprobs = num_logprobs

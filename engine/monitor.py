@@ -70,9 +70,9 @@ class Monitor:
             mailboxes += tuple(
                 MailboxGauges(slot.name, slot.waiting, slot.peak, pool.inbox.capacity) for slot in pool.slots
             )
-        front = ingress if isinstance(ingress, RemoteIngress) else None
-        if front is not None:
-            mailboxes += (MailboxGauges("ingress", front.slot.waiting, front.slot.peak, front.inbox.capacity),)
+        frontend = ingress if isinstance(ingress, RemoteIngress) else None
+        if frontend is not None:
+            mailboxes += (MailboxGauges("ingress", frontend.slot.waiting, frontend.slot.peak, frontend.inbox.capacity),)
         outside = Gauges(
             num_open=ingress.num_open,
             page_size=self._page_size,
@@ -80,7 +80,7 @@ class Monitor:
             num_restarts=self._executors.num_restarts,
             num_tokenizers=pool.num_ready if pool is not None else 1,
             num_tokenizer_restarts=pool.num_restarts if pool is not None else 0,
-            num_front_restarts=front.num_restarts if front is not None else 0,
+            num_front_restarts=frontend.num_restarts if frontend is not None else 0,
             num_late_events=ingress.num_late_events if isinstance(ingress, Ingress) else 0,
             recovering=ingress.recovering,
             process=os.getpid(),

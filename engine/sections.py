@@ -204,7 +204,7 @@ class PluginsSection(Section, frozen=True):
 
 
 class ServerSection(Section, frozen=True):
-    """[server]: the HTTP front."""
+    """[server]: the HTTP frontend."""
 
     host: Annotated[str, Meta(description="Address to listen on; anything but loopback needs an api_key")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="TCP port, 0 for any free one")] = 8000

@@ -60,15 +60,15 @@ class System:
         *,
         progress: bool = False,
         head: "Head | None" = None,
-        front: FrontendCommand | None = None,
+        frontend: FrontendCommand | None = None,
     ) -> None:
         """Check everything that can be checked without loading weights.  Raises CallboardError.
 
         head: the head of several machines; None if all ranks are on this one.
-        front: how to start the process that takes requests; None for an ingress in this process."""
+        frontend: how to start the process that takes requests; None for an ingress in this process."""
         self.config = config
         self._head = head
-        self._front = front
+        self._front = frontend
         self._progress = progress
         directory = self._directory = resolve_checkpoint(config.model.path, config.model.revision)
         self.spec: ModelSpec = read_spec(directory)
@@ -141,8 +141,8 @@ class System:
 
     @property
     def ingress(self) -> Ingress:
-        """The actor that takes requests; an engine whose front is a process of its own has none."""
-        assert isinstance(self.entrance, Ingress), "requests enter by the front's process"
+        """The actor that takes requests; an engine whose frontend is a process of its own has none."""
+        assert isinstance(self.entrance, Ingress), "requests enter by the frontend's process"
         return self.entrance
 
     @property

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from engine.workers.cluster.head import Head
 
 Run = Callable[[argparse.Namespace, Config], None]
-FRONT_MODULE = "server.run.front_process"  # the engine starts it, and knows it by name alone
+FRONT_MODULE = "server.run.frontend_process"  # the engine starts it, and knows it by name alone
 EPILOG = """\
 examples:
   callboard serve examples/demo.toml --port 8001 --set kv.page_size=64
@@ -204,8 +204,8 @@ async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> No
 
     # The port first: finding it taken must not cost the time of loading a model.
     with bind(config.server.host, config.server.port) as listener:
-        front = FrontendCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None
-        system = System(config, progress=sys.stderr.isatty(), head=head, front=front)
+        frontend = FrontendCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None
+        system = System(config, progress=sys.stderr.isatty(), head=head, frontend=frontend)
         if head is not None:
             head.follow(lambda: system.entrance.draining)
         host, port = listener.getsockname()[:2]

@@ -1,12 +1,12 @@
-"""The ingress of an engine whose clients are served by a front in a process of its own.
+"""The ingress of an engine whose clients are served by a frontend in a process of its own.
 
 consumes: Deltas, Failed (tokenizer) · EngineReady, EngineRecovering, Stats (scheduler) · Stop (system)
-  TokenizersReady, TokenizersLost (tokenizer pool) · what the front says
-produces: Tokenize, Abort (tokenizer) · all of the above, and answers (the front)
-waits for: the front's loading and its end; never for a peer.   owns: which requests are open, as ids.
+  TokenizersReady, TokenizersLost (tokenizer pool) · what the frontend says
+produces: Tokenize, Abort (tokenizer) · all of the above, and answers (the frontend)
+waits for: the frontend's loading and its end; never for a peer.   owns: which requests are open, as ids.
 
-A front that dies, hangs or takes no more takes its clients with it: their connections end, and their requests are
-aborted.  The next front is started on the same socket, where new clients wait meanwhile.
+A frontend that dies, hangs or takes no more takes its clients with it: their connections end, and their requests are
+aborted.  The next frontend is started on the same socket, where new clients wait meanwhile.
 """
 
 import asyncio
@@ -60,14 +60,14 @@ StartFrontend = Callable[[FrontendSlot, Reports[FromFrontend], Handover], Worker
 
 
 class FrontendCommand(msgspec.Struct, frozen=True):
-    """What a front is: a module to run, and the descriptor of the socket that it listens on."""
+    """What a frontend is: a module to run, and the descriptor of the socket that it listens on."""
 
     module: str
     listener: int
 
 
 class _Subscription:
-    """An observer of the engine on the front's behalf."""
+    """An observer of the engine on the frontend's behalf."""
 
     def __init__(self, tell: Callable[[RequestsFinished], None]) -> None:
         self._tell = tell
@@ -78,9 +78,9 @@ class _Subscription:
 
 
 class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
-    """start: starts a front's process.  silence_timeout_s: one that says nothing for so long hangs.
+    """start: starts a frontend's process.  silence_timeout_s: one that says nothing for so long hangs.
 
-    parts: what must say that it is ready, besides the front.  about: see ``Handover``; to be set before it runs."""
+    parts: what must say that it is ready, besides the frontend.  about: see ``Handover``; to be set before it runs."""
 
     def __init__(
         self,
@@ -92,13 +92,13 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
         silence_timeout_s: float,
         parts: Iterable[Part] = ("executors",),
     ) -> None:
-        super().__init__("front", capacity)
+        super().__init__("frontend", capacity)
         self.about = b""
         self.became_ready = asyncio.Event()
         self._tokenizer = tokenizer
         self._group = WorkerGroup[FromFrontend, ToFrontend](
             self,
-            ["front"],
+            ["frontend"],
             one_for_one,
             lambda: nullcontext(lambda slot, reports: start(slot, reports, self._handover())),
             intensity=intensity,
@@ -119,7 +119,7 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
         self._settle()
 
     def connect(self, *, look: Callable[[GetSnapshot], Snapshot], watch: Callable[[object, str], None]) -> None:
-        """What the front is answered from: a monitor, which needs this actor to be there first."""
+        """What the frontend is answered from: a monitor, which needs this actor to be there first."""
         self._look = look
         self._watch = watch
 
@@ -127,7 +127,7 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
 
     @property
     def num_restarts(self) -> int:
-        """Of fronts."""
+        """Of frontends."""
         return self._group.num_restarts
 
     @property
@@ -142,7 +142,7 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
 
     @property
     def draining(self) -> bool:
-        """Whether no more requests are taken.  Set it, and the front is told."""
+        """Whether no more requests are taken.  Set it, and the frontend is told."""
         return self._draining
 
     @draining.setter
@@ -162,18 +162,18 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
         return True
 
     def abort_all(self) -> None:
-        """Cancel every open request; the front tells its clients."""
+        """Cancel every open request; the frontend tells its clients."""
         self._tell(AbortAll())
         self._abort_open()
 
     def fail_all(self, error: EngineDied) -> None:
-        """The engine is gone: the front tells its clients why, and ends."""
+        """The engine is gone: the frontend tells its clients why, and ends."""
         self._tell(EngineFailed(str(error)))
         self._open.clear()
         self._group.stop()
 
     async def leave(self) -> None:
-        """Let the front finish what it writes, and end; returns when nothing is left of it."""
+        """Let the frontend finish what it writes, and end; returns when nothing is left of it."""
         self._group.stop()
         if self._keeping is not None:
             await asyncio.wait((self._keeping,))
@@ -213,7 +213,7 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
             self.became_ready.set()
 
     def _tell(self, message: ToFrontend) -> None:
-        """To the front, if it is there: the next one gets a handover instead."""
+        """To the frontend, if it is there: the next one gets a handover instead."""
         if not self.slot.is_ready:
             return
         try:
@@ -224,10 +224,10 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
             for part in in_parts(message, error):
                 self._abort(part) if isinstance(part, Abort) else self._tell(part)
 
-    # ---- from the front ---------------------------------------------------------------------
+    # ---- from the frontend ---------------------------------------------------------------------
 
     def take(self, slot: FrontendSlot, message: FromFrontend) -> None:
-        """The front says something."""
+        """The frontend says something."""
         match message:
             case Tokenize():
                 self._open.add(message.request_id)
@@ -241,7 +241,7 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
             case Subscribe():
                 if not self._is_subscribed:
                     self._is_subscribed = True
-                    self._watch(_Subscription(self._tell), "the front")
+                    self._watch(_Subscription(self._tell), "the frontend")
             case FrontendDrained():
                 self._has_drained = True
             case FrontendState(state):
@@ -257,7 +257,7 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
             self._tokenizer.put(message)
 
     def came(self, slots: Sequence[FrontendSlot], ready: Sequence[WorkerReady]) -> None:
-        """A front has loaded.  What it missed since its handover is said again."""
+        """A frontend has loaded.  What it missed since its handover is said again."""
         for message in self._replay():
             self._tell(message)
         if self._draining:
@@ -274,11 +274,11 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
         return Handover(self._largest_id + 1, self._replay(), self.about, self._state)
 
     def went(self, slots: Sequence[FrontendSlot], loss: WorkerLost) -> None:
-        """The front is gone, and with it every client that would read an answer."""
+        """The frontend is gone, and with it every client that would read an answer."""
         if self._open:
-            log.warning("the front had %d requests, which are aborted", len(self._open))
+            log.warning("the frontend had %d requests, which are aborted", len(self._open))
         self._abort_open()
-        if self._draining:  # no clients may come: no other front is needed
+        if self._draining:  # no clients may come: no other frontend is needed
             self._group.stop()
 
     def _abort_open(self) -> None:
@@ -295,13 +295,13 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
         else:
             self._idle.set()
 
-    # ---- the front's life -------------------------------------------------------------------
+    # ---- the frontend's life -------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Handle messages until Stop, and keep a front running.  It outlives a crash, to tell its clients.
+        """Handle messages until Stop, and keep a frontend running.  It outlives a crash, to tell its clients.
 
         Raises what the first load raised, or EngineDied when restarting does not help."""
-        self._keeping = asyncio.create_task(self._keep(), name="front.keep")
+        self._keeping = asyncio.create_task(self._keep(), name="frontend.keep")
         await super().run()
         await self.leave()
 

@@ -1,7 +1,7 @@
 """What a worker and its engine say to each other, besides what its actor sends and receives.
 
 Owns: the assignment that a worker starts from, how it says that it is ready, alive or about to end, and what the
-front's process and its engine tell each other.  Does not know: who sends them, how they travel.
+frontend's process and its engine tell each other.  Does not know: who sends them, how they travel.
 """
 
 import msgspec
@@ -77,7 +77,7 @@ class TokenizerAssignment(Assignment, frozen=True):
 
 
 class Handover(Message, frozen=True):
-    """What a front must know of those before it.
+    """What a frontend must know of those before it.
 
     first_id: no request had this one yet, nor a larger one.  replay: what ingress would have heard by now.
     about: what the server tells every front of it.  state: what the last one had in ``FrontendState``."""
@@ -89,7 +89,7 @@ class Handover(Message, frozen=True):
 
 
 class FrontendAssignment(Assignment, frozen=True):
-    """The first message to the front's process.
+    """The first message to the frontend's process.
 
     has_tokenizers: in processes, which must be ready as well.  listener: the inherited descriptor of its socket."""
 
@@ -140,7 +140,7 @@ class WorkerFailed(Message, frozen=True):
         return known(self.text) if known is not None else EngineDied(f"{name} crashed: {self.kind}: {self.text}")
 
 
-# ---- the front's process -> the engine --------------------------------------------------------
+# ---- the frontend's process -> the engine --------------------------------------------------------
 
 
 class FrontendDrained(Message, frozen=True):
@@ -148,12 +148,12 @@ class FrontendDrained(Message, frozen=True):
 
 
 class FrontendState(Message, frozen=True):
-    """What the front wants to know again after it was lost, in its own words."""
+    """What the frontend wants to know again after it was lost, in its own words."""
 
     state: bytes
 
 
-# ---- the engine -> the front's process --------------------------------------------------------
+# ---- the engine -> the frontend's process --------------------------------------------------------
 
 
 class Drain(Message, frozen=True):

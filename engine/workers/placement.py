@@ -219,7 +219,7 @@ def process_tokenizers(
 def process_frontend(
     *, config: Config, command: FrontendCommand, max_len: int, vocab_size: int, capacity: int
 ) -> StartFrontend:
-    """What starts fronts.  config: with the model's path resolved.  capacity: of an ingress's mailbox."""
+    """What starts frontends.  config: with the model's path resolved.  capacity: of an ingress's mailbox."""
     _require_linux("ingress", "'inline'")
     capacity += STEPS_BEHIND  # as of a tokenizer
 

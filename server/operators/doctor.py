@@ -144,7 +144,7 @@ def _machine(config: Config) -> Iterator[Finding]:
     yield Finding("memory", "good", f"{available_bytes() / 1e9:.2f} GB available to this process and its container")
 
 
-_ONE_CORE = "the model and the HTTP front will take turns on it"
+_ONE_CORE = "the model and the HTTP frontend will take turns on it"
 
 
 def _limits(config: Config) -> Iterator[Finding]:

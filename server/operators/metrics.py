@@ -130,7 +130,7 @@ class OwnCollector(EngineCollector):
             "tokenizer_restarts", "Times that a tokenizer process was started again.", gauges.num_tokenizer_restarts
         )
         yield self._total(
-            "front_restarts", "Times that the front's process was started again.", gauges.num_front_restarts
+            "front_restarts", "Times that the frontend's process was started again.", gauges.num_front_restarts
         )
         yield self._total("late_events", "Output for clients that had left.", gauges.num_late_events)
         yield from self._of_mailboxes(gauges)

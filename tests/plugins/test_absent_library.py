@@ -95,7 +95,7 @@ PLACEMENTS = {
     "one process": ["placement.executor=inline"],
     "an executor process": ["placement.executor=process"],
     "tokenizer processes": ["placement.executor=process", "placement.tokenizers=1"],
-    "a front process": ["placement.executor=inline", "placement.ingress=process"],
+    "a frontend process": ["placement.executor=inline", "placement.ingress=process"],
 }
 
 

@@ -12,7 +12,7 @@ from engine.errors import RequestError
 from engine.messages import Finish
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
-from server.run.front_process import MAX_ASKED, RemoteMonitor
+from server.run.frontend_process import MAX_ASKED, RemoteMonitor
 from tests.actors.test_ingress import Sent
 
 INGRESS: Any = SimpleNamespace(num_open=5, num_late_events=2, recovering=True)
@@ -82,7 +82,7 @@ def test_observers_are_told_and_one_that_raises_is_told_nothing_any_more() -> No
 
     async def scenario(monitor: RemoteMonitor, sent: Sent) -> None:
         good, bad = Noting(), Noting(ValueError())
-        monitor.take(RequestsFinished(()))  # to the front before this one
+        monitor.take(RequestsFinished(()))  # to the frontend before this one
         monitor.watch(good, "tests.good")
         monitor.watch(bad, "tests.bad")
         assert sent.messages == [Subscribe()]

@@ -66,7 +66,7 @@ def draw(seed: int) -> Plan:
     """The run of a seed."""
     rng = random.Random(seed * 2 + 1)
     kind = rng.choice(tuple(KINDS))
-    num_workers = 1 if kind == "front" else rng.choice((1, 2, 3))
+    num_workers = 1 if kind == "frontend" else rng.choice((1, 2, 3))
     faults, at = [], 3 * LOAD_S if rng.random() < 0.95 else 0.5
     for _ in range(rng.randint(1, 7)):
         # Often in the middle of what the one before has set going.

@@ -66,9 +66,9 @@ def test_a_failing_run_becomes_a_short_one_that_fails_the_same_way() -> None:
         kept = shrink_plan(failed.plan)
         again = play(failed.plan.only(kept))
         told = explain(failed)
-    assert len(kept) == 1, "one lost front is enough"
+    assert len(kept) == 1, "one lost frontend is enough"
     assert type(again.failure) is type(failed.failure)
-    assert f"seed {failed.plan.seed} (front) FAILED" in told
+    assert f"seed {failed.plan.seed} (frontend) FAILED" in told
 
 
 def test_a_seed_is_a_run() -> None:

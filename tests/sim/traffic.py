@@ -264,8 +264,8 @@ class TokenizerTraffic(Traffic):
             self._open.discard(request_id)
 
 
-class FrontTraffic(Traffic):
-    """Requests that a front opens, and that end."""
+class FrontendTraffic(Traffic):
+    """Requests that a frontend opens, and that end."""
 
     def __init__(self, world: "World", num_workers: int, intensity: RestartIntensity, silence_s: float) -> None:
         ingress = RemoteIngress(
@@ -289,7 +289,7 @@ class FrontTraffic(Traffic):
         if isinstance(message, Deltas):
             for delta in message.deltas:
                 if self._by_worker[delta.request_id] != worker.life:
-                    raise SimIncorrect(f"a front hears of request {delta.request_id}, which was another one's")
+                    raise SimIncorrect(f"a frontend hears of request {delta.request_id}, which was another one's")
 
     def give_work(self) -> None:
         (worker,) = self.world.living or [None]
@@ -307,7 +307,7 @@ class FrontTraffic(Traffic):
 
     def check_lost(self, slots: Sequence[WorkerSlot[Any, Any]]) -> None:
         if self._open or self.owner.num_open:
-            raise SimIncorrect(f"the front is lost, and requests {sorted(self._open)} go on")
+            raise SimIncorrect(f"the frontend is lost, and requests {sorted(self._open)} go on")
 
     def _hear(self, message: Tokenize | Abort) -> None:
         if isinstance(message, Abort):
@@ -328,5 +328,5 @@ class FrontTraffic(Traffic):
 KINDS: dict[str, Callable[..., Traffic]] = {
     "executors": ExecutorTraffic,
     "tokenizers": TokenizerTraffic,
-    "front": FrontTraffic,
+    "frontend": FrontendTraffic,
 }

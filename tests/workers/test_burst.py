@@ -14,7 +14,7 @@ import pytest
 from tests.pace import far
 from tests.server.http_client import RawClient, http_bytes
 from tests.workers.server import MODEL, Server
-from tests.workers.test_front import ask, fetch
+from tests.workers.test_frontends import ask, fetch
 
 NUM_SOCKETS = 200
 PLACEMENTS = {

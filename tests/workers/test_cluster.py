@@ -1,4 +1,4 @@
-"""A head and its joiners on one event loop, with executors that load at once: who joins, is told what, and ends how."""
+"""A head and its nodes on one event loop, with executors that load at once: who joins, is told what, and ends how."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ MODULE = "tests.workers.odd_executor"
 
 
 class Scene:
-    """A head with its executors, and joiners as they come."""
+    """A head with its executors, and nodes as they come."""
 
     def __init__(self, port: int, config: Config) -> None:
         self.port = port
@@ -39,13 +39,13 @@ class Scene:
         self.heard = Heard()
         self.group: Executors | None = None
         self.engine: asyncio.Task[None] | None = None
-        self.joiners: list[asyncio.Task[None]] = []
+        self.nodes: list[asyncio.Task[None]] = []
 
     def join(self, config: Config | None = None, **changes: Any) -> "asyncio.Task[None]":
-        """One more joiner for rank 1."""
-        joiner = Node(cluster(1, self.port, **changes), config or self.config, MODULE)
-        self.joiners.append(asyncio.create_task(joiner.run()))
-        return self.joiners[-1]
+        """One more node for rank 1."""
+        node = Node(cluster(1, self.port, **changes), config or self.config, MODULE)
+        self.nodes.append(asyncio.create_task(node.run()))
+        return self.nodes[-1]
 
     async def ready(self) -> None:
         """Both ranks are."""
@@ -76,9 +76,9 @@ class Scene:
             await self.engine
 
     async def close(self) -> None:
-        for joiner in self.joiners:
-            joiner.cancel()
-        await asyncio.gather(*self.joiners, return_exceptions=True)
+        for node in self.nodes:
+            node.cancel()
+        await asyncio.gather(*self.nodes, return_exceptions=True)
 
 
 def play(scenario: Callable[[Scene], Awaitable[None]], config: Config | None = None) -> None:
@@ -96,24 +96,24 @@ def play(scenario: Callable[[Scene], Awaitable[None]], config: Config | None = N
     assert not children()
 
 
-def test_a_joiner_ends_well_with_its_head() -> None:
+def test_a_node_ends_well_with_its_head() -> None:
     async def scenario(scene: Scene) -> None:
-        joiner = scene.join()
+        node = scene.join()
         async with scene.running():
             await scene.ready()
-        await joiner
+        await node
 
     play(scenario)
 
 
-def test_a_joiner_that_is_told_to_end_alone_does_and_the_next_one_takes_its_place() -> None:
+def test_a_node_that_is_told_to_end_alone_does_and_the_next_one_takes_its_place() -> None:
     async def scenario(scene: Scene) -> None:
         async with scene.running():
-            joiner = scene.join()
+            node = scene.join()
             await scene.ready()
             os.kill(os.getpid(), signal.SIGTERM)
-            await joiner
-            assert await scene.lost() == "executor1 has left: its joiner was told to end"
+            await node
+            assert await scene.lost() == "executor1 has left: its node was told to end"
             scene.join()
             await scene.ready()
 
@@ -122,7 +122,7 @@ def test_a_joiner_that_is_told_to_end_alone_does_and_the_next_one_takes_its_plac
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Notice | None]:
-    """What joiners have read on boards so far."""
+    """What nodes have read on boards so far."""
     seen: list[Notice | None] = []
     read = ClusterStore.read
 
@@ -139,13 +139,13 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_joiner_that_is_told_to_end_with_its_head_waits_for_it(
+def test_a_node_that_is_told_to_end_with_its_head_waits_for_it(
     looks: list[Notice | None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(node_module, "LEAVE_GRACE_S", 0.1)
 
     async def scenario(scene: Scene) -> None:
-        joiner = scene.join()
+        node = scene.join()
         async with Head(cluster(0, scene.port), scene.config) as head:
             head.follow(lambda: True)
             await until(lambda: any("rank 1 has found rank 0" in one for one in caplog.messages))
@@ -154,8 +154,8 @@ def test_a_joiner_that_is_told_to_end_with_its_head_waits_for_it(
             await until(lambda: len(looks) > so_far + 1)
             os.kill(os.getpid(), signal.SIGTERM)
             await until(lambda: len(looks) > so_far + 5)  # a quarter of a second each: more than its patience
-            assert not joiner.done()
-        await joiner
+            assert not node.done()
+        await node
 
     with caplog.at_level(logging.INFO):
         play(scenario)
@@ -177,7 +177,7 @@ def test_without_the_key_nobody_joins_and_both_sides_say_so(caplog: pytest.LogCa
     assert KEY not in caplog.text
 
 
-def test_a_joiner_that_does_not_fit_fails_the_start_with_its_reason() -> None:
+def test_a_node_that_does_not_fit_fails_the_start_with_its_reason() -> None:
     async def scenario(scene: Scene) -> None:
         reason = "rank 1: WORLD_SIZE=3, but rank 0 has WORLD_SIZE=2"
         with pytest.raises(ConfigError, match=reason):
@@ -224,21 +224,21 @@ def test_a_place_that_is_taken_twice_ends_the_generation_and_says_why() -> None:
             first = scene.join()
             await scene.ready()
             scene.join()
-            assert "executor1 joins a second time: was its joiner started again, or is RANK=1" in await scene.lost()
+            assert "executor1 joins a second time: was its node started again, or is RANK=1" in await scene.lost()
             assert not first.done()
 
     play(scenario)
 
 
-def test_a_head_that_fails_tells_its_joiners_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_that_fails_tells_its_nodes_why(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(scene: Scene) -> None:
-        joiner = scene.join()
+        node = scene.join()
         with pytest.raises(EngineDied, match="executor0 crashed"):
             async with Head(cluster(0, scene.port), scene.config):
                 await until(lambda: any("rank 1 has found rank 0" in one for one in caplog.messages))
                 raise EngineDied("executor0 crashed: KeyError: 'embed_tokens'")
         with pytest.raises(EngineDied, match=r"^rank 1: rank 0 has failed: executor0 crashed: KeyError: 'embed_tok"):
-            await joiner
+            await node
 
     with caplog.at_level(logging.INFO):
         play(scenario)
@@ -263,11 +263,11 @@ def test_what_an_earlier_head_has_left_in_a_launchers_store_misleads_nobody(look
             Notice(our_release(), 2, state="failed", reason="long ago", nonce="old", endpoints=("", "tcp://x:1"))
         )
         board.beat()
-        joiner = scene.join(is_served=True)
+        node = scene.join(is_served=True)
         await until(lambda: len(looks) > 1)
         async with scene.running(is_served=True):
             await scene.ready()
-        await joiner
+        await node
 
     play(scenario)
 
@@ -277,12 +277,12 @@ def test_a_head_that_is_silent_is_gone() -> None:
         board = ClusterStore(serve_store("127.0.0.1", scene.port, 5), KEY)
         board.clear([1])
         board.post(Notice(our_release(), 2))
-        joiner = scene.join()
+        node = scene.join()
         while not any(board.slots([1])):  # it has said that it is here
             board.beat()
             await asyncio.sleep(0.1)
         with pytest.raises(EngineDied, match=r"^rank 1: rank 0 is gone: no word of it for 0\.5 s$"):
-            await joiner
+            await node
 
     play(scenario, configured(silence_timeout_s=0.5))
 

@@ -32,7 +32,7 @@ def test_the_server_connects_to_nobody(tmp_path: Path, link: str, figure: Figure
     assert last == "2 192.0.2.1 9", "the watch works"
     elsewhere = [line for line in lines if line.split()[1] not in ("127.0.0.1", "::1")]
     figure("connects to elsewhere", len(elsewhere), at_most=0)
-    assert bool(lines) == (link != "unix"), "only links over TCP have executor and front connect, to this machine"
+    assert bool(lines) == (link != "unix"), "only links over TCP have executor and frontend connect, to this machine"
 
 
 @pytest.mark.reliability("P15", "connect() of all tests patched to refuse other machines")

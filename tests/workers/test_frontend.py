@@ -1,4 +1,4 @@
-"""Ingress for a front elsewhere, with doubles of its processes: who is told what, and what a lost one leaves behind."""
+"""Ingress for a frontend elsewhere, with doubles of its processes: who is told what, and what a lost one leaves."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -47,7 +47,7 @@ FINISHED = RequestMetrics(1, Finish.STOP, 2, 3, 0, 0, 1.0, 0.1, 0.2, 0.1, 1.0)
 
 
 class Double:
-    """A front: keeps what it gets, and says what the test wants it to say."""
+    """A frontend: keeps what it gets, and says what the test wants it to say."""
 
     def __init__(self, handover: Handover, reports: Reports[FromFrontend]) -> None:
         self.handover = handover
@@ -75,11 +75,11 @@ class Double:
             self.reports.heard(message)
 
     def dies(self, error: CallboardError | None = None) -> None:
-        self.reports.lost(WorkerLost("front was killed", error))
+        self.reports.lost(WorkerLost("frontend was killed", error))
 
 
 class Stage:
-    """The ingress and who is around it.  started: every front so far."""
+    """The ingress and who is around it.  started: every frontend so far."""
 
     def __init__(self, max_restarts: int, silence_timeout_s: float, has_tokenizers: bool) -> None:
         self.started: list[Double] = []
@@ -98,7 +98,7 @@ class Stage:
         self.running = asyncio.ensure_future(self.ingress.run())
 
     def _start(self, slot: FrontendSlot, reports: Reports[FromFrontend], handover: Handover) -> Double:
-        assert slot.name == "front"
+        assert slot.name == "frontend"
         self.started.append(Double(handover, reports))
         return self.started[-1]
 
@@ -106,7 +106,7 @@ class Stage:
         return Snapshot(ask.number, 1.0, Gauges(num_open=self.ingress.num_open))
 
     @property
-    def front(self) -> Double:
+    def frontend(self) -> Double:
         """The one that is there."""
         return self.started[-1]
 
@@ -144,15 +144,15 @@ def on_stage(
     has_tokenizers: bool = False,
     ready: bool = True,
 ) -> None:
-    """Plays a scenario; the ingress must end with it, and its front with the ingress."""
+    """Plays a scenario; the ingress must end with it, and its frontend with the ingress."""
 
     async def main() -> None:
         stage = Stage(max_restarts, silence_timeout_s, has_tokenizers)
         await stage.turn()
         if ready:
-            stage.front.says(WorkerReady())
+            stage.frontend.says(WorkerReady())
             await stage.put(READY)
-            stage.front.got.clear()
+            stage.frontend.got.clear()
         await scenario(stage)
         if not stage.running.done():
             stage.ingress.inbox.put(Stop())
@@ -163,11 +163,11 @@ def on_stage(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("last", ["front", "executors", "tokenizers"])
+@pytest.mark.parametrize("last", ["frontend", "executors", "tokenizers"])
 def test_it_is_ready_once_the_front_and_every_part_are(last: str) -> None:
     async def scenario(stage: Stage) -> None:
         comes = {
-            "front": lambda: stage.front.says(WorkerReady()),
+            "frontend": lambda: stage.frontend.says(WorkerReady()),
             "executors": lambda: stage.ingress.inbox.put(READY),
             "tokenizers": lambda: stage.ingress.inbox.put(TokenizersReady()),
         }
@@ -178,19 +178,19 @@ def test_it_is_ready_once_the_front_and_every_part_are(last: str) -> None:
         comes[last]()
         await stage.turn()
         assert stage.ingress.became_ready.is_set()
-        assert {READY, TokenizersReady()} <= set(stage.front.got), "whenever it came, it was told"
+        assert {READY, TokenizersReady()} <= set(stage.frontend.got), "whenever it came, it was told"
 
     on_stage(scenario, has_tokenizers=True, ready=False)
 
 
 def test_requests_go_one_way_and_what_comes_of_them_the_other() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.front.says(tokenize(1), tokenize(2), tokenize(3), tokenize(4))
+        stage.frontend.says(tokenize(1), tokenize(2), tokenize(3), tokenize(4))
         assert (stage.tokenizer.messages, stage.ingress.num_open) == ([tokenize(one) for one in (1, 2, 3, 4)], 4)
         said = (deltas(1, 2), deltas(1, finish=Finish.STOP), Failed(2, "why"), STATS)
         await stage.put(*said)
-        assert (stage.front.got, stage.ingress.num_open) == (list(said), 2)
-        stage.front.says(Abort(1), Abort(3))  # the first one has crossed its request's end
+        assert (stage.frontend.got, stage.ingress.num_open) == (list(said), 2)
+        stage.frontend.says(Abort(1), Abort(3))  # the first one has crossed its request's end
         assert (stage.tokenizer.messages[4:], stage.ingress.num_open) == ([Abort(3)], 1)
 
     on_stage(scenario)
@@ -198,9 +198,9 @@ def test_requests_go_one_way_and_what_comes_of_them_the_other() -> None:
 
 def test_the_next_front_knows_what_the_lost_one_knew_and_nobody_owns_its_requests() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.front.says(tokenize(1), tokenize(7), tokenize(3), FrontendState(b"kept"))
+        stage.frontend.says(tokenize(1), tokenize(7), tokenize(3), FrontendState(b"kept"))
         await stage.put(STATS, deltas(3, finish=Finish.STOP), EngineRecovering("why"))
-        stage.front.dies()
+        stage.frontend.dies()
         assert stage.tokenizer.messages[3:] == [Abort(1), Abort(7)]
         assert (stage.ingress.num_open, stage.ingress.num_restarts) == (0, 0)
         await stage.put(deltas(1, 7))  # on its way before
@@ -208,10 +208,10 @@ def test_the_next_front_knows_what_the_lost_one_knew_and_nobody_owns_its_request
         first, second = (one.handover for one in stage.started)
         assert first == Handover(1, (), b"about", b"")
         assert second == Handover(8, (READY, EngineRecovering("why"), STATS), b"about", b"kept")
-        assert stage.front.got == []
+        assert stage.frontend.got == []
         await stage.put(READY)  # while it loads
-        stage.front.says(WorkerReady())
-        assert stage.front.got == [READY, STATS]
+        stage.frontend.says(WorkerReady())
+        assert stage.frontend.got == [READY, STATS]
         assert not stage.ingress.recovering
 
     on_stage(scenario)
@@ -219,8 +219,8 @@ def test_the_next_front_knows_what_the_lost_one_knew_and_nobody_owns_its_request
 
 def test_a_front_that_takes_nothing_is_lost() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.front.says(tokenize(1))
-        stage.front.refuses = LinkError("full")
+        stage.frontend.says(tokenize(1))
+        stage.frontend.refuses = LinkError("full")
         await stage.put(deltas(1), deltas(1))
         async with asyncio.timeout(far(5)):
             while len(stage.started) < 2:
@@ -232,7 +232,7 @@ def test_a_front_that_takes_nothing_is_lost() -> None:
 
 def test_a_front_that_says_nothing_hangs() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.front.says(tokenize(1))
+        stage.frontend.says(tokenize(1))
         async with asyncio.timeout(far(5)):
             while len(stage.started) < 2:
                 await asyncio.sleep(0.01)
@@ -244,14 +244,14 @@ def test_a_front_that_says_nothing_hangs() -> None:
 
 def test_output_that_is_too_large_is_cut_and_what_cannot_be_is_one_requests_end() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.front.says(*map(tokenize, range(1, 6)))
-        stage.front.most_deltas = 2
+        stage.frontend.says(*map(tokenize, range(1, 6)))
+        stage.frontend.most_deltas = 2
         await stage.put(deltas(1, 2, 3, 4, 5))
-        assert [one.request_id for message in stage.front.got for one in message.deltas] == [1, 2, 3, 4, 5]
-        stage.front.got.clear()
-        stage.front.most_deltas = 0
+        assert [one.request_id for message in stage.frontend.got for one in message.deltas] == [1, 2, 3, 4, 5]
+        stage.frontend.got.clear()
+        stage.frontend.most_deltas = 0
         await stage.put(deltas(2))
-        (failed,) = stage.front.got
+        (failed,) = stage.frontend.got
         assert (failed.request_id, failed.status, failed.code) == (2, 413, "output_too_large")
         assert (stage.tokenizer.messages[5:], stage.ingress.num_open) == ([Abort(2)], 4)
 
@@ -261,13 +261,13 @@ def test_output_that_is_too_large_is_cut_and_what_cannot_be_is_one_requests_end(
 def test_draining_waits_for_the_word_that_no_more_comes_and_for_what_is_open() -> None:
     async def scenario(stage: Stage) -> None:
         stage.ingress.draining = True
-        assert stage.front.got == [Drain()]
+        assert stage.frontend.got == [Drain()]
         waiting = asyncio.ensure_future(stage.ingress.wait_idle(5))
         await stage.turn()
         assert not waiting.done(), "something may be on its way"
-        stage.front.says(tokenize(1), tokenize(2))  # sent before it heard of the drain
+        stage.frontend.says(tokenize(1), tokenize(2))  # sent before it heard of the drain
         await stage.put(deltas(1, finish=Finish.STOP))
-        stage.front.says(FrontendDrained())
+        stage.frontend.says(FrontendDrained())
         await stage.turn()
         assert not waiting.done()
         await stage.put(deltas(2, finish=Finish.STOP))
@@ -279,14 +279,14 @@ def test_draining_waits_for_the_word_that_no_more_comes_and_for_what_is_open() -
 
 def test_what_is_open_when_time_is_up_is_aborted_on_both_sides() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.front.says(tokenize(1))
+        stage.frontend.says(tokenize(1))
         stage.ingress.draining = True
-        stage.front.says(FrontendDrained())
+        stage.frontend.says(FrontendDrained())
         assert not await stage.ingress.wait_idle(0.01)
         stage.ingress.abort_all()
-        assert stage.front.got == [Drain(), AbortAll()]
+        assert stage.frontend.got == [Drain(), AbortAll()]
         assert stage.tokenizer.messages[1:] == [Abort(1)]
-        stage.front.says(Abort(1))  # its own, of the same request
+        stage.frontend.says(Abort(1))  # its own, of the same request
         assert (stage.tokenizer.messages[1:], await stage.ingress.wait_idle(0)) == ([Abort(1)], True)
 
     on_stage(scenario)
@@ -294,9 +294,9 @@ def test_what_is_open_when_time_is_up_is_aborted_on_both_sides() -> None:
 
 def test_a_front_that_is_lost_while_it_drains_is_not_missed() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.front.says(tokenize(1))
+        stage.frontend.says(tokenize(1))
         stage.ingress.draining = True
-        stage.front.dies()
+        stage.frontend.dies()
         assert await stage.ingress.wait_idle(5)
         await stage.ingress.leave()
         assert len(stage.started) == 1
@@ -307,26 +307,26 @@ def test_a_front_that_is_lost_while_it_drains_is_not_missed() -> None:
 
 def test_one_that_came_while_the_engine_drains_is_told_so() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.front.dies()
+        stage.frontend.dies()
         await stage.turn()
         stage.ingress.draining = True
         assert await stage.ingress.wait_idle(0), "there is nobody to wait for"
-        stage.front.says(WorkerReady())
-        assert stage.front.got == [READY, Drain()]
+        stage.frontend.says(WorkerReady())
+        assert stage.frontend.got == [READY, Drain()]
 
     on_stage(scenario)
 
 
 def test_a_crashed_engine_is_told_to_clients_although_its_actors_have_ended() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.front.says(tokenize(1))
+        stage.frontend.says(tokenize(1))
         stage.running.cancel()
         await asyncio.wait((stage.running,))
-        assert not stage.front.killed
+        assert not stage.frontend.killed
         stage.ingress.fail_all(EngineDied("scheduler crashed"))
         await stage.turn()
-        assert stage.front.killed, "and that was its end"
-        assert (stage.front.got, stage.front.ended) == ([EngineFailed("scheduler crashed")], True)
+        assert stage.frontend.killed, "and that was its end"
+        assert (stage.frontend.got, stage.frontend.ended) == ([EngineFailed("scheduler crashed")], True)
         assert stage.ingress.num_open == 0
 
     on_stage(scenario)
@@ -334,7 +334,7 @@ def test_a_crashed_engine_is_told_to_clients_although_its_actors_have_ended() ->
 
 def test_a_first_front_that_fails_says_why_and_is_not_tried_again() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.front.dies(ConfigError("server.traces needs OpenTelemetry"))
+        stage.frontend.dies(ConfigError("server.traces needs OpenTelemetry"))
         with pytest.raises(ConfigError, match="OpenTelemetry"):
             await stage.end()
         assert len(stage.started) == 1
@@ -348,9 +348,9 @@ def test_a_first_front_that_fails_says_why_and_is_not_tried_again() -> None:
 def test_restarts_end_somewhere(max_restarts: int, said: str) -> None:
     async def scenario(stage: Stage) -> None:
         for _ in range(max_restarts + 1):
-            stage.front.dies()
+            stage.frontend.dies()
             await stage.turn()
-        with pytest.raises(EngineDied, match=f"front was killed; {said}"):
+        with pytest.raises(EngineDied, match=f"frontend was killed; {said}"):
             await stage.end()
         assert stage.ingress.num_restarts == max_restarts
 
@@ -359,14 +359,14 @@ def test_restarts_end_somewhere(max_restarts: int, said: str) -> None:
 
 def test_who_asks_is_answered_and_who_follows_is_told_once_for_all_fronts() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.front.says(tokenize(1), GetSnapshot(5), Subscribe())
-        assert stage.front.got == [Snapshot(5, 1.0, Gauges(num_open=1))]
-        stage.front.dies()
+        stage.frontend.says(tokenize(1), GetSnapshot(5), Subscribe())
+        assert stage.frontend.got == [Snapshot(5, 1.0, Gauges(num_open=1))]
+        stage.frontend.dies()
         await stage.turn()
-        stage.front.says(WorkerReady(), Subscribe())
+        stage.frontend.says(WorkerReady(), Subscribe())
         (follower,) = stage.watching
         follower.callboard_request_finished([FINISHED])
-        assert stage.front.got[-1] == RequestsFinished((FINISHED,))
+        assert stage.frontend.got[-1] == RequestsFinished((FINISHED,))
 
     on_stage(scenario)
 
@@ -377,7 +377,7 @@ def test_a_bug_in_handling_what_the_front_says_ends_the_actor() -> None:
             raise RuntimeError("no room")
 
         stage.tokenizer.put = broken  # type: ignore[method-assign]
-        stage.front.says(tokenize(1))
+        stage.frontend.says(tokenize(1))
         with pytest.raises(RuntimeError, match="no room"):
             await stage.end()
         await stage.ingress.leave()

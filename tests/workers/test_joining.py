@@ -52,17 +52,17 @@ def stream(server: Server, during: Callable[[], None] | None = None) -> list[str
 
 
 class Machines:
-    """head: with the server.  joiner: the other one, or the latest of those that have had its place."""
+    """head: with the server.  node: the other one, or the latest of those that have had its place."""
 
-    def __init__(self, head: Server, joiner: Server, port: int) -> None:
+    def __init__(self, head: Server, node: Server, port: int) -> None:
         self.head = head
-        self.joiner = joiner
+        self.node = node
         self.port = port
 
-    def replace_joiner(self) -> None:
+    def replace_node(self) -> None:
         """Start the other machine's command again."""
-        self.joiner.__exit__()
-        self.joiner = machine(1, self.port, *OVERRIDES)
+        self.node.__exit__()
+        self.node = machine(1, self.port, *OVERRIDES)
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +74,14 @@ def machines() -> Iterator[Machines]:
             head.url = head._read_url()
             yield both
         finally:
-            both.joiner.__exit__()
+            both.node.__exit__()
 
 
 def test_two_machines_say_what_one_rank_says(machines: Machines, expected: list[str]) -> None:
     assert stream(machines.head) == expected
-    assert len(children(machines.head.process.pid)) == len(children(machines.joiner.process.pid)) == 1
-    assert "joins generation 1 at tcp://127.0.0.1:" in machines.joiner.logged()
-    for process in (machines.head.process, machines.joiner.process):
+    assert len(children(machines.head.process.pid)) == len(children(machines.node.process.pid)) == 1
+    assert "joins generation 1 at tcp://127.0.0.1:" in machines.node.logged()
+    for process in (machines.head.process, machines.node.process):
         (executor,) = children(process.pid)
         assert KEY.encode() not in Path(f"/proc/{executor}/environ").read_bytes(), "an executor has no use for it"
 
@@ -89,33 +89,33 @@ def test_two_machines_say_what_one_rank_says(machines: Machines, expected: list[
 def test_a_remote_executor_that_is_killed_costs_nothing_but_time(machines: Machines, expected: list[str]) -> None:
 
     def kill() -> None:
-        send(signal.SIGKILL, machines.joiner.process.pid)
+        send(signal.SIGKILL, machines.node.process.pid)
         within(10, lambda: not machines.head.ready())
 
     assert stream(machines.head, kill) == expected
     assert machines.head.get("/health")[1]["status"] == "ok"
-    assert "joins generation 2" in machines.joiner.logged()
+    assert "joins generation 2" in machines.node.logged()
 
 
-def test_a_joiner_that_is_killed_takes_its_executor_along_and_another_takes_its_place(
+def test_a_node_that_is_killed_takes_its_executor_along_and_another_takes_its_place(
     machines: Machines, expected: list[str]
 ) -> None:
 
     def kill() -> None:
-        (executor,) = children(machines.joiner.process.pid)
-        machines.joiner.process.kill()
+        (executor,) = children(machines.node.process.pid)
+        machines.node.process.kill()
         within(5, lambda: not alive(executor))
         within(10, lambda: not machines.head.ready())
-        machines.replace_joiner()
+        machines.replace_node()
 
     assert stream(machines.head, kill) == expected
 
 
 def test_a_killed_head_leaves_nothing_on_any_machine(machines: Machines) -> None:
     (here,) = children(machines.head.process.pid)
-    (there,) = children(machines.joiner.process.pid)
+    (there,) = children(machines.node.process.pid)
     machines.head.process.kill()
-    code, logged = machines.joiner.end(timeout_s=5 + 10)
+    code, logged = machines.node.end(timeout_s=5 + 10)
     within(2, lambda: not alive(here) and not alive(there))
     assert code == 1
     assert re.fullmatch(

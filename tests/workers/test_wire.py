@@ -14,7 +14,7 @@ from engine.params import SamplingParams
 from engine.workers.messages import AnyMessage, FromFrontend, FromTokenizer, FromWorker, ToFrontend
 from engine.workers.wire import Wire, WireError
 
-SHOWN = {Snapshot, RequestsFinished}  # of many parts; ``test_front_link.py`` sends them
+SHOWN = {Snapshot, RequestsFinished}  # of many parts; ``test_frontend_link.py`` sends them
 TYPES = [kind for kind in typing.get_args(AnyMessage) if kind not in SHOWN]
 
 

@@ -17,7 +17,7 @@ MOST_PORTS = 65535
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """Which of the ranks this process is for.  Rank 0's process is the *head*, the server; the others are *joiners*.
+    """Which of the ranks this process is for.  Rank 0's process is the *head*, the server; the others are *nodes*.
 
     local_rank: which GPU of its machine it takes.  host, port: of the rendezvous store; the head runs on that host.
     is_served: whether a launcher serves the store already; else the head does.

@@ -1,6 +1,6 @@
 """The head of a cluster, beside the server in rank 0's process: it calls the other machines to every generation.
 
-Owns: the store where it serves one, the notice, and what becomes of the joiners' words.
+Owns: the store where it serves one, the notice, and what becomes of the nodes' words.
 Does not know: links' traffic, when a generation begins and why it ends.
 """
 
@@ -35,14 +35,14 @@ log = logging.getLogger(__name__)
 
 PAUSE_S = 0.25  # between looks at the store
 STORE_TIMEOUT_S = 30.0
-LEAVE_TIMEOUT_S = 2.0  # for the joiners to see that all is done, before the store is gone
+LEAVE_TIMEOUT_S = 2.0  # for the nodes to see that all is done, before the store is gone
 MAX_LOGGED_FORGERIES = 20
 
 Ended = Callable[[str, CallboardError | None], None]
 
 
 class RemoteProcess:
-    """A rank's process on another machine, whose joiner starts and ends it.
+    """A rank's process on another machine, whose node starts and ends it.
 
     ended: told what has become of it, and an error that would only come again."""
 
@@ -56,7 +56,7 @@ class RemoteProcess:
         self._ended(how, error)
 
     def kill(self) -> None:
-        """Wait for it no longer: its joiner ends it, and before it starts another one."""
+        """Wait for it no longer: its node ends it, and before it starts another one."""
         self._left.set()
 
     async def wait(self, timeout_s: float) -> bool:
@@ -83,7 +83,7 @@ class Call:
         return self._head.listening_place(rank), link_keys(self._head.cluster_key, self.nonce, rank)
 
     def process(self, rank: int, endpoint: str, ended: Ended) -> RemoteProcess:
-        """The process of a rank, whose link listens at ``endpoint``.  Once all links do, the joiners may come."""
+        """The process of a rank, whose link listens at ``endpoint``.  Once all links do, the nodes may come."""
         self._endpoints[rank] = f"tcp://{self._head.reached_by}:{endpoint.rpartition(':')[2]}"
         self._processes[rank] = RemoteProcess(ended)
         if all(self._endpoints[1:]):
@@ -95,14 +95,14 @@ class Call:
         self._processes[rank].leave(how, error)
 
     def end(self) -> None:
-        """Let the joiners end their executors; again: no effect."""
+        """Let the nodes end their executors; again: no effect."""
         self._head.end(self)
 
 
 class Head:
     """An asynchronous context around the engine of rank 0's machine.
 
-    Its end tells the joiners to end too: well, or with an error where this ends with one.
+    Its end tells the nodes to end too: well, or with an error where this ends with one.
     """
 
     def __init__(self, cluster: Cluster, config: Config) -> None:
@@ -110,7 +110,7 @@ class Head:
         self.cluster_key = config.placement.cluster_key
         self.join_timeout_s = config.placement.join_timeout_s
         self._listens_on, self.reached_by, self._port = link_place(cluster, config)
-        self._joiners = range(1, cluster.size)
+        self._nodes = range(1, cluster.size)
         self._store: ClusterStore | None = None
         self._polling: Polling | None = None
         self._notice = Notice(our_release(), cluster.size)
@@ -157,12 +157,12 @@ class Head:
         self._polling.end()
 
     def follow(self, is_leaving: Callable[[], bool]) -> None:
-        """is_leaving: whether no more requests are taken.  Joiners that were told to end then wait for those that run;
+        """is_leaving: whether no more requests are taken.  Nodes that were told to end then wait for those that run;
         asked from another thread."""
         self._is_leaving = is_leaving
 
     def call(self) -> Call:
-        """A new generation.  Raises EngineDied if joiners cannot be reached any more."""
+        """A new generation.  Raises EngineDied if nodes cannot be reached any more."""
         if self._gone is not None:
             raise self._gone
         return Call(self)
@@ -184,7 +184,7 @@ class Head:
         for word in self._unfit.values():  # said while no generation was being called
             asyncio.get_running_loop().call_soon(self._pass_on, word)
         places = ", ".join(endpoint.removeprefix("tcp://") for endpoint in endpoints if endpoint)
-        log.info("generation %d: waiting for %s to join at %s", self._generation, named(self._joiners), places)
+        log.info("generation %d: waiting for %s to join at %s", self._generation, named(self._nodes), places)
 
     def end(self, call: Call) -> None:
         """See ``Call``."""
@@ -212,7 +212,7 @@ class Head:
 
     def _begin(self) -> None:
         assert self._store is not None
-        self._store.clear(self._joiners)
+        self._store.clear(self._nodes)
 
     def _go(self) -> None:
         assert self._store is not None
@@ -226,7 +226,7 @@ class Head:
             if notice.state in ("done", "failed"):
                 self._polling.tell(self._last_posted.set)
         self._store.beat()  # after the notice: who sees a beat knows that the notice is of a head that lives
-        for rank, sealed in zip(self._joiners, self._store.slots(self._joiners), strict=True):
+        for rank, sealed in zip(self._nodes, self._store.slots(self._nodes), strict=True):
             if sealed and sealed != self._heard.get(rank):
                 self._heard[rank] = sealed
                 self._polling.tell(partial(self._hear, rank, sealed))

@@ -1,7 +1,7 @@
-"""A joiner: the small process that lends one rank of another machine's engine an executor here.
+"""A node: the small process that lends one rank of another machine's engine an executor here.
 
 Owns: that executor's life, generation after generation, and its own end.
-Does not know: requests, steps, other joiners; why a generation begins or ends.
+Does not know: requests, steps, other nodes; why a generation begins or ends.
 It waits for the head's notice, starts the executor of its rank when a generation begins, ends it when the generation is
 over, and so on until the head says that all is done, or says nothing any more.
 """
@@ -129,7 +129,7 @@ class Node:
         except TimeoutError:
             raise EngineDied(f"{self._name}: nobody listens at {cluster.store} since {timeout_s:g} s") from None
         asyncio.get_running_loop().call_later(timeout_s, self._check_met, timeout_s)
-        self._polling = Polling("joiner", self._open_cluster_store, self._look, self._store_gone, pause_s=PAUSE_S)
+        self._polling = Polling("node", self._open_cluster_store, self._look, self._store_gone, pause_s=PAUSE_S)
         self._polling.start()
 
     async def _knock(self) -> bool:
@@ -237,7 +237,7 @@ class Node:
             self._begin(notice)
         elif view.got_place is False:
             self._nonce = notice.nonce
-            twice = f"was its joiner started again, or is RANK={self._cluster.rank} set twice?"
+            twice = f"was its node started again, or is RANK={self._cluster.rank} set twice?"
             await self._say("lost", f"joins a second time: {twice}")
         return False
 
@@ -313,7 +313,7 @@ class Node:
 
     async def _leave(self) -> bool:
         await self._end_child_silently()
-        await self._say("left", "has left: its joiner was told to end")
+        await self._say("left", "has left: its node was told to end")
         raise _ToldToEnd
 
     async def _end_child_silently(self) -> None:

@@ -1,4 +1,4 @@
-"""What a cluster shares: what the head lets its joiners know, and what they say, in torch's key-value store.
+"""What a cluster shares: what the head lets its nodes know, and what they say, in torch's key-value store.
 
 Owns: the keys in the store, the shape of what is under them, and its seal.
 Does not know: threads, when to say what.
@@ -26,7 +26,7 @@ MAX_TEXT = 400
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True):
-    """The head's word to all joiners.
+    """The head's word to all nodes.
 
     release: of the head's software, which must be everybody's.  state: 'leaving' while it takes no more requests,
     'done' or 'failed' (with a reason) when it has ended.  generation: counted from 1, for people; nonce: a name that it
@@ -43,7 +43,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True, array_like=True):
-    """A joiner's latest word.  nonce: of the generation that it speaks of.  text: why.
+    """A node's latest word.  nonce: of the generation that it speaks of.  text: why.
 
     kind: 'here'; 'lost', its executor of that generation is; 'unfit', it gives up, and so would the next one that is
     started there; 'left', it ends."""
@@ -68,7 +68,7 @@ class ClusterStore:
     # ---- the head ---------------------------------------------------------------------------
 
     def clear(self, ranks: Sequence[int]) -> None:
-        """Take away what an earlier head and its joiners may have left."""
+        """Take away what an earlier head and its nodes may have left."""
         for rank in ranks:
             self._store.set(_slot(rank), b"")
 
@@ -91,7 +91,7 @@ class ClusterStore:
             raise Forged
         return word
 
-    # ---- a joiner ---------------------------------------------------------------------------
+    # ---- a node ---------------------------------------------------------------------------
 
     def beats(self) -> int:
         """How often the head, or an earlier one, has said that it is alive."""

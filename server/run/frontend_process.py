@@ -1,4 +1,4 @@
-"""The process of the front: ``python -m server.run.front_process``, which the engine starts.
+"""The process of the frontend: ``python -m server.run.frontend_process``, which the engine starts.
 
 Owns: HTTP and ingress in a process of their own, from the ticket to the exit code; what the engine's monitor has been
 asked from here and has not answered.  Does not know: restarts, signals; what is drained, and when, is the engine's to
@@ -106,10 +106,10 @@ def _silent() -> RequestError:
 
 def main() -> None:
     """Serve, and end with the process's exit code."""
-    enter(lambda ticket: FrontProcess(ticket).run())
+    enter(lambda ticket: FrontendProcess(ticket).run())
 
 
-class FrontProcess(WorkerProcess[FrontendAssignment]):
+class FrontendProcess(WorkerProcess[FrontendAssignment]):
     """An ingress actor with HTTP around it, and the link that stands for the engine."""
 
     def __init__(self, ticket: Ticket) -> None:

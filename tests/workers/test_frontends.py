@@ -37,9 +37,9 @@ SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": [
 
 
 def front_of(server: Server) -> int:
-    """The pid of the front, once there is one."""
-    within(10, lambda: len(children(server.process.pid, "front_process")) == 1)
-    return children(server.process.pid, "front_process")[0]
+    """The pid of the frontend, once there is one."""
+    within(10, lambda: len(children(server.process.pid, "frontend_process")) == 1)
+    return children(server.process.pid, "frontend_process")[0]
 
 
 def fetch(server: Server, path: str, body: dict | None = None) -> tuple[int, bytes]:
@@ -69,7 +69,7 @@ def cached_tokens(server: Server, prompt: str = PROMPT) -> int:
 
 
 def strike(server: Server, number: signal.Signals) -> tuple[Client, list[BaseException | None]]:
-    """A signal to the front under 16 streams; returns these, and how their connections broke."""
+    """A signal to the frontend under 16 streams; returns these, and how their connections broke."""
     client = Client(server.url, 16, 1000)
 
     async def main() -> list[BaseException | None]:
@@ -178,7 +178,7 @@ def test_a_lost_front_ends_its_connections_and_another_one_serves_on_the_same_po
     struck = time.monotonic()
     assert not client.done
     assert all(isinstance(one, Exception) for one in broken), "every connection has ended"
-    within(10, lambda: fetch(server, "/ready")[0] == 200)  # who connects meanwhile waits for the next front
+    within(10, lambda: fetch(server, "/ready")[0] == 200)  # who connects meanwhile waits for the next frontend
     assert time.monotonic() - struck < 10
     assert not alive(victim)
     within(5, lambda: ask(server, "/stats")["requests"]["running"] == 0)
@@ -301,7 +301,7 @@ def test_a_second_sigint_ends_everything_at_once() -> None:
 def test_a_front_that_cannot_live_ends_the_server_with_one_line() -> None:
     with Server(*FRONT, "placement.max_restarts=2") as server:
         while server.process.poll() is None:
-            for pid in children(server.process.pid, "front_process"):
+            for pid in children(server.process.pid, "frontend_process"):
                 os.kill(pid, signal.SIGKILL)
                 within(5, lambda: not alive(pid))  # noqa: B023
             time.sleep(0.02)
@@ -309,7 +309,7 @@ def test_a_front_that_cannot_live_ends_the_server_with_one_line() -> None:
         assert code == 1
         assert (
             logged.strip().splitlines()[-1]
-            == "callboard: front was killed by SIGKILL; 2 restarts in 300 s did not help"
+            == "callboard: frontend was killed by SIGKILL; 2 restarts in 300 s did not help"
         )
         assert "Traceback" not in logged
 
@@ -328,12 +328,12 @@ def test_clients_are_told_when_the_engine_dies() -> None:
 @pytest.mark.parametrize("when", ["serving", "loading"])
 def test_a_killed_engine_takes_its_front_with_it_and_frees_the_port(when: str) -> None:
     with Server(*FRONT, wait=when == "serving") as server:
-        front = front_of(server)
+        frontend = front_of(server)
         if when == "loading":
             within(20, lambda: not os.listdir(server.sockets))  # connected: it is loading now
         server.process.kill()
         server.process.wait()
-        within(5, lambda: not alive(front))
+        within(5, lambda: not alive(frontend))
         assert server.group() == []
     if when == "serving":
         with socket.socket() as again:

@@ -1,4 +1,4 @@
-"""The link of the front's process: what is no message of it is refused by name, and what is too large is one's end."""
+"""The link of the frontend's process: what is no message of it is refused, and what is too large is one's end."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ from engine.workers.messages import (
     WorkerAlive,
 )
 from engine.workers.wire import Wire
-from server.run.front_process import EngineLink
+from server.run.frontend_process import EngineLink
 from tests.actors.test_ingress import Sent
 from tests.pace import far
 
@@ -50,7 +50,7 @@ def refused(tmp_path: Path, good: bytes, frame: bytes, accepts: Any) -> list[Any
     arrived: list[Any] = []
 
     async def main() -> None:
-        server: LinkServer[Any] = LinkServer("front", f"unix:{tmp_path}", accepts, arrived.append, capacity=8)
+        server: LinkServer[Any] = LinkServer("frontend", f"unix:{tmp_path}", accepts, arrived.append, capacity=8)
         keys = server.client
         context = zmq.Context()
         bare = context.socket(zmq.PAIR)
@@ -76,7 +76,7 @@ def refused(tmp_path: Path, good: bytes, frame: bytes, accepts: Any) -> list[Any
         msgspec.msgpack.encode(["Nonsense", 1]),
         msgspec.msgpack.encode(["GetSnapshot", "one"]),
         msgspec.msgpack.encode(["Tokenize", 1]),
-        Wire("test").encode(StepDone(0, 1, b"")),  # a message, but not one that a front says
+        Wire("test").encode(StepDone(0, 1, b"")),  # a message, but not one that a frontend says
         Wire("test").encode(Deltas((Delta(1, "x"),))),
         Wire("test").encode(Stop()),
     ],
@@ -85,7 +85,7 @@ def refused(tmp_path: Path, good: bytes, frame: bytes, accepts: Any) -> list[Any
 def test_what_no_front_says_is_refused_by_name(tmp_path: Path, frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert refused(tmp_path, ALIVE, frame, FromFrontend | FromWorker) == [WorkerAlive(1, 2)] * 2
-    assert caplog.messages[0].startswith("link front: refused: ")
+    assert caplog.messages[0].startswith("link frontend: refused: ")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_no_front_says_is_refused_by_name(tmp_path: Path, frame: bytes, cap
 def test_what_no_engine_says_is_refused_by_name(tmp_path: Path, frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert refused(tmp_path, DRAIN, frame, FrontendProcessInbox) == [Drain()] * 2
-    assert caplog.messages[0].startswith("link front: refused: ")
+    assert caplog.messages[0].startswith("link frontend: refused: ")
 
 
 def test_all_that_the_engine_shows_survives_the_wire() -> None:
@@ -107,7 +107,7 @@ def test_all_that_the_engine_shows_survives_the_wire() -> None:
     node = OutlinedNode(-1, 0, 2, 0, 1, 5, 3, 0, 0, False, b"\1\0\0\0")
     handover = Handover(9, (EngineReady(), Stats(3, 1, 0, 4, 2, 2)), b"about", b"kept")
     assignment = FrontendAssignment(Config(), 99, 0.25, LogSettings(20, "text"), 64, 100, False, 5, handover)
-    wire = Wire("front", accepts=FrontendProcessInbox)
+    wire = Wire("frontend", accepts=FrontendProcessInbox)
     for message in (
         Snapshot(3, 51.0, gauges, meter, Outline((node,), False)),
         RequestsFinished((one,)),
@@ -119,7 +119,7 @@ def test_all_that_the_engine_shows_survives_the_wire() -> None:
 def test_a_request_that_is_too_large_for_a_frame_ends_alone() -> None:
     async def main() -> tuple[list[Any], list[Any]]:
         sent, said = Sent(), Sent()
-        wire = Wire("front", 200)
+        wire = Wire("frontend", 200)
 
         def put(message: Any) -> None:
             wire.encode(message)
@@ -144,8 +144,6 @@ def test_a_request_that_is_too_large_for_a_frame_ends_alone() -> None:
 
 
 def test_what_the_front_works_with_needs_no_torch() -> None:
-    code = (
-        "import sys\nimport server.run.front_process\nsys.exit('torch was imported' if 'torch' in sys.modules else 0)\n"
-    )
+    code = "import sys, server.run.frontend_process\nsys.exit('torch was imported' if 'torch' in sys.modules else 0)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -1,4 +1,4 @@
-"""The inside of the front's process, in this one: it goes on where another front was, and does what its engine says."""
+"""The inside of the frontend's process, in this one: it goes on where another was, and does what its engine says."""
 
 import asyncio
 import gc
@@ -21,7 +21,7 @@ from engine.workers.keys import ClientKeys, KeyPair
 from engine.workers.main import Outgoing
 from engine.workers.messages import Drain, EngineFailed, FrontendAssignment, FrontendDrained, Handover, WorkerReady
 from server.http.listener import bind
-from server.run.front_process import FrontProcess
+from server.run.frontend_process import FrontendProcess
 from tests.actors.test_ingress import Sent
 from tests.pace import far
 from tests.server.live_server import CARD, MODEL
@@ -33,32 +33,32 @@ COMPLETION = {"model": MODEL, "prompt": "p"}
 
 @pytest.fixture(autouse=True)
 def thaw() -> Iterator[None]:
-    """A front freezes what has been loaded for as long as its process lives, which is not this one's business."""
+    """A frontend freezes what has been loaded for as long as its process lives, which is not this one's business."""
     yield
     gc.unfreeze()
 
 
 class Stage:
-    """A front without a link.  sent: what it has said."""
+    """A frontend without a link.  sent: what it has said."""
 
     async def begin(self, handover: Handover) -> None:
         self.sent = Sent()
         pair = KeyPair(b"", b"")
-        self.front = FrontProcess(Ticket(0, "front", "inproc://nowhere", ClientKeys(pair, b"")))
+        self.frontend = FrontendProcess(Ticket(0, "frontend", "inproc://nowhere", ClientKeys(pair, b"")))
         listener = bind("127.0.0.1", 0)
         self.url = "http://{}:{}".format(*listener.getsockname())
         config = build_config(Config(), {"model": {"path": str(DEMO)}})
         assignment = FrontendAssignment(
             config, 100, 1.0, LogSettings(20, "text"), 1024, 1000, False, listener.detach(), handover
         )
-        self.ingress: Ingress = await self.front.build(assignment, Outgoing(self.sent))  # type: ignore[arg-type]
+        self.ingress: Ingress = await self.frontend.build(assignment, Outgoing(self.sent))  # type: ignore[arg-type]
         self.running = asyncio.ensure_future(self.ingress.run())
         self.session = aiohttp.ClientSession()
         await asyncio.sleep(0)
 
     def tell(self, message: Any) -> None:
         """As the engine would."""
-        self.front.deliver(self.ingress, message)
+        self.frontend.deliver(self.ingress, message)
 
     async def said(self, kind: type) -> Any:
         """Wait until it has said so; returns the last of its kind."""
@@ -73,7 +73,7 @@ class Stage:
 
 
 def on_stage(scenario: Callable[[Stage], Awaitable[None]], handover: Handover = HANDOVER) -> None:
-    """Plays a scenario and ends the front as its engine would."""
+    """Plays a scenario and ends the frontend as its engine would."""
 
     async def main() -> None:
         stage = Stage()
@@ -95,7 +95,7 @@ def test_ids_go_on_where_another_fronts_ended_and_clients_who_waited_are_served(
         asking = asyncio.ensure_future(stage.ask("POST", "/v1/completions", COMPLETION))
         request = await stage.said(Tokenize)
         assert (request.request_id, request.text) == (9, "p")
-        stage.tell(Deltas((Delta(8, "of another front's"),)))
+        stage.tell(Deltas((Delta(8, "of another frontend's"),)))
         stage.tell(Deltas((Delta(9, "answer", finish=Finish.STOP, usage=Usage(1, 1, 0)),)))
         status, answer = await asking
         assert (status, answer["choices"][0]["text"]) == (200, "answer")
