@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.actors.ingress import Admitting
+from engine.actors.admission import Admitting
 from engine.actors.snapshot import Snapshot
 from engine.actors.supervisor import Entrance
 from engine.messages import DEFAULT_OPTIONS, Delta, Prompt, RequestOptions, Stats

@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from engine.actors.ingress import RETRY_AFTER_S, check_admission
+from engine.actors.admission import RETRY_AFTER_S, check_admission
 from engine.errors import RequestError
 from engine.messages import DEFAULT_OPTIONS, Prompt, RequestOptions
 from engine.params import SamplingParams

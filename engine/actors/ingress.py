@@ -4,27 +4,22 @@ consumes: Deltas, Failed (tokenizer) · EngineReady, EngineRecovering, Stats (sc
   TokenizersReady, TokenizersLost (tokenizer pool, where there is one)
 produces: Tokenize, Abort (tokenizer)
 waits for: a message; never for a peer.   owns: request ids, seeds, deadlines, admission, one stream per client.
-
-Whether any request can be taken now, whatever it asks, is ``check_admission``: the server asks before it reads a body,
-and ingress asks again when the request gets there.
 """
 
 import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol, assert_never
-
-import numpy as np
+from collections.abc import Iterable
+from typing import Literal, assert_never
 
 from engine.actors.actor import Actor, Link
+from engine.actors.admission import RETRY_AFTER_S, check_admission, prompt_cost, queue_full, read_prompt
 from engine.actors.stream import Stream
-from engine.errors import EngineDied, FieldError, RequestError
+from engine.errors import EngineDied, RequestError
 from engine.messages import (
     DEFAULT_OPTIONS,
     Abort,
-    ChatTurn,
     Delta,
     Deltas,
     EngineReady,
@@ -42,59 +37,9 @@ from engine.messages import (
 from engine.params import MAX_SEED, SamplingParams
 from engine.sections import LimitsSection
 
-RETRY_AFTER_S = 1  # a queue place can free up with the next step
-RETRY_LATER_S = 5  # a model loads, or another server takes over
 log = logging.getLogger(__name__)
+
 Part = Literal["executors", "tokenizers"]
-CHARS_PER_TOKEN = 4  # for the admission estimate only; English text and code have three to five
-MAX_CHARS_PER_TOKEN = 8  # no prompt within the context is longer than this in practice; bounds the tokenizer's work
-
-
-class Admitting(Protocol):
-    """What takes requests: ingress.  num_leaving: cancelled requests that the engine has not let go of.
-
-    ready: the model is loaded.  failure: why the engine died, once it has."""
-
-    ready: bool
-    draining: bool
-    failure: str | None
-
-    @property
-    def num_open(self) -> int:
-        """Requests accepted and not yet ended."""
-
-    @property
-    def num_leaving(self) -> int: ...
-
-
-def unavailable(ingress: Admitting) -> RequestError | None:
-    """Returns why no request can be taken until the engine's state changes, or None."""
-    if ingress.failure is not None:
-        reason, code = "the engine has stopped", "engine_died"
-    elif ingress.draining:
-        reason, code = "the server is shutting down", "draining"
-    elif not ingress.ready:
-        reason, code = "the model is loading", "not_ready"
-    else:
-        return None
-    error = RequestError(reason, status=503, code=code, retry_after_s=RETRY_LATER_S)
-    if ingress.failure is not None:
-        error.add_note(ingress.failure)  # for callers in Python: a response over HTTP does not tell it
-    return error
-
-
-def check_admission(ingress: Admitting, max_requests: int) -> None:
-    """Raise RequestError if no request can be taken: 503 when not serving, 429 when full."""
-    if (error := unavailable(ingress)) is not None:
-        raise error
-    if ingress.num_open + ingress.num_leaving >= max_requests:
-        leaving = f", {ingress.num_leaving} cancelled ones are leaving," if ingress.num_leaving else ""
-        raise queue_full(f"{ingress.num_open} requests are open{leaving} and no more than {max_requests} are accepted")
-
-
-def queue_full(reason: str) -> RequestError:
-    """The refusal of a request for which there is no room now."""
-    return RequestError(f"{reason}; try again later", status=429, code="queue_full", retry_after_s=RETRY_AFTER_S)
 
 
 class _Open:
@@ -167,12 +112,12 @@ class Ingress(Actor[IngressInbox]):
         """
         check_admission(self, self._limits.max_requests)
         params.check(self._vocab_size)
-        message = self._read_prompt(prompt, options.chat.tools)
-        estimated = self._admission_cost(message)
+        text, token_ids, turns = read_prompt(prompt, options.chat.tools, self._max_model_len, self._vocab_size)
+        estimated = prompt_cost(text, token_ids, turns)
+        self._check_room(estimated)
         if params.seed is None:
             params = params.replace(seed=self._rng.randint(0, MAX_SEED))
         request_id = next(self._ids)
-        text, token_ids, turns = message
         self._tokenizer.put(Tokenize(request_id, params, text=text, token_ids=token_ids, turns=turns, options=options))
         stream = Stream(request_id, self._cancel)
         self._open[request_id] = _Open(stream, estimated, self._first_timer(request_id))
@@ -213,63 +158,12 @@ class Ingress(Actor[IngressInbox]):
         self._abandon(request_id).stream.push(Delta(request_id, "", finish=Finish.ABORT))
         return True
 
-    def _read_prompt(self, prompt: Prompt, tools: str) -> tuple[str | None, bytes | None, tuple[ChatTurn, ...] | None]:
-        """(text, token ids, turns), exactly one of them set."""
-        if isinstance(prompt, str):
-            self._check_chars(len(prompt))
-            return str.__str__(prompt), None, None  # without what a subclass, such as NumPy's, adds to it
-        if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], ChatTurn):
-            turns: tuple[ChatTurn, ...] = prompt
-            self._check_chars(sum(map(_num_chars, turns)) + len(tools))
-            return None, None, turns
-        return None, self._check_ids(prompt).tobytes(), None  # type: ignore[arg-type]
-
-    def _check_chars(self, num_chars: int) -> None:
-        most = MAX_CHARS_PER_TOKEN * self._max_model_len
-        if num_chars > most:
-            raise RequestError(
-                f"the prompt has {num_chars} characters; at most {most} can fit the context of "
-                f"{self._max_model_len} tokens",
-                code="context_length_exceeded",
-                param="prompt",
-            )
-
-    def _check_ids(self, prompt: Sequence[int]) -> np.ndarray:
-        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
-            raise FieldError("prompt", f"expected a text or a list of token ids, not {prompt!r:.100}")
-        if len(prompt) > self._max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, the context is {self._max_model_len}",
-                code="context_length_exceeded",
-                param="prompt",
-            )
-        try:
-            ids = np.asarray(prompt)
-        except (OverflowError, TypeError, ValueError):
-            raise FieldError("prompt", "expected a list of token ids") from None
-        if not ids.size:
-            raise FieldError("prompt", "expected at least one token id")
-        # NumPy would make integers of floats and texts; it makes objects of integers beyond 64 bits.
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise FieldError("prompt", "expected a list of token ids, which are integers")
-        if ids.min() < 0 or ids.max() >= self._vocab_size:
-            bad = int(ids.min() if ids.min() < 0 else ids.max())
-            raise FieldError("prompt", f"token id {bad} is outside 0 to {self._vocab_size - 1}")
-        return ids.astype(np.int32)
-
-    def _admission_cost(self, message: tuple[str | None, bytes | None, tuple[ChatTurn, ...] | None]) -> int:
-        text, token_ids, turns = message
-        if token_ids is not None:
-            cost = len(token_ids) // 4
-        else:
-            num_chars = len(text) if text is not None else sum(map(_num_chars, turns or ()))
-            cost = num_chars // CHARS_PER_TOKEN + 1
+    def _check_room(self, cost: int) -> None:
         if (self._open or self._leaving) and self._queued_tokens + cost > self._limits.max_queued_tokens:
             raise queue_full(
                 f"about {self._queued_tokens} prompt tokens are queued, at most {self._limits.max_queued_tokens} are "
                 "accepted"
             )
-        return cost
 
     def _cancel(self, request_id: int) -> None:
         if request_id in self._open:
@@ -380,8 +274,3 @@ class Ingress(Actor[IngressInbox]):
             return
         error = RequestError(message.message, status=message.status, code=message.code, param=message.param)
         self._end(message.request_id).stream.fail(error)
-
-
-def _num_chars(turn: ChatTurn) -> int:
-    calls = sum(len(call.name) + len(call.arguments) for call in turn.tool_calls)
-    return len(turn.content) + len(turn.reasoning) + calls

@@ -7,7 +7,6 @@ waits for: a message; encoding runs in a worker thread and comes back as one.   
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -25,7 +24,6 @@ from engine.messages import (
     Failed,
     Finish,
     Logprobs,
-    PromptLogprobs,
     StepExtras,
     Tokenize,
     TokenizerInbox,
@@ -34,10 +32,10 @@ from engine.messages import (
     Usage,
 )
 from engine.params import SamplingParams
-from engine.text.codec import TextCodec
+from engine.text.codec import TextCodec, TextStream
 from engine.text.grammar import Grammars
+from engine.text.logprobs import PromptLogprobTexts, logprob_texts
 from engine.text.reasoning import Thinking
-from engine.text.stream import TextStream
 
 log = logging.getLogger(__name__)
 
@@ -58,23 +56,6 @@ class _Encoded:
     error: RequestError | None = None
 
 
-class _PromptColumns:
-    """A prompt's log probabilities as their parts come in; iterating gives (token id, log probabilities).
-
-    The first token has none."""
-
-    def __init__(self, token_ids: TokenIds) -> None:
-        self._token_ids: list[int] = token_ids.tolist()
-        self._logprobs: list[Logprobs | None] = [None] * len(token_ids)
-
-    def take(self, part: PromptLogprobs) -> None:
-        """A part, of a step that may be computed again after a retraction: with the same numbers."""
-        self._logprobs[part.first : part.first + len(part.entries)] = part.entries
-
-    def __iter__(self) -> Iterator[tuple[int, Logprobs | None]]:
-        return iter(zip(self._token_ids, self._logprobs, strict=True))
-
-
 @dataclass(slots=True)
 class _Text:
     """One request's text state, from its arrival to its end.  encoding: what makes tokens of the prompt.
@@ -86,7 +67,12 @@ class _Text:
     num_completion: int = 0
     cached_tokens: int = 0
     stream: TextStream | None = None
-    prompt_logprobs: _PromptColumns | None = None
+    prompt_logprobs: PromptLogprobTexts | None = None
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Once, with the first token: all parts have come by then."""
+        texts, self.prompt_logprobs = self.prompt_logprobs, None
+        return texts.entries() if texts is not None else ()
 
 
 class Tokenizer(Actor[TokenizerInbox | _Encoded]):
@@ -185,7 +171,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         try:
             text.stream = self._codec.open_stream(encoded.token_ids, params, chat=chat, thinking=encoded.thinking)
             if params.prompt_logprobs is not None:
-                text.prompt_logprobs = _PromptColumns(encoded.token_ids)
+                text.prompt_logprobs = PromptLogprobTexts(self._codec, encoded.token_ids)
             if options.echo or options.return_prompt_ids:
                 prompt = request.text if request.text is not None else self._codec.decode(encoded.token_ids)
                 ids = encoded.token_ids.tobytes() if options.return_prompt_ids else b""
@@ -258,7 +244,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                 text="",
                 finish=finish if finish == Finish.ABORT else Finish.LENGTH,
                 usage=self._usage(text),
-                prompt_logprobs=self._render_prompt(text),
+                prompt_logprobs=text.take_prompt_logprobs(),
                 embedding=embedding,
             )
         )
@@ -293,9 +279,9 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                 stop_reason=stop_reason,
                 # The first one says how long the prompt was, the last one everything.
                 usage=self._usage(text) if finish != Finish.RUNNING or text.num_completion == 1 else None,
-                logprobs=(self._render(token_id, logprobs),) if logprobs is not None else (),
+                logprobs=(logprob_texts(self._codec, token_id, logprobs),) if logprobs is not None else (),
                 reasoning=stream.take_thoughts(),
-                prompt_logprobs=self._render_prompt(text),
+                prompt_logprobs=text.take_prompt_logprobs(),
             )
         )
 
@@ -305,26 +291,6 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             completion_tokens=text.num_completion,
             cached_tokens=text.cached_tokens,
             reasoning_tokens=text.stream.num_reasoning_tokens if text.stream is not None else 0,
-        )
-
-    def _render_prompt(self, text: _Text) -> tuple[TokenLogprobs, ...]:
-        """Once, with the first token: all parts have come by then."""
-        columns, text.prompt_logprobs = text.prompt_logprobs, None
-        if columns is None:
-            return ()
-        return tuple(
-            TokenLogprobs(self._codec.token_text(token_id, 0.0), ())
-            if logprobs is None
-            else self._render(token_id, logprobs)
-            for token_id, logprobs in columns
-        )
-
-    def _render(self, token_id: int, logprobs: Logprobs) -> TokenLogprobs:
-        ids = np.frombuffer(logprobs.top_ids, dtype=np.int32).tolist()
-        values = np.frombuffer(logprobs.top_logprobs, dtype=np.float32).tolist()
-        return TokenLogprobs(
-            sampled=self._codec.token_text(token_id, logprobs.logprob),
-            top=tuple(self._codec.token_text(*pair) for pair in zip(ids, values, strict=True)),
         )
 
 

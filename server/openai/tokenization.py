@@ -10,9 +10,9 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from engine.actors.ingress import MAX_CHARS_PER_TOKEN
+from engine.actors.admission import check_chars, num_chars
 from engine.errors import FieldError
-from engine.messages import ChatOptions, ChatTurn
+from engine.messages import ChatOptions
 from engine.sections import ServerSection
 from engine.text.codec import TextCodec
 from server.http.body import BodyReader
@@ -104,7 +104,7 @@ class TokenizationRoutes:
 
     def _token_ids(self, body: TokenizeBody) -> list[int]:
         if body.prompt is not None:
-            self._check_chars(len(body.prompt), "prompt")
+            check_chars(len(body.prompt), self._card.max_model_len)
             if not body.prompt:
                 return []
             special = body.add_special_tokens is not False
@@ -112,19 +112,9 @@ class TokenizationRoutes:
             return ids
         turns = read_turns(body.messages or ())
         tools = read_tools(body.tools, None, parallel=None, form=self._card.tool_format)
-        self._check_chars(sum(map(_num_chars, turns)) + len(tools.described), "messages")
+        check_chars(num_chars(turns) + len(tools.described), self._card.max_model_len, "messages")
         begins, continues = read_end(body.add_generation_prompt, body.continue_final_message)
         variables = read_variables(body.chat_template_kwargs, None, self._card.template_variables)
         options = ChatOptions(tools.described, variables, begins, continues)
         ids = self._codec.encode_chat(turns, options).token_ids.tolist()
         return ids
-
-    def _check_chars(self, num_chars: int, param: str) -> None:
-        most = MAX_CHARS_PER_TOKEN * self._card.max_model_len
-        if num_chars > most:
-            raise FieldError(param, f"{num_chars} characters; at most {most} are taken", code="context_length_exceeded")
-
-
-def _num_chars(turn: ChatTurn) -> int:
-    calls = sum(len(call.name) + len(call.arguments) for call in turn.tool_calls)
-    return len(turn.content) + len(turn.reasoning) + calls

@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from engine.actors.ingress import RETRY_LATER_S, unavailable
+from engine.actors.admission import RETRY_LATER_S, unavailable
 from engine.actors.snapshot import Gauges
 from engine.errors import RequestError
 from engine.messages import Finish, RequestOptions

@@ -18,7 +18,8 @@ import msgspec
 from msgspec import structs
 
 from engine.actors.actor import Actor, Link
-from engine.actors.ingress import RETRY_LATER_S, Ingress
+from engine.actors.admission import RETRY_LATER_S
+from engine.actors.ingress import Ingress
 from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.errors import CallboardError, EngineDied, RequestError
 from engine.messages import Abort, Failed, Stop, Tokenize

@@ -1,0 +1,132 @@
+"""Whether a request can be taken: whether any can be now, and whether its prompt is one.
+
+Owns: those refusals, after how long a client may come back, and how many tokens a prompt probably has.
+Does not know: clients, HTTP, which requests are open.
+The server asks whether any can be taken before it reads a body, and ingress asks again when the request gets there.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from engine.errors import FieldError, RequestError
+from engine.messages import ChatTurn, Prompt
+
+RETRY_AFTER_S = 1  # a queue place can free up with the next step
+RETRY_LATER_S = 5  # a model loads, or another server takes over
+CHARS_PER_TOKEN = 4  # for the admission estimate only; English text and code have three to five
+MAX_CHARS_PER_TOKEN = 8  # no prompt within the context is longer than this in practice; bounds the tokenizer's work
+
+
+class Admitting(Protocol):
+    """What takes requests: ingress.  num_leaving: cancelled requests that the engine has not let go of.
+
+    ready: the model is loaded.  failure: why the engine died, once it has."""
+
+    ready: bool
+    draining: bool
+    failure: str | None
+
+    @property
+    def num_open(self) -> int:
+        """Requests accepted and not yet ended."""
+
+    @property
+    def num_leaving(self) -> int: ...
+
+
+def unavailable(ingress: Admitting) -> RequestError | None:
+    """Returns why no request can be taken until the engine's state changes, or None."""
+    if ingress.failure is not None:
+        reason, code = "the engine has stopped", "engine_died"
+    elif ingress.draining:
+        reason, code = "the server is shutting down", "draining"
+    elif not ingress.ready:
+        reason, code = "the model is loading", "not_ready"
+    else:
+        return None
+    error = RequestError(reason, status=503, code=code, retry_after_s=RETRY_LATER_S)
+    if ingress.failure is not None:
+        error.add_note(ingress.failure)  # for callers in Python: a response over HTTP does not tell it
+    return error
+
+
+def check_admission(ingress: Admitting, max_requests: int) -> None:
+    """Raise RequestError if no request can be taken: 503 when not serving, 429 when full."""
+    if (error := unavailable(ingress)) is not None:
+        raise error
+    if ingress.num_open + ingress.num_leaving >= max_requests:
+        leaving = f", {ingress.num_leaving} cancelled ones are leaving," if ingress.num_leaving else ""
+        raise queue_full(f"{ingress.num_open} requests are open{leaving} and no more than {max_requests} are accepted")
+
+
+def queue_full(reason: str) -> RequestError:
+    """The refusal of a request for which there is no room now."""
+    return RequestError(f"{reason}; try again later", status=429, code="queue_full", retry_after_s=RETRY_AFTER_S)
+
+
+def read_prompt(
+    prompt: Prompt, tools: str, max_model_len: int, vocab_size: int
+) -> tuple[str | None, bytes | None, tuple[ChatTurn, ...] | None]:
+    """(text, token ids, turns), exactly one of them set.  tools: what a chat template is told of them.
+
+    Raises RequestError for a prompt that cannot fit the context, or is none."""
+    if isinstance(prompt, str):
+        check_chars(len(prompt), max_model_len)
+        return str.__str__(prompt), None, None  # without what a subclass, such as NumPy's, adds to it
+    if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], ChatTurn):
+        turns: tuple[ChatTurn, ...] = prompt
+        check_chars(num_chars(turns) + len(tools), max_model_len)
+        return None, None, turns
+    return None, _token_ids(prompt, max_model_len, vocab_size).tobytes(), None  # type: ignore[arg-type]
+
+
+def prompt_cost(text: str | None, token_ids: bytes | None, turns: Iterable[ChatTurn] | None) -> int:
+    """How many tokens a prompt has, estimated where it is text."""
+    if token_ids is not None:
+        return len(token_ids) // 4
+    return (len(text) if text is not None else num_chars(turns or ())) // CHARS_PER_TOKEN + 1
+
+
+def num_chars(turns: Iterable[ChatTurn]) -> int:
+    """Characters of a conversation."""
+    return sum(
+        len(turn.content) + len(turn.reasoning) + sum(len(call.name) + len(call.arguments) for call in turn.tool_calls)
+        for turn in turns
+    )
+
+
+def check_chars(count: int, max_model_len: int, param: str = "prompt") -> None:
+    """Raise RequestError for a text that is too long for the context whatever its tokens are."""
+    most = MAX_CHARS_PER_TOKEN * max_model_len
+    if count > most:
+        raise RequestError(
+            f"the prompt has {count} characters; at most {most} can fit the context of {max_model_len} tokens",
+            code="context_length_exceeded",
+            param=param,
+        )
+
+
+def _token_ids(prompt: Sequence[int], max_model_len: int, vocab_size: int) -> np.ndarray:
+    if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
+        raise FieldError("prompt", f"expected a text or a list of token ids, not {prompt!r:.100}")
+    if len(prompt) > max_model_len:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens, the context is {max_model_len}",
+            code="context_length_exceeded",
+            param="prompt",
+        )
+    try:
+        ids = np.asarray(prompt)
+    except (OverflowError, TypeError, ValueError):
+        raise FieldError("prompt", "expected a list of token ids") from None
+    if not ids.size:
+        raise FieldError("prompt", "expected at least one token id")
+    # NumPy would make integers of floats and texts; it makes objects of integers beyond 64 bits.
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise FieldError("prompt", "expected a list of token ids, which are integers")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        bad = int(ids.min() if ids.min() < 0 else ids.max())
+        raise FieldError("prompt", f"token id {bad} is outside 0 to {vocab_size - 1}")
+    return ids.astype(np.int32)

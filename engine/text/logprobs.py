@@ -1,0 +1,42 @@
+"""Log probabilities with their tokens as text, as clients see them.
+
+Owns: those of a prompt, while their parts come in.  Does not know: requests, how they are computed.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.messages import Logprobs, PromptLogprobs, TokenLogprobs
+from engine.text.codec import TextCodec
+
+
+class PromptLogprobTexts:
+    """Of every token of a prompt.  The first one has none."""
+
+    def __init__(self, codec: TextCodec, token_ids: npt.NDArray[np.int32]) -> None:
+        self._codec = codec
+        self._token_ids: list[int] = token_ids.tolist()
+        self._logprobs: list[Logprobs | None] = [None] * len(token_ids)
+
+    def take(self, part: PromptLogprobs) -> None:
+        """A part, of a step that may be computed again after a retraction: with the same numbers."""
+        self._logprobs[part.first : part.first + len(part.entries)] = part.entries
+
+    def entries(self) -> tuple[TokenLogprobs, ...]:
+        """All of them."""
+        return tuple(
+            TokenLogprobs(self._codec.token_text(token_id, 0.0), ())
+            if logprobs is None
+            else logprob_texts(self._codec, token_id, logprobs)
+            for token_id, logprobs in zip(self._token_ids, self._logprobs, strict=True)
+        )
+
+
+def logprob_texts(codec: TextCodec, token_id: int, logprobs: Logprobs) -> TokenLogprobs:
+    """The log probability of a token that was sampled or given, and those of the likeliest ones in its place."""
+    ids = np.frombuffer(logprobs.top_ids, dtype=np.int32).tolist()
+    values = np.frombuffer(logprobs.top_logprobs, dtype=np.float32).tolist()
+    return TokenLogprobs(
+        sampled=codec.token_text(token_id, logprobs.logprob),
+        top=tuple(codec.token_text(*pair) for pair in zip(ids, values, strict=True)),
+    )
