@@ -247,29 +247,6 @@ def throughput(driver: str, num_pages: int, num_sequences: int, rounds: int) -> 
 # ---- 3. decisions in virtual time -------------------------------------------------------
 
 
-def prefill_order(scale: float) -> Iterator[Row]:
-    """Short prompts all the time, and every 18 seconds six of 32k tokens: 60 % of what the device can compute."""
-    rng = np.random.default_rng(0)
-    seconds = 180 * scale
-    requests = [
-        Request(at, tokens(rng, rng.integers(50, 400)), int(rng.integers(20, 120)), 128, "short")
-        for at in poisson(rng, 6, seconds).tolist()
-    ]
-    requests += [
-        Request(at + late / 20, tokens(rng, 32_000), 50, 64, "long")
-        for at in np.arange(1, seconds, 18).tolist()
-        for late in range(6)
-    ]
-    requests.sort(key=lambda request: request.at)
-    for setting, fair in (("fcfs", False), ("round_robin", True)):
-        simulation = Simulation(requests, fair_prefill=fair, num_pages=20_000, max_len=33_000)
-        outcome = simulation.run()
-        row = {"part": "decision", "decision": "prefill_order", "setting": setting}
-        for kind in ("short", "long"):
-            row |= {f"{kind}_ttft_p{p}_ms": simulation.ttft_ms(p, kind) for p in (50, 95)}
-        yield {**row, "itl_p99_ms": simulation.itl_ms(99), "tokens_per_s": outcome.num_tokens / outcome.seconds}
-
-
 def itl_target(scale: float) -> Iterator[Row]:
     """Chats of 200 tokens out, with prompts of 500 to 3,000 tokens; the times of steps scatter by 10 %."""
     rng = np.random.default_rng(0)
@@ -374,7 +351,7 @@ def run(quick: bool) -> list[Row]:
     for pages in (17_500, 8_750, 4_375):
         num_pages = pages * num_sequences // 256
         parts += [(throughput, (driver, num_pages, num_sequences, 3 * rounds)) for driver in ("planner", "actor")]
-    parts += [(decision, (scale,)) for decision in (prefill_order, itl_target, policy)]
+    parts += [(decision, (scale,)) for decision in (itl_target, policy)]
     parts += [(shared_prefix, (at_once, scale)) for at_once in (32, 64)]
     parts += [(admission, (outputs, scale)) for outputs in ("log-normal", "mixed")]
     rows: list[Row] = []

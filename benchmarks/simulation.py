@@ -56,7 +56,6 @@ class Request:
     prompt: np.ndarray
     output: int
     max_tokens: int
-    kind: str = ""
 
 
 @dataclass(slots=True)
@@ -153,12 +152,12 @@ class Simulation:
         self.planner.outbox.clear()
         self.planner.finished.clear()
 
-    def ttft_ms(self, percent: float, kind: str = "") -> float:
-        """Of those of one kind that have had a first token."""
+    def ttft_ms(self, percent: float) -> float:
+        """Of those that have had a first token."""
         waits = [
             first - request.at
             for first, request in zip(self.outcome.first_at, self.requests, strict=True)
-            if request.kind == kind and not np.isnan(first)
+            if not np.isnan(first)
         ]
         return float(np.percentile(waits, percent) * 1000)
 

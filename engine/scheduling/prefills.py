@@ -144,15 +144,14 @@ class Prefills:
         segments = Segments()
         if self._may_start:
             self._waiting.rerank(self._page_manager.num_cached_tokens)
-        fair = self._limits.fair_prefill
         for turn in list(self._turns):
             if budget <= 0:
                 break
             if turn == QUEUE:
-                budget -= self._start_some(segments, budget, self._limits.prefill_chunk if fair else budget)
+                budget -= self._start_some(segments, budget, self._limits.prefill_chunk)
             else:
                 budget -= self._add_chunk(segments, turn, budget)
-            if fair and turn in self._turns:
+            if turn in self._turns:
                 self._turns.remove(turn)
                 self._turns.append(turn)
         if budget > 0:
@@ -173,8 +172,7 @@ class Prefills:
                 self._blocked = True
                 break
             self._waiting.pop(starts=True)
-            # Behind all others, who have not had their turn yet; but where nobody takes turns, in front of newcomers.
-            self._turns.insert(len(self._turns) - (not self._limits.fair_prefill), row)
+            self._turns.append(row)  # behind all others, who have not had their turn yet
             self._unshared.setdefault(_stem(sequence), set()).add(row)
             segments.started.append(sequence)
             segments.admissions.append(self._admission(sequence))

@@ -72,7 +72,6 @@ class PlannerLimits:
     of one prompt in a step, and what each prompt gets in its turn.  max_len: tokens of prompt and output.
     eos_token_ids: of the model.  num_host_pages: pages in the host tier, 0 for none.
     itl_target_s: prefills are cut so that running requests get a token this often; 0 for no such target.
-    fair_prefill: prompts take turns; if not, the oldest is finished first.
     record_events: collect what happens to cached pages; somebody must drain it then.
     scored_chunk: most tokens of a prompt in a step if log probabilities of all of them are wanted, which take memory of
     vocabulary size each."""
@@ -86,7 +85,6 @@ class PlannerLimits:
     eos_token_ids: tuple[int, ...]
     num_host_pages: int = 0
     itl_target_s: float = 0.0
-    fair_prefill: bool = True
     record_events: bool = False
     scored_chunk: int = 64
 

@@ -277,7 +277,6 @@ def random_traffic(seed: int, strategy: EvictionStrategy) -> Counter[str]:
         max_len=64,
         strategy=strategy,
         policy=POLICIES[int(rng.integers(len(POLICIES)))],
-        fair_prefill=bool(rng.integers(2)),
         num_host_pages=int(rng.choice([0, 0, 4, 40])),
     )
     if rng.random() < 0.7:

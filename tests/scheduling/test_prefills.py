@@ -30,18 +30,6 @@ def test_a_short_prompt_passes_long_ones_within_a_round() -> None:
     assert all(bench.streams[request_id] == bench.expected[request_id] for request_id in range(4))
 
 
-def test_in_order_of_arrival_a_short_prompt_waits_for_the_long_ones() -> None:
-    bench = Bench(depth=1, max_step_tokens=16, prefill_chunk=16, num_pages=128, fair_prefill=False)
-    bench.submit(1, prompt_of(96, seed=1), max_tokens=1)
-    bench.submit(2, prompt_of(4, seed=2), max_tokens=1, ignore_eos=True)
-    for _ in range(6):
-        bench.step()
-    assert not bench.streams[2]
-    bench.step()
-    assert bench.streams[2] == bench.expected[2]
-    bench.finish()
-
-
 def test_a_stream_of_short_prompts_does_not_stop_a_long_one() -> None:
     bench = Bench(depth=1, max_running=8, max_step_tokens=16, prefill_chunk=16, num_pages=512, max_len=300)
     bench.submit(1000, prompt_of(256, seed=1000), max_tokens=1, ignore_eos=True)

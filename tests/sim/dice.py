@@ -213,7 +213,6 @@ class _Draw:
             eviction=rng.choice(("lru", "lfu", "fifo", "slru", "priority")),
             policy=rng.choice(("fcfs", "priority", "lpm")),
             max_overtaken=rng.choice((1, 3, 64)),
-            fair_prefill=rng.random() < 0.7,
             itl_target_s=rng.choice((0.0, 0.0, 0.02)),
             eos_token_ids=self.eos_token_ids,
             max_requests=rng.choice((4, 12, 64, 64, 64, 64, 64)),

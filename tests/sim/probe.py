@@ -54,7 +54,6 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float]) -> P
         eos_token_ids=setup.eos_token_ids,
         num_host_pages=setup.num_host_pages,
         itl_target_s=setup.itl_target_s,
-        fair_prefill=setup.fair_prefill,
         record_events=setup.record_events,
     )
     return Planner(limits, STRATEGIES[setup.eviction](), POLICIES[setup.policy](setup.max_overtaken), clock)

@@ -35,7 +35,6 @@ class Setup:
     eviction: str
     policy: str
     max_overtaken: int
-    fair_prefill: bool
     itl_target_s: float
     eos_token_ids: tuple[int, ...]
     max_requests: int
