@@ -41,11 +41,13 @@ from engine.workers.messages import FromTokenizer, WorkerReady
 from engine.workers.wire import WireError
 from engine.workers.worker import WorkerLost
 
-V = TypeVar("V")
 log = logging.getLogger(__name__)
+
 LOAD_TIMEOUT_S = 120.0  # to import a few libraries and to read a tokenizer
-TokenizerSlot = WorkerSlot[FromTokenizer, TokenizerInbox]
 LOST = "the tokenizer process that had this request was lost; send the request again"
+
+V = TypeVar("V")
+TokenizerSlot = WorkerSlot[FromTokenizer, TokenizerInbox]
 
 
 class Router:

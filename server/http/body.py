@@ -19,6 +19,9 @@ from aiohttp import web
 from engine.errors import FieldError, RequestError
 from engine.sections import ServerSection
 
+B = TypeVar("B", bound=msgspec.Struct)
+T = TypeVar("T")
+
 NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})  # of any field below
 # Field -> which other values are neutral.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -33,8 +36,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "function_call": ("none", "auto"), "modalities": (["text"],),
 }  # fmt: skip
 UNSUPPORTED_PREFIX = "guided_"
-B = TypeVar("B", bound=msgspec.Struct)
-T = TypeVar("T")
 MAX_NESTING = 128
 STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[][{}]')
 LEAST_BYTES_PER_S = 64 << 10  # of a body that takes longer than ``client_timeout_s``

@@ -131,9 +131,7 @@ def read_grammar(body: GenerationBody) -> Named | None:
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise RequestError(f"{names}: only one of them can be followed", param=found[1][0])
-    if not found:
-        return None
-    return found[0]
+    return found[0] if found else None
 
 
 def _all(body: GenerationBody) -> Iterator[Named]:

@@ -30,8 +30,8 @@ Status = Literal["ok", "loading", "draining", "recovering"]
 LIVE: dict[str, Status] = {"not_ready": "loading", "draining": "draining"}  # reasons not to be ready that pass
 HEALTH_PATIENCE_S = 10.0  # longer than an engine that loads may be busy
 STALLED_AFTER_S = 30.0  # requests and no step completed for so long: clients should go elsewhere
-LIMIT_S = 20.0
-PROMPT = (0,)
+PROBE_LIMIT_S = 20.0
+PROBE_PROMPT = (0,)
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 FIRST = RequestOptions(
     priority=-(1 << 31)
@@ -161,14 +161,14 @@ def trouble(ingress: Ingress, gauges: Gauges) -> RequestError | None:
 class ProbeRoute:
     """Handles the probe."""
 
-    def __init__(self, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, limit_s: float = PROBE_LIMIT_S) -> None:
         self._limit_s = limit_s
 
     async def get(self, request: web.Request) -> web.Response:
         """Generate a token.  Raises RequestError: 503 if no token came, 429 if the queue is full."""
         client = request[CLIENT]
         client.check_admission()
-        stream = client.open(PROMPT, ONE_TOKEN, FIRST)
+        stream = client.open(PROBE_PROMPT, ONE_TOKEN, FIRST)
         try:
             async with asyncio.timeout(self._limit_s):
                 finish = await _end_of(stream)
