@@ -80,7 +80,7 @@ def _http(config: Config) -> Iterator[Finding]:
 
 def _torch(config: Config) -> Iterator[Finding]:
     try:
-        from engine.startup.preview import take_inventory
+        from engine.startup.inventory import take_inventory
     except (ImportError, OSError) as error:
         yield Finding("torch", "bad", str(error), "pip install torch; https://pytorch.org says which build fits")
         return

@@ -12,7 +12,7 @@ import pytest
 
 from engine.config import Config, build_config
 from engine.startup import inventory, preview
-from engine.startup.preview import GPU, Inventory
+from engine.startup.inventory import GPU, Inventory
 from server.cli import main
 from server.operators import doctor
 from server.operators.doctor import Finding, examine
