@@ -14,7 +14,7 @@ TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nv
 PIP := $(BIN)/pip --disable-pip-version-check
 PIP_INSTALL := $(PIP) install --constraint constraints.txt
 
-.PHONY: serve test check reliability signatures clients simulate docs format demo-model clean
+.PHONY: serve test check reliability signatures clients simulate snippets docs format demo-model clean
 
 serve: $(SERVES)  ## install what serving needs, then serve the demo model on 127.0.0.1:8000; CONFIG=FILE.toml ARGS="--port 8001"
 	$(BIN)/callboard serve $(CONFIG) $(ARGS)
@@ -50,9 +50,12 @@ clients: $(STAMP)  ## client libraries that bring much with them, 180 MB beside 
 simulate: $(STAMP)  ## run the deterministic simulation until SEEDS seeds counted, on all cores
 	$(BIN)/python -m tests.sim sweep --seeds $(SEEDS)
 
+snippets: $(STAMP)  ## run the commands and programs of README and the quick start, and compare what they print
+	$(BIN)/python -m tests.snippets
+
 docs: $(SERVES)  ## build the documentation as a site in site/, with links checked
-	@$(PIP) install --quiet --upgrade --no-compile --target $(VENV)/docs "mkdocs-material>=9.6,<10"
-	PYTHONPATH=$(VENV)/docs $(BIN)/python -m mkdocs build --strict
+	@$(PIP) install --quiet --upgrade --no-compile --target $(VENV)/docs "mkdocs-material>=9.6,<10" "mkdocs<2"
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(VENV)/docs $(BIN)/python -m mkdocs build --strict
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
