@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
@@ -72,10 +73,41 @@ def test_the_site_has_every_page_once() -> None:
         assert (ROOT / hook).exists()
 
 
-def test_readme_leads_to_every_page_that_a_user_looks_for() -> None:
-    text = (ROOT / "README.md").read_text()
-    behind = {"index.md", "graphs.md", "processes.md", "scheduling.md", "checkpoints.md"}  # one link further on
-    assert {path.name for path in DOCS if f"docs/{path.name}" not in text} <= behind
+def test_every_page_is_reached_from_the_readme() -> None:
+    """By links in the text: whoever reads the repository has no list of pages beside it."""
+    reached, ahead = set[Path](), [ROOT / "README.md"]
+    leads = [(page, (page.parent / target.partition("#")[0]).resolve()) for page, target in links()]
+    while ahead:
+        page = ahead.pop()
+        reached.add(page)
+        ahead += [goal for start, goal in leads if start == page and goal in EVERY and goal not in reached]
+    assert [path.name for path in DOCS if path not in reached and path.name != "index.md"] == []
+
+
+USED_BY_OPERATORS = [ROOT / "docs" / f"{name}.md" for name in ("tuning", "troubleshooting", "faq")]
+
+
+@pytest.mark.parametrize("path", USED_BY_OPERATORS, ids=lambda path: path.stem)
+def test_every_setting_that_is_advised_is_one(path: Path) -> None:
+    sections = msgspec.to_builtins(Config())
+    named = re.findall(r"`([a-z]+)\.(\w+)(?: = [^`]*)?`", path.read_text())
+    settings = [(section, key) for section, key in named if section in sections]
+    assert settings
+    assert [f"{section}.{key}" for section, key in settings if key not in sections[section]] == []
+
+
+def test_every_code_and_metric_that_is_explained_is_one() -> None:
+    source = "".join(path.read_text() for tree in ("engine", "server") for path in (ROOT / tree).rglob("*.py"))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    codes = {
+        code for row in re.findall(r"^\| \d{3}, (.*?) \|", page, re.MULTILINE) for code in re.findall(r"`(\w+)`", row)
+    }
+    assert len(codes) > 5
+    assert [code for code in codes if f'"{code}"' not in source] == []
+    metrics = re.findall(r"^\| (`\w+`.*?) \|", (ROOT / "docs" / "tuning.md").read_text(), re.MULTILINE)
+    names = {name for row in metrics for name in re.findall(r"`(\w+)`", row)}
+    assert len(names) > 5
+    assert [name for name in names if f'"{name}"' not in source] == []
 
 
 def every_block() -> list[Block]:
