@@ -2,14 +2,22 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Set up to serve, and to test as well.
+SERVES := $(VENV)/.serves
 STAMP := $(VENV)/.installed
 
+comma := ,
+CONFIG ?= examples/demo.toml
 SEEDS ?= 20000
+# The CPU build of torch is a tenth of the CUDA build that Linux gets by default.
+TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu))
+PIP := $(BIN)/pip --disable-pip-version-check
+PIP_INSTALL := $(PIP) install --constraint constraints.txt
 
-.PHONY: serve test check reliability signatures clients simulate format demo-model clean
+.PHONY: serve test check reliability signatures clients simulate snippets docs format demo-model clean
 
-serve: $(STAMP)  ## install, then serve the demo model on 127.0.0.1:8000
-	$(BIN)/callboard serve examples/demo.toml
+serve: $(SERVES)  ## install what serving needs, then serve the demo model on 127.0.0.1:8000; CONFIG=FILE.toml ARGS="--port 8001"
+	$(BIN)/callboard serve $(CONFIG) $(ARGS)
 
 test: $(STAMP)  ## install, then check the code and run every test
 	$(MAKE) check
@@ -42,6 +50,13 @@ clients: $(STAMP)  ## client libraries that bring much with them, 180 MB beside 
 simulate: $(STAMP)  ## run the deterministic simulation until SEEDS seeds counted, on all cores
 	$(BIN)/python -m tests.sim sweep --seeds $(SEEDS)
 
+snippets: $(STAMP)  ## run the commands and programs of README and the quick start, and compare what they print
+	$(BIN)/python -m tests.snippets
+
+docs: $(SERVES)  ## build the documentation as a site in site/, with links checked
+	@$(PIP) install --quiet --upgrade --no-compile --target $(VENV)/docs "mkdocs-material>=9.6,<10" "mkdocs<2"
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(VENV)/docs $(BIN)/python -m mkdocs build --strict
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -49,13 +64,19 @@ format: $(STAMP)
 demo-model: $(STAMP)  ## train the demo model again (under an hour on two cores)
 	$(BIN)/python examples/demo_model/train.py
 
-$(STAMP): pyproject.toml constraints.txt
+$(SERVES): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "callboard needs Python 3.11 or later, this is " + sys.version.split()[0])'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@echo "1 of 2: torch, $(if $(TORCH_INDEX),the CPU build,the build of the package index; on Linux the one for CUDA$(comma) several GB)"
+	$(PIP_INSTALL) --retries 2 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	@echo "2 of 2: callboard and what it imports"
+	$(PIP_INSTALL) --editable .
+	@touch $(SERVES)
+
+$(STAMP): $(SERVES)
+	$(PIP_INSTALL) --quiet --editable ".[dev]"
 	@touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -33,6 +33,7 @@ class EchoRunner:
     """Steps run one after the other, ``step_s`` each, as on a device with a queue."""
 
     num_pages = 1
+    stored = None
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -42,9 +43,6 @@ class EchoRunner:
         """Queue a step."""
         self._free_at = max(self._free_at, time.perf_counter()) + self._step_s
         return Pending(step, self._free_at)
-
-    def close(self) -> None:
-        """Nothing is on its way anywhere."""
 
     def leave(self) -> None:
         """There are no other ranks."""

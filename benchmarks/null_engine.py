@@ -101,6 +101,7 @@ class NullRunner:
         num_logprobs: int = 0,
     ) -> None:
         self.num_pages = num_pages
+        self.stored = None
         tops = np.arange(300, 300 + num_logprobs, dtype=np.int32)
         self._logprobs = Logprobs(-1.0, tops.tobytes(), np.full(num_logprobs, -3.0, dtype=np.float32).tobytes())
         self._has_logprobs = num_logprobs > 0
@@ -125,9 +126,6 @@ class NullRunner:
             rows = np.concatenate((np.frombuffer(step.decode_rows, dtype=np.int32), prefilled))
             extras = dict.fromkeys(rows.tolist(), StepExtras(self._logprobs))
         return _Done(StepDone(rank=0, step_id=step.step_id, token_ids=tokens.tobytes(), extras=extras))
-
-    def close(self) -> None:
-        """Nothing is on its way anywhere."""
 
     def leave(self) -> None:
         """There are no other ranks."""

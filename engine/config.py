@@ -35,7 +35,9 @@ UNKNOWN_FIELD = re.compile("unknown field `(.*)`")  # as msgspec says it
 MIN_CLUSTER_KEY = 32
 # Keys that callboard.toml once had -> what to set instead; nothing where nobody has to choose any more.
 OLD_KEYS = {
-    "model.thinks": "model.reasoning",
+    "model.thinks": "plugins.reasoning_parser",
+    "model.reasoning": "plugins.reasoning_parser",
+    "model.tool_format": "plugins.tool_parser",
     "model.max_len": "model.max_model_len",
     "scheduler.prefill_order": "",
     "placement.restart_window_s": "",

@@ -45,14 +45,6 @@ class ModelSection(Section, frozen=True):
             "and 'int8' on a CPU, 'int8' and 'fp8' on a GPU, or what a plugin offers"
         ),
     ] = "none"
-    tool_format: Annotated[
-        Literal["auto", "hermes", "llama3"],
-        Meta(description="How the model writes function calls; 'auto' goes by its chat template"),
-    ] = "auto"
-    reasoning: Annotated[
-        Literal["auto", "yes", "no"],
-        Meta(description="Whether <think> text is told apart from answers; 'auto' goes by the chat template"),
-    ] = "auto"
     max_model_len: Annotated[
         int, Meta(ge=0, description="Longest prompt plus output in tokens; 0 for what the model was trained for")
     ] = 0
@@ -253,6 +245,13 @@ class PluginsSection(Section, frozen=True):
         Meta(
             description="What multiplies by weights; 'auto' measures which of those for model.quantization is fastest"
         ),
+    ] = "auto"
+    tool_parser: Annotated[
+        str, Meta(description="How the model writes function calls; 'auto' goes by its chat template")
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        Meta(description="How the model marks thoughts; 'none': they are text; 'auto' goes by its chat template"),
     ] = "auto"
     comm: Annotated[str, Meta(description="Communication library between ranks, 'auto' picks by world size")] = "auto"
     kv_store: Annotated[

@@ -32,12 +32,13 @@ from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.linears import check_linear_fits, linear_context
 from engine.plugins.manager import KV_STORE, Plugins
 from engine.plugins.observers import Observers
+from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import check_named, expected_context
 from engine.plugins.structured import plugin_grammars
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.rows import PlannerLimits
-from engine.text.codec import TextCodec, load_codec, warn_of_unknown_tokens
+from engine.text.codec import TextCodec, warn_of_unknown_tokens
 from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings, InlineExecutors
 from engine.workers.frontend import FrontendCommand, RemoteIngress
 from engine.workers.limits import RestartIntensity
@@ -79,7 +80,7 @@ class System:
             stored_tensors(directory)  # headers only: a damaged file must not cost the time of importing torch
         self.model_name = config.model.name or Path(config.model.path).name
         self.max_len = _max_len(config, self.spec)
-        self._codec = load_codec(config.model, directory)
+        self._codec = plugin_codec(config, directory)
         warn_of_unknown_tokens(self._codec, self.spec.vocab_size)
         self._plugins = Plugins(
             config.chosen_plugins(), config.plugins.observers, config.plugins.options, config.plugins.graph_passes

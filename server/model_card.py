@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.sections import ServerSection
-from engine.text.tool_format import ToolFormat
 
 if TYPE_CHECKING:
     from engine.system import System
@@ -23,7 +22,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: Unix time shown by /v1/models.
     chat_defaults: the checkpoint's own temperature, top_p, top_k and repetition_penalty, for requests
         that leave them out.
-    tool_format: how the model writes function calls.
+    tool_parser, reasoning_parser: the names of what reads its function calls and its thoughts.
     template_variables: what clients may tell its chat template.
     """
 
@@ -32,7 +31,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     created: int
     chat_defaults: dict[str, float | int] = {}
-    tool_format: ToolFormat = "hermes"
+    tool_parser: str = "hermes"
+    reasoning_parser: str = "none"
     template_variables: tuple[str, ...] = ()
 
     @classmethod
@@ -44,6 +44,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
             vocab_size=system.spec.vocab_size,
             created=int(time.time()),
             chat_defaults=system.sampling_defaults,
-            tool_format=system.codec.tool_format,
+            tool_parser=system.codec.formats.tool_parser,
+            reasoning_parser=system.codec.formats.reasoning_parser,
             template_variables=server.allowed_template_variables,
         )

@@ -57,6 +57,7 @@ from engine.plugins.hookspecs import (
     LinearContext,
     ModelContext,
     ObserverContext,
+    ParserContext,
     PolicyContext,
     hookimpl,
 )
@@ -64,7 +65,11 @@ from engine.plugins.options import Options, decode_options
 from engine.plugins.selection import attention_factory
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.policy import SchedulingPolicy, Waiting
+from engine.text.call_reader import CallReader, Reading
 from engine.text.grammar import CompiledGrammar, GrammarEngine, GrammarFailure, Mask, Matcher
+from engine.text.reasoning import MarkedReasoning, ReasoningFormat, ReasoningParser, Thinking
+from engine.text.tool_calls import CallPiece, OutputPart, ToolFormat, ToolParser
+from engine.text.tool_format import CallShape, Tool, marked_calls
 
 if TYPE_CHECKING:
     from engine.graphs.passes import GraphPass
@@ -85,6 +90,9 @@ __all__ = [
     "AttentionFactory",
     "AttentionShape",
     "AttentionSpec",
+    "CallPiece",
+    "CallReader",
+    "CallShape",
     "Candidate",
     "ColumnLinear",
     "Comm",
@@ -115,6 +123,7 @@ __all__ = [
     "LinearContext",
     "LinearKernel",
     "MLPShape",
+    "MarkedReasoning",
     "Mask",
     "Matcher",
     "ModelContext",
@@ -123,12 +132,17 @@ __all__ = [
     "Norm",
     "ObserverContext",
     "Options",
+    "OutputPart",
     "PackedWeight",
+    "ParserContext",
     "Part",
     "PartShape",
     "PluginError",
     "PolicyContext",
     "RMSNormShape",
+    "Reading",
+    "ReasoningFormat",
+    "ReasoningParser",
     "RequestError",
     "RequestMetrics",
     "RotaryShape",
@@ -137,7 +151,11 @@ __all__ = [
     "SchedulingPolicy",
     "Sizes",
     "SortKey",
+    "Thinking",
     "Tier",
+    "Tool",
+    "ToolFormat",
+    "ToolParser",
     "Unchanged",
     "Waiting",
     "WeightSlice",
@@ -148,6 +166,7 @@ __all__ = [
     "decode_options",
     "decoder",
     "hookimpl",
+    "marked_calls",
     "namespace_seed",
     "pre_norm",
     "read_activation",

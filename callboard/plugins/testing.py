@@ -12,6 +12,7 @@ from engine.plugins.testing.attention_cases import AttentionCase, attention_case
 from engine.plugins.testing.eviction import check_eviction_strategy
 from engine.plugins.testing.findings import ConformanceError
 from engine.plugins.testing.kv_store import check_kv_store
+from engine.plugins.testing.parsers import check_reasoning_parser, check_tool_parser
 from engine.plugins.testing.policy import check_scheduling_policy
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ __all__ = [
     "check_linear",
     "check_model",
     "check_rank",
+    "check_reasoning_parser",
     "check_scheduling_policy",
+    "check_tool_parser",
     "read_declaration",
     "through_hook",
 ]

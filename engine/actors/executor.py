@@ -18,7 +18,8 @@ from functools import partial
 from typing import Protocol, assert_never
 
 from engine.actors.actor import Actor
-from engine.messages import ExecutorInbox, FetchPages, FromExecutor, PagesFetched, Step, StepDone
+from engine.kv.store import PageFetcher
+from engine.messages import ExecutorInbox, FetchPages, FromExecutor, Step, StepDone
 
 log = logging.getLogger(__name__)
 
@@ -36,24 +37,17 @@ class PendingStep(Protocol):
 
 
 class Runner(Protocol):
-    """The device half of a step; calls come from the device thread, those of fetches from any."""
+    """The device half of a step; every call comes from the device thread."""
 
     num_pages: int
 
+    @property
+    def stored(self) -> PageFetcher | None:
+        """The rank's side of the store; None where there is none."""
+        ...
+
     def launch(self, step: Step) -> PendingStep:
         """Start a step without waiting for it; those before it may still run, and be collected meanwhile."""
-        ...
-
-    def fetch(self, message: FetchPages, answer: Callable[[PagesFetched], None]) -> None:
-        """Begin to get pages from the store; ``answer`` is called once, at ``give_up`` at the latest, on any thread."""
-        ...
-
-    def give_up(self, fetch_id: int) -> None:
-        """A fetch's time is over: answer with what has come, unless that is done."""
-        ...
-
-    def close(self) -> None:
-        """No step comes any more."""
         ...
 
     def leave(self) -> None:
@@ -75,7 +69,7 @@ class Executor(Actor[ExecutorInbox]):
         self._load = load
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._runner: Runner | None = None
+        self._stored: PageFetcher | None = None
         self._abandoned = False
         self.loaded = False
 
@@ -127,10 +121,10 @@ class Executor(Actor[ExecutorInbox]):
                 assert_never(message)
 
     def _fetch(self, message: FetchPages) -> None:
-        runner, loop = self._runner, asyncio.get_running_loop()
-        assert runner is not None, "pages are to be fetched before the runner is there"
-        loop.call_later(message.timeout_s, runner.give_up, message.fetch_id)
-        runner.fetch(message, lambda fetched: _call_soon(loop, partial(self._done, fetched)))
+        stored, loop = self._stored, asyncio.get_running_loop()
+        assert stored is not None, "pages are to be fetched and there is no store"
+        loop.call_later(message.timeout_s, stored.give_up, message.fetch_id)
+        stored.fetch(message, lambda fetched: _call_soon(loop, partial(self._done, fetched)))
 
     def close(self) -> None:
         """End the device thread after the steps it has; a load that still runs is left to die with the process."""
@@ -143,7 +137,7 @@ class Executor(Actor[ExecutorInbox]):
         self._abandoned = True
 
     def _serve(self, runner: Runner, loop: asyncio.AbstractEventLoop) -> None:
-        self._runner = runner
+        self._stored = runner.stored
         _call_soon(loop, partial(self._ready, runner.num_pages))
         self.loaded = True
         collector = Collector(
@@ -157,7 +151,8 @@ class Executor(Actor[ExecutorInbox]):
         finally:
             collector.end()
         collector.join()
-        runner.close()
+        if runner.stored is not None:
+            runner.stored.close()
 
 
 class Collector:

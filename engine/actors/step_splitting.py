@@ -6,7 +6,7 @@ waiting in the middle of the step: there it is an error that says how large it w
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from engine.actors.executor import PendingStep, Runner
 from engine.errors import StepTooLarge
-from engine.messages import FetchPages, PagesFetched, Step, StepDone, StepExtras
+from engine.messages import Step, StepDone, StepExtras
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class StepSplitter:
 
     def __init__(self, runner: Runner, *, alone: bool = True, most_tokens: int = 0) -> None:
         self.num_pages = runner.num_pages
+        self.stored = runner.stored
         self._runner = runner
         self._alone = alone
         self._most_tokens = most_tokens
@@ -54,18 +55,6 @@ class StepSplitter:
         if not changes_made:
             first = msgspec.structs.replace(step, **batch_of(first))
         return _Parts([self.launch(first), self.launch(second)])
-
-    def fetch(self, message: FetchPages, answer: Callable[[PagesFetched], None]) -> None:
-        """See ``Runner``."""
-        self._runner.fetch(message, answer)
-
-    def give_up(self, fetch_id: int) -> None:
-        """See ``Runner``."""
-        self._runner.give_up(fetch_id)
-
-    def close(self) -> None:
-        """See ``Runner``."""
-        self._runner.close()
 
     def leave(self) -> None:
         """See ``Runner``."""

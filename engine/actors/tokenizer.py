@@ -32,10 +32,11 @@ from engine.messages import (
     Usage,
 )
 from engine.params import SamplingParams
-from engine.text.codec import TextCodec, TextStream
+from engine.text.codec import TextCodec
 from engine.text.grammar import Grammars
 from engine.text.logprobs import PromptLogprobTexts, logprob_texts
 from engine.text.reasoning import Thinking
+from engine.text.stream import TextStream
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,9 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         if params.grammar is not None:
             if self._grammars is None:
                 raise RequestError("structured output: this engine has no grammar plugin", code="unsupported_parameter")
-            grammar = msgspec.structs.replace(params.grammar, thinking=thinking)
+            grammar = msgspec.structs.replace(
+                params.grammar, thinking=self._codec.formats.thinking_of_grammar(thinking)
+            )
             self._grammars.check(grammar)
             params = params.replace(grammar=grammar)
         return _Encoded(request, token_ids, params, thinking if request.options.chat.split_reasoning else "none")

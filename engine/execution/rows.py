@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.batch import Batch, Int32, Int64
-from engine.kernels.upload import upload
+from engine.layers.upload import upload
 from engine.messages import Step
 
 _NOTHING = np.empty(0, dtype=np.int32)

@@ -4,7 +4,7 @@ Owns: everything on the device.  Does not know: requests, text, actors; it knows
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ from engine.layers.attention import AttentionBackend, AttentionBatch
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
-from engine.messages import Admission, FetchPages, PagesFetched, Step, StepDone, StepExtras
+from engine.messages import Admission, Step, StepDone, StepExtras
 from engine.models.decoder import Decoder
 from engine.patience import returns_within
 from engine.sampling.captured import Variant
@@ -109,7 +109,7 @@ class ModelRunner:
         self._graphs = graphs
         self._pool = pool
         self._host_pool = host_pool
-        self._stored = stored
+        self.stored = stored
         self._attention = attention
         self._model = model
         self._decode_graphs = decode_graphs
@@ -131,29 +131,14 @@ class ModelRunner:
             log.error("rank %d is not out of its group after %g s; its process must end", self._rank, LEAVE_TIMEOUT_S)
 
     def _leave(self) -> None:
-        if self._stored is not None:
-            self._stored.close(timeout_s=0.0)
+        if self.stored is not None:
+            self.stored.close(timeout_s=0.0)
         # Graphs first, whoever refers to them: NCCL lets go of no communicator while one holds a collective of it.
         for part in (self._graphs.discard, self._comm.close):
             try:
                 part()
             except Exception:
                 log.exception("rank %d has failed, and then to leave its group", self._rank)
-
-    def close(self) -> None:
-        """See ``Runner``."""
-        if self._stored is not None:
-            self._stored.close()
-
-    def fetch(self, message: FetchPages, answer: Callable[[PagesFetched], None]) -> None:
-        """See ``Runner``."""
-        assert self._stored is not None, f"fetch {message.fetch_id} and there is no store"
-        self._stored.fetch(message, answer)
-
-    def give_up(self, fetch_id: int) -> None:
-        """See ``Runner``."""
-        if self._stored is not None:
-            self._stored.give_up(fetch_id)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedStep:
@@ -191,13 +176,13 @@ class ModelRunner:
             self._admit(step.admissions)
 
     def _transfer(self, step: Step) -> None:
-        if self._stored is not None:
-            self._stored.save(step)
+        if self.stored is not None:
+            self.stored.save(step)
         if step.transfer_to_host:
             assert self._host_pool is not None, f"step {step.step_id} moves pages and there is no host tier"
             self._host_pool.apply(step)
-        if self._stored is not None:
-            self._stored.land(step)
+        if self.stored is not None:
+            self.stored.land(step)
 
     def _run(self, step: Step) -> LaunchedStep:
         """The step's batch."""

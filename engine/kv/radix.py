@@ -182,11 +182,12 @@ class RadixTree:
         return handle.num_pages - start
 
     def adopt(self, handle: Handle, key: bytes, pages: Pages) -> None:
-        """Take pages that will hold the rest of ``key``, of which the tree has nothing, and that need no saving."""
-        node, at = handle.node, handle.num_pages * self._page_bytes
+        """Take pages for ``key`` beyond the handle, of which the tree has nothing, to be filled from the store."""
+        node, start, size = handle.node, handle.num_pages, self._page_bytes
         assert node is not None, "a handle was used after its unlock"
-        assert key[at : at + self._page_bytes] not in node.children, "the tree has these pages"
-        self._move(handle, self._extend(handle, node, key[at:], pages, saved=True), len(key) // self._page_bytes)
+        assert key[start * size : (start + 1) * size] not in node.children, "the tree has these pages"
+        tail = key[start * size : (start + len(pages)) * size]
+        self._move(handle, self._extend(handle, node, tail, pages, saved=True), start + len(pages))
 
     def evict(self, count: int) -> Pages:
         """Take ``count`` pages out of the tree, the worst candidates' first, or all evictable ones if those are fewer.

@@ -1,4 +1,4 @@
-"""Stored pages: what a store of the third tier is, and what makes a page that comes back from it the right one.
+"""Stored pages: what a store of the third tier is, who fetches from it, and what makes a page from it the right one.
 
 Owns: the names of records, their digests.  Does not know: where a store keeps them, threads, which pages are wanted.
 A record's name is a hash of everything that its bytes depend on: what computed it (the ``namespace``: model, dtype,
@@ -8,7 +8,10 @@ miss, whatever the store has done to it.
 """
 
 import hashlib
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
+
+from engine.messages import FetchPages, PagesFetched
 
 DIGEST_BYTES = 32
 
@@ -35,6 +38,22 @@ class KVStore(Protocol):
 
     def close(self) -> None:
         """Nothing comes any more.  From the thread that puts."""
+        ...
+
+
+class PageFetcher(Protocol):
+    """One rank's side of a store.  Calls come from any thread, and return at once but for ``close``."""
+
+    def fetch(self, message: FetchPages, answer: Callable[[PagesFetched], None]) -> None:
+        """Begin to get pages; ``answer`` is called once, at ``give_up`` at the latest, on any thread."""
+        ...
+
+    def give_up(self, fetch_id: int) -> None:
+        """A fetch's time is over: answer with what has come, unless that is done."""
+        ...
+
+    def close(self) -> None:
+        """No step comes any more: write what waits to be written, within limits."""
         ...
 
 

@@ -68,5 +68,5 @@ class Rotary:
     def _swapped(self, x_TAH: Tensor) -> Tensor:
         """x with the two sides of each pair exchanged."""
         if self.interleaved:
-            return x_TAH.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+            return x_TAH.reshape(*x_TAH.shape[:-1], self.half, 2).flip(-1).flatten(-2)
         return x_TAH.roll(self.half, -1)  # by half of them: one operation

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from engine.scheduling.meter import RequestMetrics
     from engine.scheduling.policy import SchedulingPolicy
     from engine.text.grammar import GrammarEngine
+    from engine.text.reasoning import ReasoningFormat
+    from engine.text.tool_calls import ToolFormat
 
 PROJECT = "callboard"
 # The version of everything on this page and of the protocols it names; docs/plugins.md says what it promises.
@@ -144,6 +146,15 @@ class GrammarContext:
 
 
 @dataclass(frozen=True, slots=True)
+class ParserContext:
+    """What a tool parser or reasoning parser plugin is told.  template: the model's chat template, empty for none.
+    options: the plugin's own table from the configuration."""
+
+    template: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class ObserverContext:
     """What an observer is told.  page_size: tokens per page, and so per hash of a KV event.
     options: the plugin's own table from the configuration."""
@@ -250,6 +261,24 @@ def callboard_graph_pass(context: GraphPassContext) -> "GraphPass | None":
 
     Called: once per executor, before weights are loaded.
     Returns: a GraphPass, see ``engine/graphs/passes.py``.  Raises: PluginError if its options are wrong.
+    """
+
+
+@hookspec(firstresult=True)
+def callboard_tool_parser(context: ParserContext) -> "ToolFormat | None":
+    """Say how the model writes function calls.
+
+    Called: once per process that reads outputs, when the tokenizer is loaded; no torch, no device.
+    Returns: a ToolFormat, see ``engine/text/tool_calls.py``.  Raises: PluginError if its options are wrong.
+    """
+
+
+@hookspec(firstresult=True)
+def callboard_reasoning_parser(context: ParserContext) -> "ReasoningFormat | None":
+    """Say how the model writes what it thinks before it answers.
+
+    Called: once per process that reads outputs, when the tokenizer is loaded; no torch, no device.
+    Returns: a ReasoningFormat, see ``engine/text/reasoning.py``.  Raises: PluginError if its options are wrong.
     """
 
 

@@ -79,12 +79,26 @@ BUILTIN: Mapping[str, str] = {
     "policy.fcfs": "engine.plugins.policy.fcfs",
     "policy.lpm": "engine.plugins.policy.lpm",
     "policy.priority": "engine.plugins.policy.priority",
+    "reasoning_parser.granite": "engine.plugins.reasoning_parser.granite",
+    "reasoning_parser.harmony": "engine.plugins.reasoning_parser.harmony",
+    "reasoning_parser.think": "engine.plugins.reasoning_parser.think",
+    "tool_parser.deepseek_v3": "engine.plugins.tool_parser.deepseek_v3",
+    "tool_parser.glm4": "engine.plugins.tool_parser.glm4",
+    "tool_parser.harmony": "engine.plugins.tool_parser.harmony",
+    "tool_parser.hermes": "engine.plugins.tool_parser.hermes",
+    "tool_parser.kimi_k2": "engine.plugins.tool_parser.kimi_k2",
+    "tool_parser.llama3_json": "engine.plugins.tool_parser.llama3_json",
+    "tool_parser.mistral": "engine.plugins.tool_parser.mistral",
+    "tool_parser.pythonic": "engine.plugins.tool_parser.pythonic",
+    "tool_parser.qwen3_coder": "engine.plugins.tool_parser.qwen3_coder",
 }
 AUTO: Mapping[str, tuple[str, str]] = {
     "comm": ("local", "there is one rank"),
     "eviction": ("lru", "needs no tuning"),
     "grammar": ("llguidance", "comes with callboard"),
     "policy": ("priority", "first come, first served where nobody sends a priority"),
+    "reasoning_parser": ("think", "for templates that name its markers"),
+    "tool_parser": ("hermes", "for templates that name no other format"),
 }
 # Hook -> the kind of plugin that answers it; two of that kind share it only if both were chosen.
 KINDS: Mapping[str, str] = {
@@ -96,7 +110,9 @@ KINDS: Mapping[str, str] = {
     "callboard_kv_store": KV_STORE,
     "callboard_linear": LINEAR,
     "callboard_model": MODEL,
+    "callboard_reasoning_parser": "reasoning_parser",
     "callboard_scheduling_policy": "policy",
+    "callboard_tool_parser": "tool_parser",
 }
 
 
@@ -236,7 +252,7 @@ class Plugins:
                 self._choose_linear(wanted)
             else:
                 self.names[kind] = decide(kind, wanted)
-                if wanted == "auto":
+                if wanted == "auto" and kind in AUTO:
                     log.info("plugin: %s (auto: %s)", self.names[kind], AUTO[kind][1])
                 try:
                     self.load(self.names[kind])

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.kernels.upload import upload
+from engine.layers.upload import upload
 
 if TYPE_CHECKING:
     from engine.sampling.state import Newcomer

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.messages import FetchPages, PagesFetched
-from engine.scheduling.pages import Fetched, PageManager
+from engine.scheduling.moves import Fetched
+from engine.scheduling.pages import PageManager
 from engine.scheduling.rows import WORTH_WAITING_TOKENS, PlannerLimits, Sequence
 
 TOKEN_BYTES = 4
@@ -92,11 +93,11 @@ class Fetches:
     def forget(self, sequence: Sequence) -> bool:
         """The sequence has ended.  Returns whether it waited here."""
         if (fetched := self._answered.pop(sequence.request_id, None)) is not None:
-            self._page_manager.let_go(fetched.fetch_id)
+            self._page_manager.moves.let_go(fetched.fetch_id)
         for fetch in self._waiting.values():
             if fetch.sequence is sequence:
                 del self._waiting[fetch.fetch_id]
-                self._page_manager.let_go(fetch.fetch_id)
+                self._page_manager.moves.let_go(fetch.fetch_id)
                 return True
         return False
 

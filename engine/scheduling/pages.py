@@ -16,12 +16,11 @@ import numpy as np
 
 from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
-from engine.kv.host_tier import Transfer
 from engine.kv.node import Handle, Namespace
 from engine.kv.outline import Outline
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import TOKEN_BYTES, RadixTree
-from engine.messages import Landing
+from engine.scheduling.moves import Fetched, PageMoves
 from engine.scheduling.rows import PlannerLimits, Rows, RowTable, Sequence
 
 
@@ -34,21 +33,12 @@ class Appends:
     pages: Pages
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """Pages from the store that the executors keep: ``num_pages`` of a prompt, from its page ``first_page`` on."""
-
-    fetch_id: int
-    first_page: int
-    num_pages: int
-
-
 NO_ROWS: Rows = np.zeros(0, dtype=np.int32)
 NO_APPENDS = Appends(NO_ROWS, NO_ROWS, NO_ROWS)
 
 
 class PageManager:
-    """Pages by owner, for the rows of one table."""
+    """Pages by owner, for the rows of one table.  moves: between the tiers, as they follow from that."""
 
     def __init__(self, limits: PlannerLimits, rows: RowTable, strategy: EvictionStrategy) -> None:
         self._pages = PageAllocator(limits.num_pages)
@@ -64,7 +54,7 @@ class PageManager:
         self._handles: dict[int, Handle] = {}
         self._deferred: deque[tuple[int, Pages]] = deque()
         self._rewrites: list[Appends] = []
-        self._landings: list[Landing] = []
+        self.moves = PageMoves(self._tree)
 
     @property
     def num_available(self) -> int:
@@ -133,14 +123,10 @@ class PageManager:
             # What is on the host comes back into the first of the new pages, which are the tree's from then on.
             self._tree.restore(handle, key, new)
         if fetched is not None:
-            self._land(handle, key, fetched, new[handle.num_pages - len(shared) :])
+            self.moves.land(handle, key, fetched, new[handle.num_pages - len(shared) :])
         row = self._rows.take(sequence, np.concatenate((shared, new)), num_shared=handle.num_pages)
         self._handles[row] = handle
         return row
-
-    def let_go(self, fetch_id: int) -> None:
-        """Nobody wants what was fetched, or is being fetched, any more."""
-        self._landings.append(Landing(fetch_id))
 
     def allocate(self, count: int) -> Pages:
         """Take pages, evicting cached ones if too few are free; the caller has checked ``num_available``."""
@@ -181,7 +167,7 @@ class PageManager:
         self._handles.clear()
         self._deferred.clear()
         self._rewrites.clear()
-        self._landings.clear()
+        self.moves.forget()
 
     def collect(self, last_completed: int) -> None:
         """Free duplicates that no step in flight may read any more."""
@@ -192,33 +178,10 @@ class PageManager:
         """What happened to cached pages since the last call."""
         return self._tree.drain_events()
 
-    def drain_transfers(self) -> list[Transfer]:
-        """Copies between the tiers that must happen before the next step."""
-        return self._tree.drain_transfers()
-
-    def drain_saves(self) -> list[tuple[bytes, Pages]]:
-        """Pages to be saved by the next step, and their hashes."""
-        return self._tree.drain_saves()
-
-    def drain_landings(self) -> tuple[Landing, ...]:
-        """Where the next step puts what was fetched."""
-        landings, self._landings = self._landings, []
-        return tuple(landings)
-
     def take_rewrites(self) -> list[Appends]:
         """Page-table entries that changed since the last call."""
         rewrites, self._rewrites = self._rewrites, []
         return rewrites
-
-    def _land(self, handle: Handle, key: bytes, fetched: Fetched, pages: Pages) -> None:
-        """Use what was fetched, as far as it continues what the handle keeps.  pages: the row's, behind those."""
-        first, end = handle.num_pages, fetched.first_page + fetched.num_pages
-        if not fetched.first_page <= first < end:
-            self.let_go(fetched.fetch_id)
-            return
-        pages = pages[: end - first]
-        self._tree.adopt(handle, key[: end * self._page_size * TOKEN_BYTES], pages)
-        self._landings.append(Landing(fetched.fetch_id, first - fetched.first_page, pages.tobytes()))
 
     def _prefix_key(self, sequence: Sequence) -> bytes:
         if sequence.params.needs_whole_prompt:

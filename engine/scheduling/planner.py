@@ -169,23 +169,7 @@ class Planner:
             table_pages=appends.pages.tobytes(),
             decode_rows=decode_rows.tobytes(),
         )
-        if transfers := self._page_manager.drain_transfers():
-            directions = [np.full(len(one.host_pages), one.to_host, dtype=np.int32) for one in transfers]
-            step = msgspec.structs.replace(
-                step,
-                transfer_to_host=np.concatenate(directions).tobytes(),
-                transfer_device_pages=np.concatenate([one.device_pages for one in transfers]).tobytes(),
-                transfer_host_pages=np.concatenate([one.host_pages for one in transfers]).tobytes(),
-            )
-        saves, landings = self._page_manager.drain_saves(), self._page_manager.drain_landings()
-        if saves or landings:
-            step = msgspec.structs.replace(
-                step,
-                save_hashes=b"".join(hashes for hashes, _ in saves),
-                save_pages=b"".join(pages.tobytes() for _, pages in saves),
-                landings=landings,
-            )
-        return step
+        return self._page_manager.moves.added_to(step)
 
     def take_fetches(self) -> list[FetchPages]:
         """What the executors are to get from the store, since the last call."""

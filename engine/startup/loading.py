@@ -28,6 +28,7 @@ from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.hookspecs import CommContext, KVStoreContext
 from engine.plugins.manager import KV_STORE, Plugins
+from engine.plugins.parsers import plugin_codec
 from engine.plugins.structured import plugin_grammars
 from engine.sampling.constraints import Constraints
 from engine.sampling.sampler import Sampler
@@ -44,7 +45,7 @@ from engine.startup.memory import (
     run_largest_step,
 )
 from engine.startup.race import Race, measured_attention
-from engine.text.codec import TextCodec, load_codec
+from engine.text.codec import TextCodec
 from engine.text.grammar import Grammars
 
 log = logging.getLogger(__name__)
@@ -198,7 +199,7 @@ def _own_grammars(config: Config, spec: ModelSpec, plugins: Plugins) -> Grammars
     """For a process that has no text side: its tokenizer is read when the first grammar comes."""
 
     def codec() -> TextCodec:
-        return load_codec(config.model, resolve_checkpoint(config.model.path, config.model.revision))
+        return plugin_codec(config, resolve_checkpoint(config.model.path, config.model.revision))
 
     return plugin_grammars(
         plugins,

@@ -19,7 +19,48 @@ _IN_STRING: Final = re.compile(r'["\\]')
 
 
 class _Broken(Exception):
-    """Raised where the text is not a call."""
+    """Raised where the text is not a call.  at: what breaks it begins there, if not with the step."""
+
+    def __init__(self, at: int | None = None) -> None:
+        super().__init__()
+        self.at = at
+
+
+class ValueEnd:
+    """Finds the end of a JSON value that comes in pieces: strings and brackets are followed."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def find(self, text: str, at: int) -> int | None:
+        """Where the value ends, exclusive; None if it goes on."""
+        while at < len(text):
+            if self._escaped:
+                self._escaped = False
+                at += 1
+                continue
+            found = (_IN_STRING if self._in_string else _STRUCTURE).search(text, at)
+            if found is None:
+                return None
+            character, at = found.group(), found.end()
+            if self._in_string:
+                self._escaped = character == "\\"
+                self._in_string = self._escaped
+                if not self._in_string and self._depth == 0:
+                    return at
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif self._depth == 0:
+                return at - 1  # a comma or bracket that belongs to the call's own object ends a number or a word
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return at
+        return None
 
 
 class _Expect(Enum):
@@ -44,9 +85,7 @@ class CallScanner:
         self._expect = _Expect.OBJECT
         self._key = ""
         self._value: list[str] = []
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
+        self._end = ValueEnd()
         self._waiting: list[str] = []  # arguments that came before the name
         self._has_arguments = False
 
@@ -56,8 +95,9 @@ class CallScanner:
         try:
             while at < len(text) and not self.done:
                 at = self._step(text, at)
-        except _Broken:
+        except _Broken as error:
             self.broken = True
+            at = at if error.at is None else error.at
         if self.done and self.name is None:
             self.broken = True
         arguments = ""
@@ -102,7 +142,7 @@ class CallScanner:
 
     def _read_value(self, text: str, at: int) -> int:
         """Read a key or a value; strings and brackets are followed, so that their inside cannot end it."""
-        end = self._end_of_value(text, at)
+        end = self._end.find(text, at)
         piece = text[at : end if end is not None else len(text)]
         if self._key in ARGUMENT_KEYS and (self._value or piece[:1] == "{"):
             # An object is passed on at once; ``_value`` only says that it has begun.
@@ -113,40 +153,17 @@ class CallScanner:
             else:
                 self._value.append(piece)
         else:
+            room = _MAX_NAME_CHARS - sum(map(len, self._value)) if self._key in ("", "name") else len(piece)
+            if len(piece) > room:
+                raise _Broken(at + room)
             self._value.append(piece)
-            self._demand(self._key not in ("", "name") or sum(map(len, self._value)) <= _MAX_NAME_CHARS)
         if end is None:
             return len(text)
-        self._take_value("".join(self._value))
+        try:
+            self._take_value("".join(self._value))
+        except _Broken:
+            raise _Broken(end) from None  # not where this piece of it begins, which depends on the cuts
         return end
-
-    def _end_of_value(self, text: str, at: int) -> int | None:
-        """Where the value ends, exclusive; None if it goes on."""
-        while at < len(text):
-            if self._escaped:
-                self._escaped = False
-                at += 1
-                continue
-            found = (_IN_STRING if self._in_string else _STRUCTURE).search(text, at)
-            if found is None:
-                return None
-            character, at = found.group(), found.end()
-            if self._in_string:
-                self._escaped = character == "\\"
-                self._in_string = self._escaped
-                if not self._in_string and self._depth == 0:
-                    return at
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif self._depth == 0:
-                return at - 1  # a comma or bracket that belongs to the call's own object ends a number or a word
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return at
-        return None
 
     def _take_value(self, value: str) -> None:
         self._value = []

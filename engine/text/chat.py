@@ -24,8 +24,7 @@ from jinja2.utils import Namespace
 
 from engine.errors import RequestError, WeightsError
 from engine.messages import ChatOptions, ChatTurn
-from engine.text.reasoning import CLOSE, OPEN
-from engine.text.tool_format import ToolFormat, detect_format, explains_tools, explanation
+from engine.text.tool_format import explains_tools, explanation
 
 _MAX_REASON_CHARS: Final = 500
 _END: Final = "\ue000end\ue000"  # of a private plane of Unicode: no template writes it
@@ -33,10 +32,7 @@ PLAIN: Final = ChatOptions()
 
 
 class ChatTemplate:
-    """One compiled template.
-
-    tool_format: how it asks the model to write function calls.  thinks: whether it knows of thoughts before answers.
-    """
+    """One compiled template.  source: its text."""
 
     def __init__(
         self, source: str, *, origin: str, variables: Mapping[str, str], now: Callable[[], datetime] = datetime.now
@@ -59,8 +55,7 @@ class ChatTemplate:
             ) from None
         self._variables = {**variables, "tools": None, "documents": None}
         self._explains_tools = explains_tools(source)
-        self.tool_format: ToolFormat = detect_format(source)
-        self.thinks = OPEN in source or CLOSE in source
+        self.source = source
 
     def render(self, turns: Sequence[ChatTurn], options: ChatOptions = PLAIN) -> str:
         """The text up to where the assistant's answer begins or goes on.  Raises RequestError if the template fails."""

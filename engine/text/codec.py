@@ -12,9 +12,8 @@ thread, after a bound on the number of characters.  They encode by ``encode_batc
 ``encode`` of the tokenizers library holds it and would stop the event loop from another thread.
 """
 
-import codecs
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,155 +27,37 @@ from engine.params import SamplingParams
 from engine.sections import ModelSection
 from engine.text.chat import PLAIN
 from engine.text.files import TokenizerFiles
-from engine.text.reasoning import CLOSE, OPEN, ReasoningSplitter, Thinking, thinking_at_end
-from engine.text.stops import StopMatcher
-from engine.text.tool_format import CALL_CLOSE, CALL_OPEN, PYTHON_TAG, ToolFormat
+from engine.text.reasoning import ReasoningFormat, Thinking
+from engine.text.stream import Detokenizer, TextStream, TokenIds
+from engine.text.tool_calls import ToolFormat
 from engine.text.vocabulary import Vocabulary
 
-log = logging.getLogger(__name__)
-
-TokenIds = Sequence[int] | npt.NDArray[np.int32]
 Int32 = npt.NDArray[np.int32]
 
-LONGEST_CHARACTER_BYTES = 4
-MARKERS = (OPEN, CLOSE, CALL_OPEN, CALL_CLOSE, PYTHON_TAG)  # an answer shows them, even if they are special tokens
+log = logging.getLogger(__name__)
 MAX_SHOWN_TOKENS = 8
 
 
-class Detokenizer:
-    """One sequence's text.  The pushed texts joined are the text of all tokens after the prompt's.
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """How a model writes what is no plain text.  Of each: the name of its parser, and the parser's plugin.
 
-    Bytes that are not UTF-8 come out as U+FFFD, one per maximal invalid part (Unicode 15, section 3.9).
+    tools: None for a model whose calls nobody looks for.  reasoning: None for one whose thoughts are text.
     """
 
-    __slots__ = ("_leading_spaces", "_pending", "_pieces", "_prompt_only")
+    tool_parser: str = ""
+    tools: ToolFormat | None = None
+    reasoning_parser: str = "none"
+    reasoning: ReasoningFormat | None = None
 
-    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool, prompt_ids: TokenIds = ()) -> None:
-        """prompt_ids: what came before.  It decides whether a leading space belongs to the text, and may end within
-        a character that the first tokens complete."""
-        self._pieces = vocabulary.visible_pieces if skip_special_tokens else vocabulary.all_pieces
-        before = self._last_bytes(prompt_ids)
-        self._leading_spaces = 0 if before else vocabulary.leading_spaces
-        self._pending = before[codecs.utf_8_decode(before, "replace", False)[1] :]
-        self._prompt_only = True  # nothing but the prompt is pending
-
-    def push(self, token_ids: TokenIds) -> str:
-        """The text that these tokens complete."""
-        pieces = self._pieces
-        data = b"".join([pieces[token_id] for token_id in token_ids if 0 <= token_id < len(pieces)])
-        if not data:
-            return ""
-        self._prompt_only = False
-        if self._leading_spaces:
-            data = self._without_leading_spaces(data, token_ids)
-        if self._pending:
-            data = self._pending + data
-        text, num_decoded = codecs.utf_8_decode(data, "replace", False)
-        self._pending = data[num_decoded:]
-        return text
-
-    def finish(self) -> str:
-        """The text that is left: U+FFFD for a character that will never be complete."""
-        pending, self._pending = self._pending, b""
-        return "" if self._prompt_only else codecs.utf_8_decode(pending, "replace", True)[0]
-
-    def _last_bytes(self, token_ids: TokenIds) -> bytes:
-        """The end of a text: enough to hold any incomplete character; empty only if all of the text is."""
-        data = b""
-        for token_id in reversed(token_ids):
-            if 0 <= token_id < len(self._pieces):
-                data = self._pieces[token_id] + data
-            if len(data) >= LONGEST_CHARACTER_BYTES:
-                break
-        return data[-LONGEST_CHARACTER_BYTES:]
-
-    def _without_leading_spaces(self, data: bytes, token_ids: TokenIds) -> bytes:
-        """The data without the spaces that the tokenizer puts in front of the first word, in the first piece alone."""
-        in_range = (token_id for token_id in token_ids if 0 <= token_id < len(self._pieces))
-        first = next(piece for token_id in in_range if (piece := self._pieces[token_id]))
-        num_spaces = min(self._leading_spaces, len(first) - len(first.lstrip(b" ")))
-        self._leading_spaces = 0
-        return data[num_spaces:]
-
-
-class TextStream:
-    """The text of one output.  Stop strings are not looked for in thoughts.
-
-    num_tokens: how many were taken; with a stop string, up to the one that completed it.
-    num_reasoning_tokens: how many of them the model thought with.
-    Everything returned by ``push`` and ``finish``, joined, is the same however the tokens are grouped.
-    """
-
-    __slots__ = (
-        "_detokenizer", "_matcher", "_min_tokens", "_splitter", "_thoughts", "num_reasoning_tokens", "num_tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self, vocabulary: Vocabulary, prompt_ids: TokenIds, params: SamplingParams, thinking: Thinking = "none"
-    ) -> None:
-        """prompt_ids: what the output continues, also where it is not shown.  thinking: how to tell thoughts apart."""
-        self.num_tokens = 0
-        self.num_reasoning_tokens = 0
-        self._splitter = None if thinking == "none" else ReasoningSplitter(thinking)
-        self._thoughts: list[str] = []
-        self._detokenizer = Detokenizer(
-            vocabulary, skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt_ids
-        )
-        self._matcher = StopMatcher(params.stop, include=params.include_stop_str_in_output) if params.stop else None
-        self._min_tokens = params.min_tokens
+    def thinking_of_grammar(self, thinking: Thinking) -> Thinking:
+        """Where a grammar's output begins.  thinking: where the prompt leaves the model."""
+        return thinking if self.reasoning is not None and self.reasoning.constrains else "none"
 
     @property
-    def matched(self) -> str | None:
-        """The stop string that has ended the text; from then on nothing more becomes visible."""
-        return self._matcher.matched if self._matcher else None
-
-    def push(self, token_ids: TokenIds) -> str:
-        """The text that is visible now.  A token that ends the sequence and is not to be shown must not be pushed."""
-        if self._matcher is None and self._splitter is None:
-            self.num_tokens += len(token_ids)
-            return self._detokenizer.push(token_ids)
-        visible = []
-        for token_id in token_ids:
-            if self._matcher is not None and self._matcher.matched is not None:
-                break
-            self.num_tokens += 1
-            text = self._detokenizer.push((token_id,))
-            if self._splitter is not None:
-                text = self._without_thoughts(self._splitter, text)
-            if self._matcher is None:
-                visible.append(text)
-                continue
-            # Text of the first min_tokens tokens is not searched: nothing may stop before them.
-            visible.append(self._matcher.push(text) if self.num_tokens > self._min_tokens else text)
-        return "".join(visible)
-
-    def finish(self) -> str:
-        """The text that was held back, since no more tokens come.  It may still hold a stop string."""
-        text = self._detokenizer.finish()
-        if self._splitter is not None:
-            text = self._without_thoughts(self._splitter, text, more=False)
-        if self._matcher is None:
-            return text
-        return self._matcher.push(text) + self._matcher.finish()
-
-    def take_thoughts(self) -> str:
-        """The thoughts since the last call."""
-        thoughts = "".join(self._thoughts)
-        self._thoughts.clear()
-        return thoughts
-
-    def _without_thoughts(self, splitter: ReasoningSplitter, text: str, *, more: bool = True) -> str:
-        """The answer's part of a token's text; without ``more`` also what was held back."""
-        was_inside = splitter.inside
-        thoughts, answer = splitter.push(text)
-        if more:
-            self.num_reasoning_tokens += was_inside or splitter.inside
-        else:
-            rest = splitter.finish()
-            thoughts, answer = thoughts + rest[0], answer + rest[1]
-        if thoughts:
-            self._thoughts.append(thoughts)
-        return answer
+    def markers(self) -> tuple[str, ...]:
+        """What an answer shows, even if it is a special token."""
+        return (*(self.tools.markers if self.tools else ()), *(self.reasoning.markers if self.reasoning else ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,29 +71,27 @@ class EncodedChat:
 class TextCodec:
     """Encodes and decodes for one model.  Immutable after construction, so any thread may use it.
 
-    tool_format: how the model writes function calls.  thinks: whether it may think before it answers, between markers.
-    vocabulary: what every token is as bytes.
+    formats: how the model writes function calls and thoughts.  vocabulary: what every token is as bytes.
     """
 
-    def __init__(
-        self, files: TokenizerFiles | None, *, tool_format: ToolFormat | None = None, thinks: bool | None = None
-    ) -> None:
-        """files: None for a model that takes and gives token ids only.  The others: None to go by the chat template."""
+    def __init__(self, files: TokenizerFiles | None, formats: Callable[[str], Formats] | None = None) -> None:
+        """files: None for a model that takes and gives token ids only.
+
+        formats: tells the model's by its chat template, which is empty where there is none; None for no formats."""
         self._tokenizer = files.tokenizer if files else None
         template = self._template = files.template if files else None
-        self.tool_format: ToolFormat = tool_format or (template.tool_format if template else "hermes")
-        self.thinks = template is not None and template.thinks if thinks is None else thinks
+        self.formats = formats(template.source if template else "") if formats else Formats()
         self.vocabulary = Vocabulary.read(files.tokenizer, files.decoder) if files else Vocabulary([])
 
     @classmethod
-    def load(cls, directory: Path, *, tool_format: ToolFormat | None = None, thinks: bool | None = None) -> "TextCodec":
+    def load(cls, directory: Path, formats: Callable[[str], Formats] | None = None) -> "TextCodec":
         """The codec of a checkpoint directory.  Raises WeightsError that names the file."""
-        return cls(TokenizerFiles(directory), tool_format=tool_format, thinks=thinks)
+        return cls(TokenizerFiles(directory), formats)
 
     @classmethod
-    def without_tokenizer(cls) -> "TextCodec":
+    def without_tokenizer(cls, formats: Callable[[str], Formats] | None = None) -> "TextCodec":
         """A codec that takes and gives token ids only: it refuses text prompts, and output has no text."""
-        return cls(None)
+        return cls(None, formats)
 
     @property
     def vocab_size(self) -> int:
@@ -221,7 +100,7 @@ class TextCodec:
 
     @cached_property
     def _chat_vocabulary(self) -> Vocabulary:
-        return self.vocabulary.showing(MARKERS)
+        return self.vocabulary.showing(self.formats.markers)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32:
         """The token ids of a prompt, with the special tokens (BOS) that the model expects around a text.
@@ -241,7 +120,10 @@ class TextCodec:
             )
         text = self._template.render(turns, options)
         token_ids = self._encode(text, add_special_tokens=False, param="messages")
-        return EncodedChat(token_ids, thinking_at_end(text) if self.thinks else "none")
+        if (reasoning := self.formats.reasoning) is None:
+            return EncodedChat(token_ids, "none")
+        continued = turns[-1].content if options.continue_final else ""
+        return EncodedChat(token_ids, reasoning.thinking_at_end(text, continued))
 
     def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> Int32:
         if self._tokenizer is None:
@@ -263,8 +145,11 @@ class TextCodec:
     def open_stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, chat: bool = False, thinking: Thinking = "none"
     ) -> TextStream:
-        """The stream of one request's output.  prompt_ids: what it continues.  chat: its text shows ``MARKERS``."""
-        return TextStream(self._chat_vocabulary if chat else self.vocabulary, prompt_ids, params, thinking)
+        """The stream of one request's output.  prompt_ids: what it continues.  chat: its text shows markers.
+        thinking: where the prompt leaves the model."""
+        reasoning = self.formats.reasoning
+        parser = reasoning.parser(thinking) if reasoning is not None and thinking != "none" else None
+        return TextStream(self._chat_vocabulary if chat else self.vocabulary, prompt_ids, params, parser)
 
     def token_text(self, token_id: int, logprob: float) -> TokenText:
         """The token by itself, as lists of log probabilities show it."""
@@ -272,18 +157,16 @@ class TextCodec:
         return TokenText(token_id=token_id, text=piece.decode("utf-8", "replace"), utf8=piece, logprob=logprob)
 
 
-def load_codec(model: ModelSection, directory: Path) -> TextCodec:
-    """The codec that ``model`` asks for.  directory: the checkpoint's.  Raises WeightsError that names the file."""
+def load_codec(model: ModelSection, directory: Path, formats: Callable[[str], Formats] | None = None) -> TextCodec:
+    """The codec that ``model`` asks for.  directory: the checkpoint's.  formats: as ``TextCodec`` takes it.
+
+    Raises WeightsError that names the file."""
     setting = model.tokenizer
     dummy = model.load_format == "dummy" and not (directory / "tokenizer.json").exists()
     if setting == "none" or (dummy and not setting):
         log.info("no tokenizer: prompts and output are token ids only")
-        return TextCodec.without_tokenizer()
-    return TextCodec.load(
-        Path(setting) if setting else directory,
-        tool_format=None if model.tool_format == "auto" else model.tool_format,
-        thinks=None if model.reasoning == "auto" else model.reasoning == "yes",
-    )
+        return TextCodec.without_tokenizer(formats)
+    return TextCodec.load(Path(setting) if setting else directory, formats)
 
 
 def warn_of_unknown_tokens(codec: TextCodec, vocab_size: int) -> None:

@@ -4,8 +4,9 @@ Owns: the markers, and which text must wait because it may be the start of one. 
 The result does not depend on how the text is cut into pieces.
 """
 
+from collections.abc import Sequence
 from enum import Enum
-from typing import Final, Literal
+from typing import Final, Literal, Protocol, runtime_checkable
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"
@@ -21,12 +22,78 @@ class _Place(Enum):
     ANSWER = "answer"
 
 
+@runtime_checkable
+class ReasoningParser(Protocol):
+    """Tells the thoughts of one output from its answer.  Any way of cutting the output gives the same of both."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether the next text is thought, as far as is known."""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Return (thoughts, answer) that are certain now."""
+
+    def finish(self) -> tuple[str, str]:
+        """Return (thoughts, answer) that were held back, since no more text comes."""
+
+
+@runtime_checkable
+class ReasoningFormat(Protocol):
+    """How one model writes thoughts; what a reasoning parser plugin builds.
+
+    markers: special tokens of the model that stand around thoughts, which are shown to the parser.
+    constrains: whether a grammar can hold behind thoughts; if not, it holds from the start, and none are thought."""
+
+    markers: Sequence[str]
+    constrains: bool
+
+    def parser(self, thinking: "Thinking") -> ReasoningParser:
+        """Return a new parser of one output.  thinking: what ``thinking_at_end`` said of the prompt."""
+
+    def thinking_at_end(self, prompt: str, continued: str) -> "Thinking":
+        """Return where a prompt leaves the model: in its thoughts, behind them, or before either.
+
+        continued: the assistant's message at the end of the prompt that goes on; empty if an answer begins."""
+
+
+class MarkedReasoning:
+    """Thoughts at the beginning, between markers.  Each of ``opens`` begins them, each of ``closes`` ends them."""
+
+    def __init__(self, opens: Sequence[str], closes: Sequence[str], *, constrains: bool = False) -> None:
+        self.markers = (*opens, *closes)
+        self.constrains = constrains
+        self._opens = opens
+        self._closes = closes
+
+    def parser(self, thinking: "Thinking") -> "ReasoningSplitter":
+        return ReasoningSplitter(thinking, self._opens, self._closes)
+
+    def thinking_at_end(self, prompt: str, continued: str = "") -> "Thinking":
+        opened, closed = _last(prompt, self._opens), _last(prompt, self._closes)
+        if opened >= 0 and prompt[opened:].strip() == "":
+            return "open"
+        if closed >= 0 and prompt[closed:].strip() == "":
+            return "none"
+        # Elsewhere a user may have written the markers.
+        opened, closed = _last(continued, self._opens), _last(continued, self._closes)
+        if opened < 0 and closed < 0:
+            return "optional" if not continued.strip() else "none"
+        return "open" if opened > closed else "none"
+
+
+def _last(text: str, markers: Sequence[str]) -> int:
+    """Where the last marker in the text ends; -1 if there is none."""
+    return max((at + len(one) for one in markers if (at := text.rfind(one)) >= 0), default=-1)
+
+
 class ReasoningSplitter:
-    """Tells thoughts from the answer.  thinking: as ``thinking_at_end`` says of the prompt."""
+    """Tells thoughts from the answer.  thinking: where the prompt leaves the model."""
 
-    __slots__ = ("_held", "_place")
+    __slots__ = ("_closes", "_held", "_opens", "_place")
 
-    def __init__(self, thinking: Thinking) -> None:
+    def __init__(self, thinking: Thinking, opens: Sequence[str] = (OPEN,), closes: Sequence[str] = (CLOSE,)) -> None:
+        self._opens = opens
+        self._closes = closes
         self._place = {"none": _Place.ANSWER, "open": _Place.INSIDE, "optional": _Place.BEFORE}[thinking]
         self._held = ""
 
@@ -41,25 +108,25 @@ class ReasoningSplitter:
         thoughts = ""
         if self._place is _Place.BEFORE:
             begun = text.lstrip()
-            if begun.startswith(OPEN):
+            if marker := next((one for one in self._opens if begun.startswith(one)), ""):
                 self._place = _Place.INSIDE
-                text = begun[len(OPEN) :]
-            elif OPEN.startswith(begun):
+                text = begun[len(marker) :]
+            elif any(one.startswith(begun) for one in self._opens):
                 self._held = text
                 return "", ""
             else:
                 self._place = _Place.ANSWER
         if self._place is _Place.INSIDE:
-            end = text.find(CLOSE)
+            end, marker = min(((at, one) for one in self._closes if (at := text.find(one)) >= 0), default=(-1, ""))
             if end < 0:
-                num_certain = len(text) - _num_held(text)
+                num_certain = len(text) - max(_num_held(text, one) for one in self._closes)
                 self._held = text[num_certain:]
                 return text[:num_certain], ""
             self._place = _Place.BEHIND
             # No more space is stripped than is held back, so that pieces cannot differ from the whole.
             before = text[:end]
             num_space = min(len(before) - len(before.rstrip()), _MAX_HELD_SPACE)
-            thoughts, text = before[: len(before) - num_space], text[end + len(CLOSE) :]
+            thoughts, text = before[: len(before) - num_space], text[end + len(marker) :]
         if self._place is _Place.BEHIND:
             text = text.lstrip()
             if text:
@@ -74,21 +141,17 @@ class ReasoningSplitter:
 
 def num_begun(text: str, marker: str) -> int:
     """How many characters at the end of the text may be the beginning of the marker."""
-    return next(n for n in range(min(len(marker) - 1, len(text)), -1, -1) if text.endswith(marker[:n]))
+    at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while at >= 0 and not marker.startswith(text[at:]):
+        at = text.find(marker[0], at + 1)
+    return len(text) - at if at >= 0 else 0
 
 
-def _num_held(text: str) -> int:
+def _num_held(text: str, marker: str) -> int:
     """How much of the end may be part of the closing marker or of the white space before it."""
-    num_marker = num_begun(text, CLOSE)
+    num_marker = num_begun(text, marker)
     before = text[max(0, len(text) - num_marker - _MAX_HELD_SPACE) : len(text) - num_marker]
     return num_marker + len(before) - len(before.rstrip())
 
 
-def thinking_at_end(prompt: str) -> Thinking:
-    """Where a prompt leaves the model: in the middle of its thoughts, with them behind it, or before either."""
-    opened, closed = prompt.rfind(OPEN), prompt.rfind(CLOSE)
-    if opened >= 0 and prompt[opened + len(OPEN) :].strip() == "":
-        return "open"
-    if closed >= 0 and prompt[closed + len(CLOSE) :].strip() == "":
-        return "none"
-    return "optional"
+THINK: Final = MarkedReasoning((OPEN,), (CLOSE,), constrains=True)

@@ -1,24 +1,15 @@
-"""How a model writes function calls: which format, what it is told about it, and the grammar that demands it.
+"""What a model is told about functions, and the grammar that demands calls of them.
 
-Owns: the two formats and how to tell which one a chat template means.  Does not know: parsing, requests.
-
-'hermes' (also Qwen):  <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>, as often as there are calls
-'llama3':              {"name": "f", "parameters": {...}}, several joined by "; "
+Owns: how such a grammar is described.  Does not know: any model's own format, parsing, requests.
 """
 
 import re
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
 from engine.params import Grammar
-
-ToolFormat = Literal["hermes", "llama3"]
-
-CALL_OPEN: Final = "<tool_call>"
-CALL_CLOSE: Final = "</tool_call>"
-PYTHON_TAG: Final = "<|python_tag|>"  # Llama may begin its calls with it
 
 SPACE: Final = r"[\s\x1c-\x1f]*"  # an expression for what ``str.lstrip`` takes away
 
@@ -76,13 +67,6 @@ class CallsShape(msgspec.Struct, frozen=True, omit_defaults=True):
     otherwise: Otherwise | None = None
 
 
-def detect_format(template: str) -> ToolFormat:
-    """The format that a chat template asks the model for; 'hermes' if it asks for none."""
-    if CALL_OPEN in template:
-        return "hermes"
-    return "llama3" if '"parameters"' in template or "<|python_tag|>" in template else "hermes"
-
-
 def explains_tools(template: str) -> bool:
     """Whether a chat template tells the model which functions there are."""
     return "tools" in template
@@ -93,48 +77,43 @@ def explanation(tools: Sequence[object]) -> str:
     return _EXPLANATION.format(tools="\n".join(msgspec.json.encode(tool).decode() for tool in tools))
 
 
-def demand_calls(tools: Sequence[Tool], form: ToolFormat, *, many: bool) -> Grammar:
-    """The grammar of an output that is a call of one of ``tools``, or several if ``many``."""
-    return _grammar(CallsShape([_call_shape(tool, form) for tool in tools], _separator(form), many))
+def shaped_calls(
+    calls: Sequence[CallShape], separator: str, *, many: bool, tag: str = "", otherwise: Otherwise | None = None
+) -> Grammar:
+    """The grammar of an output that is calls, or what ``otherwise`` says; see ``CallsShape``."""
+    return Grammar("tool_calls", msgspec.json.encode(CallsShape(list(calls), separator, many, tag, otherwise)).decode())
 
 
-def allow_calls(tools: Sequence[Tool], form: ToolFormat, answer: Grammar | None, *, many: bool) -> Grammar:
-    """The grammar of an output that is free to call, and whose calls are as ``tools`` say.
+def marked_calls(
+    calls: Sequence[CallShape],
+    opening: str,
+    answer: Grammar | None,
+    *,
+    many: bool,
+    forced: bool,
+    separator: str = "",
+    called: str = "",
+) -> Grammar:
+    """The grammar of calls that each begin with the marker ``opening``, which stands nowhere else.
 
-    answer: what it must be if it does not call; None for any text, which in the hermes format may stand beside calls.
-    No output is read as a call that is none.
-    """
-    calls = [_call_shape(tool, form) for tool in tools]
-    kind, source = ("text", "") if answer is None else (answer.kind, answer.source)
-    if form == "llama3":
-        begun = "|".join(re.escape(one) for one in (PYTHON_TAG, *(call_start(tool.name) for tool in tools)))
-        otherwise = Otherwise(kind, source, not_begun=f"{SPACE}({begun})")
-        return _grammar(CallsShape(calls, _separator(form), many, PYTHON_TAG, otherwise))
-    if answer is None:
-        otherwise = Otherwise(kind, source, opening=CALL_OPEN)
+    answer, many, forced: as ``ToolFormat.grammar`` has them.
+    called: an expression for what is read as a call, if that is not every marker."""
+    if forced:
+        otherwise = None
+    elif answer is None:
+        otherwise = Otherwise("text", opening=opening)
     else:
-        # What would be read as a call wherever it stands.  In a string of JSON the quotation mark is escaped.
-        otherwise = Otherwise(kind, source, not_begun=rf'(?s:.*){CALL_OPEN}{SPACE}\{{[\s,]*"')
-    return _grammar(CallsShape(calls, _separator(form), many, otherwise=otherwise))
+        not_begun = rf"(?s:.*){called or re.escape(opening)}"
+        otherwise = Otherwise(answer.kind, answer.source, not_begun=not_begun)
+    return shaped_calls(calls, separator, many=many, otherwise=otherwise)
 
 
-def call_start(name: str) -> str:
-    """The text that begins a call of a function in the llama3 format where a grammar holds.
-
-    An output that begins so can only go on as a call, and no other one is read as one."""
-    return f'{{"name": {msgspec.json.encode(name).decode()}'
+def json_name(name: str) -> str:
+    """A function's name as a JSON string."""
+    return msgspec.json.encode(name).decode()
 
 
-def _grammar(shape: CallsShape) -> Grammar:
-    return Grammar("tool_calls", msgspec.json.encode(shape).decode())
-
-
-def _separator(form: ToolFormat) -> str:
-    return "\n" if form == "hermes" else "; "
-
-
-def _call_shape(tool: Tool, form: ToolFormat) -> CallShape:
-    if form == "hermes":
-        name = msgspec.json.encode(tool.name).decode()
-        return CallShape(f'{CALL_OPEN}\n{{"name": {name}, "arguments": ', tool.parameters, f"}}\n{CALL_CLOSE}")
-    return CallShape(f'{call_start(tool.name)}, "parameters": ', tool.parameters, "}")
+def properties(tool: Tool) -> dict[str, object]:
+    """The schemas of a function's arguments by their names; empty where the schema is no plain list of them."""
+    given = tool.parameters.get("properties")
+    return given if isinstance(given, dict) else {}

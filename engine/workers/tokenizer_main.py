@@ -14,8 +14,9 @@ from engine.errors import CallboardError
 from engine.messages import Abort, Admit, Deltas, Failed
 from engine.plugins.families import read_model
 from engine.plugins.manager import Plugins
+from engine.plugins.parsers import plugin_codec
 from engine.plugins.structured import plugin_grammars
-from engine.text.codec import TextCodec, load_codec
+from engine.text.codec import TextCodec
 from engine.text.grammar import Grammars
 from engine.workers.child import Ticket, enter
 from engine.workers.main import Outgoing, WorkerProcess
@@ -76,7 +77,7 @@ def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars]:
     """What a tokenizer works with.  config: with the model's path resolved.  Raises CallboardError."""
     directory = Path(config.model.path)
     spec = read_model(directory, config.plugins)
-    codec = load_codec(config.model, directory)
+    codec = plugin_codec(config, directory)
     # Of the plugins only the one that is needed here: others may need a device.
     plugins = Plugins({"grammar": config.chosen_plugins()["grammar"]}, (), config.plugins.options)
     grammars = plugin_grammars(

@@ -59,7 +59,8 @@ class Chat(Endpoint[ChatBody]):
         if body.top_logprobs and not body.logprobs:
             raise FieldError("top_logprobs", "only allowed together with logprobs")
         card = self._translator.card
-        tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls, form=card.tool_format)
+        form = self._translator.tool_format
+        tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls, form=form)
         begins, continues = read_end(body.add_generation_prompt, body.continue_final_message)
         return self._translator.translate(
             body,

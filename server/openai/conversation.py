@@ -6,7 +6,7 @@ Does not know: templates, answers, how calls are written or parsed.
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -14,8 +14,9 @@ import msgspec
 from engine.errors import FieldError, RequestError
 from engine.messages import ChatTurn, ToolCall
 from engine.params import Grammar
-from engine.text.tool_calls import ToolCallParser
-from engine.text.tool_format import Tool, ToolFormat, allow_calls, demand_calls
+from engine.plugins.tool_parser.hermes import HermesFormat
+from engine.text.tool_calls import ToolCallParser, ToolFormat
+from engine.text.tool_format import Tool
 from server.http.body import is_given
 from server.openai.requests import CallBody, ChatMessage, ContentPart, ToolBody, ToolChoice
 
@@ -24,6 +25,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 VARIABLES = "chat_template_kwargs"
 TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 Choice = str | ToolChoice | None
+HERMES: Final = HermesFormat()
 
 
 def read_turns(messages: Sequence[ChatMessage]) -> tuple[ChatTurn, ...]:
@@ -140,16 +142,18 @@ def _has_lone_surrogate(text: str) -> bool:
     return False
 
 
-class ToolRequest(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ToolRequest:
     """The functions that may be called, as a template describes them and as a parser finds them.
 
-    described: JSON for the template; empty for none.  names: functions whose calls are looked for; empty for none.
+    described: JSON for the template; empty for none.  form: how the model writes calls.
+    tools: functions whose calls are looked for, with their schemas; empty for none.
     max_calls: later ones are dropped; None for no limit.  callable_tools: what may be called, with the schemas that
     are to be followed.  forced: a call must come.  strict: some schema was asked to be followed to the letter."""
 
     described: str = ""
-    form: ToolFormat = "hermes"
-    names: frozenset[str] = frozenset()
+    form: ToolFormat = HERMES
+    tools: tuple[Tool, ...] = ()
     max_calls: int | None = None
     callable_tools: tuple[Tool, ...] = ()
     forced: bool = False
@@ -157,21 +161,30 @@ class ToolRequest(msgspec.Struct, frozen=True):
 
     def new_parser(self, grammar: Grammar | None) -> Callable[[], ToolCallParser] | None:
         """Returns what makes a parser for an output of this grammar; None if no call is looked for."""
-        if not self.names:
+        if not self.tools:
             return None
-        exact = grammar is not None
-        return partial(ToolCallParser, self.form, self.names, self.max_calls, exact=exact, forced=self.forced)
+        form = self.form if grammar is None else self._demanded
+
+        def new_parser() -> ToolCallParser:
+            parser = form.parser(self.tools, exact=grammar is not None)
+            return ToolCallParser(parser, self.max_calls, forced=self.forced)
+
+        return new_parser
+
+    @property
+    def _demanded(self) -> ToolFormat:
+        """The format of a grammar: a model that must keep to one can write calls in any."""
+        return self.form if self.form.constrains else HERMES
 
     def grammar(self, answer: Grammar | None) -> Grammar | None:
         """Returns what the output must look like.  answer: the same if it is no call; None if it is free."""
-        if not self.names:
+        if not self.tools:
             return answer
-        many = self.max_calls is None
-        if self.forced:
-            return demand_calls(self.callable_tools, self.form, many=many)
-        if answer is None and not self.strict:
+        # A format without grammars is not left for hermes where text is free: the model would write its own there.
+        if not self.forced and answer is None and not (self.strict and self.form.constrains):
             return None
-        return allow_calls(self.callable_tools, self.form, answer, many=many)
+        many = self.max_calls is None
+        return self._demanded.grammar(self.callable_tools, answer, many=many, forced=self.forced)
 
 
 NO_TOOLS: Final = ToolRequest()
@@ -205,7 +218,7 @@ def read_tools(
     return ToolRequest(
         described=msgspec.json.encode([_described(tool) for tool in tools]).decode(),
         form=form,
-        names=frozenset(names),
+        tools=tuple(Tool(tool.function.name, tool.function.parameters or {}) for tool in tools),
         max_calls=None if many else 1,
         callable_tools=tuple(callable_tools),
         forced=forced,

@@ -17,7 +17,7 @@ from engine.sections import ServerSection
 from engine.text.codec import TextCodec
 from server.http.body import BodyReader
 from server.http.replies import json_reply
-from server.openai.conversation import read_end, read_tools, read_turns, read_variables
+from server.openai.conversation import HERMES, read_end, read_tools, read_turns, read_variables
 from server.openai.requests import ChatMessage, Scalar, Short, TokenId, Tools
 from server.openai.translator import Translator
 
@@ -111,7 +111,7 @@ class TokenizationRoutes:
             ids: list[int] = self._codec.encode(body.prompt, add_special_tokens=special).tolist()
             return ids
         turns = read_turns(body.messages or ())
-        tools = read_tools(body.tools, None, parallel=None, form=self._card.tool_format)
+        tools = read_tools(body.tools, None, parallel=None, form=HERMES)
         check_chars(num_chars(turns) + len(tools.described), self._card.max_model_len, "messages")
         begins, continues = read_end(body.add_generation_prompt, body.continue_final_message)
         variables = read_variables(body.chat_template_kwargs, None, self._card.template_variables)

@@ -13,10 +13,11 @@ import msgspec
 from engine.errors import FieldError, RequestError
 from engine.messages import DEFAULT_OPTIONS, ChatOptions, Prompt, RequestOptions
 from engine.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
+from engine.text.tool_calls import ToolFormat
 from server.generate.generation import MAX_CHOICES, Generation
 from server.http.body import is_given
 from server.model_card import ModelCard
-from server.openai.conversation import NO_TOOLS, ToolRequest
+from server.openai.conversation import HERMES, NO_TOOLS, ToolRequest
 from server.openai.requests import GenerationBody, ResponseFormat, StructuredOutputs
 
 DEFAULT = SamplingParams()
@@ -28,10 +29,14 @@ JSON_OBJECT = Grammar("json_object")
 
 
 class Translator:
-    """Turns request bodies into generations for one model, which ``card`` describes."""
+    """Turns request bodies into generations for one model, which ``card`` describes.
 
-    def __init__(self, card: ModelCard) -> None:
+    tool_format: how it writes function calls."""
+
+    def __init__(self, card: ModelCard, tool_format: ToolFormat | None = None) -> None:
+        """tool_format: None for the hermes format."""
         self.card = card
+        self.tool_format = tool_format or HERMES
 
     def translate(
         self,

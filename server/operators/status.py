@@ -20,7 +20,6 @@ from engine.errors import RequestError
 from engine.messages import Finish, RequestOptions
 from engine.params import SamplingParams
 from engine.sections import LimitsSection
-from engine.text.tool_format import ToolFormat
 from server.backend import Backend, Ingress, Stream
 from server.clients import CLIENT
 from server.generate.generation import MAX_CHOICES
@@ -65,7 +64,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     max_model_len: int
     vocab_size: int
-    tool_format: ToolFormat
+    tool_parser: str
+    reasoning_parser: str
     kv_tokens: int
     kv_page_tokens: int
     max_running: int
@@ -120,7 +120,8 @@ class StatusRoutes:
                 model=card.name,
                 max_model_len=card.max_model_len,
                 vocab_size=card.vocab_size,
-                tool_format=card.tool_format,
+                tool_parser=card.tool_parser,
+                reasoning_parser=card.reasoning_parser,
                 kv_tokens=gauges.page_size * (gauges.pages_free + gauges.pages_cached + gauges.pages_used),
                 kv_page_tokens=gauges.page_size,
                 max_running=gauges.max_running,

@@ -57,7 +57,7 @@ class Responses(Endpoint[ResponsesBody]):
             [ToolBody(tool.type, tool) for tool in body.tools or ()],
             ToolChoice(choice.type, choice) if isinstance(choice, FlatToolChoice) else choice,
             parallel=body.parallel_tool_calls,
-            form=self._translator.card.tool_format,
+            form=self._translator.tool_format,
         )
         if body.text is not None and body.text.format is not None:
             if body.response_format is not None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.messages import Delta, Finish
-from engine.text.tool_calls import CallPiece, Part, ToolCallParser
+from engine.text.tool_calls import CallPiece, OutputPart, ToolCallParser
 from server.openai.answers import TokenLogprob, token_logprob
 from server.responses.objects import (
     CallItem,
@@ -51,7 +51,7 @@ class ItemWriter:
         # Logprobs are told with the text they belong to; a token without text waits for the next one.  Where calls are
         # looked for it is not known which tokens became one, so they wait for the end.
         self._waiting_logprobs += [token_logprob(entry) for entry in delta.logprobs]
-        parts: list[Part] = [delta.text] if delta.text else []
+        parts: list[OutputPart] = [delta.text] if delta.text else []
         ended = delta.finish != Finish.RUNNING
         if self._parser is not None:
             parts = self._parser.push(delta.text)

@@ -44,7 +44,7 @@ def create_runner(
     salts: None for new ones."""
     version = _version()
     fingerprint = f"{DISTRIBUTION}-{version}"
-    translator = Translator(backend.card)
+    translator = Translator(backend.card, backend.codec.formats.tools)
     clients = Clients(backend.ingress, server, limits, salts)
     traces = Traces(open_provider(server.traces, version), backend.card.name) if server.traces else None
     traffic = Traffic()

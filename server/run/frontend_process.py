@@ -25,7 +25,7 @@ from engine.errors import CallboardError, EngineDied, RequestError
 from engine.messages import Abort, Failed, Stop, Tokenize
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
-from engine.text.codec import load_codec
+from engine.plugins.parsers import plugin_codec
 from engine.workers.child import Ticket, enter
 from engine.workers.main import Outgoing, WorkerProcess
 from engine.workers.messages import (
@@ -119,7 +119,7 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
     async def build(self, assignment: FrontendAssignment, outgoing: Outgoing) -> Ingress:
         """Returns ingress, with HTTP listening: only now, when it knows what the one before it knew."""
         config, handover = assignment.config, assignment.handover
-        codec = await asyncio.to_thread(load_codec, config.model, Path(config.model.path))
+        codec = await asyncio.to_thread(plugin_codec, config, Path(config.model.path))
         engine = EngineLink(outgoing)
         self._outgoing = outgoing
         self._ingress = ingress = Ingress(

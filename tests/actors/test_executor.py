@@ -11,6 +11,7 @@ import pytest
 
 from engine.actors.executor import Executor
 from engine.errors import WeightsError
+from engine.kv.store import PageFetcher
 from engine.messages import FetchPages, PagesFetched, Step, StepDone, Stop
 from engine.workers.messages import WorkerReady
 from tests.pace import far
@@ -34,6 +35,7 @@ class FakeRunner:
 
     slow: bool = False
     num_pages: int = 7
+    stored: PageFetcher | None = None
     launched: list[int] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
     has_left: bool = False
@@ -44,9 +46,6 @@ class FakeRunner:
         self.launched.append(step.step_id)
         self.threads.add(threading.current_thread().name)
         return FakePending(step.step_id, is_ready=not self.slow)
-
-    def close(self) -> None:
-        pass
 
     def leave(self) -> None:
         self.has_left = True
@@ -109,14 +108,17 @@ def test_steps_run_in_order_on_one_thread_and_every_result_comes_back(slow: bool
     with_executor(lambda: runner, scenario)
 
 
-class HangingStore(FakeRunner):
-    """Its store never gives anything."""
+class HangingStore:
+    """A store that never gives anything."""
 
     def fetch(self, message: FetchPages, answer: Callable[[PagesFetched], None]) -> None:
         self.answer = answer
 
     def give_up(self, fetch_id: int) -> None:
         self.answer(PagesFetched(0, fetch_id, 0))
+
+    def close(self) -> None:
+        pass
 
 
 def test_a_fetch_is_given_up_in_time_and_steps_go_on_meanwhile() -> None:
@@ -129,7 +131,7 @@ def test_a_fetch_is_given_up_in_time_and_steps_go_on_meanwhile() -> None:
         executor.inbox.put(Stop())
         await task
 
-    with_executor(HangingStore, scenario)
+    with_executor(lambda: FakeRunner(stored=HangingStore()), scenario)
 
 
 class Timeline:
@@ -139,6 +141,7 @@ class Timeline:
     num_overlapped: steps that were queued while the one before them ran."""
 
     num_pages = 7
+    stored = None
 
     def __init__(self, num_steps: int) -> None:
         self.num_overlapped = 0
@@ -157,9 +160,6 @@ class Timeline:
             self._num_queued += 1
             self._changed.notify()
         return TimelinePending(self, step.step_id, self._ended[step.step_id])
-
-    def close(self) -> None:
-        pass
 
     def leave(self) -> None:
         self.has_left = True

@@ -38,6 +38,7 @@ class TightRunner:
     """A device with room for ``most`` tokens in a step."""
 
     num_pages = 64
+    stored = None
 
     def __init__(self, device: FakeDevice, most: int) -> None:
         self.device = device

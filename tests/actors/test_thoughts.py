@@ -24,8 +24,9 @@ from engine.messages import (
     Tokens,
 )
 from engine.params import Grammar, SamplingParams
-from engine.text.codec import TextCodec
+from engine.text.codec import Formats, TextCodec
 from engine.text.grammar import Grammars
+from engine.text.reasoning import THINK
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 TEMPLATE = (
@@ -65,7 +66,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, directory / name)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return TextCodec.load(directory)
+    return TextCodec.load(directory, lambda _: Formats(reasoning_parser="think", reasoning=THINK))
 
 
 def converse(
@@ -125,6 +126,13 @@ def test_what_the_prompt_leaves_open_decides(
     assert told(deltas) == (reasoning, text)
     assert (deltas[-1].usage.reasoning_tokens > 0) == bool(reasoning)
     assert deltas[-1].usage.reasoning_tokens <= deltas[-1].usage.completion_tokens
+
+
+@pytest.mark.parametrize("content, expected", [("<think>a b", "open"), ("<think>a</think>b", "none"), ("b", "none")])
+def test_a_message_may_go_on_in_the_middle_of_a_thought(codec: TextCodec, content: str, expected: str) -> None:
+    turns = [ChatTurn("user", "What is <think>?"), ChatTurn("assistant", content)]
+    chat = codec.encode_chat(turns, ChatOptions(add_generation_prompt=False, continue_final=True))
+    assert chat.thinking == expected
 
 
 def test_thoughts_stay_in_the_text_if_that_is_wanted(codec: TextCodec) -> None:

@@ -5,9 +5,9 @@ import torch
 
 from engine.errors import GraphError
 from engine.graphs.capturing import Capturing
+from engine.plugins.testing import threads
 from engine.plugins.testing.threads import on_ranks
 from tests.graphs.recording import RecordingDevice
-from tests.layers import thread_comm
 
 SIZES = (2, 4, 8)
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def outcome(comm, how, fails_in, fails_at, fails_on):
 def test_one_ranks_failure_is_every_ranks(monkeypatch, how, where, fails_on):
     if how == "measure" and where[1] == 2:
         pytest.skip("only the two largest are tried")
-    monkeypatch.setattr(thread_comm, "TIMEOUT_S", 20)
+    monkeypatch.setattr(threads, "TIMEOUT_S", 20)
     found = on_ranks(3, lambda comm: outcome(comm, how, *where, fails_on))
     for rank, (said, num_forgotten, agreeing) in enumerate(found):
         cause = "RuntimeError: out of memory" if rank in fails_on else "another rank failed"

@@ -47,8 +47,21 @@ def acme(install: Install) -> Path:
 
 def test_the_page_shows_these_files() -> None:
     names = (
-        "mru", "shortest", "count", "jsonl", "plain", "gloo", "words", "casts", "memory", "table", "arcee", "squared",
-    )  # fmt: skip
+        "mru",
+        "shortest",
+        "count",
+        "jsonl",
+        "plain",
+        "gloo",
+        "words",
+        "casts",
+        "memory",
+        "table",
+        "arcee",
+        "squared",
+        "arrows",
+        "plans",
+    )
     modules = {f"callboard_acme/{name}.py" for name in names}
     assert set(FILES) == {"pyproject.toml", "test_acme.py", *modules}
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from callboard import LLM, SamplingParams
-from engine.checkpoints.checkpoint import read_spec, resolve_checkpoint
+from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.config import Config, build_config
 from engine.errors import PluginError
 from engine.execution.device import instruction_sets
@@ -17,6 +17,7 @@ from engine.layers.packing import Linears
 from engine.models import loader
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.declaration import Declaration, read_declaration
+from engine.plugins.families import read_model
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linear import fbgemm_fp16, fbgemm_int8, onednn, torch_fp8, torch_int8
 from engine.plugins.linears import PREFERRED, check_linear_fits, linear_context
@@ -225,7 +226,7 @@ def test_kernels_are_measured_once_and_only_for_models_worth_it(tmp_path: Path) 
 def test_each_layer_is_laid_out_before_the_next_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, seen = Counted(), []
     monkeypatch.setattr(loader, "release_freed", lambda: seen.append(kernel.num_packed))
-    spec, cpu = read_spec(resolve_checkpoint("demo", "")), torch.device("cpu")
+    spec, cpu = read_model(resolve_checkpoint("demo", "")), torch.device("cpu")
     loader.load_model(spec, LocalComm(), cpu, torch.float32, "safetensors", 0, False, Linears(kernel, kernel))
     layers = [4 * index for index in range(spec.shape.num_layers + 1)]
     assert seen == [0, *layers, layers[-1] + 1]  # the embedding, the layers, the norm; at last with the tied head

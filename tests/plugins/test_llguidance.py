@@ -13,8 +13,9 @@ from engine.plugins.grammar import repeats
 from engine.plugins.grammar.llguidance import LLGuidance
 from engine.plugins.hookspecs import GrammarContext
 from engine.text.grammar import GrammarFailure, Grammars
-from engine.text.tool_format import Tool, allow_calls, demand_calls
+from engine.text.tool_format import Tool
 from tests.plugins.grammar_walk import BYTES, CALL, CLOSE, EOS, PIECES, SCHEMA, SPECIAL, VOCAB, accepts, allowed
+from tests.plugins.model_outputs import allow_calls, demand_calls
 
 
 @pytest.fixture(scope="module")

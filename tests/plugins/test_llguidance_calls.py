@@ -1,6 +1,8 @@
 """Calls of tools under the llguidance plugin: alone, in text, beside an answer; and that the parser agrees."""
 
 import json
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,11 +11,13 @@ from engine.errors import RequestError
 from engine.params import Grammar
 from engine.plugins.grammar.llguidance import LLGuidance
 from engine.plugins.hookspecs import GrammarContext
+from engine.plugins.testing.parsers import Call
 from engine.text.grammar import GrammarFailure
 from engine.text.reasoning import Thinking
-from engine.text.tool_calls import ToolCallParser, text_and_calls
-from engine.text.tool_format import Tool, ToolFormat, allow_calls, demand_calls
+from engine.text.tool_calls import text_and_calls
+from engine.text.tool_format import Tool
 from tests.plugins.grammar_walk import BYTES, CALL, CLOSE, EOS, PIECES, SCHEMA, SPECIAL, VOCAB, accepts, allowed
+from tests.plugins.model_outputs import allow_calls, deepseek_v3, demand_calls, kimi_k2, mistral, tool_format
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +38,26 @@ def test_calls_are_demanded_with_special_tokens_where_markers_are(engine: LLGuid
     assert not accepts(engine, one, *f, "\n", *g)
     assert not accepts(engine, many, "text")
     assert not accepts(engine, one, CALL, '\n{"name": "h"')
-    llama = demand_calls(TOOLS, "llama3", many=True)
+    llama = demand_calls(TOOLS, "llama3_json", many=True)
     assert accepts(engine, llama, '{"name": "f", "parameters": {"a": 22}}; {"name": "g", "parameters": {}}')
+
+
+@pytest.mark.parametrize("write", [mistral, deepseek_v3, kimi_k2])
+def test_other_formats_are_demanded_as_their_models_write_them(write: Callable[[Sequence[Call]], str]) -> None:
+    engine = LLGuidance(GrammarContext(257, [*BYTES, b"<eos>"], [EOS], [EOS]))
+    markers = r"<｜tool▁calls▁(begin|end)｜>|<\|tool_calls_section_(begin|end)\|>"  # stand around all calls
+    right, wrong = (re.sub(markers, "", write([("f", {"a": value})])) for value in (1, 2))
+    forced = demand_calls(TOOLS, write.__name__, many=True)
+    assert accepts(engine, forced, right)
+    assert not accepts(engine, forced, wrong)
+    assert not accepts(engine, forced, "text")
+    free = allow_calls(TOOLS, write.__name__, None, many=True)
+    assert accepts(engine, free, "Sure. ", right)
+    assert not accepts(engine, free, "Sure. ", wrong)
+    beside = allow_calls(TOOLS, write.__name__, Grammar("regex", "yes|no"), many=True)
+    assert accepts(engine, beside, "yes")
+    assert accepts(engine, beside, right)
+    assert not accepts(engine, beside, "Sure.")
 
 
 F = '\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -73,15 +95,15 @@ RESEMBLE = [
 ]
 
 
-def parsed(form: ToolFormat, text: str) -> tuple[str, list[str | None]]:
+def parsed(form: str, text: str) -> tuple[str, list[str | None]]:
     """The text and the names of the calls that are read from an output that had a grammar."""
-    parser = ToolCallParser(form, {tool.name for tool in TOOLS}, exact=True)
+    parser = tool_format(form).parser(TOOLS, exact=True)
     content, pieces = text_and_calls([*parser.push(text), *parser.finish()])
     return content, [piece.name for piece in pieces if piece.name is not None]
 
 
 def test_text_that_begins_like_a_call_is_one_in_the_llama_format(engine: LLGuidance) -> None:
-    grammar = allow_calls([*TOOLS, Tool("a-b.c", {})], "llama3", None, many=True)
+    grammar = allow_calls([*TOOLS, Tool("a-b.c", {})], "llama3_json", None, many=True)
     for call in (F_LLAMA, '<|python_tag|>{"name": "a-b.c", "parameters": {}}'):
         assert accepts(engine, grammar, call), call
     for wrong in (F_LLAMA.replace("1", "2"), '{"name": "f"}', "<|python_tag|>x", F_LLAMA + "; hello"):
@@ -90,8 +112,8 @@ def test_text_that_begins_like_a_call_is_one_in_the_llama_format(engine: LLGuida
 
 @pytest.mark.parametrize("text", ["", "hello", "[1]", "{", *RESEMBLE])
 def test_what_only_resembles_a_call_is_text_to_the_grammar_and_to_the_parser(engine: LLGuidance, text: str) -> None:
-    assert accepts(engine, allow_calls(TOOLS, "llama3", None, many=True), text)
-    assert parsed("llama3", text) == (text, [])
+    assert accepts(engine, allow_calls(TOOLS, "llama3_json", None, many=True), text)
+    assert parsed("llama3_json", text) == (text, [])
 
 
 @pytest.mark.parametrize("space", ["\u00a0", "\x1c", " \n\t", "\u3000\v"])
@@ -100,8 +122,8 @@ def test_a_call_that_breaks_its_schema_cannot_hide_behind_space(
     engine: LLGuidance, space: str, thinking: Thinking
 ) -> None:
     wrong = F_LLAMA.replace("1", "3")
-    assert parsed("llama3", space + wrong)[1] == ["f"], "the parser would read it"
-    source = allow_calls(TOOLS, "llama3", None, many=True).source
+    assert parsed("llama3_json", space + wrong)[1] == ["f"], "the parser would read it"
+    source = allow_calls(TOOLS, "llama3_json", None, many=True).source
     begin = [CLOSE] if thinking == "open" else []
     assert not accepts(engine, Grammar("tool_calls", source, thinking), *begin, space, wrong)
     assert accepts(engine, Grammar("tool_calls", source, thinking), *begin, space, "hello")
@@ -111,10 +133,10 @@ NO_TYPE = {"properties": {"a": {"type": "integer"}}}
 REFERENCE = {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"type": "string"}, SCHEMA]}}}
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3"])
+@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
 @pytest.mark.parametrize("schema", [{}, NO_TYPE, REFERENCE, {"type": ["object", "null"]}, {"description": "x"}])
 def test_arguments_are_an_object_whatever_their_schema_leaves_out(
-    engine: LLGuidance, form: ToolFormat, schema: dict[str, Any]
+    engine: LLGuidance, form: str, schema: dict[str, Any]
 ) -> None:
     tools = [Tool("f", schema)]
     begin: list[str | int] = (
@@ -134,9 +156,9 @@ def test_arguments_that_cannot_be_an_object_are_refused(engine: LLGuidance, sche
     assert (refused.value.status, refused.value.code) == (400, "invalid_grammar")
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3"])
+@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
 @pytest.mark.parametrize("special", [True, False])
-def test_thoughts_may_write_of_calls_as_they_like(form: ToolFormat, special: bool) -> None:
+def test_thoughts_may_write_of_calls_as_they_like(form: str, special: bool) -> None:
     context = GrammarContext(VOCAB, PIECES, [EOS, CLOSE], [EOS]) if special else GrammarContext(257, BYTES, [], [256])
     engine, close = LLGuidance(context), CLOSE if special else "</think>"
     free = allow_calls(TOOLS, form, None, many=True)
@@ -151,11 +173,9 @@ def test_thoughts_may_write_of_calls_as_they_like(form: ToolFormat, special: boo
     assert accepts(engine, Grammar(free.kind, free.source, thinking="optional"), call)
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3"])
+@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
 @pytest.mark.parametrize("answer", [Grammar("json_schema", '{"type": "array"}'), Grammar("ebnf", 'root ::= "[1]"')])
-def test_calls_or_an_answer_that_has_a_grammar_of_its_own(
-    engine: LLGuidance, form: ToolFormat, answer: Grammar
-) -> None:
+def test_calls_or_an_answer_that_has_a_grammar_of_its_own(engine: LLGuidance, form: str, answer: Grammar) -> None:
     grammar = allow_calls(TOOLS, form, answer, many=True)
     call: tuple[str | int, ...] = (CALL, F) if form == "hermes" else ('{"name": "f", "parameters": {"a": 22}}',)
     assert accepts(engine, grammar, "[1]")
@@ -189,12 +209,10 @@ ANSWERS: list[tuple[Grammar, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3"])
+@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
 @pytest.mark.parametrize("thinking", ["none", "open", "optional"])
 @pytest.mark.parametrize("answer, good", ANSWERS, ids=lambda value: value.kind if isinstance(value, Grammar) else "")
-def test_an_answer_may_begin_like_a_call(
-    form: ToolFormat, thinking: Thinking, answer: Grammar, good: list[str]
-) -> None:
+def test_an_answer_may_begin_like_a_call(form: str, thinking: Thinking, answer: Grammar, good: list[str]) -> None:
     """Where markers are plain text, so that the answer's own text can spell them."""
     engine = LLGuidance(GrammarContext(257, [*BYTES, b"<eos>"], [EOS], [EOS]))
     grammar = Grammar("tool_calls", allow_calls(TOOLS, form, answer, many=True).source, thinking)
@@ -220,7 +238,7 @@ def test_an_answer_of_any_text_cannot_hold_a_call_that_breaks_its_schema() -> No
 
 def test_an_answer_that_leads_into_the_marker_alone_is_a_failure(engine: LLGuidance) -> None:
     answer = Grammar("regex", r" \{\"name\": \"f\"\}")
-    matcher = engine.compile(allow_calls(TOOLS, "llama3", answer, many=True)).matcher()
+    matcher = engine.compile(allow_calls(TOOLS, "llama3_json", answer, many=True)).matcher()
     for byte in b' {"name": "f':
         matcher.consume(byte)
     with pytest.raises(GrammarFailure, match="nothing may follow"):

@@ -20,7 +20,7 @@ from engine.plugins.manager import (
     available_plugins,
     decide,
 )
-from engine.plugins.selection import PREFERRED
+from engine.plugins.selection import PREFERRED, check_named, expected_context
 from engine.sections import AttentionNames
 from tests.plugins.conftest import Install
 
@@ -35,6 +35,18 @@ def test_every_kind_has_a_key_a_default_and_built_ins() -> None:
     assert set(with_store) == kinds - {MODEL, OBSERVER}
     assert {decide(kind, "auto") for kind in AUTO} <= set(BUILTIN)
     assert {f"attention.{name}" for name in PREFERRED["cpu"]} <= set(BUILTIN)
+
+
+def test_a_store_is_chosen_by_name_only() -> None:
+    with pytest.raises(PluginError, match="no kv_store plugin named 'auto'; available: files"):
+        Plugins({"kv_store": "auto"})
+
+
+def test_a_backend_that_says_nothing_of_layouts_is_refused_a_page_first_pool(install: Install) -> None:
+    install("acme", {"attention.plain": "plain"}, {"plain.py": HOOKIMPL})
+    context = expected_context(build_config(Config(), {"kv": {"layout": "page_first"}}), None, device="cuda")
+    with pytest.raises(PluginError, match=r"KV layout page_first, it takes layer_first.*can run here:.*torch"):
+        check_named(Plugins({"attention": "plain"}), context)
 
 
 def test_only_what_was_chosen_is_imported(install: Install) -> None:

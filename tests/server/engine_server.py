@@ -59,7 +59,7 @@ class EngineServer:
             max_model_len=system.max_len,
             vocab_size=system.spec.vocab_size,
             created=1_700_000_000,
-            tool_format=system.codec.tool_format,
+            tool_parser=system.codec.formats.tool_parser,
             template_variables=config.server.allowed_template_variables,
         )
         await system.start()

@@ -9,11 +9,13 @@ import uvloop
 from aiohttp import web
 
 from engine.sections import LimitsSection, ServerSection
+from engine.text.codec import Formats, TextCodec
 from server.backend import Backend
 from server.http.listener import bind
 from server.model_card import ModelCard
 from server.run.app import create_runner
 from tests.pace import far
+from tests.plugins.model_outputs import tool_format
 from tests.server.fake_ingress import FakeIngress
 from tests.server.fake_monitor import FakeMonitor
 
@@ -32,11 +34,13 @@ class LiveServer:
         server: ServerSection | None = None,
         limits: LimitsSection | None = None,
         card: ModelCard = CARD,
+        tool_parser: str = "hermes",
     ) -> None:
         self.ingress = FakeIngress() if ingress is None else ingress
         self._server = ServerSection() if server is None else server
         self._limits = LimitsSection() if limits is None else limits
         self._card = card
+        self._codec = TextCodec.without_tokenizer(lambda _: Formats(tool_parser, tool_format(tool_parser)))
         self.monitor = FakeMonitor(self.ingress)
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="live-server")
@@ -85,7 +89,9 @@ class LiveServer:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(lambda _, context: self.loop_errors.append(context))
         self._stopping = asyncio.Event()
-        self.runner = create_runner(self._server, self._limits, Backend(self.ingress, self.monitor, self._card))
+        self.runner = create_runner(
+            self._server, self._limits, Backend(self.ingress, self.monitor, self._card, self._codec)
+        )
         await self.runner.setup()
         await web.SockSite(self.runner, self._listener, backlog=1024).start()
         self._started.set()

@@ -58,15 +58,12 @@ class _GatedRunner:
         self._inner = inner
         self._gate = gate
         self.num_pages = inner.num_pages
+        self.stored = inner.stored
 
     def launch(self, step: Step) -> PendingStep:
         """See ``Runner``."""
         self._gate.enter()
         return self._inner.launch(step)
-
-    def close(self) -> None:
-        """See ``Runner``."""
-        self._inner.close()
 
     def leave(self) -> None:
         """See ``Runner``."""

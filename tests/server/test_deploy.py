@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,11 @@ def test_what_compiles_kernels_has_a_home_that_can_be_written() -> None:
     unit = (DEPLOY / "callboard.service").read_text()
     assert "ProtectSystem=strict" in unit
     (state,) = re.findall(r"^StateDirectory=(.*)$", unit, re.MULTILINE)
-    assert f" HOME=/var/lib/{state}\n" in unit
+    (cache,) = re.findall(r"^CacheDirectory=(.*)$", unit, re.MULTILINE)
+    places = dict(re.findall(r"(HF_HOME|HOME|XDG_CACHE_HOME|TRITON_CACHE_DIR)=(\S+)", unit))
+    assert places.pop("HF_HOME").startswith(f"/var/lib/{state}")
+    assert len(places) == 3
+    assert all(place.startswith(f"/var/cache/{cache}") for place in places.values())
     for name in ("kubernetes.yaml", "kubernetes_two_machines.yaml"):
         documents = yaml.safe_load_all((DEPLOY / name).read_text())
         (pod,) = [one["spec"]["template"]["spec"] for one in documents if one["kind"] in ("Deployment", "StatefulSet")]
@@ -171,11 +176,57 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
-def test_the_image_runs_as_nobody_in_particular_with_what_the_repository_has() -> None:
-    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_finds_little_that_the_unit_could_do_to_others() -> None:
+    command = ["systemd-analyze", "security", "--no-pager", "--offline=yes", "--threshold=30"]  # 3.0 of 10
+    checked = subprocess.run([*command, str(DEPLOY / "callboard.service")], capture_output=True, text=True)
+    if "Overall exposure" not in checked.stdout:
+        pytest.skip(f"systemd-analyze cannot look at files here: {checked.stderr[:200]}")
+    assert checked.returncode == 0, checked.stdout[-300:]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu"])
+def test_the_images_run_as_nobody_in_particular_with_what_the_repository_has(name: str) -> None:
+    lines = (DEPLOY / name).read_text().splitlines()
+    ignored = (DEPLOY.parent / ".dockerignore").read_text().splitlines()
     assert "USER callboard" in lines
     for line in lines:
         if line.startswith("COPY "):
             *sources, _ = line.split()[1:]
             assert all((DEPLOY.parent / source).exists() for source in sources), line
+            seen = [line[1:] for line in ignored if line.startswith("!")]
+            assert all(any(fnmatch(source, one) for one in seen) for source in sources), "the build gets to see it"
     assert "STOPSIGNAL SIGTERM" in lines
+    assert {"ENV HOME=/home/callboard", "VOLUME /home/callboard"} <= set(lines), "kernels and models have a place"
+
+
+def test_the_image_for_gpus_has_what_their_kernels_need() -> None:
+    text = (DEPLOY / "Dockerfile.gpu").read_text()
+    assert re.search(r"apt-get install .*\bgcc\b", text), "Triton compiles a launcher for each kernel"
+    for package in ("flashinfer-python", "flashinfer-cubin", "flashinfer-jit-cache"):
+        assert f'"{package}==$FLASHINFER"' in text
+    checked = re.findall(r"flashinfer-python==(\S+)", (DEPLOY.parent / "Makefile").read_text())
+    assert checked == re.findall(r"^ARG FLASHINFER=(.*)$", text, re.MULTILINE), "the version whose calls are checked"
+    assert "[cuda,otel]" in text
+
+
+def test_compose_starts_what_is_there_and_caddy_finds_it() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    ours, proxy = services["callboard"], services["caddy"]
+    assert (DEPLOY / ours["build"]["context"] / ours["build"]["dockerfile"]).exists()
+    for service in (ours, proxy):
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            assert not source.startswith(".") or (DEPLOY / source).is_file(), source
+    server = load_config(DEPLOY / "cpu.toml", [], {**dict.fromkeys(ours["environment"], "k"), **KEY}).server
+    assert server.api_key
+    assert int(ours["stop_grace_period"].removesuffix("s")) > server.drain_timeout_s + server.client_timeout_s
+    assert "ports" not in ours, "only the proxy is reached from outside"
+    caddy = (DEPLOY / "Caddyfile").read_text()
+    assert re.findall(r"reverse_proxy (\S+)", caddy) == [f"callboard:{server.port}"]
+    (paths,) = re.findall(r"@clients path (.*)", caddy)
+    with LiveServer() as live:
+        for path in ("/health", "/v1/models"):
+            assert any(fnmatch(path, pattern) for pattern in paths.split())
+            assert ask(live.port, "GET", path).status == 200
+    assert not any(fnmatch(path, pattern) for path in ("/metrics", "/stats", "/load") for pattern in paths.split())

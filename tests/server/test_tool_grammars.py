@@ -5,16 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 import openai
 import pytest
 
 from engine.params import Grammar
-from engine.text.tool_format import ToolFormat
 from tests.server import fake_ingress
 from tests.server.engine_server import EngineServer
 from tests.server.http_client import ask
-from tests.server.live_server import CARD, MODEL, LiveServer
+from tests.server.live_server import MODEL, LiveServer
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -70,7 +68,7 @@ def test_an_answer_may_have_a_format_and_tools_beside_it(live: LiveServer) -> No
 def test_a_grammar_makes_the_reading_of_calls_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     written = '{"type": "function", "name": "look", "parameters": {"n": "no number"}}'
     monkeypatch.setattr(fake_ingress, "CALL", written)
-    with LiveServer(card=msgspec.structs.replace(CARD, tool_format="llama3")) as live:
+    with LiveServer(tool_parser="llama3_json") as live:
         for strict, called in ((False, True), (True, False)):
             messages = [{"role": "user", "content": "!call"}]
             body = {"model": MODEL, "messages": messages, "tools": [tool(strict=strict)]}
@@ -101,9 +99,9 @@ def test_without_a_grammar_tools_and_ignore_eos_go_together(live: LiveServer) ->
 
 
 @contextmanager
-def serving(form: ToolFormat) -> Iterator[openai.OpenAI]:
+def serving(form: str) -> Iterator[openai.OpenAI]:
     with (
-        EngineServer(model={"name": "demo", "tool_format": form}) as server,
+        EngineServer(model={"name": "demo"}, plugins={"tool_parser": form}) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client
@@ -117,7 +115,7 @@ def client() -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def llama_client() -> Iterator[openai.OpenAI]:
-    with serving("llama3") as client:
+    with serving("llama3_json") as client:
         yield client
 
 

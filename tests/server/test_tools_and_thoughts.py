@@ -8,6 +8,8 @@ import openai
 import pytest
 
 from engine.messages import ChatTurn, RequestOptions, ToolCall
+from tests.plugins.model_outputs import TOOL_PARSERS, Subject
+from tests.server import fake_ingress
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer
 
@@ -231,6 +233,38 @@ def test_events_add_up_to_the_response(client: openai.OpenAI) -> None:
         assert done == last.response.output
         assert [event.output_index for event in added] == list(range(len(whole.output)))
         assert [item.type for item in done] == [item.type for item in whole.output]
+
+
+@pytest.mark.parametrize("subject", TOOL_PARSERS, ids=lambda one: one.write.__name__)
+@pytest.mark.parametrize("left_out", [0, 12])
+def test_every_format_gives_the_same_streamed_or_not(
+    subject: Subject, left_out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"text": 'a "b" é', "table": {"x": [1, None]}}
+    output = ("" if subject.alone else "Sure. ") + subject.write([("look", {}), ("look", arguments)])
+    monkeypatch.setattr(fake_ingress, "CALL", output[: len(output) - left_out])
+    with (
+        LiveServer(tool_parser=subject.plugin) as live,
+        openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        (choice,) = client.chat.completions.create(model=MODEL, messages=CALLS, tools=[TOOL]).choices
+        streamed = chunks(client, messages=CALLS, tools=[TOOL])
+        response = client.responses.create(model=MODEL, input="!call", tools=[FLAT])
+        (*_, last) = client.responses.create(model=MODEL, input="!call", tools=[FLAT], stream=True)
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+    told = [call for one in streamed for call in one.delta.tool_calls or ()]
+    assert calls == [
+        (name, "".join(call.function.arguments for call in told if call.index == index))
+        for index, name in enumerate(call.function.name for call in told if call.function.name)
+    ]
+    assert "".join(one.delta.content or "" for one in streamed) == (choice.message.content or "")
+    assert streamed[-1].finish_reason == choice.finish_reason
+    for one in (response, last.response):
+        assert [(item.name, item.arguments) for item in one.output if item.type == "function_call"] == calls
+        assert one.output_text == (choice.message.content or "")
+    if not left_out:
+        assert [json.loads(written) for _, written in calls] == [{}, arguments]
+        assert choice.finish_reason == "tool_calls"
 
 
 def test_log_probabilities_add_up_to_those_of_the_response(client: openai.OpenAI) -> None:

@@ -20,7 +20,8 @@ from engine.messages import Abort, StepDone
 from engine.scheduling.completions import Completions
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.fetches import Fetches
-from engine.scheduling.pages import Appends, Fetched, PageManager
+from engine.scheduling.moves import Fetched, PageMoves
+from engine.scheduling.pages import Appends, PageManager
 from engine.scheduling.planner import Planner
 from engine.scheduling.prefills import Prefills
 from engine.scheduling.queue import Quarantine, RankedQueue
@@ -73,7 +74,7 @@ def a_page_comes_one_token_late(_: Callable[..., Rows]) -> Callable[..., Rows]:
 
 
 def transfers_are_dropped(drain: Callable[..., list[Transfer]]) -> Callable[..., list[Transfer]]:
-    def mutant(self: PageManager) -> list[Transfer]:
+    def mutant(self: RadixTree) -> list[Transfer]:
         return drain(self)[1:]
 
     return mutant
@@ -158,7 +159,7 @@ def the_store_does_not_know_salts(hash_before: Callable[..., bytes]) -> Callable
 
 
 def fetched_pages_land_off_by_one(land: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: PageManager, handle: Any, key: bytes, fetched: Fetched, pages: Any) -> None:
+    def mutant(self: PageMoves, handle: Any, key: bytes, fetched: Fetched, pages: Any) -> None:
         first_page = fetched.first_page - (fetched.num_pages > 1)
         land(self, handle, key, Fetched(fetched.fetch_id, first_page, fetched.num_pages), pages)
 
@@ -166,17 +167,10 @@ def fetched_pages_land_off_by_one(land: Callable[..., None]) -> Callable[..., No
 
 
 def pages_are_saved_a_step_late(drain: Callable[..., Any]) -> Callable[..., Any]:
-    def mutant(self: PageManager) -> Any:
+    def mutant(self: RadixTree) -> Any:
         saves = drain(self)
         self.late, saves = saves, getattr(self, "late", [])  # type: ignore[attr-defined]
         return saves
-
-    return mutant
-
-
-def who_waits_for_the_store_is_lost_with_the_device(clear: Callable[..., Any]) -> Callable[..., Any]:
-    def mutant(self: Fetches) -> Any:
-        return clear(self)[1:]
 
     return mutant
 
@@ -309,7 +303,7 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     a_page_is_freed_twice: (PageManager, "release"),
     a_page_leaks_when_a_row_is_released: (PageManager, "release"),
     a_page_comes_one_token_late: (Decodes, "_needy"),
-    transfers_are_dropped: (PageManager, "drain_transfers"),
+    transfers_are_dropped: (RadixTree, "drain_transfers"),
     an_unlock_is_missed: (RadixTree, "unlock"),
     a_live_page_can_be_evicted: (RadixTree, "lock"),
     a_split_is_off_by_one: (Node, "split"),
@@ -320,9 +314,8 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     the_look_ahead_ignores_the_salt: (PageManager, "num_cached_tokens"),
     damaged_pages_are_used: (PageRecords, "load"),
     the_store_does_not_know_salts: (RadixTree, "hash_before"),
-    fetched_pages_land_off_by_one: (PageManager, "_land"),
-    pages_are_saved_a_step_late: (PageManager, "drain_saves"),
-    who_waits_for_the_store_is_lost_with_the_device: (Fetches, "clear"),
+    fetched_pages_land_off_by_one: (PageMoves, "land"),
+    pages_are_saved_a_step_late: (RadixTree, "drain_saves"),
     who_waits_for_the_store_cannot_be_cancelled: (Fetches, "forget"),
     a_row_is_reused_while_a_step_uses_it: (Completions, "_release_ended"),
     more_counts_as_computed_than_is: (RowTable, "take"),

@@ -16,12 +16,12 @@ from engine.plugins import manager, selection
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.manager import Plugins
 from engine.plugins.selection import Contender
+from engine.plugins.testing.threads import on_ranks
 from engine.sections import AttentionNames
 from engine.startup.race import Race, measured_attention
 from engine.startup.trial_steps import Load
 from server.cli import main
 from tests.graphs.engines import EngineDevice
-from tests.layers.thread_comm import on_ranks
 from tests.plugins.conftest import Install, install
 
 CPU = torch.device("cpu")

@@ -104,9 +104,3 @@ def test_a_template_that_knows_no_tools_is_helped_out() -> None:
 def test_variables_cannot_replace_what_a_template_is_given() -> None:
     options = ChatOptions(variables=json.dumps({"messages": [], "add_generation_prompt": False, "tools": [1]}))
     assert template(PLAIN).render([ChatTurn("user", "hi")], options) == "<|user|>hi<|end|><|assistant|>"
-
-
-def test_a_template_tells_what_its_model_can() -> None:
-    assert (template(QWEN).tool_format, template(QWEN).thinks) == ("hermes", True)
-    assert (template(PLAIN).tool_format, template(PLAIN).thinks) == ("hermes", False)
-    assert template('{{ \'{"name": ..., "parameters": ...}\' }}').tool_format == "llama3"

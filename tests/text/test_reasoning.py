@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.reasoning import CLOSE, OPEN, ReasoningSplitter, Thinking, thinking_at_end
+from engine.text.reasoning import CLOSE, OPEN, THINK, ReasoningSplitter, Thinking
 
 PIECES = st.sampled_from([OPEN, CLOSE, "<", "think", "</", ">", "a", "\n", " ", "  \n", "word", "<thin", "é"])
 
@@ -68,4 +68,4 @@ def test_what_is_certain_is_told_at_once() -> None:
     ],
 )
 def test_a_prompt_says_where_it_leaves_the_model(prompt: str, thinking: Thinking) -> None:
-    assert thinking_at_end(prompt) == thinking
+    assert THINK.thinking_at_end(prompt) == thinking

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.kernels.upload import upload
+from engine.layers.upload import upload
 from engine.sampling.state import SamplingState
 from engine.sampling.triton.adjusted import Adjustment
 from engine.sampling.triton.picks import CutRows

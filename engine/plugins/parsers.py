@@ -1,0 +1,85 @@
+"""From a configuration and a chat template to the parsers of function calls and of thoughts.
+
+Owns: which built-in parser a template means.  Does not know: how any format is written.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from engine.config import Config
+from engine.plugins.hookspecs import ParserContext
+from engine.plugins.manager import Plugins
+from engine.text.codec import Formats, TextCodec, load_codec
+from engine.text.reasoning import ReasoningFormat
+from engine.text.tool_calls import ToolFormat
+
+log = logging.getLogger(__name__)
+
+TOOL_PARSER: Final = "tool_parser"
+REASONING_PARSER: Final = "reasoning_parser"
+# What a template writes -> the parser it means; the first that is found counts.
+TOOL_SIGNS: Final = (
+    ("<|channel|>", "harmony"),
+    ("<|tool_call_begin|>", "kimi_k2"),
+    ("<｜tool▁call▁begin｜>", "deepseek_v3"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<arg_key>", "glm4"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("[func_name1(", "pythonic"),
+    ("<|python_tag|>", "llama3_json"),
+    ('"parameters"', "llama3_json"),
+)
+REASONING_SIGNS: Final = (
+    ("<|channel|>", "harmony"),
+    ("<think>", "think"),
+    ("</think>", "think"),
+    ("Here is my thought process:", "granite"),
+)
+
+
+def plugin_codec(config: Config, directory: Path) -> TextCodec:
+    """Load the codec with the parsers that the configuration or the chat template chooses.
+
+    directory: the checkpoint's.  Raises WeightsError that names the file, or PluginError."""
+    return load_codec(config.model, directory, plugin_formats(config))
+
+
+def plugin_formats(config: Config) -> Callable[[str], Formats]:
+    """Return what tells a model's formats by its chat template, which is empty where it has none."""
+    section = config.plugins
+
+    def formats(template: str) -> Formats:
+        tool_name, tool_sign = _wanted(section.tool_parser, template, TOOL_SIGNS, "hermes")
+        reasoning_name, reasoning_sign = _wanted(section.reasoning_parser, template, REASONING_SIGNS, "none")
+        chosen: dict[str, str] = {TOOL_PARSER: tool_name}
+        if reasoning_name != "none":
+            chosen[REASONING_PARSER] = reasoning_name
+        plugins = Plugins(dict(chosen), (), section.options)
+
+        def context(kind: str) -> ParserContext:
+            return ParserContext(template, section.options.get(plugins.names[kind], {}))
+
+        tools = plugins.build(plugins.names[TOOL_PARSER], "callboard_tool_parser", context(TOOL_PARSER), ToolFormat)
+        log.info("plugin: %s (%s)", plugins.names[TOOL_PARSER], tool_sign)
+        if reasoning_name == "none":
+            return Formats(tool_name, tools)
+        reasoning = plugins.build(
+            plugins.names[REASONING_PARSER], "callboard_reasoning_parser", context(REASONING_PARSER), ReasoningFormat
+        )
+        log.info("plugin: %s (%s)", plugins.names[REASONING_PARSER], reasoning_sign)
+        return Formats(tool_name, tools, reasoning_name, reasoning)
+
+    return formats
+
+
+def _wanted(setting: str, template: str, signs: tuple[tuple[str, str], ...], default: str) -> tuple[str, str]:
+    """(name of the parser, why it was chosen)."""
+    if setting != "auto":
+        return setting, "chosen by name"
+    for sign, name in signs:
+        if sign in template:
+            return name, f"auto: the chat template has {sign}"
+    return default, "auto: the chat template names no format"

@@ -1,0 +1,80 @@
+"""GLM-4.5 and later: ``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``, perhaps on lines.
+
+Owns: this format.  Does not know: which models write it.
+Values are text.  The schema of the parameter says which of them are strings.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from engine.plugins.hookspecs import ParserContext, hookimpl
+from engine.plugins.options import Options, decode_options
+from engine.text.call_reader import CallReader, Reading, is_name
+from engine.text.tool_calls import ToolFormat
+from engine.text.tool_format import Tool, properties
+
+CALLBOARD_PLUGIN = {"api": 1}
+
+OPEN: Final = "<tool_call>"
+CLOSE: Final = "</tool_call>"
+KEY: Final = "<arg_key>"
+KEY_END: Final = "</arg_key>"
+VALUE: Final = "<arg_value>"
+VALUE_END: Final = "</arg_value>"
+
+
+class GLMParser(CallReader):
+    """Reads one output.  schemas: of every function's parameters, by both names."""
+
+    def __init__(self, schemas: dict[str, dict[str, object]]) -> None:
+        self._schemas = schemas
+        super().__init__()
+
+    def read(self) -> Reading[None]:
+        while (yield from self.text_until(OPEN)):
+            self.begin(OPEN)
+            yield from self.space()
+            name = yield from self.word("\n", KEY, CLOSE)
+            if name is None or not is_name(name.strip()):
+                self.give_back()
+                continue
+            self.call(name.strip())
+            if not (yield from self._arguments(self._schemas.get(name.strip(), {}))):
+                self.cut_off = True
+
+    def _arguments(self, schemas: dict[str, object]) -> Reading[bool]:
+        """Tell them.  Returns whether their end came."""
+        self.argue("{")
+        first = True
+        while True:
+            yield from self.space()
+            if not (yield from self.accept(KEY)):
+                break
+            key = yield from self.value_until(KEY_END)
+            if key is None or not (yield from self.skip(VALUE)):
+                return False
+            key = key.strip()
+            if not (yield from self.argument(key, schemas.get(key), VALUE_END, first=first)):
+                return False
+            first = False
+        if not (yield from self.skip(CLOSE)):
+            return False
+        self.argue("}")
+        return True
+
+
+class GLMFormat(ToolFormat):
+    """Tags for each argument's key and value."""
+
+    markers = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
+
+    def parser(self, tools: Sequence[Tool], *, exact: bool) -> GLMParser:
+        """There is no grammar of this format, so ``exact`` is never asked for."""
+        return GLMParser({tool.name: properties(tool) for tool in tools})
+
+
+@hookimpl
+def callboard_tool_parser(context: ParserContext) -> GLMFormat:
+    """Takes no options."""
+    decode_options("tool_parser.glm4", context.options, Options)
+    return GLMFormat()

@@ -1,0 +1,60 @@
+"""Hermes and Qwen: ``<tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>``, as often as there are calls.
+
+Owns: this format.  Does not know: which models write it.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from engine.params import Grammar
+from engine.plugins.hookspecs import ParserContext, hookimpl
+from engine.plugins.options import Options, decode_options
+from engine.text.call_reader import CallReader, Reading
+from engine.text.tool_calls import ToolFormat
+from engine.text.tool_format import SPACE, CallShape, Tool, json_name, marked_calls
+
+CALLBOARD_PLUGIN = {"api": 1}
+
+OPEN: Final = "<tool_call>"
+CLOSE: Final = "</tool_call>"
+
+
+class HermesParser(CallReader):
+    """Reads one output."""
+
+    def read(self) -> Reading[None]:
+        while (yield from self.text_until(OPEN)):
+            self.begin(OPEN)
+            if (yield from self.named_object(strict=False)):
+                yield from self.close(CLOSE)
+            elif not self.told:
+                self.give_back()
+            elif not (yield from self.skip(CLOSE)):
+                self.cut_off = True
+
+
+class HermesFormat(ToolFormat):
+    """``<tool_call>`` with JSON in it."""
+
+    markers = (OPEN, CLOSE)
+    constrains = True
+
+    def parser(self, tools: Sequence[Tool], *, exact: bool) -> HermesParser:
+        """What a grammar allows beside calls is no call for this parser either, so ``exact`` makes no difference."""
+        return HermesParser()
+
+    def grammar(self, tools: Sequence[Tool], answer: Grammar | None, *, many: bool, forced: bool) -> Grammar:
+        """In the strings of an answer in JSON the quotation mark is escaped, so they may name the marker."""
+        calls = [
+            CallShape(f'{OPEN}\n{{"name": {json_name(tool.name)}, "arguments": ', tool.parameters, f"}}\n{CLOSE}")
+            for tool in tools
+        ]
+        called = rf'{OPEN}{SPACE}\{{[\s,]*"'
+        return marked_calls(calls, OPEN, answer, many=many, forced=forced, separator="\n", called=called)
+
+
+@hookimpl
+def callboard_tool_parser(context: ParserContext) -> HermesFormat:
+    """Takes no options."""
+    decode_options("tool_parser.hermes", context.options, Options)
+    return HermesFormat()

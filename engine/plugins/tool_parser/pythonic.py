@@ -1,0 +1,142 @@
+"""Llama 3.2 and 4: ``[f(x=1, y="a"), g()]``, perhaps between ``<|python_start|>`` and ``<|python_end|>``.
+
+Owns: this format.  Does not know: which models write it.
+Calls are the whole answer.  Every argument is told when it is complete, as JSON.
+"""
+
+import ast
+import json
+import warnings
+from collections.abc import Sequence
+from typing import Final
+
+from engine.plugins.hookspecs import ParserContext, hookimpl
+from engine.plugins.options import Options, decode_options
+from engine.text.call_reader import CallReader, Reading, as_json
+from engine.text.tool_calls import ToolFormat
+from engine.text.tool_format import Tool
+
+CALLBOARD_PLUGIN = {"api": 1}
+
+TAG: Final = "<|python_tag|>"
+START: Final = "<|python_start|>"
+END: Final = "<|python_end|>"
+
+
+class PythonicParser(CallReader):
+    """Reads one output."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        super().__init__()
+
+    def read(self) -> Reading[None]:
+        space = yield from self.space()
+        if (yield from self.accept(TAG, START)):
+            space = yield from self.space()
+        self.begin()
+        if (yield from self.accept("[")):
+            yield from self._calls()
+        if not self.told:
+            self.give_back()
+        if self.num_calls:
+            yield from self.close("]", END)
+            space = yield from self.space()
+        if not self.num_calls:
+            self.say(space)
+        yield from self.rest()
+
+    def _calls(self) -> Reading[None]:
+        while True:
+            yield from self.space()
+            name = yield from self.word("(", "[", "]", "\n", '"')
+            if name is None or name.strip() not in self._names or not (yield from self.accept("(")):
+                return
+            self.call(name.strip())
+            if not (yield from self._arguments()):
+                self.cut_off = True
+                yield from self.drop_rest()
+                return
+            yield from self.space()
+            if not (yield from self.accept(",")):
+                return
+            self.begin()
+
+    def _arguments(self) -> Reading[bool]:
+        """Tell them.  Returns whether their end came, and all could be read."""
+        self.argue("{")
+        first = True
+        while True:
+            yield from self.space()
+            if (yield from self.accept(")")):
+                self.argue("}")
+                return True
+            written = yield from self._argument()
+            if written is None:
+                return False
+            self.argue(("" if first else ", ") + written)
+            first = False
+            yield from self.space()
+            yield from self.accept(",")
+
+    def _argument(self) -> Reading[str | None]:
+        """The next ``key=value`` as JSON; None if it does not end or is none."""
+        written = yield from self.scan(_ArgumentEnd().find)
+        key, assigned, value = (written or "").partition("=")
+        if not assigned or not key.strip().isidentifier():
+            return None
+        return _as_json_pair(key.strip(), value.strip())
+
+
+class _ArgumentEnd:
+    """Finds the comma or bracket behind an argument that comes in pieces: strings and brackets are followed."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quote = ""
+        self._escaped = False
+
+    def find(self, text: str) -> int | None:
+        """Where the argument ends, exclusive; None if it goes on."""
+        for at, character in enumerate(text):
+            if self._quote:
+                if not self._escaped and character == self._quote:
+                    self._quote = ""
+                self._escaped = not self._escaped and character == "\\"
+            elif character in "\"'":
+                self._quote = character
+            elif character in "([{":
+                self._depth += 1
+            elif self._depth == 0 and character in ",)":
+                return at
+            elif character in ")]}":
+                self._depth -= 1
+        return None
+
+
+def _as_json_pair(key: str, value: str) -> str | None:
+    for decode in (json.loads, ast.literal_eval):  # some models write ``true`` and ``null``
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the compiler: a model's backslashes are none of the operator's
+                return f"{as_json(key)}: {as_json(decode(value))}"
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return None
+
+
+class PythonicFormat(ToolFormat):
+    """A list of calls as Python writes them."""
+
+    markers = (TAG, START, END)
+
+    def parser(self, tools: Sequence[Tool], *, exact: bool) -> PythonicParser:
+        """There is no grammar of this format, so ``exact`` is never asked for."""
+        return PythonicParser(frozenset(tool.name for tool in tools))
+
+
+@hookimpl
+def callboard_tool_parser(context: ParserContext) -> PythonicFormat:
+    """Takes no options."""
+    decode_options("tool_parser.pythonic", context.options, Options)
+    return PythonicFormat()

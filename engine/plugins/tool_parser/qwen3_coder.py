@@ -1,0 +1,86 @@
+"""Qwen3-Coder: ``<tool_call><function=f><parameter=x>`` value ``</parameter></function></tool_call>``, on lines.
+
+Owns: this format.  Does not know: which models write it.
+Values are text.  The schema of the parameter says which of them are strings.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from engine.plugins.hookspecs import ParserContext, hookimpl
+from engine.plugins.options import Options, decode_options
+from engine.text.call_reader import CallReader, Reading, is_name
+from engine.text.tool_calls import ToolFormat
+from engine.text.tool_format import Tool, properties
+
+CALLBOARD_PLUGIN = {"api": 1}
+
+OPEN: Final = "<tool_call>"
+CLOSE: Final = "</tool_call>"
+FUNCTION: Final = "<function="
+FUNCTION_END: Final = "</function>"
+PARAMETER: Final = "<parameter="
+PARAMETER_END: Final = "</parameter>"
+
+
+class Qwen3CoderParser(CallReader):
+    """Reads one output.  schemas: of every function's parameters, by both names."""
+
+    def __init__(self, schemas: dict[str, dict[str, object]]) -> None:
+        self._schemas = schemas
+        super().__init__()
+
+    def read(self) -> Reading[None]:
+        while marker := (yield from self.text_until(OPEN, FUNCTION)):  # some models forget the first
+            self.begin(marker)
+            if marker == OPEN:
+                yield from self.space()
+            if marker == OPEN and not (yield from self.accept(FUNCTION)):
+                self.give_back()
+                continue
+            name = yield from self.word(">")
+            if name is None or not is_name(name):
+                self.give_back()
+                continue
+            yield from self.accept(">")
+            self.call(name)
+            if not (yield from self._arguments(self._schemas.get(name, {}))):
+                self.cut_off = True
+            yield from self.close(CLOSE)
+
+    def _arguments(self, schemas: dict[str, object]) -> Reading[bool]:
+        """Tell them.  Returns whether their end came."""
+        self.argue("{")
+        first = True
+        while True:
+            yield from self.space()
+            if not (yield from self.accept(PARAMETER)):
+                break
+            key = yield from self.value_until(">")
+            if key is None:
+                return False
+            yield from self.accept("\n")
+            if not (yield from self.argument(key, schemas.get(key), PARAMETER_END, first=first, trim="\n")):
+                return False
+            first = False
+        if not (yield from self.skip(FUNCTION_END)):
+            return False
+        self.argue("}")
+        return True
+
+
+class Qwen3CoderFormat(ToolFormat):
+    """Tags for the function and each parameter."""
+
+    markers = (OPEN, CLOSE)
+
+    def parser(self, tools: Sequence[Tool], *, exact: bool) -> Qwen3CoderParser:
+        """There is no grammar of this format, so ``exact`` is never asked for."""
+        return Qwen3CoderParser({tool.name: properties(tool) for tool in tools})
+
+
+@hookimpl
+def callboard_tool_parser(context: ParserContext) -> Qwen3CoderFormat:
+    """Takes no options."""
+    decode_options("tool_parser.qwen3_coder", context.options, Options)
+    return Qwen3CoderFormat()

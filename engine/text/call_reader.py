@@ -1,0 +1,369 @@
+"""A tool parser written as one function that reads the output from its beginning to its end.
+
+Owns: waiting for text that has not come, and giving back as text what turns out to be no call.
+Does not know: any format.
+Every reading function decides by what the whole output says and never by where a piece ends.  So a parser made of
+them gives the same for any way of cutting the output.
+"""
+
+import json
+import re
+from collections.abc import Callable, Generator
+from typing import Final, TypeVar
+
+import msgspec
+
+from engine.text.call_scanner import CallScanner, ValueEnd
+from engine.text.reasoning import num_begun
+from engine.text.tool_calls import CallPiece, OutputPart
+
+Result = TypeVar("Result")
+Reading = Generator[None, None, Result]  # ``yield from`` it; it pauses where it needs more text
+
+MAX_NAME_CHARS: Final = 256
+_NAME: Final = re.compile(r"[\w.-]+")
+
+
+class CallReader:
+    """A tool parser; a subclass implements ``read``.  cut_off: as ``ToolParser`` has it."""
+
+    def __init__(self) -> None:
+        self.cut_off = False
+        self.num_calls = 0
+        self._pending = ""
+        self._ended = False
+        self._parts: list[OutputPart] = []
+        self._raw: list[str] | None = None  # what was read since ``begin``: it may turn out to be text
+        self._in_text = False  # white space is text, too
+        self._reading = self.read()
+        next(self._reading, None)
+
+    def read(self) -> Reading[None]:
+        """Read one output up to its end."""
+        raise NotImplementedError
+
+    def push(self, text: str) -> list[OutputPart]:
+        """The parts that are certain now, in order."""
+        if text:
+            self._pending += text
+            next(self._reading, None)
+        return self._take_parts()
+
+    def finish(self) -> list[OutputPart]:
+        """The parts that were held back, since no more text comes."""
+        self._ended = True
+        next(self._reading, None)
+        return self._take_parts()
+
+    def _take_parts(self) -> list[OutputPart]:
+        parts, self._parts = self._parts, []
+        return parts
+
+    # ---- telling what was read --------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """Tell text of the answer."""
+        if text:
+            self._parts.append(text)
+
+    def call(self, name: str) -> None:
+        """Tell that a call begins.  Nothing of it can be taken back."""
+        self._raw, self._in_text = None, False
+        self._parts.append(CallPiece(self.num_calls, name, ""))
+        self.num_calls += 1
+
+    def argue(self, arguments: str) -> None:
+        """Tell a part of the last call's arguments."""
+        if arguments:
+            self._parts.append(CallPiece(self.num_calls - 1, None, arguments))
+
+    def begin(self, marker: str = "") -> None:
+        """From here on what is read may become a call.  marker: what has been read of it already."""
+        self._raw = [marker]
+
+    def give_back(self) -> None:
+        """It was no call: its marker is text, and what follows is read again."""
+        assert self._raw is not None, "nothing can be given back after its name was told"
+        marker, *read = self._raw
+        self.say(marker)
+        self._pending = "".join(read) + self._pending
+        self._raw, self._in_text = None, True
+
+    # ---- reading ----------------------------------------------------------------------------
+
+    def _consume(self, num_chars: int) -> str:
+        text, self._pending = self._pending[:num_chars], self._pending[num_chars:]
+        if self._raw is not None and text:
+            self._raw.append(text)
+        return text
+
+    def more(self) -> Reading[bool]:
+        """Wait until there is text to read.  Returns False at the end."""
+        while not self._pending:
+            if self._ended:
+                return False
+            yield
+        return True
+
+    def space(self, besides: str = "") -> Reading[str]:
+        """Read white space.  besides: characters that are passed over as well."""
+        read = []
+        while (yield from self.more()):
+            text = self._pending.lstrip()
+            while besides and text.lstrip(besides) != text:
+                text = text.lstrip(besides).lstrip()
+            read.append(self._consume(len(self._pending) - len(text)))
+            if text:
+                break
+        return "".join(read)
+
+    def next_is(self, *literals: str) -> Reading[str]:
+        """Return the longest of the literals that comes next, without reading it; '' if none does."""
+        ordered = sorted(literals, key=len, reverse=True)
+        while not self._ended and any(
+            len(one) > len(self._pending) and one.startswith(self._pending) for one in ordered
+        ):
+            yield
+        return next((one for one in ordered if self._pending.startswith(one)), "")
+
+    def accept(self, *literals: str) -> Reading[str]:
+        """Read the longest of the literals that comes next.  Returns '' if none does."""
+        return self._consume(len((yield from self.next_is(*literals))))
+
+    def until(self, *markers: str) -> Reading[str]:
+        """Read over the first of the markers, telling what stands before it as text.  Returns '' at the end.
+
+        No marker may be the beginning of another one."""
+        while True:
+            before, marker = self._certain(markers)
+            self.say(self._consume(len(before)))
+            if marker:
+                return self._consume(len(marker))
+            if not (yield from self._grown()):
+                self.say(self._consume(len(self._pending)))
+                return ""
+
+    def word(self, *ends: str, at_most: int = MAX_NAME_CHARS) -> Reading[str | None]:
+        """Return what stands before the first of ``ends``, which is not read.  None if none comes soon enough."""
+        read: list[str] = []
+        while True:
+            before, end = self._certain(ends)
+            read.append(self._consume(len(before)))
+            if sum(map(len, read)) > at_most:
+                return None
+            if end:
+                return "".join(read)
+            if not (yield from self._grown()):
+                return None
+
+    def skip(self, *ends: str) -> Reading[bool]:
+        """Read over the first of ``ends`` and tell nothing.  Returns False if none comes."""
+        while True:
+            before, end = self._certain(ends)
+            self._consume(len(before) + len(end))
+            if end:
+                return True
+            if not (yield from self._grown()):
+                self._consume(len(self._pending))
+                return False
+
+    def drop_rest(self) -> Reading[None]:
+        """Read all that follows and tell nothing."""
+        while (yield from self.more()):
+            self._consume(len(self._pending))
+
+    def rest(self) -> Reading[None]:
+        """Tell all that follows as text."""
+        while (yield from self.more()):
+            self.say(self._consume(len(self._pending)))
+
+    def text_until(self, *markers: str) -> Reading[str]:
+        """``until``, where white space before the first call and around later ones is no text."""
+        if not self._in_text:
+            space = yield from self.space()
+            if marker := (yield from self.accept(*markers)):
+                return marker
+            if not self.num_calls:
+                self.say(space)
+            else:
+                self.drop_begun(*markers)
+        return (yield from self.until(*markers))
+
+    def close(self, *ends: str) -> Reading[None]:
+        """Read over the marks behind a call, each of which may be missing, or cut off where the output ends."""
+        for end in ends:
+            yield from self.space()
+            if not (yield from self.accept(end)):
+                self.drop_begun(end)
+
+    def drop_begun(self, *markers: str) -> None:
+        """Drop the beginning of a marker where the output ends behind a call."""
+        if self._ended and any(one.startswith(self._pending) for one in markers):
+            self._consume(len(self._pending))
+
+    # ---- calls in JSON ----------------------------------------------------------------------
+
+    def json_arguments(self) -> Reading[None]:
+        """Tell a JSON object as the arguments, as it is written; an empty one if anything else follows."""
+        yield from self.space()
+        if not (yield from self.more()):
+            self.cut_off = True
+            return
+        if not self._pending.startswith("{"):
+            self.argue("{}")
+            return
+        value = ValueEnd()
+        while (yield from self.more()):
+            end = value.find(self._pending, 0)
+            self.argue(self._consume(len(self._pending) if end is None else end))
+            if end is not None:
+                return
+        self.cut_off = True
+
+    def named_object(self, *, strict: bool, known: frozenset[str] | None = None) -> Reading[bool]:
+        """Tell a call written as an object with a name and arguments.  Returns whether it was whole.
+
+        strict: see ``CallScanner``.  known: an object that names another function is no call.
+        Where none was told, the caller gives back what was read."""
+        scanner = CallScanner(strict=strict)
+        told = False
+        while (yield from self.more()):
+            arguments, rest = scanner.push(self._pending)
+            self._consume(len(self._pending) - len(rest))
+            if scanner.name is not None and not told:
+                if known is not None and scanner.name not in known:
+                    return False
+                told = True
+                self.call(scanner.name)
+            if told:
+                self.argue(arguments)
+            if scanner.broken or scanner.done:
+                return not scanner.broken
+        return False
+
+    @property
+    def told(self) -> bool:
+        """Whether the call since ``begin`` was named."""
+        return self._raw is None
+
+    def scan(self, find: Callable[[str], int | None]) -> Reading[str | None]:
+        """Return what stands before the place that ``find`` names.  None if it names none up to the end.
+
+        find: is given what follows, piece by piece, and returns how much of the piece belongs to it; None for all."""
+        read = []
+        while (yield from self.more()):
+            end = find(self._pending)
+            read.append(self._consume(len(self._pending) if end is None else end))
+            if end is not None:
+                return "".join(read)
+        return None
+
+    # ---- values that are no JSON ------------------------------------------------------------
+
+    def argument(self, key: str, schema: object, end: str, *, first: bool, trim: str = "") -> Reading[bool]:
+        """Tell an argument whose value is the text up to ``end``.  Returns whether ``end`` came.
+
+        schema: of the value; a string is told as it comes.  trim: dropped once before ``end``."""
+        self.argue(f"{'' if first else ', '}{as_json(key)}: ")
+        types = _types(schema)
+        ends = (trim + end, end) if trim else (end,)
+        streamed = types == {"string"}
+        if streamed:
+            self.argue('"')
+        read: list[str] = []
+        while True:
+            before, found = self._certain(ends)
+            read.append(self._consume(len(before)))
+            if streamed:
+                self.argue(as_json(read.pop())[1:-1])
+            if found:
+                break
+            if not (yield from self._grown()):
+                self._consume(len(self._pending))  # it may be the beginning of the end
+                return False
+        self._consume(len(found))
+        self.argue('"' if streamed else _value("".join(read), types))
+        return True
+
+    def value_until(self, end: str) -> Reading[str | None]:
+        """Return the text up to ``end``, which is read too.  None if ``end`` does not come."""
+        read = []
+        while True:
+            before, found = self._certain((end,))
+            read.append(self._consume(len(before)))
+            if found:
+                self._consume(len(found))
+                return "".join(read)
+            if not (yield from self._grown()):
+                self._consume(len(self._pending))
+                return None
+
+    # ---- what is certain --------------------------------------------------------------------
+
+    def _certain(self, markers: tuple[str, ...]) -> tuple[str, str]:
+        """(text that stands before any marker, the marker behind it or '')."""
+        text = self._pending
+        found = [(at, -len(one), one) for one in markers if (at := text.find(one)) >= 0]
+        # A marker that is still coming may begin before one that is there.
+        held = max(num_begun(text, one) for one in markers)
+        if found:
+            at, _, marker = min(found)
+            return text[:at], marker
+        return text[: len(text) - held], ""
+
+    def _grown(self) -> Reading[bool]:
+        """Wait until more text has come than is pending.  Returns False at the end."""
+        num_chars = len(self._pending)
+        while len(self._pending) == num_chars:
+            if self._ended:
+                return False
+            yield
+        return True
+
+
+def is_name(text: str) -> bool:
+    """Whether a function could have this name."""
+    return _NAME.fullmatch(text) is not None
+
+
+def as_json(value: object) -> str:
+    """Return a value as JSON.  Raises ValueError or TypeError for one that JSON does not have."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if _is_text(text) else json.dumps(value, allow_nan=False)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON may only name
+        return False
+    return True
+
+
+_WORDS: Final = {"True": "true", "False": "false", "None": "null"}  # as templates write them
+_JSON_TYPES: Final = {
+    dict: {"object"}, list: {"array"}, str: {"string"}, bool: {"boolean"},
+    int: {"integer", "number"}, float: {"number"}, type(None): {"null"},
+}  # fmt: skip
+
+
+def _types(schema: object) -> set[str]:
+    """The types that a schema plainly allows; empty if it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    given = schema.get("type")
+    if given is None:
+        alternatives = schema.get("anyOf") or schema.get("oneOf") or ()
+        each = [_types(one) for one in alternatives if isinstance(alternatives, list)]
+        return set().union(*each) if all(each) else set()
+    return {one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)}
+
+
+def _value(text: str, types: set[str]) -> str:
+    """The JSON of a value that was written as text: a string, unless it is JSON of an allowed type."""
+    written = _WORDS.get(text.strip(), text.strip())
+    try:
+        value = msgspec.json.decode(written)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        return as_json(text)
+    return written if not types or types & _JSON_TYPES[type(value)] else as_json(text)
