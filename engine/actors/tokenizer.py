@@ -32,11 +32,10 @@ from engine.messages import (
     Usage,
 )
 from engine.params import SamplingParams
-from engine.text.codec import TextCodec
+from engine.text.codec import TextCodec, TextStream
 from engine.text.grammar import Grammars
 from engine.text.logprobs import PromptLogprobTexts, logprob_texts
 from engine.text.reasoning import Thinking
-from engine.text.stream import TextStream
 
 log = logging.getLogger(__name__)
 

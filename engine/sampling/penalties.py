@@ -45,8 +45,6 @@ class TokenCounts:
 
     def hold(self, newcomers: "Sequence[Newcomer]") -> None:
         """Count these rows' tokens from now on, starting with those known already: one packed copy."""
-        if not newcomers:
-            return
         lines, prompts, outputs = [], [], []
         for one in newcomers:
             if not self._free_lines:

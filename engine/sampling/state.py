@@ -98,7 +98,8 @@ class SamplingState:
             self._admit_bias(row, params)
             self._admit_stops(row, params, one.num_prompt_tokens, eos_token_ids)
             self._admit_penalties(row, params)
-        self.counts.hold([one for one in newcomers if self.penalised[one.row]])
+        if counted := [one for one in newcomers if self.penalised[one.row]]:
+            self.counts.hold(counted)
 
     def _admit_draw(self, row: int, params: SamplingParams) -> None:
         self.greedy[row] = greedy = params.temperature < GREEDY_TEMPERATURE

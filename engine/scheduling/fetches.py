@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.messages import FetchPages, PagesFetched
-from engine.scheduling.moves import Fetched
-from engine.scheduling.pages import PageManager
+from engine.scheduling.pages import Fetched, PageManager
 from engine.scheduling.rows import WORTH_WAITING_TOKENS, PlannerLimits, Sequence
 
 TOKEN_BYTES = 4

@@ -1,6 +1,7 @@
 """Who holds which page: free ones, the radix tree's, and what each row holds for itself.
 
-Owns: the allocator, the radix tree, each row's handle in it, and pages that wait for a step in flight.
+Owns: the allocator, the radix tree, each row's handle in it, pages that wait for a step in flight, and what the next
+step is to copy between the tiers before it runs.
 Does not know: queues, budgets, steps other than by number.
 Invariant (``check``): free + cached + private + deferred = all pages, and every page has one owner.
 
@@ -12,6 +13,7 @@ and its own duplicates go back once the last step that may read them has complet
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from engine.kv.events import KVEvent
@@ -20,8 +22,64 @@ from engine.kv.node import Handle, Namespace
 from engine.kv.outline import Outline
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import TOKEN_BYTES, RadixTree
-from engine.scheduling.moves import Fetched, PageMoves
+from engine.messages import Landing, Step
 from engine.scheduling.rows import PlannerLimits, Rows, RowTable, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Pages from the store that the executors keep: ``num_pages`` of a prompt, from its page ``first_page`` on."""
+
+    fetch_id: int
+    first_page: int
+    num_pages: int
+
+
+class PageMoves:
+    """Of one tree's pages."""
+
+    def __init__(self, tree: RadixTree) -> None:
+        self._tree = tree
+        self._landings: list[Landing] = []
+
+    def land(self, handle: Handle, key: bytes, fetched: Fetched, pages: Pages) -> None:
+        """Use what was fetched, as far as it continues what the handle keeps.  pages: free ones, behind those."""
+        first, end = handle.num_pages, fetched.first_page + fetched.num_pages
+        if not fetched.first_page <= first < end:
+            self.let_go(fetched.fetch_id)
+            return
+        pages = pages[: end - first]
+        self._tree.adopt(handle, key, pages)
+        self._landings.append(Landing(fetched.fetch_id, first - fetched.first_page, pages.tobytes()))
+
+    def let_go(self, fetch_id: int) -> None:
+        """Nobody wants what was fetched, or is being fetched, any more."""
+        self._landings.append(Landing(fetch_id))
+
+    def forget(self) -> None:
+        """The executors are gone, with all that they kept."""
+        self._landings.clear()
+
+    def added_to(self, step: Step) -> Step:
+        """The step, with every move since the last one."""
+        if transfers := self._tree.drain_transfers():
+            directions = [np.full(len(one.host_pages), one.to_host, dtype=np.int32) for one in transfers]
+            step = msgspec.structs.replace(
+                step,
+                transfer_to_host=np.concatenate(directions).tobytes(),
+                transfer_device_pages=np.concatenate([one.device_pages for one in transfers]).tobytes(),
+                transfer_host_pages=np.concatenate([one.host_pages for one in transfers]).tobytes(),
+            )
+        if saves := self._tree.drain_saves():
+            step = msgspec.structs.replace(
+                step,
+                save_hashes=b"".join(hashes for hashes, _ in saves),
+                save_pages=b"".join(pages.tobytes() for _, pages in saves),
+            )
+        if self._landings:
+            step = msgspec.structs.replace(step, landings=tuple(self._landings))
+            self._landings.clear()
+        return step
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,7 @@ from engine.messages import Abort, StepDone
 from engine.scheduling.completions import Completions
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.fetches import Fetches
-from engine.scheduling.moves import Fetched, PageMoves
-from engine.scheduling.pages import Appends, PageManager
+from engine.scheduling.pages import Appends, Fetched, PageManager, PageMoves
 from engine.scheduling.planner import Planner
 from engine.scheduling.prefills import Prefills
 from engine.scheduling.queue import Quarantine, RankedQueue

@@ -209,8 +209,8 @@ def test_weights_that_cannot_fit_are_refused_before_anything_is_loaded(checkpoin
         raise AssertionError("weights are loaded")
 
     monkeypatch.setattr(loading, "free_bytes", lambda device: 1 << 10)
-    for name in ("_draw", "_fill"):
-        monkeypatch.setattr(loader, name, load_weights)
+    monkeypatch.setattr(loader, "_draw", load_weights)
+    monkeypatch.setattr(loader.Filling, "fill", load_weights)
     with pytest.raises(ConfigError) as refused, LLM(checkpoint, progress=False, config={"model": dummy(load_format)}):
         pass
     (line,) = str(refused.value).splitlines()
@@ -270,7 +270,7 @@ def test_a_pool_that_the_system_then_denies_is_one_line_as_well(checkpoint, monk
         raise MemoryError("cannot allocate")
 
     monkeypatch.setattr(loading, "KVPool", deny)
-    deny.page_bytes = lambda *_: 1
+    deny.page_bytes = deny.page_stride_of = lambda *_: 1
     with pytest.raises(
         ConfigError, match=r"KV pool of 160 pages cannot be had \(cannot allocate\); lower kv\.num_pages"
     ):

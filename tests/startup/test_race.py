@@ -106,7 +106,7 @@ def test_each_phase_takes_what_is_fastest_there(enter: Enter) -> None:
     by_name = {one.name: one.us for one in report.results["decode"]}
     assert by_name == {"a": {"2 x 40": 9e6, "1 x 70": 9e6}, "b": {"2 x 40": 6e6, "1 x 70": 6e6}}  # three layers
     plugins = Plugins({"attention": "auto"})
-    rank = RankAttention(plugins, SPEC, 16, CPU, torch.float32, report.fastest())
+    rank = RankAttention(plugins, SPEC, 16, CPU, torch.float32, measured=report.fastest())
     pool = KVPool(3, 4, 16, 2, 16, torch.float32, CPU)
     assert isinstance(rank.build(pool), SplitAttention)
 
@@ -126,7 +126,7 @@ def test_variants_are_measured_with_their_options_and_one_backend_serves_both_ph
     enter("b", decode=3, prefill=9)
     measured = race().run().fastest()
     assert measured == {"prefill": Contender("a"), "decode": Contender("a", {"slower": 0.5})}
-    built = RankAttention(Plugins({"attention": "auto"}), SPEC, 16, CPU, torch.float32, measured)
+    built = RankAttention(Plugins({"attention": "auto"}), SPEC, 16, CPU, torch.float32, measured=measured)
     assert built.build(KVPool(3, 4, 16, 2, 16, torch.float32, CPU)).built_with == {"slower": 0.5}
     set_by_user = {"attention.a": {"slower": 1}}
     found = race(tables=set_by_user).run().fastest()
@@ -157,7 +157,7 @@ def test_who_is_not_done_in_time_is_out_and_nothing_is_kept(enter: Enter) -> Non
     assert {r.late for r in report.results["prefill"]} == {True}
     assert report.fastest() == {}
     assert one.known() is None
-    assert RankAttention(Plugins({"attention": "auto"}), SPEC, 16, CPU, torch.float32, report.fastest())
+    assert RankAttention(Plugins({"attention": "auto"}), SPEC, 16, CPU, torch.float32, measured=report.fastest())
 
 
 def test_a_result_is_kept_for_the_same_heads_options_and_contenders(enter: Enter, tmp_path: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.text.stream import Detokenizer
+from engine.text.codec import Detokenizer
 from engine.text.vocabulary import Vocabulary
 from tests.text.specimens import CORPUS, MAKERS
 

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from engine.errors import WeightsError
-from engine.text.stream import Detokenizer
+from engine.text.codec import Detokenizer
 from engine.text.vocabulary import Vocabulary
 from tests.text.specimens import MAKERS
 
