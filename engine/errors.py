@@ -6,7 +6,8 @@ CallboardError
 ├── WeightsError            the checkpoint cannot be used               exit code 3
 ├── PluginError             a plugin is unknown, ambiguous or unfit     exit code 2
 ├── GraphError              the model cannot be captured or compiled    exit code 4
-│   └── AnotherRankFailed   likewise, on another rank of the group
+│   ├── AnotherRankFailed   likewise, on another rank of the group
+│   └── PlansDiffer         ranks would capture other sizes than each other
 ├── RequestError            one request is refused or fails; carries an HTTP status and an OpenAI-style code
 │   └── FieldError          one of its fields is wrong
 ├── EngineDied              an actor crashed; every open request ends with this

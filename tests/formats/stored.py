@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tests.models.checkpoints import build, save
 
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", ".w1", ".w2", ".w3")
 GROUP = 16
 Stored = dict[str, Tensor]
 # A weight [outputs, inputs] -> its tensors, by the last part of their names, and the weight that they stand for.
@@ -32,7 +32,7 @@ def write(
     tensors = load_file(directory / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
     changed: Stored = {}
-    floats = model.state_dict()
+    floats = dict(tensors)
     for name, tensor in tensors.items():
         prefix, _, kind = name.rpartition(".")
         if kind != "weight" or not prefix.endswith(LINEARS) or (skip and skip in prefix):
@@ -43,9 +43,14 @@ def write(
         floats[name] = weight
     save_file(changed, directory / "model.safetensors", metadata={"format": "pt"})
     path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
-    model.load_state_dict(floats)
-    return directory, model
+    text = path.read_text()
+    path.write_text(json.dumps(json.loads(text) | {"quantization_config": config}))
+    plain = root / "floats"
+    plain.mkdir()
+    (plain / "config.json").write_text(text)
+    save_file(floats, plain / "model.safetensors", metadata={"format": "pt"})
+    reference = type(model).from_pretrained(plain, attn_implementation="eager", dtype=torch.float32)
+    return directory, reference.eval()
 
 
 def pack(integers: Tensor, bits: int) -> Tensor:

@@ -35,10 +35,33 @@ def test_logits_are_those_of_the_weights_that_are_meant(name: str, tmp_path: Pat
     assert_equal(directory, reference)
 
 
-@pytest.mark.parametrize("variant", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3", "llama-tied", "gemma3"])
 def test_biases_norms_and_tied_heads_are_as_they_were(variant: str, tmp_path: Path) -> None:
     directory, reference = write(tmp_path, awq, AWQ, variant=variant)
     assert_equal(directory, reference)
+
+
+@pytest.mark.parametrize("variant", ["phi3", "mixtral", "qwen3-moe"])
+def test_merged_weights_and_those_of_experts_are_read(variant: str, tmp_path: Path) -> None:
+    directory, reference = write(tmp_path, gptq(), GPTQ, variant=variant)
+    assert_equal(directory, reference)
+
+
+@pytest.mark.parametrize(
+    ("variant", "said"),
+    [
+        ("gpt2", "none: GPT2LMHeadModel has matrices as .inputs, outputs."),
+        ("gpt-oss", "none: GptOssForCausalLM has all experts in one tensor"),
+    ],
+)
+def test_families_with_other_tensors_than_formats_know_are_refused(variant: str, said: str, tmp_path: Path) -> None:
+    from tests.models.checkpoints import build, save
+
+    directory = save(build(variant), tmp_path)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": AWQ}))
+    with pytest.raises(WeightsError, match=f"config.json: quantization_config is .awq .int4.*, expected {said}"):
+        read_model(directory)
 
 
 def test_layers_that_were_skipped_are_read_as_they_are(tmp_path: Path) -> None:

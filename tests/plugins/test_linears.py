@@ -24,8 +24,10 @@ from engine.plugins.linears import PREFERRED, check_linear_fits, linear_context
 from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.testing.findings import ConformanceError
 from engine.plugins.testing.linear import check_linear
+from engine.plugins.testing.steps import Driver
 from engine.startup.linear_race import Race
 from engine.startup.linears import choose_linear
+from tests.models.checkpoints import build, reference_logits, save
 
 CPU = LinearContext("cpu", "float32", checkpoint_dtype="float32", instruction_sets=("avx2",))
 KERNELS = sorted(name for name in BUILTIN if name.startswith("linear."))
@@ -230,6 +232,45 @@ def test_each_layer_is_laid_out_before_the_next_is_read(monkeypatch: pytest.Monk
     loader.load_model(spec, LocalComm(), cpu, torch.float32, "safetensors", 0, False, Linears(kernel, kernel))
     layers = [4 * index for index in range(spec.shape.num_layers + 1)]
     assert seen == [0, *layers, layers[-1] + 1]  # the embedding, the layers, the norm; at last with the tied head
+
+
+class Doubles:
+    """Keeps weights in float64, and counts them."""
+
+    element_bytes = 8.0
+
+    def __init__(self) -> None:
+        self.num_packed = 0
+
+    def pack(self, weight_OI: torch.Tensor) -> "Doubles.Weight":
+        self.num_packed += 1
+        return Doubles.Weight(weight_OI.double())
+
+    class Weight:
+        def __init__(self, weight_OI: torch.Tensor) -> None:
+            self._weight_OI = weight_OI
+            self.nbytes = weight_OI.nbytes
+
+        def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+            y_TO = x_TI.double() @ self._weight_OI.t()
+            return (y_TO if bias_O is None else y_TO + bias_O).to(x_TI.dtype)
+
+
+@pytest.mark.parametrize(
+    ("variant", "per_layer"),
+    [("gpt2", 4), ("phi3", 4), ("gemma3", 4), ("llama-biases", 4), ("mixtral", 12), ("gpt-oss", 12)],
+)
+@torch.inference_mode()
+def test_every_family_multiplies_by_the_kernel_that_was_chosen(variant: str, per_layer: int, tmp_path: Path) -> None:
+    reference = build(variant)
+    spec, kernel, head = read_model(save(reference, tmp_path)), Doubles(), Doubles()
+    cpu = torch.device("cpu")
+    model = loader.load_model(spec, LocalComm(), cpu, torch.float32, "safetensors", 0, False, Linears(kernel, head))
+    assert (kernel.num_packed, head.num_packed) == (per_layer * spec.shape.num_layers, 1)
+    prompt = [5, 17, 200, 3, 99, 41, 7]
+    torch.testing.assert_close(
+        Driver(model).step({"a": prompt})["a"], reference_logits(reference, prompt), rtol=1e-4, atol=1e-4
+    )
 
 
 @needs_avx2
