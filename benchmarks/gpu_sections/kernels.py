@@ -18,9 +18,9 @@ from engine.execution.batch import lay_out
 from engine.execution.rows import DeviceRows
 from engine.kernels.choice import choose_kernels
 from engine.kernels.fused import FusedKernels
-from engine.layers.activation import gated
-from engine.layers.embedding import VocabLinear
 from engine.layers.kv_pool import KVPool
+from engine.layers.linear import VocabLinear
+from engine.layers.mlp import gated
 from engine.layers.norm import HeadNorm, RMSNorm
 from engine.layers.rotary import Rotary
 from engine.layers.step import DecodeInputs

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from engine.checkpoints.shape import ExpertsShape
 from engine.errors import ConfigError
-from engine.layers.activation import clamped_swish, gated
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, Linear, RowLinear
+from engine.layers.mlp import clamped_swish, gated
 from engine.layers.weights import WeightSlice, joined, transposed, whole
 
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from engine.checkpoints.shape import DecoderShape, LayerShape, RotaryShape
 from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
-from engine.layers.embedding import VocabLinear
 from engine.layers.kernels import LayerKernels
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, VocabLinear
 from engine.layers.packing import LinearKernel, Linears
 from engine.layers.part import FeedForward, Norm, build
 from engine.layers.rotary import Rotary

@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.layers.embedding import VocabLinear
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, VocabLinear
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.linear.onednn import OneDNN, num_padded_sizes, pack, padded_rows
 

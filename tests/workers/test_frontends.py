@@ -255,7 +255,8 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
 
 
 def test_sigterm_lets_streams_end_and_takes_no_more_and_traces_know_of_the_engine() -> None:
-    with collector() as (address, came), Server(*FRONT, f"server.traces={address}") as server:
+    drain = f"server.drain_timeout_s={far(30):g}"
+    with collector() as (address, came), Server(*FRONT, f"server.traces={address}", drain) as server:
 
         def terminate() -> None:
             server.process.send_signal(signal.SIGTERM)

@@ -79,7 +79,7 @@ def test_a_hung_executor_shows_and_is_replaced(server: Server, expected: list[st
 @pytest.mark.reliability("P6", "SIGTERM under 50 streams")
 @pytest.mark.parametrize("ingress", INGRESS)
 def test_sigterm_under_fifty_streams_lets_them_end_and_takes_no_more(figure: Figure, ingress: str) -> None:
-    with Server(f"placement.ingress={ingress}") as server:
+    with Server(f"placement.ingress={ingress}", f"server.drain_timeout_s={far(30):g}") as server:
 
         def terminate() -> None:
             server.process.send_signal(signal.SIGTERM)

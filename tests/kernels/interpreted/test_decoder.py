@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.kernels import choice
-from engine.layers.embedding import VocabLinear
+from engine.layers.linear import VocabLinear
 from engine.plugins.families import read_model
 from engine.plugins.testing.steps import Driver
 from tests.models.checkpoints import build, random_tokens, reference_logits, save
