@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from engine.layers.comm import Comm
     from engine.layers.kernels import LayerKernels
     from engine.layers.kv_pool import KVPool
-    from engine.layers.linear import ColumnLinear, RowLinear
+    from engine.layers.linear import ColumnLinear, Linear, RowLinear
     from engine.layers.packing import LinearKernel, PackedWeight
     from engine.layers.part import FeedForward, Norm, Part
     from engine.layers.weights import WeightSlice
@@ -120,6 +120,7 @@ __all__ = [
     "LayerKernels",
     "LayerNormShape",
     "LayerShape",
+    "Linear",
     "LinearContext",
     "LinearKernel",
     "MLPShape",
@@ -187,7 +188,7 @@ _NEED_TORCH = {
     **dict.fromkeys(
         ("AttentionBackend", "AttentionBatch", "AttentionFactory", "AttentionSpec"), "engine.layers.attention"
     ),
-    **dict.fromkeys(("ColumnLinear", "RowLinear"), "engine.layers.linear"),
+    **dict.fromkeys(("ColumnLinear", "Linear", "RowLinear"), "engine.layers.linear"),
     **dict.fromkeys(("LinearKernel", "PackedWeight"), "engine.layers.packing"),
     **dict.fromkeys(("FeedForward", "Norm", "Part"), "engine.layers.part"),
 }

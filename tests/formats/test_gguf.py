@@ -165,6 +165,7 @@ def test_a_file_beside_the_configuration_is_found_and_a_changed_one_read_again(t
         ({"block_count": None}, "llama.block_count is missing"),
         ({"rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope', expected one of none, linear, yarn"),
         ({"attention.sliding_window": 64}, "sliding_window is 64, expected none"),
+        ({"expert_count": 8}, "llama.expert_count is 8, expected none: no mixture of experts is read"),
         ({"attention.head_count": 3}, "num_attention_heads"),
         ({"embedding_length": 1 << 30}, "hidden_size"),
         ({"feed_forward_length": 100}, "config.json expects"),

@@ -32,6 +32,10 @@ written by `python -m tests.models.test_families`.
 
 - Mixtures of experts run on CPUs only so far; on a GPU they are refused at start. gpt-oss is read unquantised, its
   MXFP4 files are not.
+- Rounded checkpoints (AWQ, GPTQ, compressed-tensors, fp8: [checkpoints.md](checkpoints.md#weights-that-were-rounded))
+  are read for all families but GPT-2, whose matrices lie as [inputs, outputs], and gpt-oss, whose experts lie in one
+  tensor: these two are refused at start. GGUF files are read for dense Llama, Mistral, Qwen2 and Qwen3.
+  `model.quantization` rounds the layers of every family at load, but not the routers of experts.
 - Soft-capped scores (Gemma 2) and attention sinks (gpt-oss) need `attention.torch`, which `auto` then takes; the
   other backends are refused by name.
 - Phi-3 and Phi-4 with longrope serve sequences up to the original length, where transformers uses the short
