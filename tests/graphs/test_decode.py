@@ -187,6 +187,8 @@ def test_padding_touches_the_dump_page_and_no_row(both):
     both.decode(*range(8))
     rows, pool = both.parts.rows, both.parts.pool
     tables = dict(both.parts.attention.tables)  # where graphs of each size write theirs
+    pages = [both.captured.pages[row][(both.captured.lengths[row] - 1) // pool.page_size] for row in (5, 6, 7, 2, 3)]
+    pool.data[:, :, pages, (both.captured.lengths[5] - 1) % pool.page_size] = 1e3  # not what an earlier test left there
     before = [one.clone() for one in (rows.tokens_RM, rows.lengths_R, pool.data[:, :, : pool.num_pages])]
     both.decode(5, 6, 7, 2, 3)  # 5 rows in a graph of 6
     after = [one.clone() for one in (rows.tokens_RM, rows.lengths_R, pool.data[:, :, : pool.num_pages])]
@@ -348,6 +350,7 @@ def rank_runner(model, comm, device=None, recorder=None):
         model=model,
         pool=pool,
         host_pool=None,
+        stored=None,
         attention=attention,
         piecewise=None,
         decode_graphs=graphs,

@@ -20,6 +20,7 @@ from engine.plugins.manager import (
     available_plugins,
     decide,
 )
+from engine.plugins.parsers import REASONING_PARSER, TOOL_PARSER
 from engine.plugins.selection import PREFERRED, check_named, expected_context
 from engine.sections import AttentionNames
 from tests.plugins.conftest import Install
@@ -30,9 +31,11 @@ EVICTION = HOOKIMPL + "@hookimpl\ndef callboard_eviction_strategy(context): retu
 
 def test_every_kind_has_a_key_a_default_and_built_ins() -> None:
     kinds = {name.partition(".")[0] for name in BUILTIN}
-    assert set(Config().plugins.by_kind()) == {*AUTO, ATTENTION, LINEAR} == kinds - {KV_STORE, MODEL, OBSERVER}
+    parsers = {TOOL_PARSER, REASONING_PARSER}  # every process that reads outputs chooses them, by the chat template
+    assert {*AUTO, ATTENTION, LINEAR} == kinds - {KV_STORE, MODEL, OBSERVER}
+    assert set(Config().plugins.by_kind()) == kinds - {KV_STORE, MODEL, OBSERVER} - parsers
     with_store = build_config(Config(), {"plugins": {"kv_store": "files"}}).plugins.by_kind()
-    assert set(with_store) == kinds - {MODEL, OBSERVER}
+    assert set(with_store) == kinds - {MODEL, OBSERVER} - parsers
     assert {decide(kind, "auto") for kind in AUTO} <= set(BUILTIN)
     assert {f"attention.{name}" for name in PREFERRED["cpu"]} <= set(BUILTIN)
 

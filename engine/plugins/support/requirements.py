@@ -56,8 +56,9 @@ def try_out(
         shape = (int(lengths.sum()), spec.num_heads, spec.head_size)
         q_TNH = torch.zeros(shape, dtype=pool.data.dtype, device=device)
         backend.plan_step(batch)
-        # Layers with a window have kernels of their own.
-        for layer in {spec.window_of(layer): layer for layer in range(spec.num_layers)}.values():
+        # Layers with a window have kernels of their own; what is prepared for them is in the first of them.
+        firsts = {spec.window_of(layer): layer for layer in reversed(range(spec.num_layers))}
+        for layer in sorted(firsts.values()):
             backend.attend(layer, q_TNH)
 
 
