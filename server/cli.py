@@ -44,12 +44,14 @@ Run = Callable[[argparse.Namespace, Config], None]
 FRONT_MODULE = "server.run.frontend_process"  # the engine starts it, and knows it by name alone
 EPILOG = """\
 examples:
+  callboard serve Qwen/Qwen3-0.6B
   callboard serve examples/demo.toml --port 8001 --set kv.page_size=64
   callboard generate "def fibonacci(n):" --max-tokens 64 --temperature 0
-  callboard chat examples/demo.toml
+  callboard chat path/to/checkpoint
   callboard config > callboard.toml
 
-Settings come from FILE.toml, then CALLBOARD_SECTION__KEY variables, then --set.
+MODEL_OR_FILE is a model (a directory, a .gguf file, or org/name on the hub) or a configuration (a .toml file, which
+may be given beside --model).  Settings come from the file, then CALLBOARD_SECTION__KEY variables, then --model, --set.
 Exit codes: 0 done, 1 engine failed, 2 configuration, 3 checkpoint, 98 port in use, 130 interrupted.
 """
 
@@ -60,8 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed = _parser().parse_args(arguments)
     LogSettings(logging.getLevelNamesMapping()[parsed.log_level.upper()], parsed.log_format).apply()
     try:
-        config = load_config(parsed.file, parsed.set)
-        parsed.run(parsed, config)
+        parsed.run(parsed, _configuration(parsed))
     except CallboardError as error:
         print(f"callboard: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -96,24 +97,24 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    command = add("serve", _serve, "serve a model over HTTP", _file(), _shared("info"))
+    command = add("serve", _serve, "serve a model over HTTP", _target(), _shared("info"))
     command.add_argument("--host", help="address to listen on (server.host)")
     command.add_argument("--port", type=int, help="port to listen on (server.port); 0 takes any free one")
     command.add_argument("--replicas", type=int, metavar="N", help="serve N engines behind one router; needs --on")
     command.add_argument("--on", choices=["ray"], help="what runs the replicas: Ray, on all machines of its cluster")
     command = add("generate", _generate, "complete a prompt and print the text", _shared("warning"), _sampling())
     command.add_argument("prompt", help="the text to go on from; - reads it from standard input")
-    command.add_argument("--file", type=Path, metavar="FILE.toml", help="configuration; without it, the defaults")
-    command = add("chat", _chat, "talk to the model in the terminal", _file(), _shared("warning"), _sampling())
+    command.set_defaults(target=None)
+    command = add("chat", _chat, "talk to the model in the terminal", _target(), _shared("warning"), _sampling())
     command.add_argument("--system", help="instructions that open the conversation")
-    command = add("config", _config, "print the effective configuration as TOML", _file(), _shared("warning"))
+    command = add("config", _config, "print the effective configuration as TOML", _target(), _shared("warning"))
     command.add_argument("--schema", action="store_true", help="print its JSON Schema instead")
-    add("plugins", _plugins, "list the plugins that can be chosen", _file(), _shared("warning"))
-    add("models", _models, "list the architectures that can be served", _file(), _shared("warning"))
+    add("plugins", _plugins, "list the plugins that can be chosen", _target(), _shared("warning"))
+    add("models", _models, "list the architectures that can be served", _target(), _shared("warning"))
     tune = "measure the attention backends that can run here on the model's heads, for later starts to choose by"
-    add("tune", _tune, tune, _file(), _shared("warning"))
+    add("tune", _tune, tune, _target(), _shared("warning"))
     command = add(
-        "doctor", _doctor, "look for what a start would lack, and say how to get it", _file(), _shared("warning")
+        "doctor", _doctor, "look for what a start would lack, and say how to get it", _target(), _shared("warning")
     )
     command.add_argument(
         "--gpu", action="store_true", help="test the GPUs instead: kernels, graphs, collectives (2 min)"
@@ -133,17 +134,19 @@ def _shared(log_level: str) -> argparse.ArgumentParser:
         metavar="SECTION.KEY=VALUE",
         help="override one setting, e.g. kv.page_size=64; may be repeated",
     )
+    parent.add_argument(
+        "--model", metavar="MODEL_OR_FILE", help="the same as the positional one, which may be the other"
+    )
     levels = ["debug", "info", "warning", "error"]
     parent.add_argument("--log-level", default=log_level, choices=levels, help=f"default: {log_level}")
     parent.add_argument("--log-format", default="text", choices=["text", "json"], help="default: text")
     return parent
 
 
-def _file() -> argparse.ArgumentParser:
+def _target() -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(add_help=False)
-    parent.add_argument(
-        "file", nargs="?", type=Path, metavar="FILE.toml", help="configuration; without it, the defaults"
-    )
+    target = "what to run, see below; without it, the demo model and every default"
+    parent.add_argument("target", nargs="?", metavar="MODEL_OR_FILE", help=target)
     return parent
 
 
@@ -156,10 +159,30 @@ def _sampling() -> argparse.ArgumentParser:
     return parent
 
 
+def _configuration(parsed: argparse.Namespace, *overrides: str) -> Config:
+    """What the command line asks for.  Raises ConfigError."""
+    files: list[str] = []
+    models: list[str] = []
+    for given in (parsed.target, parsed.model):
+        if given is not None:
+            (files if _is_configuration(given) else models).append(given)
+    for what, found in (("configurations", files), ("models", models)):
+        if len(found) > 1:
+            raise ConfigError(f"two {what} are given, {found[0]} and {found[1]}; name one of them")
+    model = [f"model.path={json.dumps(models[0])}"] if models else []
+    return load_config(Path(files[0]) if files else None, [*model, *parsed.set, *overrides])
+
+
+def _is_configuration(given: str) -> bool:
+    """Whether it is no model: a .toml file, there or not, or whatever else that can be read and is no .gguf."""
+    path = Path(given)
+    return path.suffix == ".toml" or (path.exists() and not path.is_dir() and path.suffix != ".gguf")
+
+
 def _serve(parsed: argparse.Namespace, config: Config) -> None:
     overrides = [f"server.{key}={getattr(parsed, key)}" for key in ("host", "port") if getattr(parsed, key) is not None]
     if overrides:
-        config = load_config(parsed.file, [*parsed.set, *overrides])
+        config = _configuration(parsed, *overrides)
     if parsed.replicas is not None or parsed.on is not None:
         _serve_replicas(parsed, config)
         return
@@ -318,12 +341,15 @@ def _plugins(parsed: argparse.Namespace, config: Config) -> None:
     from engine.startup.preview import preview_context  # torch knows the device
 
     context = preview_context(config)
-    table = Table("plugin", "chosen", "distribution", "needs", "runs here")
+    console = Console(highlight=False, markup=False)
     for row in list_plugins(config, context):
-        origin = f"{row.info.distribution} {row.info.version}"
-        table.add_row(row.info.name, row.chosen, origin, row.needs, "; ".join(row.hindrances) or "yes")
-    console = Console()
-    console.print(table)
+        mark = {"": " ", "yes": "*"}.get(row.chosen, "?")
+        origin = "" if row.info.built_in else f" ({row.info.distribution} {row.info.version})"
+        console.print(f"{mark} {row.info.name}{origin}", style="bold" if row.chosen else "", soft_wrap=True, end="")
+        chosen = f" [{row.chosen}]" if row.chosen not in ("", "yes") else ""
+        reason = "; ".join(row.hindrances)
+        console.print(f"{chosen}  {'cannot run here: ' + reason if reason else row.needs}", style="dim", soft_wrap=True)
+    console.print("\n* chosen · ? chosen for what the brackets say")
     model = f"heads of {context.head_size}" if context.head_size else "a model that is not on this machine"
     machine = f"{context.device}, {context.dtype or 'any dtype'}, pages of {context.page_size}, {model}"
     console.print(f"here: {machine}; plugin API {API_VERSION}")

@@ -82,7 +82,10 @@ def resolve_checkpoint(path: str, revision: str) -> Path:
         raise WeightsError(f"{path}: is a file, expected a checkpoint directory or a {SUFFIX} file")
     if HUB_ID.fullmatch(path) and ".." not in path:
         return _download(path, revision)
-    raise WeightsError(f"{path!r}: no such directory; expected a checkpoint directory, a hub id 'org/name', or 'demo'")
+    raise WeightsError(
+        f"{path!r}: no such directory or file; expected a checkpoint directory, a {SUFFIX} file, a hub id 'org/name', "
+        "or 'demo'"
+    )
 
 
 def read_spec(directory: Path, read_shape: Callable[[str, Fields], DecoderShape]) -> ModelSpec:

@@ -20,6 +20,7 @@ from engine.errors import WeightsError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 # What the reference implementation allows; 100 MB of JSON describe about a million tensors.
 MAX_HEADER_BYTES = 100_000_000
 DTYPE_BYTES = {
@@ -49,7 +50,15 @@ def read_shards(directory: Path) -> dict[str, StoredTensor]:
         return read_header(directory / SINGLE_FILE)
     if (directory / INDEX_FILE).is_file():
         return _read_sharded(directory)
-    raise WeightsError(f"{directory}: no weights; expected {SINGLE_FILE}, or {INDEX_FILE} and its shards")
+    said = f"{directory}: no weights; expected {SINGLE_FILE}, or {INDEX_FILE} and its shards"
+    if pickled := sorted(one.name for one in directory.glob("*") if one.suffix in PICKLED):
+        said += (
+            f"; {pickled[0]} is a format that is not read, since loading it may run what is in it; to convert a model "
+            "that you trust: AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(NEW) of transformers"
+        )
+    elif others := sorted(one.name for one in directory.glob("*.gguf")):
+        said += f"; to read {others[0]}, name that file instead of its directory"
+    raise WeightsError(said)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

@@ -74,13 +74,14 @@ def test_the_chosen_are_marked() -> None:
 def test_the_command_prints_them_all(
     acme: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "240")
+    monkeypatch.setenv("COLUMNS", "60")  # no name is cut, whatever the width
     main(["plugins", "--set", "device.kind=cpu", "--set", "kv.page_size=64"])
     out = capsys.readouterr().out
     lines = {name: line for line in out.splitlines() for name in [*BUILTIN, "attention.fast"] if f" {name} " in line}
     assert set(lines) == {*BUILTIN, "attention.fast"}
     assert "acme 1.0" in lines["attention.fast"]
-    assert "package nowhere is not installed; device cpu, it takes cuda " in lines["attention.fast"]
+    assert "cannot run here: package nowhere is not installed; device cpu, it takes cuda" in lines["attention.fast"]
+    assert lines["attention.torch"].startswith("* ")
     assert "here: cpu, float32, pages of 64, heads of 64" in out
 
 

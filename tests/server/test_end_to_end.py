@@ -233,6 +233,11 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     ("arguments", "code", "said"),
     [
         (["serve", "missing.toml"], 2, "missing.toml: no such file"),
+        (["serve", "org/one", "--model", "org/two"], 2, "two models are given, org/one and org/two"),
+        (["serve", "a.toml", "--model", "b.toml"], 2, "two configurations are given, a.toml and b.toml"),
+        (["serve", "/no/such/model", "--port", "0"], 3, "/no/such/model"),
+        (["serve", "no-org/no-such-model", "--port", "0"], 3, "no-org/no-such-model"),
+        (["chat", "--model", "no-such.gguf"], 3, "no-such.gguf"),
         (["serve", "--set", "kv.page_sise=1"], 2, "page_sise"),
         (["serve", "--port", "0", "--set", "model.path=/no/such/model"], 3, "/no/such/model"),
         (["serve", "--port", "0", "--set", "model.path=no-org/no-such-model"], 3, "no-org/no-such-model"),
