@@ -17,7 +17,7 @@ def run(bench: Bench) -> None:
 
 
 def test_times_are_from_arrival_to_start_to_first_token_to_end() -> None:
-    bench = Bench(depth=1, max_running=1, prefill_chunk=8)
+    bench = Bench(depth=1, max_running=1, prefill_chunk=8, max_step_tokens=8)
     bench.submit(1, prompt_of(16), max_tokens=5, ignore_eos=True)
     bench.submit(2, prompt_of(8, seed=2), max_tokens=1, ignore_eos=True)
     run(bench)

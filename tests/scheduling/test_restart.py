@@ -47,7 +47,7 @@ def test_what_was_cached_is_computed_again() -> None:
 
 
 def test_who_stood_aside_for_a_prefix_under_way_starts_after_the_loss() -> None:
-    bench = Bench(prefill_chunk=8, depth=1)
+    bench = Bench(prefill_chunk=8, max_step_tokens=16, depth=1)
     stem = prompt_of(60)
     bench.submit(1, stem, max_tokens=2, ignore_eos=True)
     bench.plan()

@@ -347,7 +347,7 @@ class World:
         if "crash" in self.causes:
             if self.engine.supervisor.died is None and "drain" not in self.causes:
                 raise SimIncorrect("an actor crashed and nobody noticed")
-        elif self.probe is not None and "hang" not in self.marks and "pause" not in self.marks:
+        elif self.probe is not None and not self._stopped_early():
             check_books(self.engine, self.probe, self.checks)
         for number, client in self.clients.items():
             if client.stream is not None:
@@ -356,6 +356,10 @@ class World:
                 self.checks.check_client(client, self.nan_tokens.get(number + 1), self.causes, fatal)
         self.checks.check_sharing([client for client in self.clients.values() if client.stream is not None])
         self._mark_results()
+
+    def _stopped_early(self) -> bool:
+        """Whether a stop may have run out of patience with a step in flight: one that hangs, or a clock that jumps."""
+        return bool({"hang", "pause"} & self.marks.keys()) or {"drain", "clock jump"} <= self.causes
 
     def _read_at_last(self, client: Client) -> None:
         """A client that has never read does so now: everything must be there."""

@@ -37,7 +37,7 @@ BROKEN: list[tuple[str | bytes, str]] = [
     ("[kv]\npage_size = 17\n", "2: kv.page_size: Invalid enum value 17"),
     ("[kv]\nmemory_fraction = 2.0\n", "2: kv.memory_fraction: Expected `float` <= 0.98"),
     ("[kv]\nmemory_fraction = nan\n", "2: kv.memory_fraction: "),
-    ("[kv]\nmemory_fraction = 0\n", "2: kv.memory_fraction: "),
+    ("[kv]\nmemory_fraction = -0.1\n", "2: kv.memory_fraction: "),
     ("[kv]\nnum_pages = -1\n", "2: kv.num_pages: Expected `int` >= 0"),
     ("[server]\nport = 70000\n", "2: server.port: Expected `int` <= 65535"),
     ("[server]\nclient_timeout_s = 0\n", "2: server.client_timeout_s: "),
