@@ -135,7 +135,7 @@ def _shared(log_level: str) -> argparse.ArgumentParser:
         help="override one setting, e.g. kv.page_size=64; may be repeated",
     )
     parent.add_argument(
-        "--model", metavar="MODEL_OR_FILE", help="the same as the positional one, which may be the other"
+        "--model", metavar="MODEL_OR_FILE", help="a model or a file; a model may be named so beside a file"
     )
     levels = ["debug", "info", "warning", "error"]
     parent.add_argument("--log-level", default=log_level, choices=levels, help=f"default: {log_level}")
@@ -145,7 +145,7 @@ def _shared(log_level: str) -> argparse.ArgumentParser:
 
 def _target() -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(add_help=False)
-    target = "what to run, see below; without it, the demo model and every default"
+    target = "a directory, a .gguf file or org/name, or a .toml file; without it, the demo model and every default"
     parent.add_argument("target", nargs="?", metavar="MODEL_OR_FILE", help=target)
     return parent
 
