@@ -133,8 +133,10 @@ def test_stop_strings_cut_the_text_the_same_way_in_both(client: openai.OpenAI) -
 
 
 def test_sixteen_at_once_get_what_each_would_get_alone(server: Server, client: openai.OpenAI) -> None:
+    # Rounding in the model depends on the batch, so a draw within 1e-6 of the border between two tokens may go either
+    # way.  With this seed none of the 640 draws is nearer than 4e-5; with seed 11 one is at 4e-8.
     def request(prompt: str) -> dict:
-        return {"model": MODEL, "prompt": prompt, "max_tokens": 40, "temperature": 0.7, "seed": 11}
+        return {"model": MODEL, "prompt": prompt, "max_tokens": 40, "temperature": 0.7, "seed": 24}
 
     alone = [client.completions.create(**request(prompt)).choices[0].text for prompt in PROMPTS]
 
