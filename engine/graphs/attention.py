@@ -25,6 +25,8 @@ class BreakingAttention:
     """See ``AttentionBackend``: the chosen backend, for a model whose run may be captured.
 
     max_tokens: rows of the largest run; 0 if ``attend`` is not used, only ``attend_into``.
+    out_MNH: what ``attend`` writes to.  All layers and sizes share it: a layer's result is used up before the next
+    layer's attention.
     """
 
     def __init__(
@@ -40,8 +42,7 @@ class BreakingAttention:
         self._write = writer_of(backend)
         self._recorder = recorder
         self._device = device
-        # All layers and sizes share it: a layer's result is used up before the next layer's attention.
-        self._out_MNH = device.buffer((max_tokens, spec.num_heads, spec.head_size), dtype)
+        self.out_MNH = device.buffer((max_tokens, spec.num_heads, spec.head_size), dtype)
 
     def plan_step(self, batch: AttentionBatch) -> None:
         """See ``AttentionBackend.plan_step``; called by whoever plans the step, before it is run or replayed."""
@@ -49,7 +50,7 @@ class BreakingAttention:
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``.  Valid until the next layer's call."""
-        out_TNH = self._out_MNH[: len(q_TNH)]
+        out_TNH = self.out_MNH[: len(q_TNH)]
         # One buffer for all layers: what pads the step is zero from the first layer on.
         self._break(layer, q_TNH, out_TNH, zeroed=layer == 0)
         return out_TNH

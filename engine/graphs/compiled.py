@@ -103,6 +103,11 @@ class CompiledModel:
         (x_TD,) = self._stitched(*arguments)
         return x_TD
 
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """Pieces and split operations in their order; none before the first step is run."""
+        return () if self._stitched is None else tuple(self._stitched.children())
+
     def autotunes(self, num_tokens: int) -> bool:
         """Whether so many are compiled for by themselves."""
         return num_tokens in self._autotuned
@@ -217,11 +222,11 @@ class AttendPart(nn.Module):
         super().__init__()
         node = next(node for node in module.graph.nodes if node.op == "call_function")
         self._query, self._out = (_place(module, argument) for argument in node.args[:2])
-        self._layer = node.args[2]
+        self.layer = node.args[2]
         self._attend_into = attention.attend_into
 
     def forward(self, *arguments: Any) -> tuple[()]:
-        self._attend_into(self._layer, arguments[self._query], arguments[self._out])
+        self._attend_into(self.layer, arguments[self._query], arguments[self._out])
         return ()
 
 

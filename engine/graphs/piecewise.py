@@ -36,6 +36,7 @@ class Piecewise:
     hidden: the model's, or that of its compiled form; called with ``attention``.
     sizes: ascending.  any_size: whether ``hidden`` is more than the model's own, and is called directly, without
     padding, for steps past the largest size, and for all where the device cannot capture.
+    inputs_3M: token ids, positions and slots of the largest run, int64; smaller ones use the beginnings.
     Every rank makes the same decisions: they depend on the step alone.
     """
 
@@ -62,8 +63,7 @@ class Piecewise:
         self._recorder = recorder
         self._capturing = capturing
         self._recordings: dict[int, Recording] = {}
-        # Token ids, positions and slots of the largest run; smaller ones use the beginnings.
-        self._inputs_3M = device.buffer((3, self.sizes[-1]), torch.int64)
+        self.inputs_3M = device.buffer((3, self.sizes[-1]), torch.int64)
         self._padding_31 = device.buffer((3, 1), torch.int64)
         self._padding_31[2] = pool.dump_page * pool.page_stride
         self._rows_0 = device.buffer((0,), torch.int64)
@@ -139,7 +139,7 @@ class Piecewise:
 
     def _run(self, size: int) -> Tensor:
         """The model on the static inputs; as a warm-up it loads what cannot be loaded inside a capture."""
-        token_ids_T, positions_T, slots_T = self._inputs_3M[:, :size]
+        token_ids_T, positions_T, slots_T = self.inputs_3M[:, :size]
         return self._hidden(StepTensors(token_ids_T, positions_T, slots_T, self._rows_0, self._attention, self._pool))
 
     def _run_directly(self, step: StepTensors) -> Tensor:
@@ -155,14 +155,14 @@ class Piecewise:
     def _fill(self, size: int, inputs: Sequence[Tensor], num_tokens: int) -> None:
         """Real tokens first; padding has token 0 at position 0 and belongs in the dump page."""
         self._recorder.num_tokens = num_tokens
-        torch._foreach_copy_(list(self._inputs_3M[:, :num_tokens]), list(inputs))
+        torch._foreach_copy_(list(self.inputs_3M[:, :num_tokens]), list(inputs))
         if num_tokens < size:
-            self._inputs_3M[:, num_tokens:size] = self._padding_31
+            self.inputs_3M[:, num_tokens:size] = self._padding_31
 
     def _plan_nothing(self) -> None:
         """Inputs of padding only, and one token in the dump page for attention, which must have been planned."""
         self._recorder.num_tokens = 1
-        self._inputs_3M.copy_(self._padding_31)
+        self.inputs_3M.copy_(self._padding_31)
         one = torch.ones(1, dtype=torch.int32, device=self._pool.data.device)
         self._attention.plan_step(
             AttentionBatch(

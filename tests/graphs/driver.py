@@ -12,6 +12,7 @@ from engine.graphs.compiled import CompiledModel
 from engine.graphs.device import GraphDevice
 from engine.graphs.piecewise import Piecewise
 from engine.layers.comm import Comm
+from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.testing.steps import Driver
@@ -33,7 +34,9 @@ class KeepingRecorder(SegmentRecorder):
 
 
 class PiecewiseDriver(Driver):
-    """See ``Driver``.  compiler: None for captures of the model itself, else how its pieces are compiled."""
+    """See ``Driver``.  compiler: None for captures of the model itself, else how its pieces are compiled.
+
+    hidden: what is captured of a model that is not compiled; its own if None."""
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class PiecewiseDriver(Driver):
         passes: Sequence[Any] = (),
         page_size: int = 4,
         num_pages: int = 100,
+        hidden: Callable[[StepTensors], Tensor] | None = None,
     ) -> None:
         super().__init__(model, page_size, num_pages)
         self.device = device or RecordingDevice()
@@ -73,7 +77,7 @@ class PiecewiseDriver(Driver):
             )
         self.piecewise = Piecewise(
             model=model,
-            hidden=model.hidden if self.compiled is None else self.compiled.hidden,
+            hidden=(hidden or model.hidden) if self.compiled is None else self.compiled.hidden,
             pool=self.pool,
             attention=self.breaking,
             device=self.device,

@@ -15,6 +15,7 @@ from engine.config import Config, build_config
 from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.messages import Admission, Step
 from engine.params import SamplingParams
+from engine.plugins.manager import Plugins
 from engine.startup import loading
 from engine.system import System
 from tests.models.checkpoints import random_tokens
@@ -51,10 +52,9 @@ def load(
         "plugins": {"attention": attention},
     }
     system = System(build_config(Config(), sections))
+    plugins = Plugins(system.config.chosen_plugins(), graph_passes=system.config.plugins.graph_passes)
     with patch.object(loading, "ModelRunner", OpenRunner):
-        runner = loading.load_runner(
-            system.config, system.spec, system.max_len, system._plugins, rank=0, progress=False
-        )
+        runner = loading.load_runner(system.config, system.spec, system.max_len, plugins, rank=0, progress=False)
     assert isinstance(runner, OpenRunner)
     return runner
 

@@ -49,10 +49,6 @@ def direct(cases: Cases):
     return build
 
 
-def parts_of(driver):
-    return list(driver.compiled._stitched.children())
-
-
 def compare(driver, counts, tolerance):
     plain = Driver(driver.plain, page_size=4, num_pages=100)
     for count in counts:
@@ -73,8 +69,9 @@ def test_compilations_are_kept_where_the_next_start_finds_them(monkeypatch):
 def test_attention_stands_alone_between_pieces(direct):
     driver = direct()
     driver.step({"a": random_tokens(5, 1)})
-    assert [type(part) for part in parts_of(driver)] == [Piece, AttendPart] * 3 + [Piece]
-    assert [part._layer for part in parts_of(driver)[1::2]] == [0, 1, 2]
+    parts = driver.compiled.parts
+    assert [type(part) for part in parts] == [Piece, AttendPart] * 3 + [Piece]
+    assert [part.layer for part in parts[1::2]] == [0, 1, 2]
 
 
 def test_layers_share_a_compilation_and_no_step_compiles_again(direct):
@@ -161,7 +158,7 @@ def test_two_models_do_not_share_a_trace(cases: Cases, direct):
 def test_a_single_token_runs_without_the_trace(direct):
     driver = direct()
     driver.step({"a": random_tokens(1, 1)})
-    assert driver.compiled._stitched is None
+    assert driver.compiled.parts == ()
 
 
 def test_capturing_where_nothing_captures_compiles_ahead(direct):
@@ -185,7 +182,7 @@ def test_operations_that_plugins_name_are_split_at(cases: Cases, monkeypatch, de
     )
     driver.piecewise.capture()
     compare(driver, [5, 12, 16], 0)
-    kinds = [type(part) for part in parts_of(driver)]
+    kinds = [type(part) for part in driver.compiled.parts]
     assert kinds == [Piece, AttendPart, Piece, NamedPart] * 3 + [Piece]
     assert AllReducePart not in kinds
 

@@ -5,6 +5,7 @@ twice; a graph that was captured has a share in its pool until it is dropped.
 """
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ POOL = (0, 7)
 
 class Allocators:
     """recording: pools that the device's allocator takes memory from now; host: that of page-locked memory.
-    shares: of graphs and captures in each pool.  fails: in which call CUDA fails."""
+    shares: of graphs and captures in each pool.  fails: in which call CUDA fails.  graphs: that nobody has dropped."""
 
     def __init__(self):
         self.recording, self.host, self.shares = set(), set(), {POOL: 1}
+        self.graphs = weakref.WeakSet()
         self.fails = ""
 
     def check(self, what):
@@ -44,6 +46,7 @@ class Allocators:
 def graph_class(allocators):
     class FakeGraph:
         def __init__(self):
+            allocators.graphs.add(self)
             self.pool, self.capturing, self.has_share = None, False, False
             self.resets = 0
 
@@ -124,8 +127,8 @@ def test_a_capture_that_fails_says_why_and_gives_back_what_it_took(allocators, d
     gc.collect()
     assert not allocators.recording
     assert allocators.shares[POOL] == 1
-    kept = [graph.pool for graph in device._refused]
-    assert set(kept) == allocators.host, "an allocator asks a graph that is gone"
+    kept = {graph.pool for graph in allocators.graphs}
+    assert kept == allocators.host, "an allocator asks a graph that is gone"
     allocators.fails = ""
     if not kept:
         capture(device)  # nothing is left that would forbid the next one

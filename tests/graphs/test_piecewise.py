@@ -154,10 +154,10 @@ def test_padding_reaches_the_dump_page_and_nothing_else(driver, monkeypatch):
     driver.pool.data.fill_(torch.nan)
     driver.step({"a": random_tokens(5, 1)})
     assert watched.rows == [8, 8, 8, 5, 5, 5]
-    token_ids, positions, slots = driver.piecewise._inputs_3M[:, 5:8].tolist()
+    token_ids, positions, slots = driver.piecewise.inputs_3M[:, 5:8].tolist()
     assert (token_ids, positions) == ([0] * 3, [0] * 3)
     assert slots == [driver.pool.dump_page * driver.pool.page_size] * 3
-    assert not driver.breaking._out_MNH[5:8].any()
+    assert not driver.breaking.out_MNH[5:8].any()
     written = ~driver.pool.data[0, 0, :, :, 0, 0].isnan()
     expected = torch.zeros_like(written).flatten()
     pages = driver.sequences["a"].pages
@@ -223,9 +223,8 @@ class Harmless:
 
 
 def test_attention_that_was_captured_is_an_error(cases: Cases):
-    driver = PiecewiseDriver(cases["qwen3-tied"].model)
-    hidden = driver.piecewise._hidden
-    driver.piecewise._hidden = lambda step: hidden(replace(step, attention=Harmless()))
+    model = cases["qwen3-tied"].model
+    driver = PiecewiseDriver(model, hidden=lambda step: model.hidden(replace(step, attention=Harmless())))
     with pytest.raises(GraphError, match="broken at 0 attention calls, the model has 3 layers"):
         driver.piecewise.capture()
     assert driver.piecewise.captured == ()
