@@ -1,6 +1,7 @@
 """Attention backends of other distributions: tried before they serve, and named when they fail."""
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -27,7 +28,7 @@ from tests.plugins.conftest import Install
 CPU = torch.device("cpu")
 SPEC = AttentionSpec(num_layers=3, num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
 SOURCE = """
-import sys, time
+import sys, threading, time
 from dataclasses import replace
 from engine.errors import PluginError
 from engine.plugins.attention.torch import TorchAttention
@@ -35,6 +36,7 @@ from engine.plugins.hookspecs import hookimpl
 
 CALLBOARD_PLUGIN = {"api": 1}
 num_calls = 0
+let_go = threading.Event()
 
 class Backend(TorchAttention):
     def attend(self, layer, q_TNH):
@@ -145,18 +147,19 @@ def test_one_that_hangs_is_named_and_given_up(
     publish: Publish, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    publish("time.sleep(5); sys.exit()")
-    monkeypatch.setattr(foreign, "TRIAL_TIMEOUT_S", 2.0)
+    publish("let_go.wait(); sys.exit()")
+    monkeypatch.setattr(foreign, "TRIAL_TIMEOUT_S", 1.0)
     monkeypatch.setattr(patience, "SAY_AFTER_S", 0.01)
-    with pytest.raises(PluginError, match=r"attention\.theirs .* was not done after 2 s"):
+    with pytest.raises(PluginError, match=r"attention\.theirs .* was not done after 1 s"):
         start()
     label = "plugin attention.theirs (acme-theirs 1.0): "
     said = [message for message in caplog.messages if message.startswith(label)]
-    assert said[0] == f"{label}a trial of a few tokens begins, and may take 2 s"
+    assert said[0] == f"{label}a trial of a few tokens begins, and may take 1 s"
     assert said[1] == f"{label}its trial has taken 0.01 s so far"
     assert said[2] == f"{label}its trial has taken 0.02 s so far"
     # It is still at it, and was not waited for; a thread that outlives the interpreter would abort the process.
     (trial,) = (thread for thread in threading.enumerate() if thread.name == "trial of attention.theirs")
+    sys.modules["acme_theirs"].let_go.set()
     trial.join()
 
 
