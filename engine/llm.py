@@ -26,8 +26,9 @@ from tqdm import tqdm
 from engine.actors.stream import Stream
 from engine.config import Config, build_config
 from engine.errors import RequestError
-from engine.messages import Delta, Finish, Prompt, TokenLogprobs, Usage
+from engine.messages import Delta, Finish, TokenLogprobs, Usage
 from engine.params import SamplingParams
+from engine.prompt import Prompt
 from engine.system import System
 from engine.text.turns import read_turn
 

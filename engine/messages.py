@@ -7,17 +7,15 @@ What worker processes and their engine say to each other besides is in ``engine/
 Messages are immutable plain data.  Integer columns travel as packed little-endian bytes
 (int32 unless said otherwise), so a message costs per step and not per token.
 ``engine/workers/wire.py`` encodes them with msgpack; nothing is ever pickled.
-They are one file of over 400 lines, so that the whole conversation is read in one place.
 """
 
-from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from itertools import chain
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from engine.params import SamplingParams
+from engine.prompt import ChatOptions, ChatTurn
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -35,46 +33,6 @@ class Finish(IntEnum):
 
 
 # ---- ingress -> tokenizer -------------------------------------------------------------------
-
-
-class ToolCall(Message, frozen=True):
-    """A function that the assistant called earlier in a conversation.  arguments: a JSON object as text."""
-
-    call_id: str
-    name: str
-    arguments: str
-
-
-class ChatTurn(Message, frozen=True):
-    """One message of a conversation.
-
-    reasoning, tool_calls: of the assistant.  tool_call_id: which call a tool's message answers.
-    """
-
-    role: str
-    content: str
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str = ""
-    name: str = ""
-
-
-Prompt = str | Sequence[int] | tuple[ChatTurn, ...]
-
-
-class ChatOptions(Message, frozen=True):
-    """How a conversation becomes a prompt, and how its answer is read.
-
-    tools: JSON array of what may be called, as the API has it; empty for none.  variables: JSON object of what else the
-    template is told; empty for nothing.  continue_final: the answer goes on where the last message ends.
-    split_reasoning: what the model thinks before it answers is told apart from the answer.
-    """
-
-    tools: str = ""
-    variables: str = ""
-    add_generation_prompt: bool = True
-    continue_final: bool = False
-    split_reasoning: bool = False
 
 
 class RequestOptions(Message, frozen=True):
@@ -268,21 +226,6 @@ class StepExtras(Message, frozen=True):
     embedding: bytes = b""
     failure: str = ""
 
-    @classmethod
-    def by_row(cls, **columns: Mapping[int, Any]) -> "dict[int, StepExtras]":
-        """Row -> its extras, from one mapping of rows for each field."""
-        rows = {row for values in columns.values() for row in values}
-        return {row: cls(**{name: of[row] for name, of in columns.items() if row in of}) for row in sorted(rows)}
-
-    def then(self, later: "StepExtras") -> "StepExtras":
-        """One row's extras of a step that was computed in two parts."""
-        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(later), strict=True)
-        both = StepExtras(*(new or old for old, new in pairs))
-        if self.prompt_logprobs is None or later.prompt_logprobs is None:
-            return both
-        entries = self.prompt_logprobs.entries + later.prompt_logprobs.entries
-        return msgspec.structs.replace(both, prompt_logprobs=PromptLogprobs(self.prompt_logprobs.first, entries))
-
 
 class StepDone(Message, frozen=True):
     """A step has finished.
@@ -375,24 +318,6 @@ class Delta(Message, frozen=True):
     embedding: bytes = b""
     prompt_token_ids: bytes = b""
 
-    @classmethod
-    def merged(cls, deltas: Sequence["Delta"]) -> "Delta":
-        """One delta that says the same as several in a row: what can be joined is, of all else the last counts."""
-        if len(deltas) == 1:
-            return deltas[0]
-        request_ids, *columns = zip(*map(msgspec.structs.astuple, deltas), strict=True)
-        return cls(request_ids[-1], *map(_joined, cls.__struct_defaults__, columns))
-
-
-def _joined(default: Any, values: tuple[Any, ...]) -> Any:
-    match default:
-        case str() | bytes():
-            return default.join(values)
-        case tuple():
-            return tuple(chain.from_iterable(values))
-        case _:
-            return next((value for value in reversed(values) if value is not default), default)
-
 
 class Deltas(Message, frozen=True):
     """All deltas of one step."""
@@ -424,15 +349,6 @@ class Stats(Message, frozen=True):
     pages_free: int
     pages_cached: int
     pages_used: int
-
-    def same_gauges(self, other: "Stats") -> bool:
-        """Whether only the step differs."""
-        return (self.running, self.waiting, self.pages_free, self.pages_cached) == (
-            other.running,
-            other.waiting,
-            other.pages_free,
-            other.pages_cached,
-        )
 
 
 # ---- tokenizer pool -> ingress --------------------------------------------------------------

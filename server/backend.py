@@ -11,8 +11,9 @@ from typing import Protocol
 from engine.actors.admission import Admitting
 from engine.actors.snapshot import Snapshot
 from engine.actors.supervisor import Entrance
-from engine.messages import DEFAULT_OPTIONS, Delta, Prompt, RequestOptions, Stats
+from engine.messages import DEFAULT_OPTIONS, Delta, RequestOptions, Stats
 from engine.params import SamplingParams
+from engine.prompt import Prompt
 from engine.text.codec import TextCodec
 from server.model_card import ModelCard
 

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from engine.actors.stream import merged
 from engine.actors.tokenizer import Tokenizer
 from engine.errors import RequestError
 from engine.messages import Abort, Admit, Delta, Finish, Stop, Tokenize, Tokens
@@ -190,4 +191,4 @@ def test_a_streams_tokens_are_counted_by_tokens_and_not_by_chunks() -> None:
     """A role chunk and a final empty one are no tokens, and a slow client gets several tokens in one."""
     ids = [np.array([number], np.int32).tobytes() for number in range(3)]
     deltas = [Delta(1, "a", ids[0]), Delta(1, "", ids[1]), Delta(1, "b", ids[2]), Delta(1, "", b"", Finish.STOP)]
-    assert len(Delta.merged(deltas).token_ids) // 4 == 3
+    assert len(merged(deltas).token_ids) // 4 == 3

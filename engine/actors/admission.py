@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from engine.errors import FieldError, RequestError
-from engine.messages import ChatTurn, Prompt
+from engine.prompt import ChatTurn, Prompt
 
 RETRY_AFTER_S = 1  # a queue place can free up with the next step
 RETRY_LATER_S = 5  # a model loads, or another server takes over

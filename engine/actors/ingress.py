@@ -27,7 +27,6 @@ from engine.messages import (
     Failed,
     Finish,
     IngressInbox,
-    Prompt,
     RequestOptions,
     Stats,
     Tokenize,
@@ -35,6 +34,7 @@ from engine.messages import (
     TokenizersReady,
 )
 from engine.params import MAX_SEED, SamplingParams
+from engine.prompt import Prompt
 from engine.sections import LimitsSection
 
 log = logging.getLogger(__name__)

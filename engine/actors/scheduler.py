@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
+import msgspec
+
 from engine.actors.actor import Actor, Link
 from engine.errors import RequestError
 from engine.messages import (
@@ -107,7 +109,7 @@ class Scheduler(Actor[SchedulerInbox]):
             self._tokenizer.put(message)
         planner.outbox.clear()
         stats = planner.stats()
-        if self._last_stats is None or not stats.same_gauges(self._last_stats):
+        if self._last_stats is None or msgspec.structs.replace(self._last_stats, step_id=stats.step_id) != stats:
             self._last_stats = stats
             self._ingress.put(stats)
         self._tell_observers(planner)

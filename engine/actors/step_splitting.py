@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from engine.actors.executor import PendingStep, Runner
 from engine.errors import StepTooLarge
-from engine.messages import Step, StepDone, StepExtras
+from engine.messages import PromptLogprobs, Step, StepDone, StepExtras
 
 log = logging.getLogger(__name__)
 
@@ -137,5 +137,15 @@ def merged(results: Sequence[StepDone]) -> StepDone:
     extras: dict[int, StepExtras] = {}
     for done in results:
         for row, one in done.extras.items():
-            extras[row] = extras[row].then(one) if row in extras else one
+            extras[row] = together(extras[row], one) if row in extras else one
     return msgspec.structs.replace(results[0], token_ids=b"".join(done.token_ids for done in results), extras=extras)
+
+
+def together(first: StepExtras, later: StepExtras) -> StepExtras:
+    """One row's extras of a step that was computed in two parts."""
+    pairs = zip(msgspec.structs.astuple(first), msgspec.structs.astuple(later), strict=True)
+    both = StepExtras(*(new or old for old, new in pairs))
+    if first.prompt_logprobs is None or later.prompt_logprobs is None:
+        return both
+    entries = first.prompt_logprobs.entries + later.prompt_logprobs.entries
+    return msgspec.structs.replace(both, prompt_logprobs=PromptLogprobs(first.prompt_logprobs.first, entries))

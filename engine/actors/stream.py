@@ -8,10 +8,32 @@ third of that: with hundreds of streams, waking tasks is most of what a token co
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import msgspec
 
 from engine.errors import CallboardError
 from engine.messages import Delta, Finish
+
+
+def merged(deltas: Sequence[Delta]) -> Delta:
+    """One delta that says the same as several in a row: what can be joined is, of all else the last counts."""
+    if len(deltas) == 1:
+        return deltas[0]
+    request_ids, *columns = zip(*map(msgspec.structs.astuple, deltas), strict=True)
+    return Delta(request_ids[-1], *map(_joined, Delta.__struct_defaults__, columns))
+
+
+def _joined(default: Any, values: tuple[Any, ...]) -> Any:
+    match default:
+        case str() | bytes():
+            return default.join(values)
+        case tuple():
+            return tuple(chain.from_iterable(values))
+        case _:
+            return next((value for value in reversed(values) if value is not default), default)
 
 
 class Stream:
@@ -67,7 +89,7 @@ class Stream:
             self._read_to_end = True
             assert self._error is not None
             raise self._error
-        delta = Delta.merged(self._pending)
+        delta = merged(self._pending)
         self._pending = []
         self._read_to_end = delta.finish != Finish.RUNNING
         if self._error is not None:

@@ -4,9 +4,9 @@ Owns: everything on the device.  Does not know: requests, text, actors; it knows
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,12 @@ T = TypeVar("T")
 LEAVE_TIMEOUT_S = 5.0
 
 
+def extras_by_row(**columns: Mapping[int, Any]) -> dict[int, StepExtras]:
+    """Row -> its extras, from one mapping of rows for each field."""
+    rows = {row for values in columns.values() for row in values}
+    return {row: StepExtras(**{name: of[row] for name, of in columns.items() if row in of}) for row in sorted(rows)}
+
+
 @dataclass(slots=True)
 class LaunchedStep:
     """A step whose kernels are queued.  rows_N: those that sample.  event: recorded behind its copies to the host; None
@@ -61,7 +67,7 @@ class LaunchedStep:
             rank=self.rank,
             step_id=self.step_id,
             token_ids=self.tokens().astype(np.int32, copy=False).tobytes(),
-            extras=StepExtras.by_row(
+            extras=extras_by_row(
                 logprobs=self._by_row(self.sampled.logprobs.messages()) if self.sampled.logprobs is not None else {},
                 prompt_logprobs=self.prompts.prompt_logprobs() if self.prompts is not None else {},
                 embedding=self.prompts.embedding_bytes() if self.prompts is not None else {},

@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.kv.events import EventLog, KVEvent, namespace_seed, page_hashes
-from engine.kv.eviction import EvictionStrategy
+from engine.kv.eviction import EvictionStrategy, LockCounts
 from engine.kv.host_tier import HostTier, Transfer
 from engine.kv.invariants import check_locks, check_nodes, check_pages
-from engine.kv.locks import LockCounts
 from engine.kv.match import Match, common_bytes, match_on_device, match_on_host
 from engine.kv.node import NO_PAGES, SHARED, Handle, Namespace, Node, Published, Root
 from engine.kv.outline import Outline, outline

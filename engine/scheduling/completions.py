@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.messages import Failed, Finish, StepDone, StepExtras, Tokens
-from engine.scheduling.budget import StepBudget
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.meter import StepRecord
 from engine.scheduling.pages import PageManager
@@ -45,7 +44,6 @@ class Completions:
         decodes: Decodes,
         prefills: Prefills,
         requests: Requests,
-        budget: StepBudget,
         clock: Callable[[], float],
     ) -> None:
         self.in_flight: deque[InFlight] = deque()
@@ -56,7 +54,6 @@ class Completions:
         self._decodes = decodes
         self._prefills = prefills
         self._requests = requests
-        self._budget = budget
         self._clock = clock
         self._ended: list[int] = []
 
@@ -75,8 +72,9 @@ class Completions:
         self.num_completed += 1
         now = self._clock()
         began_at = max(record.launched_at, self._requests.meter.last_completed_at)
-        if self._budget.learns:
-            self._budget.observe(record.num_decodes, record.num_prefill_tokens, now - began_at)
+        budget = self._prefills.budget
+        if budget.learns:
+            budget.observe(record.num_decodes, record.num_prefill_tokens, now - began_at)
         rows = record.sampled_rows
         tokens = np.frombuffer(done.token_ids, dtype=np.int32)
         if self._ended:

@@ -30,7 +30,6 @@ from engine.messages import (
     StepDone,
     Tokens,
 )
-from engine.scheduling.budget import StepBudget
 from engine.scheduling.completions import Completions, InFlight
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.fetches import Fetches
@@ -55,7 +54,6 @@ class Planner:
         self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size)
         self._page_manager = PageManager(limits, self._rows, strategy)
         self._forecast = OutputForecast()
-        self._budget = StepBudget(limits.max_step_tokens, limits.itl_target_s)
         self._decodes = Decodes(self._rows, self._page_manager)
         self._quarantine = Quarantine(waiting_queue(policy))
         # A suspect is the only one to run when its turn comes, and so must not give it up for a while.
@@ -66,7 +64,7 @@ class Planner:
         self._requests = Requests(limits, self._forecast, self._quarantine, clock)
         self.outbox, self.finished, self.meter = self._requests.outbox, self._requests.finished, self._requests.meter
         self._completions = Completions(
-            self._rows, self._page_manager, self._decodes, self._prefills, self._requests, self._budget, clock
+            self._rows, self._page_manager, self._decodes, self._prefills, self._requests, clock
         )
         self._num_steps = 0
         self._completed_at_blame = 0
@@ -109,8 +107,7 @@ class Planner:
             pass
         decode_rows, appends = self._decodes.plan()
         if self._prefills.may_go_on:
-            budget = self._budget.prefill_tokens(len(decode_rows))
-            segments = self._prefills.plan(budget, beside_decodes=len(decode_rows) > 0)
+            segments = self._prefills.plan(len(decode_rows))
             if segments.rows:
                 return self._launch_mixed(decode_rows, appends, segments)
         if not len(decode_rows):

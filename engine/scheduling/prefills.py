@@ -1,6 +1,7 @@
 """The prefill half of a step: who starts, and which prompt gets how many tokens.
 
-Owns: prompts under way and whose turn it is.  Does not know: decodes' pages, what a finished step means.
+Owns: prompts under way and whose turn it is, what is known of how long steps take.
+Does not know: decodes' pages, what a finished step means.
 Prompts take turns, a chunk each, and the waiting queue is one of those who take turns: so a long prompt cannot keep
 short ones waiting, and a stream of short ones cannot keep a long one from going on.
 """
@@ -17,6 +18,9 @@ from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.requests import OutputForecast, peak_growth
 from engine.scheduling.rows import WORTH_WAITING_TOKENS, PlannerLimits, RowTable, Sequence, TokenIds
 
+MIN_PREFILL_TOKENS = 16  # a prompt never stands still, however many decode
+FORGETTING = 0.97
+ANCHOR = 0.01  # weight of the last solution, in steps
 QUEUE = -1  # the waiting queue's place among the rows that take turns
 Stem = tuple[str, bytes]
 
@@ -34,7 +38,7 @@ class Segments:
 
 
 class Prefills:
-    """Rows between their first step and their first token."""
+    """Rows between their first step and their first token.  budget: learns from whoever completes steps."""
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class Prefills:
         forecast: OutputForecast,
         fetches: Fetches,
     ) -> None:
+        self.budget = StepBudget(limits.max_step_tokens, limits.itl_target_s)
         self._limits = limits
         self._table = table
         self._page_manager = page_manager
@@ -142,13 +147,13 @@ class Prefills:
 
     # ---- planning ---------------------------------------------------------------------------
 
-    def plan(self, budget: int, beside_decodes: bool = True) -> Segments:
-        """At most ``budget`` prompt tokens: a chunk for each whose turn it is, then for newcomers what is left.
+    def plan(self, num_decodes: int) -> Segments:
+        """What the budget has beside so many decodes: a chunk for each whose turn it is, then for newcomers the rest.
 
         What is left even then goes to the prompts of the step, unless there are decodes beside them: these would get
         their tokens later for it.  A row whose last chunk this is takes no more turns; its first token will be
         sampled."""
-        segments = Segments()
+        segments, budget = Segments(), self.budget.prefill_tokens(num_decodes)
         if self._may_start:
             self._waiting.rerank(self._page_manager.num_cached_tokens)
         for turn in list(self._turns):
@@ -163,7 +168,7 @@ class Prefills:
                 self._turns.append(turn)
         if budget > 0:
             budget -= self._start_some(segments, budget, budget)
-        if not beside_decodes:
+        if not num_decodes:
             self._spread(segments, budget)
         return segments
 
@@ -291,3 +296,43 @@ def _num_common(first: TokenIds, second: TokenIds) -> int:
     length = min(len(first), len(second))
     differing = np.flatnonzero(first[:length] != second[:length])
     return int(differing[0]) if len(differing) else length
+
+
+class StepBudget:
+    """How many prompt tokens fit beside the decodes of a step without keeping those waiting.
+
+    seconds = base + per_decode * decodes + per_token * prompt tokens, by least squares over the steps that have run:
+    machine, model and context lengths are in the coefficients.  The normal equations are kept with exponential
+    forgetting and anchored to the last solution (Tikhonov), so that a long stretch of equal steps neither blows up nor
+    forgets what they do not show.
+    target_s: time between two tokens of a running request; 0 for no target."""
+
+    def __init__(self, max_step_tokens: int, target_s: float) -> None:
+        self._max_step_tokens = max_step_tokens
+        self._target_s = target_s
+        self._costs = np.zeros(3)
+        self._moments = np.zeros((3, 3))
+        self._sums = np.zeros(3)
+
+    @property
+    def learns(self) -> bool:
+        """Whether ``observe`` is of any use."""
+        return self._target_s > 0
+
+    def observe(self, num_decodes: int, num_prefill_tokens: int, seconds: float) -> None:
+        """A step of this size took so long."""
+        # Per 64 decodes and 1,024 tokens, so that the three numbers are of one magnitude.
+        features = np.array((1.0, num_decodes / 64, num_prefill_tokens / 1024))
+        self._moments = self._moments * FORGETTING + np.outer(features, features)
+        self._sums = self._sums * FORGETTING + features * seconds
+        anchored = self._moments + np.eye(3) * ANCHOR
+        self._costs = np.maximum(np.linalg.solve(anchored, self._sums + ANCHOR * self._costs), 0.0)
+
+    def prefill_tokens(self, num_decodes: int) -> int:
+        """Prompt tokens that the next step may hold beside ``num_decodes``."""
+        most = self._max_step_tokens - num_decodes
+        per_token = self._costs[2] / 1024
+        if not self._target_s or not num_decodes or per_token <= 0:
+            return most
+        left_s = self._target_s - self._costs[0] - self._costs[1] * num_decodes / 64
+        return min(most, max(MIN_PREFILL_TOKENS, int(left_s / per_token)))

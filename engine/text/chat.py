@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from engine.errors import RequestError, WeightsError
-from engine.messages import ChatOptions, ChatTurn
+from engine.prompt import ChatOptions, ChatTurn
 from engine.text.tool_format import explains_tools, explanation
 
 _MAX_REASON_CHARS: Final = 500

@@ -23,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import RequestError
-from engine.messages import ChatOptions, ChatTurn, TokenText
+from engine.messages import TokenText
 from engine.params import SamplingParams
+from engine.prompt import ChatOptions, ChatTurn
 from engine.sections import ModelSection
 from engine.text.chat import PLAIN
 from engine.text.files import TokenizerFiles

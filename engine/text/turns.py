@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import RequestError
-from engine.messages import ChatTurn, ToolCall
+from engine.prompt import ChatTurn, ToolCall
 
 
 class _Function(msgspec.Struct):

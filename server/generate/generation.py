@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from engine.messages import DEFAULT_OPTIONS, Prompt, RequestOptions
+from engine.messages import DEFAULT_OPTIONS, RequestOptions
 from engine.params import MAX_SEED, SamplingParams
+from engine.prompt import Prompt
 from engine.text.tool_calls import ToolCallParser
 
 MAX_CHOICES = 128  # in one request

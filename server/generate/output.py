@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
+from engine.actors.stream import merged
 from engine.messages import Delta, Finish, TokenLogprobs, TokenText
 from server.generate.generation import Generation
 
@@ -37,7 +38,7 @@ class Output:
     @property
     def delta(self) -> Delta:
         """Everything so far, as one delta."""
-        self._deltas = [Delta.merged(self._deltas)]
+        self._deltas = [merged(self._deltas)]
         return self._deltas[0]
 
     @property

@@ -11,7 +11,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from engine.errors import FieldError
-from engine.messages import ChatOptions, Delta, Finish, TokenLogprobs
+from engine.messages import Delta, Finish, TokenLogprobs
+from engine.prompt import ChatOptions
 from engine.text.tool_calls import CallPiece, ToolCallParser, text_and_calls
 from server.generate.endpoint import Endpoint
 from server.generate.generation import Generation

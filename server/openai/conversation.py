@@ -12,9 +12,9 @@ from typing import Any, Final
 import msgspec
 
 from engine.errors import FieldError, RequestError
-from engine.messages import ChatTurn, ToolCall
 from engine.params import Grammar
 from engine.plugins.tool_parser.hermes import HermesFormat
+from engine.prompt import ChatTurn, ToolCall
 from engine.text.tool_calls import ToolCallParser, ToolFormat
 from engine.text.tool_format import Tool
 from server.http.body import is_given

@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from engine.actors.admission import check_chars, num_chars
 from engine.errors import FieldError
-from engine.messages import ChatOptions
+from engine.prompt import ChatOptions
 from engine.sections import ServerSection
 from engine.text.codec import TextCodec
 from server.http.body import BodyReader

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import msgspec
 
 from engine.errors import FieldError, RequestError
-from engine.messages import DEFAULT_OPTIONS, ChatOptions, Prompt, RequestOptions
+from engine.messages import DEFAULT_OPTIONS, RequestOptions
 from engine.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
+from engine.prompt import ChatOptions, Prompt
 from engine.text.tool_calls import ToolFormat
 from server.generate.generation import MAX_CHOICES, Generation
 from server.http.body import is_given

@@ -13,7 +13,8 @@ from aiohttp import web
 from msgspec import UnsetType
 
 from engine.errors import FieldError, RequestError
-from engine.messages import ChatOptions, Delta, Finish
+from engine.messages import Delta, Finish
+from engine.prompt import ChatOptions
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
 from server.generate.output import CompletionTokensDetails, Output, UsageBody, UsageCounter

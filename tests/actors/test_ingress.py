@@ -11,19 +11,9 @@ import pytest
 from engine.actors.ingress import Ingress
 from engine.actors.stream import Stream
 from engine.errors import EngineDied, RequestError
-from engine.messages import (
-    Abort,
-    ChatTurn,
-    Delta,
-    Deltas,
-    EngineReady,
-    Failed,
-    Finish,
-    Stats,
-    Tokenize,
-    Usage,
-)
+from engine.messages import Abort, Delta, Deltas, EngineReady, Failed, Finish, Stats, Tokenize, Usage
 from engine.params import SamplingParams
+from engine.prompt import ChatTurn
 from engine.sections import LimitsSection
 
 USAGE = Usage(prompt_tokens=1, completion_tokens=1, cached_tokens=0)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.actors.step_splitting import StepSplitter, halves, merged, num_tokens
+from engine.actors.step_splitting import StepSplitter, halves, merged, num_tokens, together
 from engine.errors import StepTooLarge
+from engine.execution.runner import extras_by_row
 from engine.messages import Logprobs, PromptLogprobs, Step, StepDone, StepExtras
 from tests.scheduling.bench import Bench, prompt_of
 from tests.scheduling.fake_device import FakeDevice
@@ -165,6 +166,6 @@ SAMPLES = {
 
 @pytest.mark.parametrize("name", [field.name for field in msgspec.structs.fields(StepExtras)])
 def test_every_field_of_the_extras_stays_whichever_part_of_the_step_has_it(name: str) -> None:
-    extras = StepExtras.by_row(**{name: {2: SAMPLES[name]}})
+    extras = extras_by_row(**{name: {2: SAMPLES[name]}})
     assert extras == {2: StepExtras(**{name: SAMPLES[name]})}
-    assert extras[2].then(StepExtras()) == StepExtras().then(extras[2]) == extras[2]
+    assert together(extras[2], StepExtras()) == together(StepExtras(), extras[2]) == extras[2]

@@ -10,20 +10,9 @@ import pytest
 
 from engine.actors.tokenizer import Tokenizer
 from engine.errors import RequestError
-from engine.messages import (
-    Abort,
-    Admit,
-    ChatOptions,
-    ChatTurn,
-    Deltas,
-    Failed,
-    Finish,
-    RequestOptions,
-    Stop,
-    Tokenize,
-    Tokens,
-)
+from engine.messages import Abort, Admit, Deltas, Failed, Finish, RequestOptions, Stop, Tokenize, Tokens
 from engine.params import Grammar, SamplingParams
+from engine.prompt import ChatOptions, ChatTurn
 from engine.text.codec import Formats, TextCodec
 from engine.text.grammar import Grammars
 from engine.text.reasoning import THINK

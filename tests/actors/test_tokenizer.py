@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from engine.actors.tokenizer import Tokenizer
-from engine.messages import Abort, Admit, ChatTurn, Delta, Deltas, Failed, Finish, Stop, Tokenize
+from engine.messages import Abort, Admit, Delta, Deltas, Failed, Finish, Stop, Tokenize
 from engine.params import SamplingParams
+from engine.prompt import ChatTurn
 from engine.text.codec import EncodedChat, TextCodec
 from tests.actors.test_ingress import Sent
 from tests.pace import far

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.scheduling.budget import MIN_PREFILL_TOKENS, StepBudget
+from engine.scheduling.prefills import MIN_PREFILL_TOKENS, StepBudget
 
 BASE, PER_DECODE, PER_TOKEN = 0.004, 0.00005, 0.0001
 

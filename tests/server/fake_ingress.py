@@ -14,19 +14,9 @@ import numpy as np
 
 from engine.actors.stream import Stream
 from engine.errors import CallboardError, EngineDied, RequestError
-from engine.messages import (
-    DEFAULT_OPTIONS,
-    ChatTurn,
-    Delta,
-    Finish,
-    Prompt,
-    RequestOptions,
-    Stats,
-    TokenLogprobs,
-    TokenText,
-    Usage,
-)
+from engine.messages import DEFAULT_OPTIONS, Delta, Finish, RequestOptions, Stats, TokenLogprobs, TokenText, Usage
 from engine.params import SamplingParams
+from engine.prompt import ChatTurn, Prompt
 
 # Everything that a careless framing or decoding would trip over.
 WORDS = (

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.actors.stream import merged
 from engine.messages import Delta, Finish, TokenLogprobs, TokenText, Usage
 from server.generate.output import Output, is_plain
 
@@ -40,15 +41,15 @@ def test_a_field_of_either_delta_is_in_the_merged_one_and_in_the_whole_output(na
     empty = getattr(Delta(1), name)
     parts = [getattr(delta, name) for delta in deltas]
     expected = parts[0] + parts[1] if isinstance(empty, str | bytes | tuple) else SAMPLES[name]
-    for merged in (Delta.merged(deltas), output.delta):
-        assert getattr(merged, name) == expected
+    for one in (merged(deltas), output.delta):
+        assert getattr(one, name) == expected
         for other in set(FIELDS) - {name}:
-            assert getattr(merged, other) == getattr(Delta.merged([PIECE, PIECE]), other)
+            assert getattr(one, other) == getattr(merged([PIECE, PIECE]), other)
 
 
 def test_of_what_cannot_be_joined_the_last_counts() -> None:
     first, last = Usage(3, 1, 0), Usage(3, 2, 0)
-    assert Delta.merged([Delta(1, usage=first), Delta(1, usage=last), PIECE]).usage == last
+    assert merged([Delta(1, usage=first), Delta(1, usage=last), PIECE]).usage == last
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -7,7 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from engine.messages import ChatTurn, RequestOptions, ToolCall
+from engine.messages import RequestOptions
+from engine.prompt import ChatTurn, ToolCall
 from tests.plugins.model_outputs import TOOL_PARSERS, Subject
 from tests.server import fake_ingress
 from tests.server.http_client import ask

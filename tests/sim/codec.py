@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import RequestError
-from engine.messages import ChatOptions, ChatTurn
+from engine.prompt import ChatOptions, ChatTurn
 from engine.text.chat import PLAIN
 from engine.text.codec import EncodedChat, TextCodec
 from engine.text.vocabulary import Vocabulary

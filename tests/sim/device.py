@@ -230,7 +230,8 @@ class SimDevice:
                 self._mark("NaN")
         self._tokens[sampled, positions] = np.maximum(tokens, 0)
         self._known[sampled] = positions + 1
-        return StepDone(0, step.step_id, tokens.astype(np.int32).tobytes(), StepExtras.by_row(logprobs=logprobs))
+        extras = {row: StepExtras(logprobs) for row, logprobs in logprobs.items()}
+        return StepDone(0, step.step_id, tokens.astype(np.int32).tobytes(), extras)
 
     def _compute(self, step: Step, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Write the K/V of the step's tokens; returns their slots."""

@@ -6,7 +6,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.errors import RequestError, WeightsError
-from engine.messages import ChatTurn
+from engine.prompt import ChatTurn
 from engine.text.chat import ChatTemplate
 from engine.text.codec import TextCodec
 from tests.text.specimens import byte_level, codec, gemma, save

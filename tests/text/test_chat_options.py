@@ -6,7 +6,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.errors import RequestError
-from engine.messages import ChatOptions, ChatTurn, ToolCall
+from engine.prompt import ChatOptions, ChatTurn, ToolCall
 from engine.text.chat import ChatTemplate
 
 # Written after the shapes that the families use.

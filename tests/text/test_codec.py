@@ -10,8 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from engine.errors import RequestError, WeightsError
-from engine.messages import ChatTurn
 from engine.params import SamplingParams
+from engine.prompt import ChatTurn
 from engine.text.codec import TextCodec
 from tests.text.specimens import MAKERS, byte_level, codec, save
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.errors import RequestError
-from engine.messages import ChatTurn, ToolCall
+from engine.prompt import ChatTurn, ToolCall
 from engine.text.turns import read_turn
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -16,8 +16,9 @@ from engine.actors.ingress import Prompt
 from engine.config import Config, build_config
 from engine.errors import EngineDied, RequestError, WeightsError
 from engine.logs import JSONFormatter
-from engine.messages import ChatOptions, ChatTurn, Delta, Finish, RequestOptions, ToolCall
+from engine.messages import Delta, Finish, RequestOptions
 from engine.params import Grammar, SamplingParams
+from engine.prompt import ChatOptions, ChatTurn, ToolCall
 from engine.system import System
 from engine.text.codec import TextCodec
 from engine.workers.tokenizers import TokenizerPool

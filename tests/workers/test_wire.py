@@ -11,6 +11,7 @@ from engine import messages
 from engine.actors.snapshot import RequestsFinished, Snapshot
 from engine.messages import Delta, Deltas, Finish, Message, Step, Stop, Tokens
 from engine.params import SamplingParams
+from engine.prompt import ChatOptions, ChatTurn, ToolCall
 from engine.workers.messages import AnyMessage, FromFrontend, FromTokenizer, FromWorker, ToFrontend
 from engine.workers.wire import Wire, WireError
 
@@ -41,7 +42,7 @@ def build_all_fields(kind: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.St
     return st.builds(kind, **{name: st.from_type(hint) for name, hint in typing.get_type_hints(kind).items()})
 
 
-for struct in (*Message.__subclasses__(), SamplingParams):
+for struct in (*Message.__subclasses__(), SamplingParams, ChatOptions, ChatTurn, ToolCall):
     st.register_type_strategy(struct, build_all_fields)
 # msgpack has 64-bit integers; NaN is unequal to itself.
 st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
