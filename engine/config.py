@@ -32,7 +32,9 @@ from engine.sections import (
 ENVIRONMENT_PREFIX = "CALLBOARD_"
 MAX_FILE_BYTES = 1 << 20
 UNKNOWN_FIELD = re.compile("unknown field `(.*)`")  # as msgspec says it
+PATTERN = "Expected `str` matching regex"  # likewise
 MIN_CLUSTER_KEY = 32
+SECRETS = frozenset({"api_key", "cluster_key"})
 # Keys that callboard.toml once had -> what to set instead; nothing where nobody has to choose any more.
 OLD_KEYS = {
     "model.thinks": "plugins.reasoning_parser",
@@ -152,6 +154,9 @@ def _decode(table: dict[str, Any], origin: str, text: str = "") -> Config:
         reason, _, where = str(error).partition(" - at `$")
         key = where.rstrip("`").lstrip(".")
         hint, wrong = "", [one for one in key.partition("[")[0].split(".") if one]
+        if reason.startswith(("Invalid enum value", PATTERN)):
+            # A person does not read patterns.
+            reason, hint = "not of its form" if reason.startswith(PATTERN) else reason, _allowed_values(key)
         if unknown := UNKNOWN_FIELD.search(reason):
             hint = _instead(f"{key}.{unknown[1]}") or _allowed_keys(key)
             wrong.append(unknown[1])
@@ -171,6 +176,18 @@ def _allowed_keys(section: str) -> str:
     if section:
         known = {**Config.__annotations__, "plugins.attention": AttentionNames}.get(section)
     return f"; known keys: {', '.join(known.__struct_fields__)}" if known is not None else ""
+
+
+def _allowed_values(key: str) -> str:
+    """Name the values of a key that has a few, or say what it is for."""
+    section, _, name = key.partition(".")
+    fields = msgspec.inspect.type_info(type(getattr(Config(), section))).fields  # type: ignore[attr-defined]
+    for field in (field for field in fields if field.name == name):
+        one = field.type.type if isinstance(field.type, msgspec.inspect.Metadata) else field.type
+        if isinstance(one, msgspec.inspect.LiteralType):
+            return f"; allowed: {', '.join(map(str, one.values))}"
+        return f"; {field.type.extra_json_schema['description']}"
+    return ""
 
 
 def _lay_over(table: dict[str, Any], key: str, text: str, origin: str) -> None:
@@ -214,8 +231,9 @@ def _check(config: Config) -> None:
             f"{MIN_CLUSTER_KEY}: openssl rand -hex 32 makes some"
         )
     loopback = config.server.host in ("127.0.0.1", "::1", "localhost")
-    if not loopback and not config.server.api_key:
-        raise ConfigError(f"server.host={config.server.host}: listening beyond loopback needs server.api_key")
+    if not loopback and not config.server.needs_key:
+        needs = "listening beyond loopback needs server.api_key or server.key_file"
+        raise ConfigError(f"server.host={config.server.host}: {needs}")
 
 
 def json_schema() -> dict[str, Any]:
@@ -224,8 +242,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def render_toml(config: Config) -> str:
-    """Return the configuration as TOML, every key with its one-line doc, without the cluster's secret."""
-    config = without_cluster_key(config)
+    """Return the configuration as TOML, every key with its one-line doc, without secrets."""
     lines: list[str] = []
     for section_name in config.__struct_fields__:
         section = getattr(config, section_name)
@@ -233,6 +250,8 @@ def render_toml(config: Config) -> str:
         for field in msgspec.inspect.type_info(type(section)).fields:  # type: ignore[attr-defined]
             value = getattr(section, field.name)
             doc = (field.type.extra_json_schema or {}).get("description", "")
+            if field.name in SECRETS and value:
+                value, doc = "", f"{doc} (set, not shown)"
             if isinstance(value, dict):
                 lines.append(f"# {field.name}: {doc}")
                 lines += [f"# {key} = {msgspec.json.encode(table).decode()}" for key, table in value.items()]

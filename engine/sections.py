@@ -284,13 +284,19 @@ class PluginsSection(Section, frozen=True):
 class ServerSection(Section, frozen=True):
     """[server]: the HTTP frontend."""
 
-    host: Annotated[str, Meta(description="Address to listen on; anything but loopback needs an api_key")] = "127.0.0.1"
+    host: Annotated[str, Meta(description="Address to listen on; anything but loopback needs keys")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="TCP port, 0 for any free one")] = 8000
     allowed_template_variables: Annotated[
         tuple[str, ...], Meta(description="Names that clients may set in a request's chat_template_kwargs")
     ] = ("enable_thinking", "thinking", "preserve_thinking", "reasoning_effort", "date_string")
     api_key: Annotated[
         str | list[str], Meta(description="Bearer token that clients must send, or a list of them; empty for none")
+    ] = ""
+    key_file: Annotated[
+        str,
+        Meta(
+            description="TOML file of more keys, [clients] and [operators] with lines of name = 'key', read again when it changes"
+        ),
     ] = ""
     max_connections: Annotated[int, Meta(ge=1, description="Most open connections")] = 2048
     max_body_bytes: Annotated[int, Meta(ge=1024, description="Largest request body")] = 4 << 20
@@ -322,6 +328,11 @@ class ServerSection(Section, frozen=True):
         str, Meta(description="Where OpenTelemetry spans go, e.g. 'http://127.0.0.1:4318/v1/traces'; empty for none")
     ] = ""
 
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients must bring a key."""
+        return any(self.api_key) or bool(self.key_file)
+
 
 class LimitsSection(Section, frozen=True):
     """[limits]: what is admitted; beyond it clients get 429 with Retry-After."""
@@ -335,6 +346,12 @@ class LimitsSection(Section, frozen=True):
     max_requests_per_client: Annotated[
         int,
         Meta(ge=0, description="Most open requests of one client, by API key or else by address; 0 for no such limit"),
+    ] = 0
+    requests_per_minute: Annotated[
+        int, Meta(ge=0, description="Most requests that one client may begin in a minute; 0 for no such limit")
+    ] = 0
+    tokens_per_minute: Annotated[
+        int, Meta(ge=0, description="Most tokens of one client in a minute, prompts and output; 0 for no such limit")
     ] = 0
     first_token_timeout_s: Annotated[
         float,

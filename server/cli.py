@@ -24,7 +24,7 @@ from rich.table import Table
 from engine import __version__
 from engine.config import Config, json_schema, load_config, render_toml
 from engine.errors import CallboardError, ConfigError, PluginError, RequestError
-from engine.logs import LogSettings
+from engine.logs import FIELDS, JSONFormatter, LogSettings
 from engine.params import SamplingParams
 from engine.plugins.families import list_families
 from engine.plugins.hookspecs import API_VERSION
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from engine.llm import LLM
     from engine.system import System
     from engine.workers.cluster.head import Head
+
+log = logging.getLogger(__name__)
 
 Run = Callable[[argparse.Namespace, Config], None]
 FRONT_MODULE = "server.run.frontend_process"  # the engine starts it, and knows it by name alone
@@ -242,7 +244,7 @@ async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> No
             head.follow(lambda: system.entrance.draining)
         host, port = listener.getsockname()[:2]
         card = ModelCard.of(system, config.server)
-        engine = asyncio.create_task(_run_engine(system, f"http://{host}:{port}"))
+        engine = asyncio.create_task(_run_engine(system, f"http://{host}:{port}", config.server.needs_key))
         try:
             if isinstance(system.entrance, RemoteIngress):
                 system.entrance.about = msgspec.msgpack.encode(card)
@@ -255,18 +257,23 @@ async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> No
             engine.cancel()
 
 
-async def _run_engine(system: "System", url: str) -> None:
+async def _run_engine(system: "System", url: str, needs_key: bool) -> None:
     started = time.perf_counter()
     await system.start()
+    took_s = time.perf_counter() - started
     # What loading has left lives as long as the process: the collector need not look at it again and again.
     gc.collect()
     gc.freeze()
     body = json.dumps({"model": system.model_name, "prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0})
-    print(
-        f"\n{system.model_name} is ready after {time.perf_counter() - started:.1f} s at {url}\n"
-        f"try:\n  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n",
-        flush=True,
-    )
+    ready = f"{system.model_name} is ready after {took_s:.1f} s at {url}"
+    key = ' -H "Authorization: Bearer $CALLBOARD_KEY"' if needs_key else ""
+    curl = f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    if LogSettings.here().style == "json":
+        # Who reads standard output with standard error gets nothing but objects.
+        said = log.makeRecord(log.name, logging.INFO, "", 0, ready, (), None, extra={FIELDS: {"url": url, "try": curl}})
+        print(JSONFormatter().format(said), flush=True)
+    else:
+        print(f"\n{ready}\ntry:\n  {curl}\n", flush=True)
     await system.wait()
 
 

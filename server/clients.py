@@ -1,16 +1,16 @@
-"""Who the clients are: their keys, what each may have open at once, and which cached prefixes it sees.
+"""Who the clients are: what each may have open at once and use in a minute, and which cached prefixes it sees.
 
-Owns: the comparison of keys, a salt for each, open requests per client, their names.
-Does not know: where keys come from, bodies, routes, what a request costs.
+Owns: which routes need which key, a salt for each, open requests and rates per client, their names.
+Does not know: where keys come from, bodies, what a request costs.
 A client is an API key, or an address where there are no keys.  A handler opens requests in the engine through the
 ``ClientRequest`` of its HTTP request; when that has been answered, the client's share is free again.
 """
 
-import hashlib
-import hmac
+import math
 import secrets
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 from aiohttp import web
@@ -24,69 +24,133 @@ from engine.prompt import Prompt
 from engine.sections import LimitsSection, ServerSection
 from server.backend import Ingress, Stream
 from server.http.exchange import EXCHANGE, Exchange, Handler
+from server.keys import Key, Keys
 
-SALT_CHARS = 32
+SALT_BYTES = 16
 # Asked by orchestrators, which have no key.
 OPEN_ROUTES = frozenset({"/health", "/ready"})
+# What they tell is of all clients, so where operators have keys of their own, only those open them.
+OPERATORS_ROUTES = frozenset({"/metrics", "/stats", "/server_info", "/load", "/replicas", "/replicas/{name}/drain"})
+MAX_IDLE_ALLOWANCES = 4096
 
 
-def key_list(api_key: str | Sequence[str]) -> list[str]:
-    """Returns the configured keys; none for no protection."""
-    return [api_key] if isinstance(api_key, str) and api_key else [key for key in api_key if key]
-
-
-def require_key(api_key: str | Sequence[str], open_routes: frozenset[str] = OPEN_ROUTES) -> Middleware:
+def require_key(keys: Keys, open_routes: frozenset[str] = OPEN_ROUTES) -> Middleware:
     """Returns a middleware that lets only the open routes through without one of the keys, and notes which it was.
 
     It looks at the route that was matched, never at the URL: what is not matched is closed as well.
     """
-    expected = [key.encode() for key in key_list(api_key)]
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
-        if resource is None or resource.canonical not in open_routes:
-            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-            given = key.strip().encode("utf-8", "surrogateescape")
-            # All of them, whichever it is: the time says neither how much of a key was right nor which one.
-            matches = [hmac.compare_digest(given, one) for one in expected]
-            if scheme.lower() != "bearer" or not any(matches):
+        route = "" if resource is None else resource.canonical
+        if route not in open_routes:
+            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+            key = keys.find(given.strip().encode("utf-8", "surrogateescape"))
+            if scheme.lower() != "bearer" or key is None:
                 raise RequestError("a valid API key is required", status=401, code="invalid_api_key")
-            request[EXCHANGE].key_number = matches.index(True)
+            request[EXCHANGE].key = key
+            if route in OPERATORS_ROUTES and keys.has_operators and not key.is_operator:
+                reason = "this needs a key of [operators] in server.key_file"
+                raise RequestError(reason, status=403, code="operators_only")
         return await handler(request)
 
     return check
 
 
 class CacheSalts:
-    """The salt of each key.  keep: called with all of them when one has changed, as bytes.
+    """The salt of each key.  keep: called with those that were renewed when one has changed, as bytes.
 
     kept: what an earlier process of the same configuration gave to ``keep``, if there was one."""
 
     def __init__(
         self, server: ServerSection, *, kept: bytes = b"", keep: Callable[[bytes], None] | None = None
     ) -> None:
-        # Not the keys themselves: a salt may show up in a log one day.  With one key all clients are one.
-        keys = key_list(server.api_key)
-        self._share = server.shared_cache or len(keys) < 2
-        self._salts = [""] if self._share else [hashlib.sha256(key.encode()).hexdigest()[:SALT_CHARS] for key in keys]
-        if kept:
-            self._salts = msgspec.msgpack.decode(kept, type=list[str])
+        # With one key all clients are one; a file of keys may get another one.
+        num_keys = 1 if isinstance(server.api_key, str) else sum(map(bool, server.api_key))
+        self._share = server.shared_cache or (num_keys < 2 and not server.key_file)
+        self._renewed: dict[str, str] = msgspec.msgpack.decode(kept, type=dict[str, str]) if kept else {}
         self._keep = keep
 
-    def of(self, key_number: int | None) -> str:
+    def of(self, key: Key | None) -> str:
         """Returns the salt of a client with this key."""
-        return self._salts[self._sharers(key_number)]
+        plain = "" if self._share or key is None else key.salt
+        return self._renewed.get(plain, plain)
 
-    def renew(self, key_number: int | None) -> None:
+    def renew(self, key: Key | None) -> None:
         """Change the salt of a client, and of those it shares it with: nothing is found any more that was cached."""
-        self._salts[self._sharers(key_number)] = secrets.token_hex(SALT_CHARS // 2)
+        plain = "" if self._share or key is None else key.salt
+        self._renewed[plain] = secrets.token_hex(SALT_BYTES)
         if self._keep is not None:
-            self._keep(msgspec.msgpack.encode(self._salts))
+            self._keep(msgspec.msgpack.encode(self._renewed))
 
-    def _sharers(self, key_number: int | None) -> int:
-        """Returns the index of the salt that a client has, maybe together with others."""
-        return 0 if self._share or key_number is None else key_number
+
+class Allowance:
+    """What one client may use in a minute: it is full at first, and fills up steadily (a token bucket)."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.left = float(per_minute)
+        self._per_minute = per_minute
+        self._at = now
+
+    def refill(self, now: float) -> None:
+        """Add what has come since the last time."""
+        self.left = min(self.left + (now - self._at) * self._per_minute / 60.0, float(self._per_minute))
+        self._at = now
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is missing, so that a new one would be the same."""
+        return self.left >= self._per_minute
+
+    def wait_s(self, wanted: float) -> int:
+        """Whole seconds until ``wanted`` is there."""
+        return max(math.ceil((wanted - self.left) * 60.0 / self._per_minute), 1)
+
+
+class Rates:
+    """Requests and tokens per minute of each client; 0 for no limit.  clock: seconds that only grow."""
+
+    def __init__(self, limits: LimitsSection, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = {"requests": limits.requests_per_minute, "tokens": limits.tokens_per_minute}
+        self._clock = clock
+        self._allowances: dict[tuple[str, str], Allowance] = {}
+
+    @property
+    def num_remembered(self) -> int:
+        """How many allowances are kept; those of clients that use nothing are let go."""
+        return len(self._allowances)
+
+    def check(self, client: str) -> None:
+        """Count a request.  Raises RequestError (429) if the client has used up its requests or tokens."""
+        found = [(what, self._of(client, what)) for what, limit in self._limits.items() if limit]
+        for what, allowance in found:
+            if allowance.left < 1.0:
+                limit = self._limits[what]
+                raise RequestError(
+                    f"you have used your {limit} {what} per minute (limits.{what}_per_minute)",
+                    status=429,
+                    code="rate_limit_exceeded",
+                    retry_after_s=allowance.wait_s(1.0),
+                )
+        if self._limits["requests"]:
+            self._of(client, "requests").left -= 1.0
+
+    def spend(self, client: str, num_tokens: int) -> None:
+        """Count a request's tokens, when it has ended: they may be more than were left, and are then waited for."""
+        if self._limits["tokens"]:
+            self._of(client, "tokens").left -= num_tokens
+
+    def _of(self, client: str, what: str) -> Allowance:
+        now = self._clock()
+        if len(self._allowances) > MAX_IDLE_ALLOWANCES:
+            # Addresses come and go; one that has used nothing for a minute needs no memory.
+            for one in self._allowances.values():
+                one.refill(now)
+            self._allowances = {key: one for key, one in self._allowances.items() if not one.is_full}
+        allowance = self._allowances.setdefault((client, what), Allowance(self._limits[what], now))
+        allowance.refill(now)
+        return allowance
 
 
 class ClientRequest:
@@ -108,6 +172,8 @@ class ClientRequest:
 
     def open(self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> Stream:
         """Open a choice as the engine's ingress does.  Raises RequestError, also a 429 if the client has its share."""
+        if not self.streams:
+            self._clients.rates.check(self._client)
         self._clients.check_share(self._client)
         if self._salt:
             # Both have a fixed place, so that no client's own salt can make it another's.
@@ -125,6 +191,7 @@ class ClientRequest:
         num_open[self._client] -= len(self.streams)
         if not num_open[self._client]:
             del num_open[self._client]
+        self._clients.rates.spend(self._client, sum(self.exchange.usage or ()))
 
     def abort(self) -> bool:
         """End every choice where it is; returns whether one of them was open."""
@@ -149,6 +216,7 @@ class Clients:
         self.ingress = ingress
         self.max_requests = limits.max_requests
         self.num_open: Counter[str] = Counter()
+        self.rates = Rates(limits)
         self._salts = salts or CacheSalts(server)
         self._share = limits.max_requests_per_client
         self._requests: set[ClientRequest] = set()
@@ -157,9 +225,7 @@ class Clients:
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Give every HTTP request the client that it is from, while it is handled."""
         exchange = request[EXCHANGE]
-        number = exchange.key_number
-        client = request.remote or "-" if number is None else f"key {number}"
-        one = request[CLIENT] = ClientRequest(self, client, self._salts.of(number), exchange)
+        one = request[CLIENT] = ClientRequest(self, exchange.client, self._salts.of(exchange.key), exchange)
         self._requests.add(one)
         try:
             return await handler(request)
@@ -167,16 +233,19 @@ class Clients:
             self._requests.discard(one)
             one.close()
 
-    def abort(self, key_number: int | None, name: str | None = None) -> int:
-        """End the open requests with this key; returns how many.  name: only those with this name."""
-        mine = [one for one in self._requests if one.exchange.key_number == key_number]
+    def abort(self, key: Key | None, name: str | None = None) -> int:
+        """End the open requests with this key, or all for an operator's; returns how many.
+
+        name: only those with this name."""
+        is_operator = key is not None and key.is_operator
+        mine = [one for one in self._requests if is_operator or one.exchange.key == key]
         return sum(one.abort() for one in mine if name is None or one.is_called(name))
 
-    def forget_cache(self, key_number: int | None) -> None:
+    def forget_cache(self, key: Key | None) -> None:
         """Hide everything cached so far from the later requests of a key, and of those that it shares the cache with.
 
         Nothing is taken from requests that run; what was cached makes room as what is not used does."""
-        self._salts.renew(key_number)
+        self._salts.renew(key)
 
     def check_share(self, client: str) -> None:
         """Raise RequestError (429) if the client has as much open as it may."""

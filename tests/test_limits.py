@@ -62,6 +62,13 @@ def max_requests_per_client() -> None:
         assert ask(live.port, "POST", "/v1/completions", BODY).error["code"] == "client_queue_full"
 
 
+def rate(**limits: int) -> None:
+    """A client may not begin another request this minute."""
+    with LiveServer(limits=LimitsSection(**limits)) as live:
+        assert ask(live.port, "POST", "/v1/completions", BODY).status == 200
+        assert ask(live.port, "POST", "/v1/completions", BODY).error["code"] == "rate_limit_exceeded"
+
+
 def max_connections() -> None:
     with LiveServer(server=ServerSection(max_connections=1)) as live, RawClient(live.port) as first:
         first.send(http_bytes("GET", "/health"))
@@ -143,6 +150,8 @@ REACH: dict[str, Callable[[], None]] = {
     "limits.max_requests": lambda: refused([1], max_requests=1),
     "limits.max_queued_tokens": lambda: refused([1] * 3, max_queued_tokens=10),
     "limits.max_requests_per_client": max_requests_per_client,
+    "limits.requests_per_minute": lambda: rate(requests_per_minute=1),
+    "limits.tokens_per_minute": lambda: rate(tokens_per_minute=1),
     "limits.first_token_timeout_s": lambda: expires("queue_timeout", first_token_timeout_s=0.02),
     "limits.request_timeout_s": lambda: expires("request_timeout", request_timeout_s=0.02),
     "server.max_connections": max_connections,

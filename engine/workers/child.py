@@ -29,7 +29,7 @@ from engine.workers.keys import ClientKeys
 from engine.workers.messages import Place
 
 CLUSTER_KEY = f"{ENVIRONMENT_PREFIX}PLACEMENT__CLUSTER_KEY"  # nothing that a child would need
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_TICKET_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
 

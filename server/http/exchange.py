@@ -25,6 +25,7 @@ from engine.errors import CallboardError, RequestError
 from engine.logs import FIELDS
 from engine.scheduling.meter import LONG_S, Distribution
 from server.http.replies import as_request_error, error_response
+from server.keys import Key
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +52,15 @@ class Exchange:
 
     id: the client's own if it sent a usable one.  route: the path's pattern, once one was matched.
     names: what else the client may call it by.  usage: prompt and completion tokens.  Handlers that generate set both.
-    key_number: which of the API keys it brought, where there are any.  cors: what a browser must be told."""
+    key: which of the API keys it brought, where there are any.  cors: what a browser must be told."""
 
     def __init__(self, request: web.BaseRequest) -> None:
         self.id = _request_id(request.headers.get(REQUEST_ID_HEADER, ""))
         self.route = "-"
         self.usage: tuple[int, int] | None = None
         self.names: set[str] = set()
-        self.key_number: int | None = None
+        self.key: Key | None = None
+        self._address = request.remote or "-"
         self.cors: dict[str, str] = {}
 
     @property
@@ -66,11 +68,17 @@ class Exchange:
         """What every response carries.  The server is named without versions, which only help an attacker."""
         return {REQUEST_ID_HEADER: self.id, "Server": "callboard", **self.cors}
 
+    @property
+    def client(self) -> str:
+        """The name of its key, or else its address."""
+        return self._address if self.key is None else self.key.name
+
     def log(self, request: web.BaseRequest, status: int, duration_s: float) -> None:
         """One line per request.  The route is logged, not the path, which is the client's to choose."""
         prompt_tokens, completion_tokens = self.usage or (0, 0)
         fields = {
             "request": self.id,
+            "client": self.client,
             "method": request.method,
             "route": self.route,
             "status": status,
@@ -80,8 +88,8 @@ class Exchange:
         }
         log.log(
             logging.DEBUG if self.route in WATCHED and status < HTTPStatus.BAD_REQUEST else logging.INFO,
-            "request=%(request)s %(method)s %(route)s status=%(status)d duration_ms=%(duration_ms).1f "
-            "prompt_tokens=%(prompt_tokens)d completion_tokens=%(completion_tokens)d",
+            "request=%(request)s client=%(client)s %(method)s %(route)s status=%(status)d "
+            "duration_ms=%(duration_ms).1f prompt_tokens=%(prompt_tokens)d completion_tokens=%(completion_tokens)d",
             fields,
             extra={FIELDS: fields},
         )

@@ -1,7 +1,8 @@
 """POST /abort_request and /reset_prefix_cache: for operators, routers and benchmarks.
 
 Owns: their bodies.  Does not know: how requests end, what is cached.
-With several API keys each reaches only what is its own: its requests, and the prefixes cached for it.
+With several API keys each reaches only what is its own: its requests, and the prefixes cached for it.  An operator's
+ends anybody's requests.
 """
 
 from typing import Annotated
@@ -65,10 +66,10 @@ class AdministrationRoutes:
     async def abort(self, request: web.Request) -> web.Response:
         """End the requests that have a name.  Raises RequestError: 404 if none has."""
         names = await self._abort_reader.read(request)
-        key_number = request[EXCHANGE].key_number
+        key = request[EXCHANGE].key
         num_aborted, unknown = 0, []
         for name in names:
-            num_ended = self._clients.abort(key_number, name)
+            num_ended = self._clients.abort(key, name)
             num_aborted += num_ended
             if name is not None and not num_ended:
                 unknown.append(name)
@@ -81,7 +82,7 @@ class AdministrationRoutes:
     async def reset(self, request: web.Request) -> web.Response:
         """Forget what is cached for the client.  The request's body is not read.  Raises RequestError: 403."""
         refuse_foreign_page(request)
-        self._clients.forget_cache(request[EXCHANGE].key_number)
+        self._clients.forget_cache(request[EXCHANGE].key)
         return json_reply(ResetAnswer())
 
 

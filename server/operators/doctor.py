@@ -245,8 +245,9 @@ def _has_template(directory: Path) -> bool:
 def _options(config: Config) -> Iterator[Finding]:
     if config.server.traces and not _installed(TRACING):
         yield Finding("traces", "bad", f"{TRACING} is not installed", "pip install 'callboard[otel]'")
-    if not config.server.api_key:
-        yield Finding("API key", "note", "none", "all that can reach the port may use the model; set server.api_key")
+    if not config.server.needs_key:
+        advice = "all that can reach the port may use the model; set server.api_key or server.key_file"
+        yield Finding("API key", "note", "none", advice)
 
 
 def _installed(module: str) -> bool:

@@ -81,9 +81,11 @@ class RayFleet:
         self.size = size
         self._ray: Any = ray
         ray.init(include_dashboard=False, log_to_driver=True, configure_logging=False)
-        if len(ray.nodes()) > 1 and not config.server.api_key:
+        if len(ray.nodes()) > 1 and not config.server.needs_key:
             ray.shutdown()
-            raise ConfigError("replicas on other machines listen on their network: set server.api_key")
+            raise ConfigError(
+                "replicas on other machines listen on their network: set server.api_key or server.key_file"
+            )
         options = {"num_cpus": 0, "num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": 0}
         actor = ray.remote(max_restarts=-1, max_task_retries=-1, **options)(EngineReplica)
         node = ray.get_runtime_context().get_node_id()

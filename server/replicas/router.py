@@ -20,6 +20,7 @@ from server.clients import require_key
 from server.http.connection import HttpRunner
 from server.http.exchange import Traffic, note_route
 from server.http.replies import json_reply
+from server.keys import Keys
 from server.operators.administration import administration_routes
 from server.replicas.administration import FleetAdministration
 from server.replicas.affinity import PrefixAffinity
@@ -95,6 +96,7 @@ async def route(config: Config, fleet: Fleet, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told_to_stop.set)
+    loop.add_signal_handler(signal.SIGHUP, log.info, "SIGHUP: server.key_file is read anew by itself; nothing else is")
     with closing(fleet):
         async with routing(config, fleet, listener) as replicas:
             await told_to_stop.wait()
@@ -122,7 +124,8 @@ async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> Asyn
         replicas = Replicas(fleet, session, affinity)
         routes, proxy = RouterRoutes(replicas), Proxy(server, replicas, session, affinity)
         administration = FleetAdministration(server, replicas, session)
-        app = web.Application(middlewares=[note_route, *([require_key(server.api_key)] if server.api_key else [])])
+        keys = Keys(server)
+        app = web.Application(middlewares=[note_route, *([require_key(keys)] if server.needs_key else [])])
         app.add_routes(
             [
                 web.get("/health", routes.health),

@@ -16,6 +16,7 @@ from server.generate.endpoint import Endpoint
 from server.generate.route import GenerateRoute
 from server.http.connection import HttpRunner
 from server.http.exchange import Traffic, note_route
+from server.keys import Keys
 from server.native.endpoint import Native
 from server.openai.chat import Chat
 from server.openai.completions import Completions
@@ -48,9 +49,10 @@ def create_runner(
     clients = Clients(backend.ingress, server, limits, salts)
     traces = Traces(open_provider(server.traces, version), backend.card.name) if server.traces else None
     traffic = Traffic()
+    keys = Keys(server)
     middlewares = [
         note_route,
-        *([require_key(server.api_key, OPEN_ROUTES | SITE_ROUTES)] if server.api_key else []),
+        *([require_key(keys, OPEN_ROUTES | SITE_ROUTES)] if server.needs_key else []),
         clients.middleware,
     ]
     if traces is not None:
@@ -92,7 +94,7 @@ def _operators_routes(
     server: ServerSection, limits: LimitsSection, backend: Backend, clients: Clients, version: str
 ) -> list[web.RouteDef]:
     site, status = Site(), StatusRoutes(backend, limits, version)
-    stats = StatsRoute(backend, version=version, shows_text=not server.api_key)
+    stats = StatsRoute(backend, version=version, shows_text=not server.needs_key)
     administration = AdministrationRoutes(clients, server)
     return [
         web.get("/", site.index),

@@ -36,6 +36,7 @@ async def serve(
     A signal: new requests get 503 while open ones go on for up to ``drain_timeout_s``; then they end with an error.
     A SIGINT after that, until the event loop is closed: the process exits at once with code 130.  Another SIGTERM says
     nothing new: stopping a group of processes may reach this one twice.
+    A SIGHUP changes nothing, so that no service manager's reload and no terminal that closes cuts a stream.
     The engine's failure: open requests were ended by it; clients are told, then its exception is raised here.
     """
     told_to_stop = _listen_for_signals()
@@ -68,6 +69,7 @@ def _listen_for_signals() -> asyncio.Event:
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, _on_signal, number, told_to_stop)
+    loop.add_signal_handler(signal.SIGHUP, log.info, "SIGHUP: server.key_file is read anew by itself; nothing else is")
     return told_to_stop
 
 

@@ -14,7 +14,9 @@ from aiohttp import web
 
 from engine.config import Config, build_config
 from engine.errors import RequestError
+from engine.sections import ServerSection
 from server.clients import require_key
+from server.keys import Keys
 from tests.figures import Figure
 from tests.models.checkpoints import build, random_tokens, save
 from tests.server.http_client import RawClient, http_bytes
@@ -34,7 +36,7 @@ def distance(samples: list[int], base: list[int]) -> float:
 
 @pytest.mark.reliability("H9", "1,000 wrong keys of each kind: nothing right, all right but the end")
 def test_how_long_a_wrong_key_takes_says_nothing_about_the_right_one(figure: Figure) -> None:
-    check = require_key(KEYS)
+    check = require_key(Keys(ServerSection(api_key=KEYS)))
 
     async def handler(request: object) -> web.Response:
         raise AssertionError("a wrong key was let through")

@@ -52,7 +52,8 @@ class Server:
         while "curl" not in (line := self.process.stdout.readline()):
             lines.append(line)
             assert line or self.process.poll() is None, self.logged()
-        found = re.search(r"http://127\.0\.0\.1:\d+", "".join(lines))
+        self.greeting = "".join([*lines, line])
+        found = re.search(r"http://127\.0\.0\.1:\d+", self.greeting)
         assert found, lines
         return found[0]
 

@@ -1,5 +1,6 @@
 """A server short of descriptors or of a place to log: it serves or refuses, recovers, and does not spin."""
 
+import json
 import os
 import resource
 import signal
@@ -49,6 +50,7 @@ def test_a_server_that_cannot_log_still_serves(stderr: str, log_format: str, fig
     spoil = closed(2) if stderr == "closed" else full(2)
     options: dict[str, Any] = {"stderr": None, "preexec_fn": spoil, "arguments": ("--log-format", log_format)}
     with Server(**options) as server:
+        assert (json.loads(server.greeting)["url"] == server.url) if log_format == "json" else "try:" in server.greeting
         assert stream_all(server, 2, max_tokens=20).done == 2
         send(signal.SIGKILL, server.process.pid)
         within(2, lambda: not server.ready())

@@ -1,0 +1,129 @@
+"""The keys that clients must bring: from the configuration, or from a file that may change while the server runs.
+
+Owns: names, digests and kinds of keys, the comparison, reading the file again.  Does not know: routes, limits.
+The file is TOML: ``[clients]`` and ``[operators]``, each a table of names and keys.  It is looked at no more than once
+a second, and only when a key is to be checked.  A file that cannot be read or holds nonsense changes nothing: the keys
+of before go on, and the log says why.
+"""
+
+import hashlib
+import hmac
+import logging
+import os
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from engine.errors import ConfigError
+from engine.sections import ServerSection
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+MAX_FILE_BYTES = 1 << 20
+SALT_CHARS = 32
+
+
+class Key(msgspec.Struct, frozen=True):
+    """name: what logs call its client.  digest: SHA-256 of the key.  is_operator: whether it opens what operators use.
+
+    salt: separates what is cached for it from what is cached for others; says nothing of the key."""
+
+    name: str
+    digest: bytes
+    is_operator: bool = False
+
+    @property
+    def salt(self) -> str:
+        # Not the key itself: a salt may show up in a log one day.
+        return self.digest.hex()[:SALT_CHARS]
+
+
+class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the file holds: name -> key."""
+
+    clients: dict[str, str] = {}
+    operators: dict[str, str] = {}
+
+
+class Keys:
+    """The keys of now.  clock: seconds that only grow.  Raises ConfigError for a file that cannot be used."""
+
+    def __init__(self, server: ServerSection, clock: Callable[[], float] = time.monotonic) -> None:
+        given = [server.api_key] if isinstance(server.api_key, str) else server.api_key
+        self._configured = [_key(f"key {number}", key) for number, key in enumerate(key for key in given if key)]
+        self._path = Path(server.key_file) if server.key_file else None
+        self._clock = clock
+        self._looked_at = clock()
+        self._mark = self._marked()
+        self._keys = self._read()
+
+    @property
+    def has_operators(self) -> bool:
+        """Whether what operators use needs a key of theirs."""
+        return any(key.is_operator for key in self._keys)
+
+    def find(self, given: bytes) -> Key | None:
+        """The key that equals ``given``; None if there is none."""
+        self._look()
+        digest = hashlib.sha256(given).digest()
+        # All of them, whichever it is: the time says neither how much of a key was right nor which one.
+        matches = [hmac.compare_digest(digest, key.digest) for key in self._keys]
+        return self._keys[matches.index(True)] if any(matches) else None
+
+    def _look(self) -> None:
+        """Read the file again if it was written since."""
+        if self._path is None or self._clock() - self._looked_at < LOOK_EVERY_S:
+            return
+        self._looked_at = self._clock()
+        if (mark := self._marked()) == self._mark:
+            return
+        self._mark = mark
+        try:
+            self._keys = self._read()
+        except ConfigError as error:
+            log.error("the keys stay as they were: %s", error)
+        else:
+            log.info("%s was read again: %d keys", self._path, len(self._keys))
+
+    def _marked(self) -> tuple[int, ...]:
+        """What changes with the file; also if another one takes its place, as with Kubernetes' mounted secrets."""
+        try:
+            status = os.stat(self._path) if self._path is not None else None
+        except OSError:
+            return ()
+        return () if status is None else (status.st_ino, status.st_mtime_ns, status.st_size)
+
+    def _read(self) -> list[Key]:
+        if self._path is None:
+            return self._configured
+        try:
+            with self._path.open("rb") as file:
+                text = file.read(MAX_FILE_BYTES + 1)
+            if len(text) > MAX_FILE_BYTES:
+                raise ConfigError(f"server.key_file={self._path}: larger than {MAX_FILE_BYTES} bytes")
+            found = msgspec.convert(tomllib.loads(text.decode()), KeyFile)
+        except OSError as error:
+            raise ConfigError(f"server.key_file={self._path}: {error.strerror or error}") from None
+        except (ValueError, RecursionError) as error:  # of UTF-8, TOML and msgspec
+            wanted = "expected TOML with [clients] and [operators], each with lines of name = 'key'"
+            raise ConfigError(f"server.key_file={self._path}: {error}; {wanted}") from None
+        keys = [
+            *self._configured,
+            *(_key(name, key) for name, key in found.clients.items()),
+            *(_key(name, key, is_operator=True) for name, key in found.operators.items()),
+        ]
+        if not all((*found.clients.values(), *found.operators.values())):
+            raise ConfigError(f"server.key_file={self._path}: a key is empty; take its line out to lock its client out")
+        if not keys:
+            raise ConfigError(f"server.key_file={self._path}: holds no key; nobody could send a request")
+        if len({key.digest for key in keys}) < len(keys) or len({key.name for key in keys}) < len(keys):
+            raise ConfigError(f"server.key_file={self._path}: two lines have the same name or the same key")
+        return keys
+
+
+def _key(name: str, key: str, *, is_operator: bool = False) -> Key:
+    return Key(name, hashlib.sha256(key.encode()).digest(), is_operator)

@@ -1,0 +1,171 @@
+"""Keys in a file: who may do what, that the file may change meanwhile, and what a client may use in a minute."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError, RequestError
+from engine.sections import LimitsSection, ServerSection
+from server.clients import Rates
+from server.keys import LOOK_EVERY_S, Keys
+from tests.server.http_client import RawClient, Reply, ask, http_bytes
+from tests.server.live_server import MODEL, LiveServer
+
+BOTH = "[clients]\nalice = 'a'\nbob = 'b'\n[operators]\nolga = 'o'\n"
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def keys_in(folder: Path, text: str) -> ServerSection:
+    path = folder / "keys.toml"
+    path.write_text(text)
+    return ServerSection(key_file=str(path))
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def complete(live: LiveServer, key: str = "", **fields: object) -> Reply:
+    return ask(live.port, "POST", "/v1/completions", {"model": MODEL, "prompt": "p", **fields}, bearer(key))
+
+
+def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, path = Clock(), tmp_path / "keys.toml"
+    path.write_text("[clients]\nalice = 'a'\n")
+    keys = Keys(ServerSection(key_file=str(path), api_key="inline"), clock)
+
+    def found(later_s: float) -> list[str]:
+        clock.now += later_s
+        return [key.name for given in (b"inline", b"a", b"b", b"") if (key := keys.find(given)) is not None]
+
+    assert found(0) == ["key 0", "alice"]
+    path.write_text("[clients]\nalice2 = 'a'\nbob = 'b'\n")
+    assert found(LOOK_EVERY_S / 2) == ["key 0", "alice"], "a look at the file for every request is too many"
+    assert found(LOOK_EVERY_S) == ["key 0", "alice2", "bob"]
+    path.write_text("[clients]\nalice = ''")
+    with caplog.at_level(logging.ERROR):
+        assert found(LOOK_EVERY_S) == ["key 0", "alice2", "bob"]
+        assert found(LOOK_EVERY_S) == ["key 0", "alice2", "bob"]
+    assert len(caplog.records) == 1
+    assert "a key is empty" in caplog.text
+    path.unlink()
+    assert found(LOOK_EVERY_S) == ["key 0", "alice2", "bob"]
+    path.write_text("[clients]\nbob = 'b'\n")
+    assert found(LOOK_EVERY_S) == ["key 0", "bob"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[clients]\nalice = 1\n", "expected TOML with [clients]"),
+        ("alice = 'a'\n", "expected TOML with [clients]"),
+        ("[clients\n", "expected TOML with [clients]"),
+        ("\udcff", "expected TOML with [clients]"),
+        ("", "holds no key"),
+        ("[clients]\na = 'x'\nb = 'x'\n", "the same name or the same key"),
+        ("[clients]\na = 'x'\n[operators]\na = 'y'\n", "the same name or the same key"),
+    ],
+)
+def test_a_file_that_cannot_be_used_ends_the_start(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError, match="key_file") as failed:
+        Keys(ServerSection(key_file=str(path)))
+    assert said in str(failed.value)
+
+
+def test_a_file_that_is_not_there_ends_the_start() -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        Keys(ServerSection(key_file="/nowhere/keys.toml"))
+
+
+def test_what_operators_see_needs_their_key_and_the_log_names_clients(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LiveServer(server=keys_in(tmp_path, BOTH)) as live:
+        with caplog.at_level(logging.INFO, "server.http.exchange"):
+            assert complete(live, "a").status == 200
+        assert "client=alice" in caplog.text
+        assert complete(live).status == 401
+        for path in ("/metrics", "/stats", "/load"):
+            assert ask(live.port, "GET", path, headers=bearer("o")).status == 200
+            refused = ask(live.port, "GET", path, headers=bearer("a"))
+            assert (refused.status, refused.error["code"]) == (403, "operators_only")
+        assert ask(live.port, "GET", "/v1/models", headers=bearer("a")).status == 200
+
+
+def test_without_operators_every_key_opens_everything(tmp_path: Path) -> None:
+    with LiveServer(server=keys_in(tmp_path, "[clients]\nalice = 'a'\n")) as live:
+        assert ask(live.port, "GET", "/metrics", headers=bearer("a")).status == 200
+
+
+def test_an_operator_may_end_anybodys_request_and_a_client_only_its_own(tmp_path: Path) -> None:
+    with LiveServer(server=keys_in(tmp_path, BOTH)) as live, RawClient(live.port) as client:
+        body = json.dumps({"model": MODEL, "prompt": "!hang"}).encode()
+        client.send(http_bytes("POST", "/v1/completions", body, bearer("a")))
+        assert live.wait_until(lambda: live.ingress.num_open == 1, 5)
+        for key, aborted in (("b", 0), ("o", 1)):
+            reply = ask(live.port, "POST", "/abort_request", {"abort_all": True}, bearer(key))
+            assert reply.json["num_aborted"] == aborted
+        assert client.read_reply().status == 200
+
+
+def test_requests_of_a_minute_come_back_one_by_one() -> None:
+    clock = Clock()
+    rates = Rates(LimitsSection(requests_per_minute=2), clock)
+    rates.check("alice")
+    rates.check("alice")
+    with pytest.raises(RequestError, match="2 requests per minute") as refused:
+        rates.check("alice")
+    assert (refused.value.status, refused.value.retry_after_s) == (429, 30)
+    rates.check("bob")
+    clock.now += 30
+    rates.check("alice")
+    with pytest.raises(RequestError):
+        rates.check("alice")
+    clock.now += 600
+    rates.check("alice")
+    rates.check("alice")
+    with pytest.raises(RequestError):
+        rates.check("alice")
+
+
+def test_tokens_that_were_too_many_are_waited_for() -> None:
+    clock = Clock()
+    rates = Rates(LimitsSection(tokens_per_minute=60), clock)
+    rates.check("alice")
+    rates.spend("alice", 90)
+    with pytest.raises(RequestError, match="60 tokens per minute") as refused:
+        rates.check("alice")
+    assert refused.value.retry_after_s == 31
+    clock.now += 31
+    rates.check("alice")
+
+
+def test_clients_that_are_idle_cost_no_memory() -> None:
+    clock = Clock()
+    rates = Rates(LimitsSection(requests_per_minute=60), clock)
+    for number in range(20_000):
+        clock.now += 0.1
+        rates.check(f"address {number}")
+    assert rates.num_remembered < 5_000
+
+
+def test_over_http_tokens_are_counted_when_a_request_ends() -> None:
+    with LiveServer(limits=LimitsSection(tokens_per_minute=4)) as live:
+        assert complete(live, max_tokens=8).status == 200
+        refused = complete(live, max_tokens=1)
+        assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+        assert int(refused.headers["retry-after"]) >= 1
