@@ -31,7 +31,7 @@ class HostPool:
     def __init__(self, num_pages: int, pool: KVPool) -> None:
         self.num_pages = num_pages
         self._device_pages = pool.by_page
-        shape, dtype, device = self._device_pages.shape[1:], pool.data.dtype, pool.data.device
+        shape, dtype, device = self._device_pages.shape[1:], self._device_pages.dtype, pool.data.device
         page_bytes = math.prod(shape) * dtype.itemsize
         # calloc: on CPU, pages that were never written take no memory.
         memory = torch.from_numpy(np.zeros(num_pages * page_bytes, dtype=np.uint8))

@@ -97,9 +97,20 @@ def load_runner(
     attention_spec = model.attention_spec
     # Before the pool takes what memory is left: a plugin may refuse, and may need some to be tried.
     page_size, layout, limit_s = config.kv.page_size, config.kv.layout, config.plugins.race_s
-    race = Race(plugins, attention_spec, page_size, device, dtype, limit_s=limit_s, graphs=graphs.device, layout=layout)
+    kv_dtype = config.kv.kept_as(str(dtype).removeprefix("torch."))
+    race = Race(
+        plugins,
+        attention_spec,
+        page_size,
+        device,
+        dtype,
+        limit_s=limit_s,
+        graphs=graphs.device,
+        layout=layout,
+        kv_dtype=kv_dtype,
+    )
     measured = measured_attention(race, comm, device, progress)
-    attention = RankAttention(plugins, attention_spec, page_size, device, dtype, layout, measured)
+    attention = RankAttention(plugins, attention_spec, page_size, device, dtype, layout, kv_dtype, measured)
     max_rows = config.scheduler.max_running
     page_stride = KVPool.page_stride_of(layout, attention_spec.num_layers, page_size)
     rows = DeviceRows(max_rows, max_len, page_size, device, page_stride)
@@ -114,7 +125,8 @@ def load_runner(
             head_size=attention_spec.head_size,
             dtype=dtype,
             device=device,
-            layout=config.kv.layout,
+            layout=layout,
+            kv_dtype=kv_dtype,
         )
         backend = attention.build(pool)
         # Only now: what 'auto' comes to has been loaded by this time.
@@ -128,7 +140,7 @@ def load_runner(
         needs = _measure(config, max_len, graphs, parts_with(1))
     graphs.device.trim()
     page_bytes = KVPool.page_bytes(
-        attention_spec.num_layers, page_size, attention_spec.num_kv_heads, attention_spec.head_size, dtype
+        attention_spec.num_layers, page_size, attention_spec.num_kv_heads, attention_spec.head_size, dtype, kv_dtype
     )
     room = fair_share(free_bytes(device), place, comm, device)
     if not num_pages:
@@ -146,7 +158,7 @@ def load_runner(
     piecewise = graphs.piecewise(parts, config.scheduler, progress)
     decode_graphs = graphs.decode(parts, config.scheduler, progress)
     log.info(
-        "rank %d ready: device=%s dtype=%s weights=%.1f MB kv_pool=%.1f MB (%d pages of %d tokens)",
+        "rank %d ready: device=%s dtype=%s weights=%.1f MB kv_pool=%.1f MB (%d pages of %d tokens in %s)",
         rank,
         device,
         str(dtype).removeprefix("torch."),
@@ -154,6 +166,7 @@ def load_runner(
         pool.data.nbytes / 1e6,
         num_pages,
         page_size,
+        str(pool.format.stored).removeprefix("torch."),
     )
     left = graphs.device.memory().free_bytes
     report(rank, model, pool, needs, before - left, left)
@@ -240,7 +253,8 @@ def _stored_pages(config: Config, spec: ModelSpec, plugins: Plugins, pool: KVPoo
     page = pool.by_page[0]
     load_format = config.model.load_format
     seed = config.device.seed if load_format == "dummy" else None
-    what = (1, fingerprint(spec, load_format), seed, str(page.dtype), tuple(page.shape), comm.rank, comm.size)
+    shape = (str(pool.dtype), pool.format.kv_dtype, tuple(page.shape))
+    what = (2, fingerprint(spec, load_format), seed, *shape, comm.rank, comm.size)
     namespace = hashlib.sha256(repr(what).encode()).digest()
     context = KVStoreContext(
         record_bytes=DIGEST_BYTES + page.nbytes,
