@@ -13,8 +13,10 @@ from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.execution.attention import RankAttention
+from engine.execution.copy_stream import copies_on
 from engine.execution.device import choose_device, choose_dtype, fair_share, free_bytes, host_place, set_threads
 from engine.execution.host_pool import HostPool
+from engine.execution.landings import LandedAttention, Landings
 from engine.execution.rows import DeviceRows
 from engine.execution.runner import ModelRunner
 from engine.execution.stored_pages import StoredPages
@@ -116,6 +118,8 @@ def load_runner(
     rows = DeviceRows(max_rows, max_len, page_size, device, page_stride)
     sampler = Sampler(max_rows, spec.vocab_size, max_len, device)
 
+    landings = Landings(copies_on(device))
+
     def parts_with(num_pages: int) -> StepParts:
         pool = KVPool(
             num_layers=attention_spec.num_layers,
@@ -129,6 +133,8 @@ def load_runner(
             kv_dtype=kv_dtype,
         )
         backend = attention.build(pool)
+        if config.kv.num_host_pages:
+            backend = LandedAttention(backend, landings)
         # Only now: what 'auto' comes to has been loaded by this time.
         graphs.break_at([name for one in plugins.declarations.values() for name in one.graph_breaks])
         return StepParts(model, pool, backend, rows, sampler)
@@ -175,7 +181,7 @@ def load_runner(
         graphs=graphs.device,
         model=model,
         pool=pool,
-        host_pool=_host_pool(config.kv.num_host_pages, pool, comm, needs),
+        host_pool=_host_pool(config.kv.num_host_pages, pool, landings, comm, needs),
         stored=_stored_pages(config, spec, plugins, pool, comm),
         attention=parts.attention,
         piecewise=piecewise,
@@ -268,7 +274,7 @@ def _stored_pages(config: Config, spec: ModelSpec, plugins: Plugins, pool: KVPoo
     return StoredPages(records, pool, comm.rank, config.kv.store_buffer_mb << 20)
 
 
-def _host_pool(num_pages: int, pool: KVPool, comm: Comm, needs: Needs) -> HostPool | None:
+def _host_pool(num_pages: int, pool: KVPool, landings: Landings, comm: Comm, needs: Needs) -> HostPool | None:
     """kv.num_host_pages of host memory, or None for 0.  needs: of the pool's device."""
     if not num_pages:
         return None
@@ -280,13 +286,13 @@ def _host_pool(num_pages: int, pool: KVPool, comm: Comm, needs: Needs) -> HostPo
     asked = f"kv.num_host_pages={num_pages}: {num_pages * page_bytes / 1e9:.1f} GB of host memory"
     require_room(asked, num_pages, page_bytes, available, MAX_HOST_SHARE, needs if on_cpu else Needs())
     try:
-        host_pool = HostPool(num_pages, pool)
+        host_pool = HostPool(num_pages, pool, landings)
     except MemoryError as error:
         raise ConfigError(f"{asked} cannot be had ({error}); lower it") from None
     log.info(
         "rank %d host_pool=%.1f MB (%d pages)%s",
         comm.rank,
-        host_pool.data.nbytes / 1e6,
+        host_pool.num_bytes / 1e6,
         num_pages,
         "" if on_cpu else ", page-locked",
     )
