@@ -19,7 +19,9 @@ from machine import describe_machine
 from rich.console import Console
 from rich.table import Table
 
+from engine.execution.copy_stream import copies_on
 from engine.execution.host_pool import HostPool
+from engine.execution.landings import Landings
 from engine.layers.kv_pool import KVPool, Layout
 from engine.messages import Step
 
@@ -41,7 +43,7 @@ def measure(page_size: int, num_pages: int, rounds: int, device: torch.device) -
             NUM_LAYERS, 2 * num_pages, page_size, NUM_KV_HEADS, HEAD_SIZE, torch.bfloat16, device, layout=layout
         )
         pool.data.fill_(1.0)
-        pools[layout] = HostPool(num_pages, pool)
+        pools[layout] = HostPool(num_pages, pool, Landings(copies_on(device)))
     rng = np.random.default_rng(0)
     on_host = np.arange(num_pages)
     rows = []

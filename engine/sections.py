@@ -69,6 +69,12 @@ class KVSection(Section, frozen=True):
     """[kv]: the paged KV cache."""
 
     page_size: Annotated[Literal[1, 4, 8, 16, 32, 64, 128, 256], Meta(description="Tokens per page")] = 16
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8_e4m3"],
+        Meta(
+            description="What pages keep keys and values in: 'auto' is the model's own type, int8 (for a CPU) and fp8_e4m3 (for a GPU) take the least memory"
+        ),
+    ] = "auto"
     num_pages: Annotated[int, Meta(ge=0, description="Pages in the pool; 0 sizes it from memory_fraction")] = 0
     layout: Annotated[
         Literal["layer_first", "page_first"],
@@ -92,6 +98,12 @@ class KVSection(Section, frozen=True):
             description="Share of free memory for the pool, on CPU at most 4 GiB; 0 for 0.85 on CPU, 0.9 on a GPU",
         ),
     ] = 0.0
+
+    def kept_as(self, dtype: str) -> str:
+        """What pages keep, if that is another type than ``dtype``, the model's; '' if not, or if ``dtype`` is '' and it
+        may be the same."""
+        same = self.dtype in ("auto", dtype) or (not dtype and self.dtype in ("float32", "bfloat16", "float16"))
+        return "" if same else self.dtype
 
 
 class SchedulerSection(Section, frozen=True):

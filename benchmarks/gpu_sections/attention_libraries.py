@@ -30,7 +30,8 @@ BOUND = 2e-2
 
 @dataclass(frozen=True)
 class Library:
-    """One library in one setting.  rows, context: of its timed step.  kit: how many of its cases; None for all."""
+    """One library in one setting.  rows, context: of its timed step.  kit: how many of its cases; None for all.
+    kv_dtype: what pages keep, '' for the queries' type."""
 
     plugin: ModuleType
     name: str
@@ -40,6 +41,7 @@ class Library:
     rows: int = 64
     context: int = 1024
     kit: int | None = None
+    kv_dtype: str = ""
 
 
 def flashinfer(device: torch.device, **sizes: Any) -> Iterator[Row]:
@@ -57,6 +59,16 @@ def flashinfer(device: torch.device, **sizes: Any) -> Iterator[Row]:
     )
     # Windows last, as kernels with one may have to be compiled first, for longer than a section may take.
     yield from _checked(library, (_store, _windows))
+
+
+def flashinfer_fp8(device: torch.device, **sizes: Any) -> Iterator[Row]:
+    """Its kernels over pages of 8 bits, which it may have to compile first, and how fast.  sizes: see ``Library``."""
+    if rows := cannot_run(flashinfer_plugin, device):
+        yield from rows
+        return
+    factory = through_hook(flashinfer_plugin.callboard_attention_backend)
+    library = Library(flashinfer_plugin, "fp8 pages", factory, 16, device, **sizes, kv_dtype="fp8_e4m3")
+    yield from _checked(library, (_kit, _captured, _decode, _beside_16_bits))
 
 
 def flash_attn(device: torch.device, **sizes: Any) -> Iterator[Row]:
@@ -104,7 +116,7 @@ def _kit_row(name: str, library: Library, windows: bool) -> Row:
     cases = {
         replace(case, dtype="bfloat16", head_size=HEAD_SIZE, page_size=library.page_size)
         for case in attention_cases(declared)
-        if bool(case.window) == windows
+        if bool(case.window) == windows and case.kv_dtype == library.kv_dtype
     }
     failed = []
     chosen = sorted(cases, key=str)[: library.kit]
@@ -159,9 +171,22 @@ def _decode(library: Library) -> Row:
         outs.append(backend.attend(0, q_RNH).float())
         seconds.append(seconds_of(lambda backend=backend: backend.attend(0, q_RNH), device))
     error = (outs[0] - outs[1]).abs().max().item()
-    num_bytes = 2 * rows * context * KV_HEADS * HEAD_SIZE * DTYPE.itemsize
+    num_bytes = 2 * rows * context * KV_HEADS * HEAD_SIZE * pool.format.stored.itemsize
     row = {"case": f"{rows} rows of {context}", "ok": error <= BOUND, "error": error, "us": seconds[0] * 1e6}
     return {**row, "gb_per_s": num_bytes / seconds[0] / 1e9, "of_plain": seconds[1] / seconds[0]}
+
+
+def _beside_16_bits(library: Library) -> Row:
+    """A layer of decode rows over the library's pages and over bfloat16 ones: how many times as fast."""
+    seconds = []
+    for kv_dtype in (library.kv_dtype, ""):
+        spec, pool = _spec_and_pool(replace(library, kv_dtype=kv_dtype))
+        q_RNH = torch.randn((library.rows, HEADS, HEAD_SIZE), device=library.device).to(DTYPE)
+        backend = library.factory(spec, pool)
+        backend.plan_step(_batch(pool, np.full(library.rows, library.context), library.rows))
+        seconds.append(seconds_of(lambda backend=backend, q=q_RNH: backend.attend(0, q), library.device))
+    row = {"case": "beside bfloat16 pages", "ok": True, "us": seconds[0] * 1e6}
+    return {**row, "of_plain": seconds[1] / seconds[0]}
 
 
 def _store(library: Library) -> Row:
@@ -188,8 +213,9 @@ def _store(library: Library) -> Row:
 def _spec_and_pool(library: Library) -> tuple[AttentionSpec, KVPool]:
     page_size, num_pages = library.page_size, library.rows * -(-library.context // library.page_size)
     spec = AttentionSpec(1, HEADS, KV_HEADS, HEAD_SIZE, HEAD_SIZE**-0.5)
-    pool = KVPool(1, num_pages, page_size, KV_HEADS, HEAD_SIZE, DTYPE, library.device)
-    pool.data[:, :, : pool.num_pages].normal_()
+    pool = KVPool(1, num_pages, page_size, KV_HEADS, HEAD_SIZE, DTYPE, library.device, kv_dtype=library.kv_dtype)
+    slots_T = torch.arange(num_pages * page_size, device=library.device)
+    pool.store(0, *torch.randn((2, len(slots_T), KV_HEADS, HEAD_SIZE), device=library.device).to(DTYPE), slots_T)
     return spec, pool
 
 

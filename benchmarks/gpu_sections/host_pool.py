@@ -3,7 +3,9 @@
 import numpy as np
 import torch
 
+from engine.execution.copy_stream import copies_on
 from engine.execution.host_pool import HostPool
+from engine.execution.landings import Landings
 from engine.layers.kv_pool import KVPool
 from engine.messages import Step
 from gpu_sections.rows import Row, seconds_of
@@ -15,10 +17,11 @@ def host_pool(device: torch.device, num_layers: int = 28, num_bytes: int = 1 << 
     for page_size, layout in ((1, "layer_first"), (16, "layer_first"), (64, "layer_first"), (16, "page_first")):
         num_pages = num_bytes // KVPool.page_bytes(num_layers, page_size, 8, 128, torch.bfloat16)
         pool = KVPool(num_layers, 2 * num_pages, page_size, 8, 128, torch.bfloat16, device, layout)
-        host = HostPool(2 * num_pages, pool)
+        host = HostPool(2 * num_pages, pool, Landings(copies_on(device)))
         order = np.random.default_rng(page_size).permutation(2 * num_pages)
         rows += _host_pool_case(pool, host, f"{layout}, page {page_size}, a run", np.arange(num_pages))
         rows += _host_pool_case(pool, host, f"{layout}, page {page_size}, scattered", order[:num_pages])
+        rows.append(_overlap_case(pool, host, f"{layout}, page {page_size}", num_layers))
         del pool, host  # before the next size is allocated and page-locked
     return rows
 
@@ -38,11 +41,12 @@ def _host_pool_case(pool: KVPool, host: HostPool, case: str, on_host: np.ndarray
         host.apply(there)
         pool.data.zero_()  # at once: on the stream the copies must be ahead of it
         host.apply(back)
+        host.settle()
     finally:
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     differing = int((pool.data[:, :, targets.tolist()].cpu() != expected).sum())
-    differing += int((host.data[on_host.tolist()].movedim(0, 2) != expected).sum())
+    differing += int((host.read(on_host.tolist()).movedim(0, 2) != expected).sum())
     num_bytes = expected.nbytes
     ours = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -53,6 +57,30 @@ def _host_pool_case(pool: KVPool, host: HostPool, case: str, on_host: np.ndarray
         row = {"case": f"{case}, {way}", "ok": differing == 0, "error": differing, "us": seconds * 1e6}
         rows.append({**row, "gb_per_s": num_bytes / seconds / 1e9, "of_plain": plain / seconds})
     return rows
+
+
+def _overlap_case(pool: KVPool, host: HostPool, case: str, num_layers: int) -> Row:
+    """Pages come back beside a forward pass that takes about as long: how many times as fast as one after the other."""
+    device = pool.data.device
+    pages = np.arange(pool.num_pages // 2)
+    back = _transfer(0, pages, pages)
+    square = torch.randn((2048, 2048), device=device, dtype=torch.bfloat16)
+    host.apply(back)
+    copying = seconds_of(lambda: (host.apply(back), host.settle()), device)
+    products = max(1, round(copying / num_layers / seconds_of(lambda: square @ square, device)))
+
+    def step(waits_by_layer: bool) -> None:
+        host.apply(back)
+        if not waits_by_layer:
+            host.settle()
+        for layer in range(num_layers):
+            host.landings.wait_for(layer)
+            for _ in range(products):
+                square @ square
+
+    seconds = {waits: seconds_of(lambda waits=waits: step(waits), device) for waits in (False, True)}
+    row = {"case": f"{case}, back beside a forward pass", "ok": True, "us": seconds[True] * 1e6}
+    return {**row, "of_plain": seconds[False] / seconds[True]}
 
 
 def _transfer(to_host: int, device_pages: np.ndarray, host_pages: np.ndarray) -> Step:

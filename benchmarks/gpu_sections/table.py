@@ -48,6 +48,8 @@ SECTIONS: Mapping[str, Section] = {
         "gpu_sections.attention_triton_speed:tuning", {"batches": (1,), "contexts": (1024,)}
     ),
     "flashinfer": Section("gpu_sections.attention_libraries:flashinfer", LIBRARY),
+    # Its kernels for these pages are compiled at their first use.
+    "flashinfer_fp8": Section("gpu_sections.attention_libraries:flashinfer_fp8", LIBRARY, limit_s=900.0),
     "flash_attn": Section("gpu_sections.attention_libraries:flash_attn", LIBRARY),
     "attention_race": Section("gpu_sections.race:section", {"models": ((2, 1, 1),)}, limit_s=300.0),
     "kernels": Section("gpu_sections.kernels:section"),

@@ -20,7 +20,12 @@ from engine.plugins.selection import NOT_MEASURED, Measured, choose_attention
 
 
 def context_of(
-    spec: AttentionSpec, page_size: int, device: torch.device, dtype: torch.dtype, layout: Layout = "layer_first"
+    spec: AttentionSpec,
+    page_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: Layout = "layer_first",
+    kv_dtype: str = "",
 ) -> AttentionContext:
     """What a rank's attention plugins are told, for both phases and without options."""
     return AttentionContext(
@@ -33,6 +38,7 @@ def context_of(
         window=spec.window,
         needs=spec.needs,
         kv_layout=layout,
+        kv_dtype=kv_dtype,
     )
 
 
@@ -47,16 +53,17 @@ class RankAttention:
         device: torch.device,
         dtype: torch.dtype,
         layout: Layout = "layer_first",
+        kv_dtype: str = "",
         measured: Measured = NOT_MEASURED,
     ) -> None:
         self._plugins = plugins
         self._spec = spec
         self._measured = measured
-        self._context = context_of(spec, page_size, device, dtype, layout)
+        self._context = context_of(spec, page_size, device, dtype, layout, kv_dtype)
         self._choices = choose_attention(plugins, self._context, measured=measured)
         for choice in self._choices:
             if not choice.info.built_in:
-                try_foreign(choice, spec, page_size, device, dtype, layout)
+                try_foreign(choice, spec, page_size, device, dtype, layout, kv_dtype)
 
     def build(self, pool: KVPool) -> AttentionBackend:
         """One backend, or two behind one.  Raises PluginError if one that was chosen by name cannot be built."""

@@ -1,6 +1,7 @@
 """The host pool: host memory for pages that left the KV pool and may come back.
 
-Legend: C host pages · P device pages · L layers · S page size · G KV heads (of this rank) · H head size · n pages moved
+Legend: C host pages · P device pages · L layers · S page size · G KV heads (of this rank) · R size of a record
+        n pages moved
 Owns: the memory, page-locked where the device is a GPU, and the copies between it and one KV pool.
 Does not know: which page belongs to whom, or why one moves (``engine/kv/host_tier.py`` does).
 """
@@ -8,6 +9,9 @@ Does not know: which page belongs to whom, or why one moves (``engine/kv/host_ti
 import contextlib
 import math
 import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,38 +19,86 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.execution.copy_stream import Mark
+from engine.execution.landings import Landings
 from engine.kv.pages import Pages
 from engine.layers.kv_pool import KVPool
 from engine.messages import Step
 
 STAGING_BYTES = 64 << 20  # of device memory; enough for the bus to be busy, little beside a KV pool
+# What comes back makes the model wait for the first of them, if a layer takes longer to compute than to copy.  More of
+# them are more copies, each of which has to be queued.
+NUM_GROUPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Some neighbouring layers of every page, from ``first_layer`` on.
+
+    on_host: [C, layers, 2, S, G, R], contiguous, so that neighbours cross the bus as one copy.
+    on_device: [P + 1, layers, 2, S, G, R].
+    leaving: [n, layers, 2, S, G, R], contiguous on the device: pages on their way out.
+    """
+
+    first_layer: int
+    on_host: Tensor
+    on_device: Tensor
+    leaving: Tensor
 
 
 class HostPool:
-    """Page-first, [C, L, 2, S, G, H]: a page is one piece of memory and crosses the bus as one copy.
+    """Pages in groups of layers: what comes back lands group by group, and the model already runs.
 
-    Raises MemoryError if there is not so much memory, or if it cannot be page-locked.
+    Pages that leave are gathered on the model's own stream, so the pool may give them away at once; the bus takes them
+    from there while the step runs.  Raises MemoryError if there is not so much memory, or if it cannot be page-locked.
     """
 
-    def __init__(self, num_pages: int, pool: KVPool) -> None:
+    def __init__(self, num_pages: int, pool: KVPool, landings: Landings) -> None:
         self.num_pages = num_pages
-        self._device_pages = pool.by_page
-        shape, dtype, device = self._device_pages.shape[1:], pool.data.dtype, pool.data.device
-        page_bytes = math.prod(shape) * dtype.itemsize
+        self.landings = landings
+        self.copies = landings.copies
+        self._left: Mark = None  # reached when what was gathered last is out
+        by_page, device = pool.by_page, pool.data.device
+        num_layers, shape, dtype = by_page.shape[1], by_page.shape[2:], by_page.dtype
+        self.page_bytes = by_page[0].nbytes
+        layer_bytes = self.page_bytes // num_layers
         # calloc: on CPU, pages that were never written take no memory.
-        memory = torch.from_numpy(np.zeros(num_pages * page_bytes, dtype=np.uint8))
-        self.data = memory.view(dtype).view(num_pages, *shape)
-        # A page that is one block on the device too needs no gathering.
-        num_staged = 0 if pool.by_page.is_contiguous() else min(num_pages, max(1, STAGING_BYTES // page_bytes))
-        self._staging = torch.empty((num_staged, *shape), dtype=dtype, device=device)
+        memory = torch.from_numpy(np.zeros(num_pages * self.page_bytes, dtype=np.uint8))
+        # A page that is one block on the device too needs no gathering, unless the model overtakes the copy.
+        is_staged = self.copies.overlaps or not by_page.is_contiguous()
+        num_staged = min(num_pages, max(1, STAGING_BYTES // self.page_bytes)) if is_staged else 0
+        num_groups = min(NUM_GROUPS, num_layers) if self.copies.overlaps else 1
+        bounds = [num_layers * number // num_groups for number in range(num_groups + 1)]
+        self._groups: list[_Group] = []
+        for first, last in pairwise(bounds):
+            part = memory[num_pages * first * layer_bytes : num_pages * last * layer_bytes]
+            on_host = part.view(dtype).view(num_pages, last - first, *shape)
+            leaving = torch.empty((num_staged, last - first, *shape), dtype=dtype, device=device)
+            self._groups.append(_Group(first, on_host, by_page[:, first:last], leaving))
+        # Without a stream of their own, copies of both directions are never under way at the same time.
+        largest = max(self._groups, key=lambda group: group.leaving.shape[1]).leaving
+        self._coming = torch.empty_like(largest) if self.copies.overlaps else largest
         if device.type == "cuda":
             _page_lock(memory, device, owner=self)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all pages."""
+        return self.num_pages * self.page_bytes
+
+    def read(self, host_pages: list[int]) -> Tensor:
+        """[n, L, 2, S, G, R], a copy of what pages hold.  For checks: nothing may be under way."""
+        return torch.cat([group.on_host[host_pages] for group in self._groups], 1)
+
+    def settle(self) -> None:
+        """What the model's stream is given from now on may read every page that came back."""
+        self.landings.settle()
 
     def apply(self, step: Step) -> None:
         """Make the transfers of a step that has some, in their order.
 
-        On a GPU they are only queued, on the current stream: behind the steps that wrote the pages, before those that
-        read them.  The host never touches this memory itself, so nothing else has to wait for them."""
+        On a GPU they are only queued: behind the steps that wrote the pages or still read what was in their places.
+        Those that read them wait for them, see ``Landings``.  The host never touches this memory itself."""
         to_host = np.frombuffer(step.transfer_to_host, dtype=np.int32)
         device_pages = np.frombuffer(step.transfer_device_pages, dtype=np.int32)
         host_pages = np.frombuffer(step.transfer_host_pages, dtype=np.int32)
@@ -63,43 +115,68 @@ class HostPool:
         # In the host's order, so that neighbours cross the bus as one copy.
         kept = kept[np.argsort(host_pages[kept], kind="stable")]
         device_pages, host_pages = device_pages[kept], host_pages[kept]
-        if not len(self._staging):
+        if not len(self._coming):
             self._copy_blocks(to_host, device_pages, host_pages)
-            return
-        index = torch.from_numpy(device_pages.astype(np.int64))
-        if self._staging.is_cuda:
-            index = index.pin_memory().to(self._staging.device, non_blocking=True)
-        for start in range(0, len(kept), len(self._staging)):
-            part = slice(start, start + len(self._staging))
-            self._copy_staged(to_host, index[part], host_pages[part])
+        elif to_host:
+            self._write_back(device_pages, host_pages)
+        else:
+            for group in self._groups:
+                mark = self.copies.queue(partial(self._bring_back, group, device_pages, host_pages))
+                self.landings.expect(group.first_layer, mark)
 
     def _copy_blocks(self, to_host: bool, device_pages: Pages, host_pages: Pages) -> None:
-        """Page by page, or as many at once as are neighbours on both sides."""
+        """Page by page, or as many at once as are neighbours on both sides; only where nothing overlaps."""
+        (group,) = self._groups
         gaps = np.flatnonzero((np.diff(host_pages) != 1) | (np.diff(device_pages) != 1)) + 1
         for start, end in pairwise((0, *gaps.tolist(), len(host_pages))):
             first, device_first = int(host_pages[start]), int(device_pages[start])
-            on_host = self.data[first : first + end - start]
-            on_device = self._device_pages[device_first : device_first + end - start]
+            on_host = group.on_host[first : first + end - start]
+            on_device = group.on_device[device_first : device_first + end - start]
             if to_host:
-                on_host.copy_(on_device, non_blocking=True)
+                on_host.copy_(on_device)
             else:
-                on_device.copy_(on_host, non_blocking=True)
+                on_device.copy_(on_host)
 
-    def _copy_staged(self, to_host: bool, index_n: Tensor, host_pages: Pages) -> None:
-        """As many pages as the staging buffer holds; the stream keeps the next ones from overtaking these."""
-        staged = self._staging[: len(host_pages)]
-        if to_host:
-            torch.index_select(self._device_pages, 0, index_n, out=staged)
-        gaps = np.flatnonzero(np.diff(host_pages) != 1) + 1
-        for start, end in pairwise((0, *gaps.tolist(), len(host_pages))):
-            first = int(host_pages[start])
-            on_host, on_device = self.data[first : first + end - start], staged[start:end]
-            if to_host:
-                on_host.copy_(on_device, non_blocking=True)
-            else:
-                on_device.copy_(on_host, non_blocking=True)
-        if not to_host:
-            self._device_pages.index_copy_(0, index_n, staged)
+    def _write_back(self, device_pages: Pages, host_pages: Pages) -> None:
+        """As many pages at a time as are gathered at once; the next ones wait until these are out."""
+        self.landings.settle()  # one of them may have come back just now
+        for start in range(0, len(host_pages), len(self._coming)):
+            part = slice(start, start + len(self._coming))
+            self.copies.wait(self._left)
+            index_n = self._index(device_pages[part])
+            for group in self._groups:
+                torch.index_select(group.on_device, 0, index_n, out=group.leaving[: len(index_n)])
+            self._left = self.copies.queue(partial(self._send, host_pages[part]))
+
+    def _send(self, host_pages: Pages) -> None:
+        """What was gathered, to the host."""
+        for group in self._groups:
+            for at, on_host in _runs(group.on_host, host_pages):
+                on_host.copy_(group.leaving[at : at + len(on_host)], non_blocking=True)
+
+    def _bring_back(self, group: _Group, device_pages: Pages, host_pages: Pages) -> None:
+        """A group's layers, in parts that ``_coming`` holds, which are made one after the other."""
+        index_n = self._index(device_pages)
+        for start in range(0, len(host_pages), len(self._coming)):
+            part = host_pages[start : start + len(self._coming)]
+            shape = (len(part), *group.on_host.shape[1:])
+            coming = self._coming.flatten()[: math.prod(shape)].view(shape)
+            for at, on_host in _runs(group.on_host, part):
+                coming[at : at + len(on_host)].copy_(on_host, non_blocking=True)
+            group.on_device.index_copy_(0, index_n[start : start + len(part)], coming)
+
+    def _index(self, device_pages: Pages) -> Tensor:
+        index_n = torch.from_numpy(device_pages.astype(np.int64))
+        device = self._coming.device
+        return index_n.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index_n
+
+
+def _runs(on_host: Tensor, host_pages: Pages) -> Iterator[tuple[int, Tensor]]:
+    """Pages that are neighbours: where they begin in ``host_pages``, and they themselves."""
+    gaps = np.flatnonzero(np.diff(host_pages) != 1) + 1
+    for start, end in pairwise((0, *gaps.tolist(), len(host_pages))):
+        first = int(host_pages[start])
+        yield start, on_host[first : first + end - start]
 
 
 def _page_lock(memory: Tensor, device: torch.device, owner: object) -> None:

@@ -157,6 +157,7 @@ class ModelRunner:
             self._apply(step)
         else:
             self._transfer(step)
+            self._settle()  # a graph waits for no layer
             graphs.tell(step)
         computed = self._rows.computed.copy()
         try:
@@ -181,7 +182,12 @@ class ModelRunner:
         if step.admissions:
             self._admit(step.admissions)
 
+    def _settle(self) -> None:
+        if self._host_pool is not None:
+            self._host_pool.settle()
+
     def _transfer(self, step: Step) -> None:
+        self._settle()  # what the step before has not waited for
         if self.stored is not None:
             self.stored.save(step)
         if step.transfer_to_host:

@@ -83,6 +83,7 @@ def try_foreign(
     device: torch.device,
     dtype: torch.dtype,
     layout: Layout = "layer_first",
+    kv_dtype: str = "",
 ) -> None:
     """Let it compute a few steps in a pool of a few pages.  Raises PluginError if a result is wrong, or none comes."""
     label = choice.info.label
@@ -94,7 +95,7 @@ def try_foreign(
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            for case in trial_cases(name, page_size, spec.head_size, spec.window, choice.phases, layout):
+            for case in trial_cases(name, page_size, spec.head_size, spec.window, choice.phases, layout, kv_dtype):
                 with findings.case(case.name):
                     check_steps(case, choice.factory, small, device)
         except BaseException as error:  # whatever it is, the plugin's name belongs to it

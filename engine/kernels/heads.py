@@ -21,11 +21,13 @@ def rotate_and_store(
     keys_SGH: Tensor,
     values_SGH: Tensor,
     slots_T: Tensor,
+    limit: float = 0.0,
 ) -> Tensor:
     """Queries as q_TQH, contiguous; keys and values go to their slots.
 
     qkv_TAH: contiguous, A = Q + 2 G.  weight_QGH: [Q + G, H], the norm's weight of each query and key head; None if
     heads are not normalised.  angles_TH: see ``angle_table``.  keys_SGH, values_SGH: one layer of the pool, contiguous.
+    They may be of a narrower type than qkv; limit: its largest number, which larger ones become; 0 to store all as is.
     slots_T: int64; a token whose slot is negative stores nothing.
     All arithmetic is in float32, rounded once: for bfloat16 closer to the definition than one rounding per operation.
     """
@@ -41,7 +43,7 @@ def rotate_and_store(
         rotate_heads[(num_tokens * per_token,)](
             qkv_TAH, qkv_TAH if weight_QGH is None else weight_QGH, angles_TH, slots_T,
             q_TQH, keys_SGH, values_SGH, eps,
-            QUERIES=num_queries, KEYS=num_keys, HALF=head_size // 2, NORMALISED=weight_QGH is not None,
+            QUERIES=num_queries, KEYS=num_keys, HALF=head_size // 2, NORMALISED=weight_QGH is not None, LIMIT=limit,
             PROGRAMS=per_token, BLOCK_P=HEADS_OF_A_PROGRAM, BLOCK_R=triton.next_power_of_2(head_size // 2),
             num_warps=2, enable_fp_fusion=True,
         )  # fmt: skip
@@ -51,8 +53,8 @@ def rotate_and_store(
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def rotate_heads(
     qkv, weight, angles, slots, q_out, keys, values, eps,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, NORMALISED: tl.constexpr, PROGRAMS: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, NORMALISED: tl.constexpr, LIMIT: tl.constexpr,
+    PROGRAMS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token per program; they may be of all three kinds."""
     program = tl.program_id(0)
@@ -87,6 +89,9 @@ def rotate_heads(
     queries = q_out + token * (QUERIES * 2 * HALF)
     tl.store(queries + place_PR, first_PR, mask=is_query_PR)
     tl.store(queries + HALF + place_PR, second_PR, mask=is_query_PR)
+    if LIMIT:
+        first_PR = tl.where(first_PR > LIMIT, LIMIT, tl.where(first_PR < -LIMIT, -LIMIT, first_PR))  # NaN stays NaN
+        second_PR = tl.where(second_PR > LIMIT, LIMIT, tl.where(second_PR < -LIMIT, -LIMIT, second_PR))
     last_stored = tl.where(slot >= 0, QUERIES + 2 * KEYS, 0)
     stored_PR = live_PR & (head_P < last_stored)[:, None]
     is_key_PR = stored_PR & turned_P1 & (head_P >= QUERIES)[:, None]

@@ -28,8 +28,9 @@ class LayerKernels(Protocol):
         keys_SGH: Tensor,
         values_SGH: Tensor,
         slots_T: Tensor,
+        limit: float = 0.0,
     ) -> Tensor:
-        """Return normed and rotated queries; store keys and values."""
+        """Return normed and rotated queries; store keys and values, at most ``limit`` large unless that is 0."""
         ...
 
     def gated(self, gate_up_T2I: Tensor, kind: str = "silu") -> Tensor:

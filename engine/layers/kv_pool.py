@@ -1,6 +1,7 @@
 """The KV pool: one allocation per rank that holds every cached key and value.
 
 Legend: L layers · P pages · S page size · G KV heads (of this rank) · H head size · T tokens of a step
+        R size of a record, which is H where pages keep no scales
 Owns: the memory and its layout.  Does not know: which page belongs to whom.
 """
 
@@ -12,15 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.layers.page_format import PageFormat
+
 Layout = Literal["layer_first", "page_first"]
 StoreKernel = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 class KVPool:
-    """K and V of all layers.  data: [L, 2, P + 1, S, G, H]; both have equal strides.
+    """K and V of all layers.  data: [L, 2, P + 1, S, G, R]; both have equal strides.
 
+    format: how ``data`` keeps them, by ``kv_dtype``, see ``PageFormat``.  dtype: as the model computes and reads them.
     layout: what lies side by side in memory.  'layer_first': a layer's pages.  'page_first': a page's layers, so that a
     page is one block, which goes to another tier as one copy.
+    by_page: [P + 1, L, 2, S, G, R] view of all of it as ``format.memory``: what each page holds; contiguous if
+    page-first.
     page_stride: from the first slot of a page to that of the next; slot = page * page_stride + offset, in every layer.
     The last page is the dump: padded rows of a captured batch write there, nobody reads it, and it
     starts as zeros so that a masked read of it is harmless.
@@ -36,47 +42,58 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         layout: Layout = "layer_first",
+        kv_dtype: str = "",
     ) -> None:
         self.layout = layout
+        self.format = PageFormat(dtype, kv_dtype)
+        self.dtype = dtype
+        self.head_size = head_size
         self.page_stride = self.page_stride_of(layout, num_layers, page_size)
         self.num_pages = num_pages
         self.page_size = page_size
         self.dump_page = num_pages
         # Zeros, not empty: attention multiplies masked positions by 0, and 0 * NaN is NaN.
-        block = (page_size, num_kv_heads, head_size)
+        block = (page_size, num_kv_heads, self.format.record_size(head_size))
         if layout == "layer_first":
-            self.data = _zeros((num_layers, 2, num_pages + 1, *block), dtype, device)
-            slots = self.data.view(num_layers, 2, (num_pages + 1) * page_size, num_kv_heads, head_size)
+            memory = _zeros((num_layers, 2, num_pages + 1, *block), self.format.memory, device)
+            self.by_page = memory.movedim(2, 0)
+            slots = memory.view(num_layers, 2, (num_pages + 1) * page_size, *block[1:])
             self._key_slots = [slots[layer, 0] for layer in range(num_layers)]
             self._value_slots = [slots[layer, 1] for layer in range(num_layers)]
         else:
-            memory = _zeros((num_pages + 1, num_layers, 2, *block), dtype, device)
-            self.data = memory.movedim(0, 2)
+            self.by_page = _zeros((num_pages + 1, num_layers, 2, *block), self.format.memory, device)
             # A layer's slots begin where its part of the first page does, and others' lie between its own pages.
-            slots = memory.view(-1, num_kv_heads, head_size)
+            slots = self.by_page.view(-1, *block[1:])
             self._key_slots = [slots[2 * layer * page_size :] for layer in range(num_layers)]
             self._value_slots = [slots[(2 * layer + 1) * page_size :] for layer in range(num_layers)]
+        self.data = self.format.numbers(self.by_page.movedim(0, 2))
+        self._keys, self._values = ([*map(self.format.numbers, one)] for one in (self._key_slots, self._value_slots))
+        self._encode = None if self.format.plain else self.format.encode
         self._store_by: StoreKernel | None = None
 
-    @property
-    def by_page(self) -> Tensor:
-        """[P + 1, L, 2, S, G, H] view of all of it: what each page holds; contiguous if page-first."""
-        return self.data.movedim(2, 0)
-
     def keys(self, layer: int) -> Tensor:
-        """[slots, G, H] view of a layer's keys, contiguous; slot = page * page_stride + offset."""
-        return self._key_slots[layer]
+        """[slots, G, R] view of a layer's keys, contiguous; slot = page * page_stride + offset."""
+        return self._keys[layer]
 
     def values(self, layer: int) -> Tensor:
-        """[slots, G, H] view of a layer's values."""
-        return self._value_slots[layer]
+        """[slots, G, R] view of a layer's values."""
+        return self._values[layer]
+
+    def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
+        """k_TGH and v_TGH, copies of what pages keep of these tokens."""
+        k_TGR, v_TGR = self._key_slots[layer][slots_T], self._value_slots[layer][slots_T]
+        shape = (*k_TGR.shape[:-1], self.head_size)
+        k_TGH, v_TGH = k_TGR.new_empty(shape, dtype=self.dtype), v_TGR.new_empty(shape, dtype=self.dtype)
+        return self.format.decode(k_TGR, k_TGH), self.format.decode(v_TGR, v_TGH)
 
     def store(self, layer: int, k_TGH: Tensor, v_TGH: Tensor, slots_T: Tensor) -> None:
-        """Write a step's new keys and values to their slots."""
+        """Write a step's new keys and values to their slots, rounded to what pages keep."""
         # A compiler knows what an index_copy_ is, and nothing of a library's kernel.
         if self._store_by is not None and not torch.compiler.is_dynamo_compiling():
             self._store_by(layer, k_TGH, v_TGH, slots_T)
             return
+        if self._encode is not None:
+            k_TGH, v_TGH = self._encode(k_TGH), self._encode(v_TGH)
         self._key_slots[layer].index_copy_(0, slots_T, k_TGH)
         self._value_slots[layer].index_copy_(0, slots_T, v_TGH)
 
@@ -90,9 +107,12 @@ class KVPool:
         return page_size if layout == "layer_first" else num_layers * 2 * page_size
 
     @staticmethod
-    def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
+    def page_bytes(
+        num_layers: int, page_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, kv_dtype: str = ""
+    ) -> int:
         """Bytes one page takes over all layers."""
-        return num_layers * 2 * page_size * num_kv_heads * head_size * dtype.itemsize
+        form = PageFormat(dtype, kv_dtype)
+        return num_layers * 2 * page_size * num_kv_heads * form.record_size(head_size) * form.memory.itemsize
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

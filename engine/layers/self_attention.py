@@ -74,11 +74,12 @@ class SelfAttention:
         if isinstance(norm, WideHeadNorm):
             heads[:, : self.num_rotated] = norm(heads[:, : self.num_rotated])
             norm = None
-        if kernels is not None and rotary is not None and rotary.whole:
+        if kernels is not None and rotary is not None and rotary.whole and not step.pool.format.scaled:
             (table_TH,) = angles
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             keys, values = step.pool.keys(index), step.pool.values(index)
-            return kernels.rotate_and_store(heads, weight, eps, table_TH, keys, values, step.slots_T)
+            limit = step.pool.format.limit
+            return kernels.rotate_and_store(heads, weight, eps, table_TH, keys, values, step.slots_T, limit)
         qk_TAH, v_TGH = heads[:, : self.num_rotated], heads[:, self.num_rotated :]
         if norm is not None:
             qk_TAH = norm(qk_TAH)

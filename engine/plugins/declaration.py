@@ -41,6 +41,7 @@ class Multiples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 Sizes = tuple[int, ...] | Multiples
 Phase = Literal["prefill", "decode"]
+KVDtype = Literal["float32", "bfloat16", "float16", "int8", "fp8_e4m3"]
 InstructionSet = Literal["avx2", "avx512", "amx"]
 Feature = Literal["soft_cap", "sinks", "layer_windows"]
 FEATURES: Mapping[str, str] = {
@@ -68,6 +69,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     window: whether it does sliding windows.  supports: what else of ``AttentionSpec`` it computes: 'soft_cap', 'sinks',
     'layer_windows', which are those of ``full_layers``.  phases: what it serves, 'prefill' and 'decode'.
     kv_layouts: of 'layer_first' and 'page_first'; in the second, a page's first slot is page * pool.page_stride.
+    kv_dtypes: what pools it reads whose pages keep another type than dtype, see ``engine/layers/page_format.py``.
     padding: whether decode rows of length 0, which pad a captured batch, are fine.
     variants: options that 'auto' measures beside the defaults, [{"phase": ..., "options": {...}}, ...].
     graph_breaks: operations that it registers with torch and that must not be captured, as 'library::operation'.
@@ -89,6 +91,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     supports: tuple[Feature, ...] = ()
     phases: tuple[Phase, ...] = ("prefill", "decode")
     kv_layouts: tuple[str, ...] = ("layer_first",)
+    kv_dtypes: tuple[KVDtype, ...] = ()
     padding: bool = False
     variants: tuple[Variant, ...] = ()
     graph_breaks: tuple[str, ...] = ()
@@ -132,6 +135,9 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             ("KV layout", context.kv_layout, self.kv_layouts),
             ("ratio of query heads to KV heads", ratio, self.heads_per_kv_head),
         )
+        if context.kv_dtype and context.kv_dtype not in self.kv_dtypes:
+            taken = ", ".join((context.dtype or "the model's own", *self.kv_dtypes))
+            reasons.append(f"kv.dtype {context.kv_dtype}, it takes {taken}")
         if context.window and not self.window:
             reasons.append(f"a sliding window of {context.window} tokens, it does none")
         if lacking := [FEATURES[need] for need in context.needs if need not in self.supports]:

@@ -45,6 +45,8 @@ class AttentionContext:
     window: sliding window in tokens, 0 for none.  phases: what it is to serve, 'prefill', 'decode' or both.
     needs: what the model's attention has beside that, of what ``Declaration.supports`` may name.
     kv_layout: of the pool, 'layer_first' or 'page_first'; '' if that is not known yet.
+    kv_dtype: what the pool's pages keep instead of dtype: 'float32', 'bfloat16', 'float16', 'int8' or 'fp8_e4m3';
+    '' for dtype.
     options: the plugin's own table from the configuration."""
 
     device: str
@@ -57,6 +59,7 @@ class AttentionContext:
     phases: tuple[str, ...] = ("prefill", "decode")
     needs: tuple[str, ...] = ()
     kv_layout: str = ""
+    kv_dtype: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -146,15 +146,17 @@ def expected_context(
 
     shape: None for a model that is not on this machine.  device, dtype: what 'auto' comes to, if known."""
     kind, wanted_dtype = config.device.kind, config.model.dtype
+    dtype = dtype or (wanted_dtype if wanted_dtype != "auto" else "")
     return AttentionContext(
         device=device or (kind if kind != "auto" else ""),
-        dtype=dtype or (wanted_dtype if wanted_dtype != "auto" else ""),
+        dtype=dtype,
         page_size=config.kv.page_size,
         num_heads=shape.num_heads if shape else 0,
         num_kv_heads=shape.num_kv_heads if shape else 0,
         head_size=shape.head_size if shape else 0,
         window=shape.window if shape else 0,
         kv_layout=config.kv.layout,
+        kv_dtype=config.kv.kept_as(dtype),
         needs=shape.attention_needs if shape else (),
     )
 

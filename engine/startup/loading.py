@@ -13,8 +13,10 @@ from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.execution.attention import RankAttention
+from engine.execution.copy_stream import copies_on
 from engine.execution.device import choose_device, choose_dtype, fair_share, free_bytes, host_place, set_threads
 from engine.execution.host_pool import HostPool
+from engine.execution.landings import LandedAttention, Landings
 from engine.execution.rows import DeviceRows
 from engine.execution.runner import ModelRunner
 from engine.execution.stored_pages import StoredPages
@@ -97,13 +99,26 @@ def load_runner(
     attention_spec = model.attention_spec
     # Before the pool takes what memory is left: a plugin may refuse, and may need some to be tried.
     page_size, layout, limit_s = config.kv.page_size, config.kv.layout, config.plugins.race_s
-    race = Race(plugins, attention_spec, page_size, device, dtype, limit_s=limit_s, graphs=graphs.device, layout=layout)
+    kv_dtype = config.kv.kept_as(str(dtype).removeprefix("torch."))
+    race = Race(
+        plugins,
+        attention_spec,
+        page_size,
+        device,
+        dtype,
+        limit_s=limit_s,
+        graphs=graphs.device,
+        layout=layout,
+        kv_dtype=kv_dtype,
+    )
     measured = measured_attention(race, comm, device, progress)
-    attention = RankAttention(plugins, attention_spec, page_size, device, dtype, layout, measured)
+    attention = RankAttention(plugins, attention_spec, page_size, device, dtype, layout, kv_dtype, measured)
     max_rows = config.scheduler.max_running
     page_stride = KVPool.page_stride_of(layout, attention_spec.num_layers, page_size)
     rows = DeviceRows(max_rows, max_len, page_size, device, page_stride)
     sampler = Sampler(max_rows, spec.vocab_size, max_len, device)
+
+    landings = Landings(copies_on(device))
 
     def parts_with(num_pages: int) -> StepParts:
         pool = KVPool(
@@ -114,9 +129,12 @@ def load_runner(
             head_size=attention_spec.head_size,
             dtype=dtype,
             device=device,
-            layout=config.kv.layout,
+            layout=layout,
+            kv_dtype=kv_dtype,
         )
         backend = attention.build(pool)
+        if config.kv.num_host_pages:
+            backend = LandedAttention(backend, landings)
         # Only now: what 'auto' comes to has been loaded by this time.
         graphs.break_at([name for one in plugins.declarations.values() for name in one.graph_breaks])
         return StepParts(model, pool, backend, rows, sampler)
@@ -128,7 +146,7 @@ def load_runner(
         needs = _measure(config, max_len, graphs, parts_with(1))
     graphs.device.trim()
     page_bytes = KVPool.page_bytes(
-        attention_spec.num_layers, page_size, attention_spec.num_kv_heads, attention_spec.head_size, dtype
+        attention_spec.num_layers, page_size, attention_spec.num_kv_heads, attention_spec.head_size, dtype, kv_dtype
     )
     room = fair_share(free_bytes(device), place, comm, device)
     if not num_pages:
@@ -146,7 +164,7 @@ def load_runner(
     piecewise = graphs.piecewise(parts, config.scheduler, progress)
     decode_graphs = graphs.decode(parts, config.scheduler, progress)
     log.info(
-        "rank %d ready: device=%s dtype=%s weights=%.1f MB kv_pool=%.1f MB (%d pages of %d tokens)",
+        "rank %d ready: device=%s dtype=%s weights=%.1f MB kv_pool=%.1f MB (%d pages of %d tokens in %s)",
         rank,
         device,
         str(dtype).removeprefix("torch."),
@@ -154,6 +172,7 @@ def load_runner(
         pool.data.nbytes / 1e6,
         num_pages,
         page_size,
+        str(pool.format.stored).removeprefix("torch."),
     )
     left = graphs.device.memory().free_bytes
     report(rank, model, pool, needs, before - left, left)
@@ -162,7 +181,7 @@ def load_runner(
         graphs=graphs.device,
         model=model,
         pool=pool,
-        host_pool=_host_pool(config.kv.num_host_pages, pool, comm, needs),
+        host_pool=_host_pool(config.kv.num_host_pages, pool, landings, comm, needs),
         stored=_stored_pages(config, spec, plugins, pool, comm),
         attention=parts.attention,
         piecewise=piecewise,
@@ -240,7 +259,8 @@ def _stored_pages(config: Config, spec: ModelSpec, plugins: Plugins, pool: KVPoo
     page = pool.by_page[0]
     load_format = config.model.load_format
     seed = config.device.seed if load_format == "dummy" else None
-    what = (1, fingerprint(spec, load_format), seed, str(page.dtype), tuple(page.shape), comm.rank, comm.size)
+    shape = (str(pool.dtype), pool.format.kv_dtype, tuple(page.shape))
+    what = (2, fingerprint(spec, load_format), seed, *shape, comm.rank, comm.size)
     namespace = hashlib.sha256(repr(what).encode()).digest()
     context = KVStoreContext(
         record_bytes=DIGEST_BYTES + page.nbytes,
@@ -254,7 +274,7 @@ def _stored_pages(config: Config, spec: ModelSpec, plugins: Plugins, pool: KVPoo
     return StoredPages(records, pool, comm.rank, config.kv.store_buffer_mb << 20)
 
 
-def _host_pool(num_pages: int, pool: KVPool, comm: Comm, needs: Needs) -> HostPool | None:
+def _host_pool(num_pages: int, pool: KVPool, landings: Landings, comm: Comm, needs: Needs) -> HostPool | None:
     """kv.num_host_pages of host memory, or None for 0.  needs: of the pool's device."""
     if not num_pages:
         return None
@@ -266,13 +286,13 @@ def _host_pool(num_pages: int, pool: KVPool, comm: Comm, needs: Needs) -> HostPo
     asked = f"kv.num_host_pages={num_pages}: {num_pages * page_bytes / 1e9:.1f} GB of host memory"
     require_room(asked, num_pages, page_bytes, available, MAX_HOST_SHARE, needs if on_cpu else Needs())
     try:
-        host_pool = HostPool(num_pages, pool)
+        host_pool = HostPool(num_pages, pool, landings)
     except MemoryError as error:
         raise ConfigError(f"{asked} cannot be had ({error}); lower it") from None
     log.info(
         "rank %d host_pool=%.1f MB (%d pages)%s",
         comm.rank,
-        host_pool.data.nbytes / 1e6,
+        host_pool.num_bytes / 1e6,
         num_pages,
         "" if on_cpu else ", page-locked",
     )

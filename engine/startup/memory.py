@@ -117,6 +117,8 @@ def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.d
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
     layer = 4 * shape.hidden_size + (4 * heads + 4 * shape.intermediate_size) // ranks
     context = 4 * max_len * shape.num_kv_heads * shape.head_size  # a power of two that holds it, keys and values
+    if config.kv.kept_as(str(dtype).removeprefix("torch.")):
+        context += context // 2  # as pages keep it
     masks = num_tokens * max_len * (2 if shape.window else 1)
     if shape.attention_needs:
         masks += 3 * shape.num_heads // ranks * SCORED_QUERIES * max_len

@@ -72,6 +72,7 @@ class Race:
         *,
         limit_s: float,
         layout: Layout = "layer_first",
+        kv_dtype: str = "",
         graphs: GraphDevice | None = None,
         loads: Sequence[Load] = (),
         clock: Callable[[], float] = time.perf_counter,
@@ -86,8 +87,8 @@ class Race:
         self._clock = clock
         self._num_layers = spec.num_layers
         self._spec = spec.shortened(MOST_LAYERS)
-        self._layout = layout
-        self._context = context_of(spec, page_size, device, dtype, layout)
+        self._layout, self._kv_dtype = layout, kv_dtype
+        self._context = context_of(spec, page_size, device, dtype, layout, kv_dtype)
         with plugins.choosing:
             self._contenders: dict[Phase, tuple[list[Contender], dict[str, str]]] = {
                 phase: contenders(plugins, replace(self._context, phases=(phase,))) for phase in BOTH
@@ -128,7 +129,8 @@ class Race:
     def run(self) -> Report:
         """Measure, and keep the result, unless somebody was not done in time: the next start tries again."""
         began = time.monotonic()
-        steps = TrialSteps(self._spec, self._page_size, self._device, self._dtype, self._loads, self._layout)
+        place = (self._spec, self._page_size, self._device, self._dtype)
+        steps = TrialSteps(*place, self._loads, self._layout, self._kv_dtype)
         results: dict[str, list[Result]] = {}
         for phase, (entrants, passed_over) in self._contenders.items():
             results[phase] = []
@@ -187,7 +189,8 @@ class Race:
             choice = ask(self._plugins, contender, context, "measured")
         spec = self._spec
         small = spec.shortened(NUM_LAYERS)
-        for case in trial_cases(context.dtype, self._page_size, spec.head_size, spec.window, (phase,), self._layout):
+        shape = (self._page_size, spec.head_size, spec.window, (phase,), self._layout, self._kv_dtype)
+        for case in trial_cases(context.dtype, *shape):
             check_steps(case, choice.factory, small, self._device)
         backend = choice.factory(self._spec, steps.pool)
         for load in steps.loads:
@@ -270,6 +273,7 @@ class Race:
         return (
             f"{name}, {spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_size} in {self._num_layers} layers"
             f"{window}, {self._context.dtype}, page {self._page_size}, {self._layout}"
+            + (f", {self._kv_dtype} pages" if self._kv_dtype else "")
         )
 
     def _path(self) -> Path | None:
@@ -302,7 +306,17 @@ def race_for(config: Config) -> Race:
     spec, device, dtype = preview_attention(config)
     plugins = Plugins({ATTENTION: config.plugins.attention}, options=config.plugins.options)
     limit_s = config.plugins.race_s or LONGEST_S
-    return Race(plugins, spec, config.kv.page_size, device, dtype, limit_s=limit_s, layout=config.kv.layout)
+    kv_dtype = config.kv.kept_as(str(dtype).removeprefix("torch."))
+    return Race(
+        plugins,
+        spec,
+        config.kv.page_size,
+        device,
+        dtype,
+        limit_s=limit_s,
+        layout=config.kv.layout,
+        kv_dtype=kv_dtype,
+    )
 
 
 def measured_attention(race: Race, comm: Comm, device: torch.device, progress: bool) -> Measured:

@@ -64,11 +64,12 @@ class TrialSteps:
         dtype: torch.dtype,
         loads: Sequence[Load],
         layout: Layout = "layer_first",
+        kv_dtype: str = "",
     ) -> None:
         self.spec = spec
         self._page_size = page_size
         self._device = device
-        page_bytes = KVPool.page_bytes(spec.num_layers, page_size, spec.num_kv_heads, spec.head_size, dtype)
+        page_bytes = KVPool.page_bytes(spec.num_layers, page_size, spec.num_kv_heads, spec.head_size, dtype, kv_dtype)
         room = min(POOL_BYTES[device.type], free_bytes(device) // SHARE_OF_FREE)
         self.pool = KVPool(
             num_layers=spec.num_layers,
@@ -79,14 +80,15 @@ class TrialSteps:
             dtype=dtype,
             device=device,
             layout=layout,
+            kv_dtype=kv_dtype,
         )
-        self.pool.data.normal_(generator=torch.Generator(device).manual_seed(0))
+        self._fill(torch.Generator(device).manual_seed(0))
         self.loads = [one for one in loads if self._pages_of(one) <= self.pool.num_pages]
 
     def queries(self, load: Load) -> Tensor:
         """q_TNH of a step."""
         shape = (load.rows * load.new, self.spec.num_heads, self.spec.head_size)
-        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self._device, self.pool.data.dtype)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self._device, self.pool.dtype)
 
     def batch(self, load: Load) -> AttentionBatch:
         """Sequences over scattered pages that they share with nobody; decode rows of lengths that differ."""
@@ -110,17 +112,25 @@ class TrialSteps:
         spec, sinks_N = self.spec, self.spec.sinks[0] if self.spec.sinks else None
         expected = attend(
             q_TNH[-new:],
-            self.pool.keys(0)[slots_L],
-            self.pool.values(0)[slots_L],
+            *self.pool.read(0, slots_L),
             spec.scale,
             spec.window_of(0),
             spec.soft_cap,
             sinks_N,
         )
-        absolute, relative = TOLERANCES[str(self.pool.data.dtype).removeprefix("torch.")]
+        absolute, relative = TOLERANCES[str(self.pool.dtype).removeprefix("torch.")]
         error = (out_TNH[-new:].double().cpu() - expected).abs()
         wrong = not (error <= absolute + relative * expected.abs()).all()  # NaN is wrong, too
         assert not wrong, f"a result at a context of {length} is off by {error.max():.3g}"
+
+    def _fill(self, generator: torch.Generator) -> None:
+        pool, spec = self.pool, self.spec
+        pages_P = torch.arange(pool.num_pages + 1, device=self._device) * pool.page_stride
+        slots_T = (pages_P[:, None] + torch.arange(pool.page_size, device=self._device)).flatten()
+        shape = (2, len(slots_T), spec.num_kv_heads, spec.head_size)
+        for layer in range(spec.num_layers):
+            drawn = torch.randn(shape, generator=generator, dtype=pool.dtype, device=self._device)
+            pool.store(layer, drawn[0], drawn[1], slots_T)
 
     def _pages_of(self, load: Load) -> int:
         return load.rows * -(-load.context // self._page_size)

@@ -83,7 +83,9 @@ class Wrapper:
         assert q_TNH.stride(-1) == 1
         assert out_TNH.is_contiguous()
         assert out_TNH.shape == q_TNH.shape
-        assert out_TNH.dtype == q_TNH.dtype == pages[0].dtype == self._q_data_type == self._kv_data_type
+        assert out_TNH.dtype == q_TNH.dtype == self._q_data_type
+        assert pages[0].dtype == self._kv_data_type
+        assert self._kv_data_type == self._q_data_type or self.backend != "fa3", "there is no such kernel"
         assert pages[0].stride() == pages[1].stride()
         scale, window_left = self._sm_scale, self._window_left
         starts_B1, indices_I, last_B = lists
@@ -95,7 +97,7 @@ class Wrapper:
             for row, count in enumerate(counts):
                 own = indices_I[starts_B1[row] : starts_B1[row] + count].long()
                 length = (count - 1) * page_size + int(last_B[row])
-                keys_LGH, values_LGH = (x[own].flatten(0, 1)[:length] for x in pages)
+                keys_LGH, values_LGH = (_pages(x, own).flatten(0, 1)[:length] for x in pages)
                 first, last = query_starts_B1[row : row + 2].tolist()
                 for place in range(first, last):
                     end = length - (last - place) + 1
@@ -216,6 +218,13 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         starts_B1 = torch.arange(num_rows + 1)
         self._queue_kernel(q, paged_kv_cache, out, self._lists, starts_B1, check)
         return out
+
+
+def _pages(pages: Tensor, own: Tensor) -> Tensor:
+    """torch takes no elements of a tensor of 8-bit floats."""
+    if pages.dtype.itemsize > 1:
+        return pages[own]
+    return pages.view(torch.uint8)[own].view(pages.dtype).float()
 
 
 def fast_decode_plan(

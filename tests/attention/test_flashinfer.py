@@ -394,6 +394,22 @@ def test_the_library_stores_where_no_kernel_of_ours_does(gpu: Any, monkeypatch: 
         assert append_is_called(gpu, case.pool) == (kernels is None)
 
 
+def test_pages_of_8_bits_are_read_by_fa2_and_written_by_the_pool(gpu: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plugin, "choose_kernels", lambda device: None)
+    spec = spec_of(4, 2, 64)
+    pool = KVPool(2, 12, 16, 2, 64, torch.bfloat16, torch.device("cpu"), kv_dtype="fp8_e4m3")
+    callboard_attention_backend(context(kv_dtype="fp8_e4m3"))(spec, pool)
+    gpu.stream.run()
+    plans = [arguments for name, arguments in gpu.library.calls if "plan" in name]
+    assert {name for name, _ in gpu.library.calls} == {
+        "decode.plan",
+        "decode.run",
+        "prefill.plan fa2",
+        "prefill.run fa2",
+    }
+    assert {(one["q_data_type"], one["kv_data_type"]) for one in plans} == {(torch.bfloat16, torch.float8_e4m3fn)}
+
+
 def test_a_store_that_fails_at_start_is_a_plugin_error_and_leaves_the_pool_its_own(gpu: Any):
     def fails(**arguments: object) -> None:
         raise RuntimeError("no module page")
@@ -417,6 +433,7 @@ def test_a_compiler_sees_torchs_own_store(gpu: Any, monkeypatch: pytest.MonkeyPa
     [
         ({"options": {"prefil_backend": "fa2"}}, "unknown field `prefil_backend`.*prefill_backend, tensor_cores"),
         ({"options": {"tensor_cores": "never"}, "num_heads": 10}, "this model has 5; set tensor_cores to 'auto'"),
+        ({"options": {"prefill_backend": "fa3"}, "kv_dtype": "fp8_e4m3"}, "reads no fp8_e4m3 pages.*'auto' or 'fa2'"),
     ],
 )
 def test_what_it_cannot_do_is_a_plugin_error(gpu: Any, changes: dict[str, object], reason: str):
@@ -430,6 +447,7 @@ def test_what_it_cannot_do_is_a_plugin_error(gpu: Any, changes: dict[str, object
         ({"device": "cpu"}, "device cpu, it takes cuda"),
         ({"dtype": "float32"}, "dtype float32, it takes bfloat16, float16"),
         ({"head_size": 80}, "head size 80, it takes 64, 128, 256"),
+        ({"kv_dtype": "int8"}, "kv.dtype int8, it takes bfloat16, fp8_e4m3"),
     ],
 )
 def test_what_it_declares_keeps_it_from_being_asked(changes: dict[str, object], reason: str):

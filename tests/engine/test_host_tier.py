@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from callboard import LLM, SamplingParams
+from engine.startup import loading
+from tests.execution.late_copies import LateCopies
 from tests.models.checkpoints import build, random_tokens, save
 
 CONVERSATIONS, TURNS = 6, 3
@@ -38,7 +40,9 @@ def converse(checkpoint: Path, page_size: int, pool_len: int, host_len: int) -> 
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_conversations_larger_than_the_pool_are_cached_whole_and_right(checkpoint: Path, page_size: int) -> None:
+def test_conversations_larger_than_the_pool_are_cached_whole_and_right(
+    checkpoint: Path, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     working_set = CONVERSATIONS * -(-WHOLE_LEN // 16) * 16
     pool_len = working_set // 3
     expected, roomy = converse(checkpoint, page_size, pool_len=2 * working_set, host_len=0)
@@ -50,3 +54,5 @@ def test_conversations_larger_than_the_pool_are_cached_whole_and_right(checkpoin
     assert sum(map(sum, without)) == 0, "a conversation has gone from the small pool when its next turn comes"
     assert sum(map(sum, partly)) < sum(map(sum, roomy)), "half of the conversations do not fit the host either"
     assert all(turns[-1] > FIRST_LEN for turns in with_host)
+    monkeypatch.setattr(loading, "copies_on", lambda device: LateCopies())
+    assert converse(checkpoint, page_size, pool_len, host_len=working_set) == (expected, with_host)

@@ -3,6 +3,7 @@
 import gc
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,12 @@ import torch
 from torch import Tensor
 
 from engine.execution import host_pool
+from engine.execution.copy_stream import CopyStream, copies_on
 from engine.execution.host_pool import HostPool
+from engine.execution.landings import Landings
 from engine.layers.kv_pool import KVPool, Layout
 from engine.messages import Step
+from tests.execution.late_copies import LateCopies
 
 NUM_PAGES, NUM_HOST_PAGES = 7, 5  # few, so that targets repeat within most steps
 LAYERS, KV_HEADS, HEAD_SIZE = 3, 2, 8
@@ -38,9 +42,12 @@ class Pools:
         page_size: int = 1,
         dtype: torch.dtype = torch.float32,
         layout: Layout = "layer_first",
+        copies: CopyStream | None = None,
     ) -> None:
-        self.pool = KVPool(LAYERS, NUM_PAGES, page_size, KV_HEADS, HEAD_SIZE, dtype, torch.device(device), layout)
-        self.host = HostPool(NUM_HOST_PAGES, self.pool)
+        place = torch.device(device)
+        self.pool = KVPool(LAYERS, NUM_PAGES, page_size, KV_HEADS, HEAD_SIZE, dtype, place, layout)
+        self.copies = copies or copies_on(place)
+        self.host = HostPool(NUM_HOST_PAGES, self.pool, Landings(self.copies))
         self.generator = torch.Generator().manual_seed(0)
         for page in range(NUM_PAGES):
             self.pool.data[:, :, page] = self.content()
@@ -65,12 +72,20 @@ class Pools:
                 self.on_device[device_page] = self.on_host[host_page]
 
     def device_pages(self) -> list[bytes]:
-        return [as_bytes(self.pool.data[:, :, page]) for page in range(NUM_PAGES)]
+        """As a step reads them: layer by layer, each when it has waited for its own."""
+        layers = []
+        for layer in range(LAYERS):
+            self.host.landings.wait_for(layer)
+            layers.append(self.pool.data[layer].clone())
+        data = torch.stack(layers)
+        return [as_bytes(data[:, :, page]) for page in range(NUM_PAGES)]
 
     def host_pages(self) -> list[bytes]:
+        if isinstance(self.copies, LateCopies):
+            self.copies.finish()
         if self.pool.data.is_cuda:
             torch.cuda.synchronize()
-        return [as_bytes(self.host.data[page]) for page in range(NUM_HOST_PAGES)]
+        return [as_bytes(self.host.read([page])[0]) for page in range(NUM_HOST_PAGES)]
 
     def check(self) -> None:
         wrong = [page for page, content in enumerate(self.device_pages()) if content != self.on_device[page]]
@@ -101,6 +116,12 @@ def test_random_transfers_do_what_copying_page_by_page_does(
     pools = Pools(device, page_size, dtype, layout)
     rng = np.random.default_rng(page_size)
     seen: Counter[str] = Counter()
+    walk(pools, rng, seen)
+    assert min(seen["same target again"], seen["source was target"], seen["target was source"]) > 20, seen
+
+
+def walk(pools: Pools, rng: np.random.Generator, seen: Counter[str]) -> None:
+    """Steps of random transfers; some read all pages, layer by layer, and few look at the host."""
     for _ in range(60):
         # Long runs and short ones: a direction is kept with probability 0.8 or is thrown anew for each page.
         keep, direction, moves = rng.choice([0.0, 0.8]), 1, []
@@ -109,9 +130,70 @@ def test_random_transfers_do_what_copying_page_by_page_does(
             moves.append((direction, int(rng.integers(NUM_PAGES)), int(rng.integers(NUM_HOST_PAGES))))
         seen += what_happens(moves)
         pools.move(moves)
-        pools.check()
-        pools.overwrite(int(rng.integers(NUM_PAGES)))
-    assert min(seen["same target again"], seen["source was target"], seen["target was source"]) > 20, seen
+        if rng.random() < 0.3:
+            pools.check()
+        else:
+            assert pools.device_pages() == list(pools.on_device.values())
+        for page in rng.permutation(NUM_PAGES)[: rng.integers(NUM_PAGES)].tolist():
+            pools.overwrite(page)
+    pools.check()
+
+
+def late_walk(page_size: int, layout: Layout) -> LateCopies:
+    copies = LateCopies()
+    walk(Pools("cpu", page_size, layout=layout, copies=copies), np.random.default_rng(page_size), Counter())
+    return copies
+
+
+@pytest.mark.parametrize(("page_size", "layout"), [(1, "layer_first"), (16, "layer_first"), (16, "page_first")])
+@pytest.mark.parametrize("staged_pages", [1, 3])
+def test_copies_that_come_as_late_as_they_may_change_nothing(
+    page_size: int, layout: Layout, staged_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page_bytes = KVPool.page_bytes(LAYERS, page_size, KV_HEADS, HEAD_SIZE, torch.float32)
+    monkeypatch.setattr(host_pool, "STAGING_BYTES", staged_pages * page_bytes)
+    assert late_walk(page_size, layout).num_waits > 60
+
+
+def never(*_: object) -> None:
+    """What a mutant does instead."""
+
+
+def gathered_without_waiting(self: HostPool, device_pages: np.ndarray, host_pages: np.ndarray) -> None:
+    """Pages are gathered over those that are still on their way out."""
+    self.landings.settle()
+    for page, host_page in zip(device_pages, host_pages, strict=True):
+        for group in self._groups:
+            group.leaving[0] = group.on_device[page]
+        self.copies.queue(partial(self._send, np.array([host_page])))
+
+
+def sent_from_the_pool(self: HostPool, device_pages: np.ndarray, host_pages: np.ndarray) -> None:
+    """Pages are given away before they are out."""
+    self.landings.settle()
+    index_n = self._index(device_pages)
+
+    def send() -> None:
+        for group in self._groups:
+            group.on_host[host_pages.tolist()] = group.on_device[index_n]
+
+    self.copies.queue(send)
+
+
+MUTANTS = {
+    "a layer does not wait": (Landings, "wait_for", never),
+    "a page that has just come back leaves without waiting": (Landings, "settle", never),
+    "the last group alone is waited for": (Landings, "expect", lambda self, layer, mark: self._marks.update({2: mark})),
+    "pages on their way out are overwritten": (HostPool, "_write_back", gathered_without_waiting),
+    "pages are given away before they are out": (HostPool, "_write_back", sent_from_the_pool),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_what_does_not_wait_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*MUTANTS[mutant])
+    with pytest.raises(AssertionError):
+        late_walk(16, "layer_first")
 
 
 def what_happens(moves: Moves) -> Counter[str]:
@@ -158,11 +240,27 @@ def test_one_host_page_can_fill_several_device_pages(device: str) -> None:
     pools.check()
 
 
+@pytest.mark.parametrize("num_layers", [1, 3, 4, 7, 28])
+def test_groups_have_every_layer_once_and_few_pages_on_the_way(num_layers: int) -> None:
+    pool = KVPool(num_layers, NUM_PAGES, 4, KV_HEADS, HEAD_SIZE, torch.float32, torch.device("cpu"))
+    host = HostPool(NUM_HOST_PAGES, pool, Landings(LateCopies()))
+    sizes = [group.on_host.shape[1] for group in host._groups]
+    assert (sum(sizes), len(sizes)) == (num_layers, min(num_layers, host_pool.NUM_GROUPS))
+    assert max(sizes) - min(sizes) <= 1
+    assert host._coming.shape[1] == max(sizes)
+    assert host.read([0]).shape == (1, *pool.by_page.shape[1:])
+    assert host.num_bytes == NUM_HOST_PAGES * pool.by_page[0].nbytes
+
+
 def test_host_pages_that_were_never_written_take_no_memory_on_cpu() -> None:
     pool = KVPool(LAYERS, NUM_PAGES, 16, KV_HEADS, HEAD_SIZE, torch.float32, torch.device("cpu"))
     before = resident_bytes()
-    host = HostPool((1 << 30) // KVPool.page_bytes(LAYERS, 16, KV_HEADS, HEAD_SIZE, torch.float32), pool)
-    assert host.data.nbytes > 0.9 * (1 << 30)
+    host = HostPool(
+        (1 << 30) // KVPool.page_bytes(LAYERS, 16, KV_HEADS, HEAD_SIZE, torch.float32),
+        pool,
+        Landings(copies_on(pool.data.device)),
+    )
+    assert host.num_bytes > 0.9 * (1 << 30)
     assert resident_bytes() - before < 0.1 * (1 << 30)
 
 
@@ -218,7 +316,7 @@ def test_memory_that_cannot_be_locked_is_an_error_with_the_reason(monkeypatch: p
 @NEEDS_CUDA
 def test_memory_is_page_locked_and_transfers_do_not_wait_for_the_gpu() -> None:
     pools = Pools("cuda", page_size=16)
-    assert pools.host.data.is_pinned()
+    assert all(group.on_host.is_pinned() for group in pools.host._groups)
     moves = [(1, page, (page + 1) % 5) for page in range(5)] + [(0, page, page % 5) for page in range(7)]
     pools.move(moves)  # kernels are loaded now, which may wait
     torch.cuda.set_sync_debug_mode("error")

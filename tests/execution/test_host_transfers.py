@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from engine.config import Config, build_config
 from engine.errors import ConfigError
+from engine.execution.copy_stream import DirectCopies
 from engine.execution.runner import ModelRunner
 from engine.messages import Admission, Step
 from engine.params import SamplingParams
@@ -19,6 +21,7 @@ from engine.startup import loading
 from engine.startup.loading import load_runner
 from engine.startup.memory import Needs
 from engine.system import System
+from tests.execution.late_copies import LateCopies
 from tests.models.checkpoints import build, random_tokens, save
 
 PROMPT_LEN = 40
@@ -30,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(build("qwen3"), tmp_path_factory.mktemp("qwen3"))
 
 
-def load(checkpoint: Path, **kv: int) -> ModelRunner:
+def load(checkpoint: Path, **kv: int | str) -> ModelRunner:
     model = {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32", "max_model_len": MAX_LEN}
     config = build_config(Config(), {"model": model, "device": {"kind": "cpu"}, "kv": kv})
     system = System(config)
@@ -52,7 +55,7 @@ def logits_of(runner: ModelRunner, steps: list[Step], poison: dict[int, list[int
 
     runner._sampler.sample = noting
     for step in steps:
-        runner._pool.data[:, :, poison.get(step.step_id, [])] = torch.nan
+        runner._pool.by_page[poison.get(step.step_id, [])] = torch.nan if runner._pool.format.plain else 0xFF
         runner.launch(step).collect()
     return logits
 
@@ -70,11 +73,19 @@ def prefill(step_id: int, row: int, pages: list[int]) -> Step:
     )
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_pages_that_come_back_elsewhere_give_the_same_logits(checkpoint: Path, page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "late", "kv_dtype"), [(1, False, "auto"), (16, False, "int8"), (16, True, "auto")]
+)
+def test_pages_that_come_back_elsewhere_give_the_same_logits(
+    checkpoint: Path, page_size: int, late: bool, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """late: copies are made when a layer waits for them."""
+    copies = LateCopies() if late else DirectCopies()
+    monkeypatch.setattr(loading, "copies_on", lambda device: copies)
     width = MAX_LEN // page_size
     before, after, others = np.random.default_rng(0).permutation(3 * width).reshape(3, width).tolist()
     on_host = np.random.default_rng(1).permutation(width)
+    whole = PROMPT_LEN // page_size  # the row goes on writing to the page behind them
     stay = [
         prefill(0, 0, before),
         Step(1, decode_rows=int32([0])),
@@ -86,23 +97,46 @@ def test_pages_that_come_back_elsewhere_give_the_same_logits(checkpoint: Path, p
     move = list(stay)
     move[2] = msgspec.structs.replace(
         stay[2],
-        transfer_to_host=int32([1] * width),
-        transfer_device_pages=int32(before),
-        transfer_host_pages=int32(on_host),
+        transfer_to_host=int32([1] * whole),
+        transfer_device_pages=int32(before[:whole]),
+        transfer_host_pages=int32(on_host[:whole]),
     )
     move[4] = msgspec.structs.replace(
         stay[4],
-        transfer_to_host=int32([0] * width),
-        transfer_device_pages=int32(after),
-        transfer_host_pages=int32(on_host),
-        table_rows=int32([0] * width),
-        table_indexes=int32(range(width)),
-        table_pages=int32(after),
+        transfer_to_host=int32([0] * whole),
+        transfer_device_pages=int32(after[:whole]),
+        transfer_host_pages=int32(on_host[:whole]),
+        table_rows=int32([0] * whole),
+        table_indexes=int32(range(whole)),
+        table_pages=int32(after[:whole]),
     )
-    sizes = {"page_size": page_size, "num_pages": 3 * width}
+    sizes = {"page_size": page_size, "num_pages": 3 * width, "dtype": kv_dtype}
     expected = logits_of(load(checkpoint, **sizes), stay, poison={})
-    logits = logits_of(load(checkpoint, **sizes, num_host_pages=width), move, poison={3: before})
+    logits = logits_of(load(checkpoint, **sizes, num_host_pages=width), move, poison={3: before[:whole]})
     assert [torch.equal(*pair) for pair in zip(logits, expected, strict=True)] == [True] * 6
+    if isinstance(copies, LateCopies):
+        assert copies.num_waits == 3, "each of three layers waits for its own pages; what has left is in nobody's way"
+
+
+def test_a_captured_step_begins_when_all_pages_have_landed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = LateCopies()
+    monkeypatch.setattr(loading, "copies_on", lambda device: copies)
+    runner = load(checkpoint, page_size=16, num_pages=8, num_host_pages=4)
+
+    class Told(Exception):
+        """The graphs have been told of the step."""
+
+    def tell(step: Step) -> None:
+        assert not runner._pool.data[:, :, 4:].any(), "host pages that were never written are zeros"
+        raise Told
+
+    columns = {"transfer_device_pages": int32([4, 5, 6, 7]), "transfer_host_pages": int32(range(4))}
+    step = Step(0, decode_rows=int32([0]), transfer_to_host=int32([0] * 4), **columns)
+    monkeypatch.setattr(runner, "_graphs_for", lambda step: SimpleNamespace(tell=tell))
+    runner._pool.data.fill_(1.0)
+    runner._pool.data[:, :, 8] = 0  # the dump page
+    with pytest.raises(Told):
+        runner.launch(step)
 
 
 def test_transfers_come_before_everything_else_of_their_step(checkpoint: Path) -> None:
@@ -115,7 +149,7 @@ def test_transfers_come_before_everything_else_of_their_step(checkpoint: Path) -
     step = msgspec.structs.replace(prefill(1, 1, pages), transfer_to_host=int32([1] * 4), **columns)
     logits_of(runner, [step], poison={})
     assert not torch.equal(runner._pool.data[:, :, pages], saved)
-    assert torch.equal(runner._host_pool.data[on_host].movedim(0, 2), saved)
+    assert torch.equal(runner._host_pool.read(on_host).movedim(0, 2), saved)
 
 
 def test_the_size_of_the_host_pool_is_logged(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,7 @@
 """What plugins declare: read without running them, checked before they are, and every flaw named."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -112,6 +113,14 @@ def test_a_module_without_source_declares_by_its_constant(install: Install) -> N
 )
 def test_what_does_not_fit_is_a_reason(declaration: Declaration, reason: str) -> None:
     assert declaration.misfits(HERE) == [reason]
+
+
+def test_pages_of_another_type_have_to_be_declared() -> None:
+    int8 = replace(HERE, kv_dtype="int8")
+    assert Declaration(api=1).misfits(int8) == ["kv.dtype int8, it takes float32"]
+    eight_bits = Declaration(api=1, kv_dtypes=("fp8_e4m3",))
+    assert eight_bits.misfits(int8) == ["kv.dtype int8, it takes float32, fp8_e4m3"]
+    assert eight_bits.misfits(replace(int8, kv_dtype="fp8_e4m3")) == []
 
 
 def test_what_fits_or_is_not_known_is_none() -> None:

@@ -72,6 +72,7 @@ class SimDevice:
         self._records = PageRecords(store, b"sim", 8 * page_size)
         self._fetched: dict[int, list[U64]] = {}
         self._to_save: Counter[int] = Counter()
+        self._landing: list[int] = []
         self._page_size = page_size
         self._nowhere = num_pages
         self._tables = np.full((num_rows, -(-max_len // page_size)), num_pages, dtype=np.int64)
@@ -123,6 +124,7 @@ class SimDevice:
 
     def run(self, step: Step) -> StepDone:
         """The whole step."""
+        self._landing.clear()
         self._save(step)
         if step.transfer_to_host:
             self._transfer(step)
@@ -186,6 +188,7 @@ class SimDevice:
                 self._mark("pages to host")
             else:
                 self._kv[on_device] = source
+                self._landing.append(on_device)
                 self._mark("pages back from host")
 
     def _forward(self, step: Step) -> StepDone:
@@ -254,6 +257,9 @@ class SimDevice:
             values = previous + hashes(self._tokens[rows, starts], starts)
         pages = self._tables[rows_T, positions // size]
         slots = pages * size + positions % size
+        if self._landing and np.isin(pages, self._landing).any():
+            # The first layers' part of it may have been written before the last layers' has come back.
+            raise SimIncorrect(f"step {step.step_id} writes to a page that comes back from the host with it")
         if (pages == self._nowhere).any():
             raise SimIncorrect(f"step {step.step_id}: row {rows_T[pages == self._nowhere][0]} writes without a page")
         self._slots[slots] = values

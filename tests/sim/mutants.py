@@ -79,6 +79,16 @@ def transfers_are_dropped(drain: Callable[..., list[Transfer]]) -> Callable[...,
     return mutant
 
 
+def transfers_come_a_step_late(drain: Callable[..., list[Transfer]]) -> Callable[..., list[Transfer]]:
+    late: list[Transfer] = []
+
+    def mutant(self: RadixTree) -> list[Transfer]:
+        due, late[:] = list(late), drain(self)
+        return due
+
+    return mutant
+
+
 # ---- the prefix cache ---------------------------------------------------------------------------
 
 
@@ -303,6 +313,7 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     a_page_leaks_when_a_row_is_released: (PageManager, "release"),
     a_page_comes_one_token_late: (Decodes, "_needy"),
     transfers_are_dropped: (RadixTree, "drain_transfers"),
+    transfers_come_a_step_late: (RadixTree, "drain_transfers"),
     an_unlock_is_missed: (RadixTree, "unlock"),
     a_live_page_can_be_evicted: (RadixTree, "lock"),
     a_split_is_off_by_one: (Node, "split"),

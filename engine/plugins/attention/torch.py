@@ -2,6 +2,7 @@
 
 Legend: T new tokens in the step (ragged, packed) · B decode rows of a group · n queries of a sequence
         L keys that are seen · S slots of the pool or of a page · P pages · N query heads · G KV heads · H head size
+        R size of a record of the pool
 Owns: reading each sequence's own slots and nothing else, the masks.  Does not know: models, the scheduler.
 
 A step's sequences are served in three ways, chosen by measurement (``benchmarks/bench_attention.py``):
@@ -32,6 +33,7 @@ CALLBOARD_PLUGIN = {
     "devices": ["cpu", "cuda"],
     "dtypes": ["float32", "bfloat16", "float16"],
     "kv_layouts": ["layer_first", "page_first"],
+    "kv_dtypes": ["float32", "bfloat16", "float16", "int8", "fp8_e4m3"],
     "supports": ["soft_cap", "sinks", "layer_windows"],
 }
 # Keys up to this size stay in a core's cache from their copy to their use, and between the heads' passes over them.
@@ -87,16 +89,19 @@ class TorchAttention:
     """See ``AttentionBackend``.  Works on the CPU and on a GPU, where it never waits for the device."""
 
     def __init__(self, spec: AttentionSpec, pool: KVPool) -> None:
-        slots_SGH = pool.keys(0)
-        assert slots_SGH.shape[1:] == (spec.num_kv_heads, spec.head_size), f"pool {slots_SGH.shape} is not for {spec}"
+        records_SGR = pool.keys(0).view(pool.format.memory)
+        seen = (records_SGR.shape[1], pool.head_size)
+        assert seen == (spec.num_kv_heads, spec.head_size), f"a pool of {seen} is not for {spec}"
         self.spec = spec
         self.pool = pool
         self.group = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_size)
-        self.page_shape = (-1, pool.page_size, spec.num_kv_heads, spec.head_size)
+        self.page_shape = (-1, pool.page_size, *records_SGR.shape[1:])
+        self._plain = pool.format.plain
         self._pages_touch = pool.page_stride == pool.page_size
         self.weighs = bool(spec.soft_cap or spec.sinks)  # whether scores have to be seen, which torch's own hides
-        self.slot_bytes = spec.num_kv_heads * spec.head_size * slots_SGH.element_size()
-        self._key_copy_SGH = self._value_copy_SGH = slots_SGH.new_empty((0, *slots_SGH.shape[1:]))
+        self.slot_bytes = spec.num_kv_heads * spec.head_size * pool.dtype.itemsize
+        self._record_copy_SGR = records_SGR.new_empty((0, *records_SGR.shape[1:]))
+        self._key_copy_SGH = self._value_copy_SGH = records_SGR.new_empty((0, *seen), dtype=pool.dtype)
         self._whole: list[DecodeGroup | Segment] = []
         self._windowed: list[DecodeGroup | Segment] = []
 
@@ -110,12 +115,12 @@ class TorchAttention:
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``."""
-        keys_SGH, values_SGH = self.pool.keys(layer), self.pool.values(layer)
+        keys_SGR, values_SGR = self.pool.keys(layer), self.pool.values(layer)
         outs = []
         for part in self._windowed if self.spec.window_of(layer) else self._whole:
             q_nNH = q_TNH[part.first_row : part.last_row]
-            k_BGLH = self._visible(part, keys_SGH, self._key_copy_SGH)
-            v_BGLH = self._visible(part, values_SGH, self._value_copy_SGH)
+            k_BGLH = self._visible(part, keys_SGR, self._key_copy_SGH)
+            v_BGLH = self._visible(part, values_SGR, self._value_copy_SGH)
             if isinstance(part, Segment) and part.blocks:
                 outs.append(self._attend_blocks(layer, q_nNH, k_BGLH, v_BGLH, part.blocks))
             else:
@@ -165,18 +170,27 @@ class TorchAttention:
         weights_BGnL /= weights_BGnL.sum(-1, keepdim=True) + (sinks_1Gn1 - highest_BGn1).exp_()
         return weights_BGnL.to(v_BGLH.dtype) @ v_BGLH
 
-    def _visible(self, part: DecodeGroup | Segment, slots_SGH: Tensor, copy_SGH: Tensor) -> Tensor:
+    def _visible(self, part: DecodeGroup | Segment, slots_SGR: Tensor, copy_SGH: Tensor) -> Tensor:
         """[B, G, L, H] of the slots that a part's sequences have filled."""
+        if self._plain:
+            found_LGH = self._found(part, slots_SGR, copy_SGH)
+        else:
+            found_LGR = self._found(part, slots_SGR.view(self.pool.format.memory), self._record_copy_SGR)
+            found_LGH = self.pool.format.decode(found_LGR, copy_SGH[: len(found_LGR)])
         if isinstance(part, DecodeGroup):
-            copied_SGH = copy_SGH[: len(part.slots)]
-            torch.index_select(slots_SGH, 0, part.slots, out=copied_SGH)
-            return copied_SGH.unflatten(0, (-1, part.num_keys)).transpose(1, 2)
+            return found_LGH.unflatten(0, (-1, part.num_keys)).transpose(1, 2)
+        return found_LGH.transpose(0, 1)[None]
+
+    def _found(self, part: DecodeGroup | Segment, slots_SGR: Tensor, copy_SGR: Tensor) -> Tensor:
+        """The same as [L, G, R], sequence after sequence, where they are or in ``copy_SGR``."""
+        if isinstance(part, DecodeGroup):
+            return torch.index_select(slots_SGR, 0, part.slots, out=copy_SGR[: len(part.slots)])
         if part.pages is not None:
-            copied_SGH = copy_SGH[: len(part.pages) * self.pool.page_size]
-            pages_PSGH = slots_SGH.view(self.page_shape)
-            torch.index_select(pages_PSGH, 0, part.pages, out=copied_SGH.view(self.page_shape))
-            slots_SGH = copied_SGH
-        return slots_SGH[part.first_slot : part.first_slot + part.num_keys].transpose(0, 1)[None]
+            copied_SGR = copy_SGR[: len(part.pages) * self.pool.page_size]
+            pages_PSGR = slots_SGR.view(self.page_shape)
+            torch.index_select(pages_PSGR, 0, part.pages, out=copied_SGR.view(self.page_shape))
+            slots_SGR = copied_SGR
+        return slots_SGR[part.first_slot : part.first_slot + part.num_keys]
 
     def _reserve(self, longest: int) -> None:
         """Let the copies hold the longest sequence, whole pages of it, and any group."""
@@ -185,6 +199,8 @@ class TorchAttention:
             shape = (1 << num_slots.bit_length(), *self._key_copy_SGH.shape[1:])
             self._key_copy_SGH = self._key_copy_SGH.new_empty(shape)
             self._value_copy_SGH = self._value_copy_SGH.new_empty(shape)
+            if not self._plain:
+                self._record_copy_SGR = self._record_copy_SGR.new_empty((shape[0], *self._record_copy_SGR.shape[1:]))
 
     def _plan(self, batch: AttentionBatch, window: int) -> list[DecodeGroup | Segment]:
         host_table = batch.page_table_BP.numpy() if batch.page_table_BP.device.type == "cpu" else None
@@ -224,7 +240,7 @@ class TorchAttention:
         pages_BL = table_BP.gather(1, (position_BL // page_size).long())
         slots_BL = pages_BL * self.pool.page_stride + position_BL % page_size
         hidden_BL = key_L >= lengths_B1 - starts_B1
-        mask_BL = torch.zeros(hidden_BL.shape, dtype=self.pool.data.dtype, device=table_BP.device)
+        mask_BL = torch.zeros(hidden_BL.shape, dtype=self.pool.dtype, device=table_BP.device)
         mask_BL.masked_fill_(hidden_BL, -torch.inf)
         last_row = first_row + last - first
         return DecodeGroup(first_row, last_row, num_keys, slots_BL.flatten(), mask_BL[:, None, None])
@@ -260,7 +276,7 @@ class TorchAttention:
             key_first = max(0, position + 1 - window) if window else 0
             key_last = num_keys - num_queries + last
             shape = (last - first, key_last - key_first)
-            hidden = torch.full(shape, -torch.inf, dtype=self.pool.data.dtype, device=device)
+            hidden = torch.full(shape, -torch.inf, dtype=self.pool.dtype, device=device)
             mask = hidden.triu(position - key_first + 1)
             if window:
                 mask += hidden.tril(position - key_first - window)

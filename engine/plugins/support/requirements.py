@@ -54,7 +54,7 @@ def try_out(
     batch = batch_on(device, int("decode" in phases), table, lengths, lengths)
     with trial(plugin, device):
         shape = (int(lengths.sum()), spec.num_heads, spec.head_size)
-        q_TNH = torch.zeros(shape, dtype=pool.data.dtype, device=device)
+        q_TNH = torch.zeros(shape, dtype=pool.dtype, device=device)
         backend.plan_step(batch)
         # Layers with a window have kernels of their own; what is prepared for them is in the first of them.
         firsts = {spec.window_of(layer): layer for layer in reversed(range(spec.num_layers))}

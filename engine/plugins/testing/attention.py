@@ -40,6 +40,7 @@ NUM_LAYERS = 2
 CASE_TIMEOUT_S = 300.0  # kernels that are compiled at their first call take minutes
 # A result may be off by the first plus the second times its size: a few roundings of the type.
 TOLERANCES = {"float32": (1e-5, 1e-5), "float16": (1.5e-3, 2e-3), "bfloat16": (1e-2, 1.6e-2)}
+NAN_BYTE = 0xFF  # a number of nothing else is NaN in every type, and so is a scale
 # A score of 150 has an absolute rounding error that is as much larger than one of 5.
 LOUD, LOUD_TOLERANCE = 40.0, 20.0
 UNUSUAL_SCALE = 0.9  # so that 1 / sqrt(H) is wrong, which a backend may assume without reading the spec
@@ -71,13 +72,14 @@ def through_hook(
         built = hook(
             AttentionContext(
                 device=pool.data.device.type,
-                dtype=str(pool.data.dtype).removeprefix("torch."),
+                dtype=str(pool.dtype).removeprefix("torch."),
                 page_size=pool.page_size,
                 num_heads=spec.num_heads,
                 num_kv_heads=spec.num_kv_heads,
                 head_size=spec.head_size,
                 window=spec.window,
                 kv_layout=pool.layout,
+                kv_dtype=pool.format.kv_dtype,
                 needs=spec.needs,
                 options=dict(options or {}),
             )
@@ -123,6 +125,7 @@ def check_steps(case: AttentionCase, factory: AttentionFactory, spec: AttentionS
         dtype=getattr(torch, case.dtype),
         device=device,
         layout=case.layout,
+        kv_dtype=case.kv_dtype,
     )
     backend = factory(spec, pool)
     for method in ("plan_step", "attend"):
@@ -162,7 +165,7 @@ class _Step:
         """Random keys, values and queries in a pool in which everything else is NaN.
 
         So is page 0, which is what the unused entries of the page table say."""
-        pool.data[:, :, : pool.num_pages].fill_(torch.nan)
+        pool.by_page[: pool.num_pages].view(torch.uint8).fill_(NAN_BYTE)
         device, page_size = pool.data.device, pool.page_size
         padding = ((0, 1),) * (case.num_padding if not segments else 0)
         sequences = (*rows, *padding, *segments)
@@ -179,8 +182,9 @@ class _Step:
             slots.append(pages[position_L // page_size] * pool.page_stride + position_L % page_size)
         all_slots = torch.cat(slots).to(device)
         for layer in range(NUM_LAYERS):
-            for store in (pool.keys(layer), pool.values(layer)):
-                store[all_slots] = _normal((len(all_slots), *store.shape[1:]), pool, generator)
+            for records in (pool.keys(layer), pool.values(layer)):
+                drawn = _normal((len(all_slots), spec.num_kv_heads, spec.head_size), pool, generator)
+                records.view(pool.format.memory)[all_slots] = pool.format.encode(drawn)
         host_lengths = np.array([length for length, _ in sequences], dtype=np.int32)
         host_queries = np.array([count for _, count in sequences], dtype=np.int32)
         # The decoder hands over the query part of a merged product, or a tensor of its own.
@@ -191,7 +195,7 @@ class _Step:
 
 
 def _normal(shape: tuple[int, ...], pool: KVPool, generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator).to(pool.data.device, pool.data.dtype)
+    return torch.randn(shape, generator=generator).to(pool.data.device, pool.dtype)
 
 
 @torch.inference_mode()
@@ -281,7 +285,7 @@ def _compare(out_TNH: Tensor, step: _Step, spec: AttentionSpec, pool: KVPool, la
             assert out_nNH.isfinite().all(), f"{where}: padding must give something finite"
             continue
         slots_L = slots_L.to(pool.data.device)
-        keys_LGH, values_LGH = pool.keys(layer)[slots_L], pool.values(layer)[slots_L]
+        keys_LGH, values_LGH = pool.read(layer, slots_L)
         window = spec.window_of(layer)
         expected_nNH = attend(q_nNH, keys_LGH, values_LGH, spec.scale, window, spec.soft_cap, sinks_N)
         assert out_nNH.isfinite().all(), f"{where}: NaN or infinity, perhaps from a slot that is not its own"

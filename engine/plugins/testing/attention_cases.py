@@ -23,7 +23,7 @@ class AttentionCase:
 
     steps: each is (decode rows, segments of prompts).  contiguous: pages lie side by side; if not, anywhere.
     num_padding: decode rows of length 0 behind the others.  strided: the queries are a slice of a wider tensor.
-    layout: of the pool.
+    layout, kv_dtype: of the pool.
     loud: queries so large that an exponential overflows unless the largest score is taken out first.
     """
 
@@ -44,6 +44,7 @@ class AttentionCase:
     strided: bool = False
     loud: bool = False
     layout: Layout = "layer_first"
+    kv_dtype: str = ""
 
     def __str__(self) -> str:
         heads = f"{self.ratio * self.num_kv_heads}/{self.num_kv_heads} heads of {self.head_size}"
@@ -57,6 +58,7 @@ class AttentionCase:
             "strided queries" if self.strided else "",
             "large scores" if self.loud else "",
             "page-first" if self.layout == "page_first" else "",
+            f"{self.kv_dtype} pages" if self.kv_dtype else "",
         ]
         return ", ".join([self.name, self.dtype, heads, f"page {self.page_size}", *filter(None, extras)])
 
@@ -84,12 +86,19 @@ def attention_cases(declares: Declaration) -> list[AttentionCase]:
 
 
 def trial_cases(
-    dtype: str, page_size: int, head_size: int, window: int, phases: tuple[str, ...], layout: Layout = "layer_first"
+    dtype: str,
+    page_size: int,
+    head_size: int,
+    window: int,
+    phases: tuple[str, ...],
+    layout: Layout = "layer_first",
+    kv_dtype: str = "",
 ) -> list[AttentionCase]:
     """The least that tells a backend that is wrong everywhere from one that is right; heads are the caller's own."""
     mixed = _mixed(page_size)
     steps = (mixed, (mixed[0], ()), ((), new_prompts(page_size)))
     case = AttentionCase("mixed steps", steps, dtype, page_size, head_size, window=window, strided=True, layout=layout)
+    case = replace(case, kv_dtype=kv_dtype)
     cases = [_limited(case, phases), _limited(replace(case, name="contiguous pages", contiguous=True), phases)]
     return [case for case in cases if case.steps]
 
@@ -140,6 +149,8 @@ def _cases(declares: Declaration) -> Iterator[AttentionCase]:
             yield replace(first, window=page_size + 3, first_window_layer=1)
         if declares.padding:
             yield replace(first, name="padded decode", steps=((mixed[0], ()),), num_padding=3)
+    for kv_dtype in declares.kv_dtypes:
+        yield from _pages_of(kv_dtype, replace(base, name="several steps", steps=steps), declares)
     window = page_size + 3 if declares.window else 0
     if "layer_windows" in declares.supports and declares.window:
         yield replace(base, window=window, full_layers=(1,))
@@ -150,6 +161,22 @@ def _cases(declares: Declaration) -> Iterator[AttentionCase]:
         yield from (replace(base, sinks=True, window=one) for one in {0, window})
     if declares.padding:
         yield replace(base, name="padded decode", steps=((mixed[0], ()),), num_padding=3)
+
+
+def _pages_of(kv_dtype: str, base: AttentionCase, declares: Declaration) -> Iterator[AttentionCase]:
+    """A pool whose pages keep another type than the queries'."""
+    others = [dtype for dtype in DTYPES if dtype != kv_dtype and (not declares.dtypes or dtype in declares.dtypes)]
+    for dtype in others:
+        yield replace(base, dtype=dtype, kv_dtype=kv_dtype)
+    base = replace(base, dtype=others[0], kv_dtype=kv_dtype)
+    yield replace(base, contiguous=True)
+    yield replace(base, loud=True)
+    if declares.window:
+        yield replace(base, window=base.page_size + 3, first_window_layer=1)
+    if "page_first" in declares.kv_layouts:
+        yield replace(base, layout="page_first")
+    if "sinks" in declares.supports:
+        yield replace(base, sinks=True)
 
 
 def _mixed(page_size: int) -> tuple[tuple[Sequence, ...], tuple[Sequence, ...]]:

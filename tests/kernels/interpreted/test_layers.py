@@ -11,6 +11,7 @@ from engine.kernels.embedding import embed_shard
 from engine.kernels.heads import rotate_and_store
 from engine.kernels.norm import add_norm
 from engine.kernels.rotary import angle_table
+from engine.layers.page_format import PageFormat
 from engine.layers.rotary import Rotary
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -116,6 +117,19 @@ def test_rotate_and_store(dtype, normalised, num_queries, num_keys, head_size):
         assert torch.equal(values[slot], qkv[token, num_queries + num_keys :])
     assert (keys[1:6] == 7.0).all()
     assert (values[1:6] == 7.0).all()
+
+
+def test_pages_of_8_bits_get_rounded_numbers_that_fit():
+    qkv = normal(2, 3, 4) * 300
+    angles = torch.cat((torch.ones(2, 2), torch.zeros(2, 2)), -1)
+    keys, values = (torch.zeros(3, 1, 4, dtype=torch.uint8).view(torch.float8_e4m3fn) for _ in range(2))
+    queries = rotate_and_store(qkv, None, 0.0, angles, keys, values, torch.tensor([1, 2]), 448.0)
+    torch.testing.assert_close(queries, qkv[:, :1])
+    form = PageFormat(torch.float32, "fp8_e4m3")
+    for found, given in ((keys, qkv[:, 1:2]), (values, qkv[:, 2:])):
+        expected = form.encode(given).view(torch.float8_e4m3fn).float()
+        torch.testing.assert_close(found.float()[1:], expected)
+        assert expected.abs().max() == 448.0
 
 
 def test_values_that_are_not_finite_reach_their_slot_and_nothing_else():

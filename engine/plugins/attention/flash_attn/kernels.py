@@ -130,7 +130,7 @@ class FA3:
             spec.num_kv_heads,
             spec.head_size,
             part.lengths_B,
-            qkv_dtype=self.pool.data.dtype,
+            qkv_dtype=self.pool.dtype,
             cu_seqlens_q=part.query_starts_B1,
             page_size=page_size,
             causal=True,

@@ -38,6 +38,7 @@ CALLBOARD_PLUGIN = {
     "dtypes": ["bfloat16", "float16"],
     "head_sizes": [64, 128, 256],
     "supports": ["layer_windows"],
+    "kv_dtypes": ["fp8_e4m3"],
     "padding": True,
     "variants": [
         {"phase": "decode", "options": {"tensor_cores": "always"}},
@@ -76,6 +77,11 @@ def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
     require_capability(PLUGIN, capability)
     if options.prefill_backend == "fa3" and capability[0] != HOPPER:
         raise PluginError(f"{PLUGIN}: prefill_backend='fa3' is for Hopper GPUs; set it to 'auto' or 'fa2'")
+    if options.prefill_backend == "fa3" and context.kv_dtype:
+        raise PluginError(
+            f"{PLUGIN}: prefill_backend='fa3' reads no {context.kv_dtype} pages with queries in {context.dtype}; "
+            "set it to 'auto' or 'fa2'"
+        )
     prefill_backend = options.prefill_backend
     if prefill_backend == "auto" and capability[0] != HOPPER:
         prefill_backend = "fa2"
@@ -126,7 +132,8 @@ def _build(
     many = FA3_TILE * -(-setup.num_sms // spec.num_heads)
     for num_queries in (2, many) if prefill_backend == "auto" and "prefill" in phases else (2,):
         try_out(PLUGIN, attention, spec, pool, num_queries, phases)
-    if choose_kernels(device) is None:  # else one kernel normalises, rotates and stores
+    # Else one kernel normalises, rotates and stores; and the library's own rounds nothing.
+    if choose_kernels(device) is None and pool.format.plain:
         store_by_library(library, pool)
     return attention
 

@@ -58,8 +58,8 @@ class Setup:
             # The position itself is not counted, and -1 stands for everything.
             "window_left": window - 1,
             "sm_scale": self.spec.scale,
-            "q_data_type": self.pool.data.dtype,
-            "kv_data_type": self.pool.data.dtype,
+            "q_data_type": self.pool.dtype,
+            "kv_data_type": self.pool.format.stored,
             "non_blocking": True,
         }
 
@@ -114,11 +114,14 @@ class PrefillSegments(Planner):
     """Sequences with any number of queries each.
 
     backend: 'fa3' keeps Hopper's tensor cores busiest, but a block works on all keys of its queries: with few queries
-    it leaves most of the GPU idle.  'fa2' cuts the keys as well then.  'auto' decides for each step.
+    it leaves most of the GPU idle.  'fa2' cuts the keys as well then, and alone reads pages of another type than its
+    queries'.  'auto' decides for each step.
     """
 
     def __init__(self, setup: Setup, window: int, backend: str) -> None:
         self._setup = setup
+        if backend == "auto" and not setup.pool.format.plain:
+            backend = "fa2"
         problem = setup.problem(window)
         self._problem = {"head_dim_qk": problem.pop("head_dim"), "causal": True, **problem}
         new_wrapper = setup.library.BatchPrefillWithPagedKVCacheWrapper

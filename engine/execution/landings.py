@@ -1,0 +1,69 @@
+"""Pages that are on their way back from host memory while the model already runs: a layer waits for its own.
+
+Legend: T new tokens in the step (ragged, packed) · N query heads · H head size
+Owns: which layers have something to wait for, and the waiting.  Does not know: pages, how they are copied.
+"""
+
+from torch import Tensor
+
+from engine.execution.copy_stream import CopyStream, Mark
+from engine.layers.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    GraphAttentionBuilder,
+    is_capturable,
+    writer_of,
+)
+
+
+class Landings:
+    """What has been queued and not been waited for, by the first layer that needs it."""
+
+    def __init__(self, copies: CopyStream) -> None:
+        self.copies = copies
+        self._marks: dict[int, Mark] = {}
+
+    def expect(self, layer: int, mark: Mark) -> None:
+        """From ``layer`` on pages are as they should be once ``mark`` is reached.  Called in the order of layers."""
+        self._marks.pop(layer, None)
+        self._marks[layer] = mark
+
+    def wait_for(self, layer: int) -> None:
+        """What the model's stream is given from now on may read this layer, if it has waited for those before."""
+        if self._marks and layer in self._marks:
+            self.copies.wait(self._marks.pop(layer))
+
+    def settle(self) -> None:
+        """The same for all layers."""
+        if self._marks:
+            *_, last = self._marks.values()  # copies are made in their order
+            self.copies.wait(last)
+            self._marks.clear()
+
+
+class LandedAttention:
+    """A backend that reads a layer when what comes back to it has landed; it can be captured as the backend can.
+
+    A graph that holds its ``attend`` waits for nothing when it is replayed: ``settle`` comes before that."""
+
+    def __init__(self, backend: AttentionBackend, landings: Landings) -> None:
+        self._backend = backend
+        self._write = writer_of(backend)
+        self._landings = landings
+        self.capturable = is_capturable(backend)
+        if isinstance(backend, GraphAttentionBuilder):
+            self.for_graph = backend.for_graph
+
+    def plan_step(self, batch: AttentionBatch) -> None:
+        """See ``AttentionBackend.plan_step``."""
+        self._backend.plan_step(batch)
+
+    def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
+        """See ``AttentionBackend.attend``."""
+        self._landings.wait_for(layer)
+        return self._backend.attend(layer, q_TNH)
+
+    def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
+        """See ``WritingAttention``."""
+        self._landings.wait_for(layer)
+        self._write(layer, q_TNH, out_TNH)

@@ -1,0 +1,45 @@
+"""The simulated device says no to what a real one would compute something wrong from."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.messages import Admission, Step
+from engine.params import SamplingParams
+from tests.sim.device import SimDevice, SimIncorrect
+from tests.sim.store import SimStore
+
+
+def int32(*numbers: int) -> bytes:
+    return np.array(numbers, dtype=np.int32).tobytes()
+
+
+def prefill(num_computed: int, num_tokens: int) -> Step:
+    """Of six tokens in pages 0 and 1, of four each."""
+    admission = Admission(0, int32(1, 2, 3, 4, 5, 6), 6, num_computed, int32(0, 1), SamplingParams())
+    return Step(
+        0,
+        admissions=(admission,),
+        prefill_rows=int32(0),
+        prefill_starts=int32(num_computed),
+        prefill_lengths=int32(num_tokens),
+        prefill_samples=int32(0),
+    )
+
+
+@pytest.mark.parametrize(("num_computed", "is_right"), [(4, True), (2, False)])
+def test_a_page_that_comes_back_from_the_host_is_not_written_in_the_same_step(
+    num_computed: int, is_right: bool
+) -> None:
+    """Its layers come back one after the other, beside the step."""
+    sizes = {"num_rows": 1, "max_len": 8, "page_size": 4, "num_pages": 2, "num_host_pages": 1}
+    device = SimDevice(**sizes, store=SimStore(0, 0.0), nan_tokens={}, breaks={}, mark=lambda what: None)
+    device.run(prefill(0, 6))
+    page = {"transfer_device_pages": int32(0), "transfer_host_pages": int32(0)}
+    device.run(msgspec.structs.replace(prefill(0, 6), transfer_to_host=int32(1), **page))
+    back = msgspec.structs.replace(prefill(num_computed, 6 - num_computed), transfer_to_host=int32(0), **page)
+    if is_right:
+        device.run(back)
+        return
+    with pytest.raises(SimIncorrect, match="a page that comes back from the host with it"):
+        device.run(back)
