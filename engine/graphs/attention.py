@@ -41,7 +41,7 @@ class BreakingAttention:
         self._recorder = recorder
         self._device = device
         # All layers and sizes share it: a layer's result is used up before the next layer's attention.
-        self._out_MNH = device.buffer((max_tokens, spec.num_heads, spec.head_size), dtype)
+        self._out_MNH = device.buffer((max_tokens, spec.num_heads, spec.value_size), dtype)
 
     def plan_step(self, batch: AttentionBatch) -> None:
         """See ``AttentionBackend.plan_step``; called by whoever plans the step, before it is run or replayed."""

@@ -101,7 +101,8 @@ def load_runner(
     measured = measured_attention(race, comm, device, progress)
     attention = RankAttention(plugins, attention_spec, page_size, device, dtype, layout, measured)
     max_rows = config.scheduler.max_running
-    page_stride = KVPool.page_stride_of(layout, attention_spec.num_layers, page_size)
+    latent_size = attention_spec.latent_size
+    page_stride = KVPool.page_stride_of(layout, attention_spec.num_layers, page_size, latent_size)
     rows = DeviceRows(max_rows, max_len, page_size, device, page_stride)
     sampler = Sampler(max_rows, spec.vocab_size, max_len, device)
 
@@ -115,6 +116,7 @@ def load_runner(
             dtype=dtype,
             device=device,
             layout=config.kv.layout,
+            latent_size=latent_size,
         )
         backend = attention.build(pool)
         # Only now: what 'auto' comes to has been loaded by this time.
@@ -128,7 +130,12 @@ def load_runner(
         needs = _measure(config, max_len, graphs, parts_with(1))
     graphs.device.trim()
     page_bytes = KVPool.page_bytes(
-        attention_spec.num_layers, page_size, attention_spec.num_kv_heads, attention_spec.head_size, dtype
+        attention_spec.num_layers,
+        page_size,
+        attention_spec.num_kv_heads,
+        attention_spec.head_size,
+        dtype,
+        latent_size,
     )
     room = fair_share(free_bytes(device), place, comm, device)
     if not num_pages:

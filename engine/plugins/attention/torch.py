@@ -32,7 +32,7 @@ CALLBOARD_PLUGIN = {
     "devices": ["cpu", "cuda"],
     "dtypes": ["float32", "bfloat16", "float16"],
     "kv_layouts": ["layer_first", "page_first"],
-    "supports": ["soft_cap", "sinks", "layer_windows"],
+    "supports": ["soft_cap", "sinks", "layer_windows", "latents"],
 }
 # Keys up to this size stay in a core's cache from their copy to their use, and between the heads' passes over them.
 CACHED_BYTES = 1 << 20
@@ -94,7 +94,8 @@ class TorchAttention:
         self.group = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_size)
         self.page_shape = (-1, pool.page_size, spec.num_kv_heads, spec.head_size)
         self._pages_touch = pool.page_stride == pool.page_size
-        self.weighs = bool(spec.soft_cap or spec.sinks)  # whether scores have to be seen, which torch's own hides
+        # Where torch's own would hide scores that have to be seen, or copy a latent for each of many heads.
+        self.weighs = bool(spec.soft_cap or spec.sinks or spec.latent_size)
         self.slot_bytes = spec.num_kv_heads * spec.head_size * slots_SGH.element_size()
         self._key_copy_SGH = self._value_copy_SGH = slots_SGH.new_empty((0, *slots_SGH.shape[1:]))
         self._whole: list[DecodeGroup | Segment] = []
@@ -111,11 +112,12 @@ class TorchAttention:
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``."""
         keys_SGH, values_SGH = self.pool.keys(layer), self.pool.values(layer)
+        copy_SGH, latent_size = self._value_copy_SGH, self.spec.latent_size
         outs = []
         for part in self._windowed if self.spec.window_of(layer) else self._whole:
             q_nNH = q_TNH[part.first_row : part.last_row]
             k_BGLH = self._visible(part, keys_SGH, self._key_copy_SGH)
-            v_BGLH = self._visible(part, values_SGH, self._value_copy_SGH)
+            v_BGLH = k_BGLH[..., :latent_size] if latent_size else self._visible(part, values_SGH, copy_SGH)
             if isinstance(part, Segment) and part.blocks:
                 outs.append(self._attend_blocks(layer, q_nNH, k_BGLH, v_BGLH, part.blocks))
             else:
@@ -126,7 +128,7 @@ class TorchAttention:
                     out = self._weigh(layer, q_BGnH, k_BGLH, v_BGLH, mask)
                 else:
                     out = F.scaled_dot_product_attention(q_BGnH, k_BGLH, v_BGLH, attn_mask=mask, scale=self.spec.scale)
-                outs.append(out.reshape(q_nNH.shape))
+                outs.append(out.reshape(*q_nNH.shape[:2], -1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_blocks(
@@ -140,7 +142,8 @@ class TorchAttention:
             if self.weighs:
                 # The queries of a group's heads one after the other, as one sequence of queries.
                 mask = block.mask.repeat(self.group[1], 1)
-                out = self._weigh(layer, q.reshape(1, self.group[0], -1, self.group[2]), k, v, mask).view(q.shape)
+                out = self._weigh(layer, q.reshape(1, self.group[0], -1, self.group[2]), k, v, mask)
+                out = out.view(*q.shape[:3], -1)
             else:
                 out = F.scaled_dot_product_attention(
                     q, k, v, attn_mask=block.mask, scale=self.spec.scale, enable_gqa=True
