@@ -54,7 +54,8 @@ class MarkedAttention:
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """A result that the piece before allocates, and that whoever replaces the mark writes."""
-        out_TNH = q_TNH.new_empty((*q_TNH.shape[:2], self._value_size))
+        shape = (*q_TNH.shape[:2], self._value_size)
+        out_TNH = torch.empty(shape, dtype=q_TNH.dtype, device=q_TNH.device)
         torch.ops.callboard.attend(q_TNH, out_TNH, layer)
         return out_TNH
 

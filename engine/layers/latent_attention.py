@@ -72,7 +72,7 @@ class LatentAttention:
         kept = (self.latent_norm(latent_TC)[:, None], rotary.rotate(key_TR[:, None], angles))
         step.pool.store_latents(index, torch.cat(kept, -1), step.slots_T)
         source_TI = self.query_norm(inward_TI[:, : shape.query_rank]) if self.query_norm else normed_TD
-        heads_TQX = self.query(source_TI).unflatten(-1, (self.num_queries, -1))
+        heads_TQX = self.query(source_TI).view(-1, self.num_queries, shape.plain_size + shape.rotary_size)
         plain_TQP, turned_TQR = heads_TQX.split((shape.plain_size, shape.rotary_size), -1)
         latent_QTC = plain_TQP.transpose(0, 1) @ self.expand_QEC[:, : shape.plain_size]
         return torch.cat((latent_QTC.transpose(0, 1), rotary.rotate(turned_TQR, angles)), -1)

@@ -134,26 +134,22 @@ NOT_PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV2",
         {
             **LATENT_SIZES,
-            "q_lora_rank": 24,
+            "q_lora_rank": None,
             "n_routed_experts": 12,
             "n_shared_experts": 2,
             "topk_method": "group_limited_greedy",
             "n_group": 4,
             "topk_group": 2,
             "routed_scaling_factor": 2.0,
-            "attention_bias": True,
             "rope_parameters": SHARP_YARN,
         },
-    ),
-    "deepseek-v2-lite": (
-        "DeepseekV2",
-        {**LATENT_SIZES, "q_lora_rank": None, "n_routed_experts": 6, "n_shared_experts": 1},
     ),
     "deepseek-v3": (
         "DeepseekV3",
         {
             **LATENT_SIZES,
             "q_lora_rank": 24,
+            "attention_bias": True,
             "n_routed_experts": 12,
             "n_shared_experts": 1,
             "n_group": 4,

@@ -53,7 +53,7 @@ written by `python -m tests.models.test_families`.
 |---|---|---|"""
 FAMILIES = {name: module for name, module in BUILTIN.items() if name.startswith("model.")}
 # Their CPU form picks experts by value.
-WITH_EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3")
+WITH_EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3")
 CHECKED = ["llama", "mistral-window", "qwen2-tied-upper-window", "qwen3-yarn-bias", "seed-oss", *NOT_PLAIN]
 
 
