@@ -65,6 +65,11 @@ class Fields:
             raise self.error(name, value, "a whole number or a list of whole numbers")
         return tuple(values)
 
+    def with_defaults(self, **defaults: Any) -> "Fields":
+        """The same fields, with a family's own values in the place of those that are missing."""
+        missing = {name: value for name, value in defaults.items() if not self.has(name)}
+        return Fields({**self.table, **missing}, self.origin)
+
     def section(self, name: str) -> "Fields":
         """A nested object; empty if missing."""
         value = self.table.get(name)

@@ -14,6 +14,7 @@ from engine.checkpoints.shape import (
     AttentionShape,
     DecoderShape,
     GatedShape,
+    LatentAttentionShape,
     LayerShape,
     PartShape,
     RMSNormShape,
@@ -108,7 +109,7 @@ def read_norm(fields: Fields, name: str, *, offset: float = 0.0, default_eps: fl
     return RMSNormShape(name=name, eps=fields.number("rms_norm_eps", default_eps), offset=offset)
 
 
-def pre_norm(fields: Fields, attention: AttentionShape, mlp: PartShape) -> LayerShape:
+def pre_norm(fields: Fields, attention: AttentionShape | LatentAttentionShape, mlp: PartShape) -> LayerShape:
     """A layer as Llama's: an RMS norm before attention and one before the MLP, by the names most families use."""
     return LayerShape(
         attention=attention,
@@ -248,10 +249,18 @@ def _rotated(fields: Fields, scaling: Fields, head_size: int, partial: float | N
     return size if size != head_size else 0
 
 
+def yarn_temperature(factor: float, weight: float = 1.0) -> float:
+    """By what scores are sharpened in a context that is factor times as long.  weight: mscale in config.json."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _read_yarn(scaling: Fields, theta: float, original: int, max_len: int) -> RotaryShape:
     factor = scaling.number("factor", max_len / original)
-    if scaling.has("mscale") or scaling.has("mscale_all_dim"):
-        raise scaling.error("mscale", scaling.table.get("mscale"), "no mscale: use attention_factor")
+    # The temperature that Peng et al. 2023 (YaRN, eq. 22) fit, applied to cos and sin; DeepSeek has two of it.
+    temperature = yarn_temperature(factor)
+    if scaling.has("mscale") and scaling.has("mscale_all_dim"):
+        temperature = yarn_temperature(factor, scaling.number("mscale"))
+        temperature /= yarn_temperature(factor, scaling.number("mscale_all_dim"))
     return RotaryShape(
         kind="yarn",
         theta=theta,
@@ -259,8 +268,7 @@ def _read_yarn(scaling: Fields, theta: float, original: int, max_len: int) -> Ro
         original_max_len=original,
         beta_fast=scaling.number("beta_fast", 32.0),
         beta_slow=scaling.number("beta_slow", 1.0),
-        # The temperature that Peng et al. 2023 (YaRN, eq. 22) fit, applied to cos and sin.
-        attention_factor=scaling.number("attention_factor", 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0),
+        attention_factor=scaling.number("attention_factor", temperature),
         truncate=scaling.flag("truncate", "truncate" not in scaling.table),  # the one null that is not "missing"
     )
 

@@ -6,12 +6,12 @@ together, ``engine/plugins/model/`` has one for each, and a family of another pa
 Owns: the parts, and how a decoder is made of them.  Does not know: torch, weights, ranks, config.json.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
 # What a family may demand of an attention backend beside causal attention with one window; see ``Declaration``.
-SOFT_CAP, SINKS, LAYER_WINDOWS = "soft_cap", "sinks", "layer_windows"
+SOFT_CAP, SINKS, LAYER_WINDOWS, LATENTS = "soft_cap", "sinks", "layer_windows", "latents"
 
 
 class RotaryShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,11 +127,44 @@ class AttentionShape(PartShape, frozen=True, kw_only=True):
     merged: str = ""
     output: str = "o_proj"
     transposed: bool = False
+    latent_size: ClassVar[int] = 0
 
     @property
     def unlike_rounded(self) -> str:
         """See ``PartShape``."""
         return "matrices as [inputs, outputs]" if self.transposed else ""
+
+
+class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
+    """Multi-head latent attention (DeepSeek-AI 2024): of a token one latent is kept, from which all heads' keys and
+    values are made, and one key with its position, which all heads share.
+
+    latent_size, rotary_size: of these.  plain_size: of the part of a head's query without positions; rotary_size: of
+    the other.  value_size: of a head.  query_rank: queries are made through so few numbers; 0 for straight.
+    scale: multiplies the scores.  bias: of the products from the model's width, and of the output.
+    """
+
+    built_by: ClassVar[str] = "engine.layers.latent_attention:LatentAttention"
+    num_heads: int
+    latent_size: int
+    rotary_size: int
+    plain_size: int
+    value_size: int
+    rotary: RotaryShape
+    scale: float
+    eps: float
+    query_rank: int = 0
+    bias: bool = False
+    name: str = "self_attn"
+    window: ClassVar[int] = 0
+    soft_cap: ClassVar[float] = 0.0
+    sinks: ClassVar[bool] = False
+    num_kv_heads: ClassVar[int] = 1
+
+    @property
+    def head_size(self) -> int:
+        """Of what is kept of a token, and of the queries that are compared with it."""
+        return self.latent_size + self.rotary_size
 
 
 class MLPShape(PartShape, frozen=True, kw_only=True):
@@ -177,10 +210,30 @@ class GatedShape(PartShape, frozen=True, kw_only=True):
         return self.intermediate_size
 
 
+class RouterShape(msgspec.Struct, frozen=True, kw_only=True):
+    """How a token's experts are chosen, and their weights: a product, a score for each expert, the highest scores.
+
+    scoring: "softmax" over all experts, or "sigmoid" of each.  normalised: the weights are scaled to a sum of 1.
+    corrected: a number of each expert is added to its score to choose by, but not to its weight.
+    num_groups: experts are in so many groups, and come from the num_chosen_groups best: those with the highest score,
+    or with the highest sum of two if ``corrected``.  scale: multiplies the weights.  exact: all of it in float32.
+    """
+
+    name: str = "gate"
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = True
+    bias: bool = False
+    corrected: bool = False
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    scale: float = 1.0
+    exact: bool = False
+
+
 class ExpertsShape(PartShape, frozen=True, kw_only=True):
     """A router sends each token to some of many gated MLPs, whose results are added up by its weights.
 
-    The weights are the softmax of the router's scores, over the chosen experts alone if ``normalised``, else over all.
+    shared_size: of one more, for all tokens and without a weight; 0 for none.
     activation: as of ``GatedShape``; or "clamped_swish", gpt-oss's, with ``limit`` and ``slope``.
     stacked: all experts of a layer in one tensor [experts, in, out], gate and up interleaved, with biases.
     gate, up, down: their names, with one tensor for each expert.
@@ -191,10 +244,9 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     num_chosen: int
     expert_size: int
     activation: str
-    normalised: bool
+    router: RouterShape
+    shared_size: int = 0
     name: str = "mlp"
-    router: str = "gate"
-    router_bias: bool = False
     stacked: bool = False
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -205,7 +257,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     @property
     def width(self) -> int:
         """Between the products, of all of a token's experts."""
-        return self.num_chosen * self.expert_size
+        return self.num_chosen * self.expert_size + self.shared_size
 
     @property
     def unlike_rounded(self) -> str:
@@ -216,7 +268,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """One layer: x += behind_attention(attention(before_attention(x))), then the same with the MLP."""
 
-    attention: AttentionShape
+    attention: AttentionShape | LatentAttentionShape
     mlp: PartShape
     before_attention: PartShape = Unchanged()
     behind_attention: PartShape = Unchanged()
@@ -225,12 +277,15 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Names(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a checkpoint has its tensors; the layers' names end in their number."""
+    """Where a checkpoint has its tensors; the layers' names end in their number.
+
+    unread: how the names of tensors begin that text is generated without; '' for none."""
 
     embedding: str = "model.embed_tokens"
     positions: str = ""
     layers: str = "model.layers"
     head: str = "lm_head"
+    unread: str = ""
 
 
 class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -309,5 +364,6 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
             SOFT_CAP: any(one.soft_cap for one in attentions),
             SINKS: any(one.sinks for one in attentions),
             LAYER_WINDOWS: not all(self.windowed[self.first_window_layer :]) and bool(self.window),
+            LATENTS: any(one.latent_size for one in attentions),
         }
         return tuple(name for name, needed in needs.items() if needed)

@@ -81,5 +81,7 @@ class RankAttention:
                     refused[choice.info.short] = str(error)
                     break
             else:
-                return backends[0] if len(backends) == 1 else SplitAttention(prefill=backends[0], decode=backends[1])
+                if len(backends) == 1:
+                    return backends[0]
+                return SplitAttention(prefill=backends[0], decode=backends[1], value_size=self._spec.value_size)
             choices = choose_attention(self._plugins, self._context, refused, self._measured)

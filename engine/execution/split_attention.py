@@ -5,7 +5,6 @@ Legend: T new tokens in the step (ragged, packed) · B sequences · D decode row
 Owns: cutting a step in two.  Does not know: kernels.  It is no plugin: two names in ``plugins.attention`` make one.
 """
 
-import torch
 from torch import Tensor
 
 from engine.layers.attention import (
@@ -20,7 +19,9 @@ from engine.layers.attention import (
 class SplitAttention:
     """See ``AttentionBackend``.  A step of one kind goes to its backend as it is; no step waits for the device."""
 
-    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend, value_size: int = 0) -> None:
+        """value_size: numbers of a head's result; 0 for as many as its query has."""
+        self._value_size = value_size
         self._prefill = prefill
         self._decode = decode
         self._write_prefill = writer_of(prefill)
@@ -66,7 +67,7 @@ class SplitAttention:
         count = self._num_decodes
         if not self._mixed:
             return (self._decode if count else self._prefill).attend(layer, q_TNH)
-        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        out_TNH = q_TNH.new_empty((*q_TNH.shape[:2], self._value_size or q_TNH.shape[2]))
         self.attend_into(layer, q_TNH, out_TNH)
         return out_TNH
 

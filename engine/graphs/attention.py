@@ -42,7 +42,7 @@ class BreakingAttention:
         self._write = writer_of(backend)
         self._recorder = recorder
         self._device = device
-        self.out_MNH = device.buffer((max_tokens, spec.num_heads, spec.head_size), dtype)
+        self.out_MNH = device.buffer((max_tokens, spec.num_heads, spec.value_size), dtype)
 
     def plan_step(self, batch: AttentionBatch) -> None:
         """See ``AttentionBackend.plan_step``; called by whoever plans the step, before it is run or replayed."""

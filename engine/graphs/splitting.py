@@ -44,14 +44,18 @@ ALL_REDUCE = "callboard::all_reduce"
 
 
 class MarkedAttention:
-    """See ``AttentionBackend``: puts a mark where each layer's attention belongs."""
+    """See ``AttentionBackend``: puts a mark where each layer's attention belongs.  value_size: of its results."""
+
+    def __init__(self, value_size: int) -> None:
+        self._value_size = value_size
 
     def plan_step(self, batch: AttentionBatch) -> None:
         """Nothing is planned for a trace."""
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """A result that the piece before allocates, and that whoever replaces the mark writes."""
-        out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+        shape = (*q_TNH.shape[:2], self._value_size)
+        out_TNH = torch.empty(shape, dtype=q_TNH.dtype, device=q_TNH.device)
         torch.ops.callboard.attend(q_TNH, out_TNH, layer)
         return out_TNH
 

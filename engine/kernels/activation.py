@@ -46,11 +46,17 @@ def gate_columns(gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, PROGRAMS
     live_I = i_I < WIDTH
     gate_I = tl.load(gate_up + token * (2 * WIDTH) + i_I, mask=live_I, other=0.0).to(tl.float32)
     up_I = tl.load(gate_up + token * (2 * WIDTH) + WIDTH + i_I, mask=live_I, other=0.0).to(tl.float32)
+    tl.store(out + token * WIDTH + i_I, (activated(gate_I, KIND) * up_I).to(out.dtype.element_ty), mask=live_I)
+
+
+@triton.jit
+def activated(gate, KIND: tl.constexpr):
+    """The activation of float32 numbers."""
     if KIND == 0:
-        gate_I = gate_I * tl.sigmoid(gate_I)
+        out = gate * tl.sigmoid(gate)
     elif KIND == 1:
         # (1 + tanh(z)) / 2 is sigmoid(2 z); the factors are 2 sqrt(2 / pi), and that times 0.044715.
-        gate_I = gate_I * tl.sigmoid(gate_I * (1.5957691216057308 + 0.07135481282553558 * gate_I * gate_I))
+        out = gate * tl.sigmoid(gate * (1.5957691216057308 + 0.07135481282553558 * gate * gate))
     else:
-        gate_I = gate_I * (0.5 + 0.5 * tl.erf(gate_I * 0.7071067811865476))
-    tl.store(out + token * WIDTH + i_I, (gate_I * up_I).to(out.dtype.element_ty), mask=live_I)
+        out = gate * (0.5 + 0.5 * tl.erf(gate * 0.7071067811865476))
+    return out

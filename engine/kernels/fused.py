@@ -5,7 +5,7 @@ Owns: the list.  Does not know: when they are used, see ``choice.py``.
 
 import torch
 
-from engine.kernels import activation, embedding, heads, inputs, norm, page_lists, rotary
+from engine.kernels import activation, embedding, experts, heads, inputs, norm, page_lists, rotary
 
 SILU_OF_ONE = 0.731059
 
@@ -17,6 +17,7 @@ class FusedKernels:
     angle_table = staticmethod(rotary.angle_table)
     rotate_and_store = staticmethod(heads.rotate_and_store)
     gated = staticmethod(activation.gated)
+    mix_experts = staticmethod(experts.mix_experts)
     embed_shard = staticmethod(embedding.embed_shard)
     fill_inputs = staticmethod(inputs.fill_inputs)
     write_tokens = staticmethod(inputs.write_tokens)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from engine.checkpoints.shape import LAYER_WINDOWS, SINKS, SOFT_CAP
+from engine.checkpoints.shape import LATENTS, LAYER_WINDOWS, SINKS, SOFT_CAP
 from engine.layers.kv_pool import KVPool
 
 
@@ -25,8 +25,9 @@ class AttentionSpec:
     first_window_layer: the layers before it see everything, whatever the window; full_layers: those behind it that do.
     soft_cap: a score becomes soft_cap * tanh(score / soft_cap), before masks; 0 for none.
     sinks: for each layer a score for each query head, [N], that takes part in the softmax and has no value; or empty.
+    latent_size: values are the first so many numbers of their keys, which the pool has once; 0 for values of their own.
 
-    The last three are for backends that declare them, see ``Declaration.supports``.
+    The last four are for backends that declare them, see ``Declaration.supports``.
     """
 
     num_layers: int
@@ -39,11 +40,17 @@ class AttentionSpec:
     full_layers: tuple[int, ...] = ()
     soft_cap: float = 0.0
     sinks: tuple[Tensor, ...] = field(default=(), compare=False)
+    latent_size: int = 0
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a value, and of a head's result."""
+        return self.latent_size or self.head_size
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What of the last three there is, by the names that ``Declaration.supports`` has for it."""
-        there = {SOFT_CAP: self.soft_cap, SINKS: self.sinks, LAYER_WINDOWS: self.full_layers}
+        """What of the last four there is, by the names that ``Declaration.supports`` has for it."""
+        there = {SOFT_CAP: self.soft_cap, SINKS: self.sinks, LAYER_WINDOWS: self.full_layers, LATENTS: self.latent_size}
         return tuple(name for name, value in there.items() if value)
 
     def window_of(self, layer: int) -> int:
@@ -100,7 +107,7 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """out_TNH in q's dtype.  The step's own K/V of this layer are in the pool already.
+        """out_TNH in q's dtype, H of a value.  The step's own K/V of this layer are in the pool already.
 
         Layers come in their order, each once a step: what all layers share on the device can be made in the first."""
         ...
@@ -111,7 +118,7 @@ class WritingAttention(Protocol):
     """What a backend has beside, if it can leave its result where it is wanted."""
 
     def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
-        """``attend``, with the result in ``out_TNH``: contiguous, q's shape and dtype."""
+        """``attend``, with the result in ``out_TNH``: contiguous, as ``attend`` returns it."""
         ...
 
 

@@ -1,11 +1,13 @@
 """A mixture of experts (Shazeer et al. 2017): a router sends each token to a few of many gated MLPs.
 
 Legend: T new tokens in the step · D model dim · E experts · K experts of a token · P pairs of token and expert, T K
-Owns: routing, and one product for each expert that has tokens.  Does not know: which model it is in, files.
+        O outputs of gate and up on this rank · I intermediate features of this rank
+Owns: one product for each expert that has tokens, and where all experts' weights lie, for a kernel that takes them at
+once.  Does not know: how experts are chosen, which model it is in, files.
 Every rank has a part of every expert, as it has of a dense MLP.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +19,8 @@ from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, Linear, RowLinear
 from engine.layers.mlp import clamped_swish, gated
-from engine.layers.weights import WeightSlice, joined, transposed, whole
+from engine.layers.router import Router
+from engine.layers.weights import WeightSlice, joined, parameter, transposed
 
 
 class PartialLinear(RowLinear):
@@ -28,42 +31,74 @@ class PartialLinear(RowLinear):
 
 
 class Expert:
-    """One gated MLP, whose result is a partial sum."""
+    """One gated MLP, whose result is a partial sum.  size: its intermediate features over all ranks."""
 
     def __init__(
-        self, shape: ExpertsShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
+        self, shape: ExpertsShape, size: int, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
-        size, bias = shape.expert_size, shape.stacked
+        bias = shape.stacked
         parts = [("gate_up_proj", 2 * size)] if shape.stacked else [(shape.gate, size), (shape.up, size)]
         self.shape = shape
         self.gate_up = ColumnLinear(hidden_size, parts, bias, comm, device, dtype)
         self.down = PartialLinear(size, hidden_size, bias, comm, device, dtype)
+        self.linears = (self.gate_up, self.down)
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
+    def __call__(self, x_TD: Tensor, kernels: LayerKernels | None = None) -> Tensor:
         gate_up = self.gate_up(x_TD)
         if self.shape.stacked:
             return self.down(clamped_swish(gate_up, self.shape.limit, self.shape.slope))
-        return self.down(gated(gate_up, self.shape.activation, None))
+        return self.down(gated(gate_up, self.shape.activation, kernels))
+
+    def slices(self, name: str) -> Iterator[WeightSlice]:
+        """What it reads from a checkpoint that has it in tensors of its own."""
+        yield from self.gate_up.slices(name)
+        yield from self.down.slices(f"{name}.{self.shape.down}")
 
 
 class Experts:
-    """The sum over a token's experts of weight * expert(x).
+    """The sum over a token's experts of weight * expert(x), and an expert for all tokens if there is one.
 
-    The router is none of ``linears``: it is small, and rounding it would send tokens to other experts."""
+    On a GPU one kernel has all experts' weights, and ``linears`` has none of them: they are not rounded there."""
 
     def __init__(
         self, shape: ExpertsShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
-        if device.type == "cuda":
-            raise ConfigError("a mixture of experts runs on CPUs only so far; set device.kind=cpu")
         self.shape = shape
         self.comm = comm
-        self.router = Linear(hidden_size, shape.num_experts, shape.router_bias, device, dtype)
-        self.experts = [Expert(shape, hidden_size, comm, device, dtype) for _ in range(shape.num_experts)]
-        self.linears = [linear for expert in self.experts for linear in (expert.gate_up, expert.down)]
+        self.router = Router(shape.router, hidden_size, shape.num_experts, shape.num_chosen, device, dtype)
+        place = (hidden_size, comm, device, dtype)
+        self.shared = Expert(shape, shape.shared_size, *place) if shape.shared_size else None
+        nowhere = torch.device("meta")
+        self.experts = [
+            Expert(shape, shape.expert_size, hidden_size, comm, nowhere, dtype) for _ in range(shape.num_experts)
+        ]
+        pairs = zip(*(expert.linears for expert in self.experts), strict=True)
+        self._stacks = [Stack(linears, device) for linears in pairs]
+        self.on_gpu = device.type == "cuda"
+        routed = [] if self.on_gpu else [linear for expert in self.experts for linear in expert.linears]
+        self.linears = [*routed, *(self.shared.linears if self.shared else ())]
+        self._kernels: LayerKernels | None = None
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
-        weights_TK, experts_TK = self._route(x_TD)
+        weights_TK, experts_TK = self.router(x_TD)
+        if self._kernels is not None:
+            out_TD = self._mixed_by(self._kernels, x_TD, weights_TK, experts_TK)
+        else:
+            out_TD = self._mixed(x_TD, weights_TK, experts_TK)
+        if self.shared is not None:
+            out_TD += self.shared(x_TD, kernels)
+        return self.comm.all_reduce(out_TD) if self.comm.size > 1 else out_TD
+
+    def _mixed_by(self, kernels: LayerKernels, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """The same as ``_mixed`` without a look at the choice, as a graph needs it."""
+        shape, (gate_up, down) = self.shape, self._stacks
+        biases = (gate_up.biases, down.biases if self.comm.rank == 0 else None)
+        kind = "clamped_swish" if shape.stacked else shape.activation
+        weights = (gate_up.weights, down.weights)
+        return kernels.mix_experts(x_TD, weights_TK, experts_TK, *weights, *biases, kind, shape.limit, shape.slope)
+
+    def _mixed(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """This rank's part of the sum over the chosen experts, expert by expert."""
         # Pairs by expert, of each expert in the order of tokens: what a token gets is added up in the experts' order,
         # whatever else is in the batch.
         order_P = experts_TK.flatten().argsort(stable=True)
@@ -78,24 +113,32 @@ class Experts:
                 rows = tokens_P[pairs]
                 out_TD.index_add_(0, rows, expert(x_TD.index_select(0, rows)).mul_(weights_P1[pairs]))
                 first += count
-        return self.comm.all_reduce(out_TD) if self.comm.size > 1 else out_TD
+        return out_TD
 
     def pack(self, kernels: LayerKernels | None) -> None:
-        """Nothing to prepare beside the linear layers."""
+        """Take the kernel of a GPU; called once, after loading.  Raises ConfigError if there is none."""
+        if not self.on_gpu:
+            self._stacks = []  # each expert has a layout of its own by now
+        elif kernels is None:
+            raise ConfigError(
+                "a mixture of experts on a GPU needs this project's Triton kernels, which cannot be used here; the log "
+                "says why; install triton, unset CALLBOARD_KERNELS, or set device.kind=cpu"
+            )
+        else:
+            self._kernels = kernels
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """What this part reads from a checkpoint."""
         shape = self.shape
         name = joined(prefix, shape.name)
-        yield whole(f"{name}.{shape.router}.weight", self.router.weight)
-        if self.router.bias is not None:
-            yield whole(f"{name}.{shape.router}.bias", self.router.bias)
+        yield from self.router.slices(name)
         for number, expert in enumerate(self.experts):
             if shape.stacked:
                 yield from self._members(f"{name}.experts", number, expert)
             else:
-                yield from expert.gate_up.slices(f"{name}.experts.{number}")
-                yield from expert.down.slices(f"{name}.experts.{number}.{shape.down}")
+                yield from expert.slices(f"{name}.experts.{number}")
+        if self.shared is not None:
+            yield from self.shared.slices(f"{name}.shared_experts")
 
     def _members(self, name: str, number: int, expert: Expert) -> Iterator[WeightSlice]:
         slices = [*expert.gate_up.slices(name), *expert.down.slices(f"{name}.down_proj")]
@@ -103,11 +146,16 @@ class Experts:
             source = one.source.removesuffix(".weight").replace(".bias", "_bias")
             yield replace(one, source=source, member=number, num_members=len(self.experts))
 
-    def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """weights_TK in x's dtype, experts_TK."""
-        scores_TE = self.router(x_TD).float()
-        if self.shape.normalised:
-            scores_TK, experts_TK = scores_TE.topk(self.shape.num_chosen, -1)
-            return scores_TK.softmax(-1).to(x_TD.dtype), experts_TK
-        weights_TK, experts_TK = scores_TE.softmax(-1).topk(self.shape.num_chosen, -1)
-        return weights_TK.to(x_TD.dtype), experts_TK
+
+class Stack:
+    """Memory side by side for one linear layer of all experts: weights_EOI, and biases_EO or None."""
+
+    def __init__(self, linears: Sequence[Linear], device: torch.device) -> None:
+        like, bias = linears[0].weight, linears[0].bias
+        self.weights = parameter(len(linears), *like.shape, device=device, dtype=like.dtype)
+        self.biases: Tensor | None = None
+        if bias is not None:
+            self.biases = parameter(len(linears), *bias.shape, device=device, dtype=like.dtype)
+        for number, linear in enumerate(linears):
+            linear.weight = self.weights[number]
+            linear.bias = None if self.biases is None else self.biases[number]

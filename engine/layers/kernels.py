@@ -37,6 +37,22 @@ class LayerKernels(Protocol):
         """The activation of gates times what they let through."""
         ...
 
+    def mix_experts(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        gate_up_EOD: Tensor,
+        down_EDI: Tensor,
+        gate_up_bias_EO: Tensor | None,
+        down_bias_ED: Tensor | None,
+        kind: str,
+        limit: float = 0.0,
+        slope: float = 1.0,
+    ) -> Tensor:
+        """The sum over a token's experts of weight * expert(x)."""
+        ...
+
     def embed_shard(self, token_ids_T: Tensor, table_VD: Tensor, first: int) -> Tensor:
         """Rows of a part of the embedding, zeros for tokens of other parts."""
         ...

@@ -20,12 +20,14 @@ StoreKernel = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 class KVPool:
-    """K and V of all layers.  data: [L, 2, P + 1, S, G, R]; both have equal strides.
+    """K and V of all layers.  data: [L, C, P + 1, S, G, R]; all have equal strides.
+
+    C is 2, keys and values; 1 where values are the first latent_size numbers of their keys, see ``AttentionSpec``.
 
     format: how ``data`` keeps them, by ``kv_dtype``, see ``PageFormat``.  dtype: as the model computes and reads them.
     layout: what lies side by side in memory.  'layer_first': a layer's pages.  'page_first': a page's layers, so that a
     page is one block, which goes to another tier as one copy.
-    by_page: [P + 1, L, 2, S, G, R] view of all of it as ``format.memory``: what each page holds; contiguous if
+    by_page: [P + 1, L, C, S, G, R] view of all of it as ``format.memory``: what each page holds; contiguous if
     page-first.
     page_stride: from the first slot of a page to that of the next; slot = page * page_stride + offset, in every layer.
     The last page is the dump: padded rows of a captured batch write there, nobody reads it, and it
@@ -43,31 +45,35 @@ class KVPool:
         device: torch.device,
         layout: Layout = "layer_first",
         kv_dtype: str = "",
+        latent_size: int = 0,
     ) -> None:
         self.layout = layout
         self.format = PageFormat(dtype, kv_dtype)
         self.dtype = dtype
         self.head_size = head_size
-        self.page_stride = self.page_stride_of(layout, num_layers, page_size)
+        self.page_stride = self.page_stride_of(layout, num_layers, page_size, latent_size)
+        num_kinds = self.num_kinds(latent_size)
         self.num_pages = num_pages
         self.page_size = page_size
         self.dump_page = num_pages
         # Zeros, not empty: attention multiplies masked positions by 0, and 0 * NaN is NaN.
         block = (page_size, num_kv_heads, self.format.record_size(head_size))
         if layout == "layer_first":
-            memory = _zeros((num_layers, 2, num_pages + 1, *block), self.format.memory, device)
+            memory = _zeros((num_layers, num_kinds, num_pages + 1, *block), self.format.memory, device)
             self.by_page = memory.movedim(2, 0)
-            slots = memory.view(num_layers, 2, (num_pages + 1) * page_size, *block[1:])
+            slots = memory.view(num_layers, num_kinds, (num_pages + 1) * page_size, *block[1:])
             self._key_slots = [slots[layer, 0] for layer in range(num_layers)]
-            self._value_slots = [slots[layer, 1] for layer in range(num_layers)]
+            self._value_slots = [slots[layer, -1] for layer in range(num_layers)]
         else:
-            self.by_page = _zeros((num_pages + 1, num_layers, 2, *block), self.format.memory, device)
+            self.by_page = _zeros((num_pages + 1, num_layers, num_kinds, *block), self.format.memory, device)
             # A layer's slots begin where its part of the first page does, and others' lie between its own pages.
             slots = self.by_page.view(-1, *block[1:])
-            self._key_slots = [slots[2 * layer * page_size :] for layer in range(num_layers)]
-            self._value_slots = [slots[(2 * layer + 1) * page_size :] for layer in range(num_layers)]
+            self._key_slots = [slots[num_kinds * layer * page_size :] for layer in range(num_layers)]
+            self._value_slots = [slots[(num_kinds * (layer + 1) - 1) * page_size :] for layer in range(num_layers)]
         self.data = self.format.numbers(self.by_page.movedim(0, 2))
         self._keys, self._values = ([*map(self.format.numbers, one)] for one in (self._key_slots, self._value_slots))
+        if latent_size:
+            self._values = [keys_SGR[..., :latent_size] for keys_SGR in self._keys]
         self._encode = None if self.format.plain else self.format.encode
         self._store_by: StoreKernel | None = None
 
@@ -76,15 +82,20 @@ class KVPool:
         return self._keys[layer]
 
     def values(self, layer: int) -> Tensor:
-        """[slots, G, R] view of a layer's values."""
+        """[slots, G, R] view of a layer's values; of latents [slots, 1, latent_size], the first numbers of the keys."""
         return self._values[layer]
 
     def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
-        """k_TGH and v_TGH, copies of what pages keep of these tokens."""
+        """k_TGH and v_TGH, copies of what pages keep of these tokens; of latents the second is the first."""
         k_TGR, v_TGR = self._key_slots[layer][slots_T], self._value_slots[layer][slots_T]
         shape = (*k_TGR.shape[:-1], self.head_size)
         k_TGH, v_TGH = k_TGR.new_empty(shape, dtype=self.dtype), v_TGR.new_empty(shape, dtype=self.dtype)
         return self.format.decode(k_TGR, k_TGH), self.format.decode(v_TGR, v_TGH)
+
+    def store_latents(self, layer: int, latents_T1H: Tensor, slots_T: Tensor) -> None:
+        """Write a step's new latents, keys whose first numbers are the values, to their slots."""
+        latents_T1R = latents_T1H if self._encode is None else self._encode(latents_T1H)
+        self._key_slots[layer].index_copy_(0, slots_T, latents_T1R)
 
     def store(self, layer: int, k_TGH: Tensor, v_TGH: Tensor, slots_T: Tensor) -> None:
         """Write a step's new keys and values to their slots, rounded to what pages keep."""
@@ -102,17 +113,29 @@ class KVPool:
         self._store_by = kernel
 
     @staticmethod
-    def page_stride_of(layout: Layout, num_layers: int, page_size: int) -> int:
+    def num_kinds(latent_size: int) -> int:
+        """C: keys and values, or latents that are both."""
+        return 1 if latent_size else 2
+
+    @staticmethod
+    def page_stride_of(layout: Layout, num_layers: int, page_size: int, latent_size: int = 0) -> int:
         """``page_stride`` of such a pool."""
-        return page_size if layout == "layer_first" else num_layers * 2 * page_size
+        return page_size if layout == "layer_first" else num_layers * KVPool.num_kinds(latent_size) * page_size
 
     @staticmethod
     def page_bytes(
-        num_layers: int, page_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, kv_dtype: str = ""
+        num_layers: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_dtype: str = "",
+        latent_size: int = 0,
     ) -> int:
         """Bytes one page takes over all layers."""
         form = PageFormat(dtype, kv_dtype)
-        return num_layers * 2 * page_size * num_kv_heads * form.record_size(head_size) * form.memory.itemsize
+        num_vectors = num_layers * KVPool.num_kinds(latent_size) * page_size * num_kv_heads
+        return num_vectors * form.record_size(head_size) * form.memory.itemsize
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -23,8 +23,8 @@ class Linear:
     """y = x W^T + b with this rank's part of W: the product that every linear layer here comes down to."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
-        self.weight = parameter(outputs, inputs, device=device, dtype=dtype)
-        self.bias = parameter(outputs, device=device, dtype=dtype) if bias else None
+        self.weight: Tensor = parameter(outputs, inputs, device=device, dtype=dtype)
+        self.bias: Tensor | None = parameter(outputs, device=device, dtype=dtype) if bias else None
         self._packed: PackedWeight | None = None
 
     def __call__(self, x_TI: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Linear:
 class ColumnLinear(Linear):
     """Outputs cut over ranks; x is whole on every rank.  Merges several matrices with one input.
 
-    parts: (name, outputs over all ranks) of each matrix as the checkpoint has it.
+    parts: (name, outputs over all ranks) of each matrix as the checkpoint has it.  comm: None for no cut.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ColumnLinear(Linear):
         inputs: int,
         parts: Sequence[tuple[str, int]],
         bias: bool,
-        comm: Comm,
+        comm: Comm | None,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -136,8 +136,10 @@ class RowLinear(Linear):
             yield WeightSlice(f"{prefix}.bias", (outputs,), 0, 0, outputs, self.bias)
 
 
-def _cut(name: str, total: int, comm: Comm) -> tuple[int, int]:
+def _cut(name: str, total: int, comm: Comm | None) -> tuple[int, int]:
     """(first output, number of outputs) of this rank."""
+    if comm is None:
+        return 0, total
     mine = share(total, comm.size, f"outputs of {name}")
     return comm.rank * mine, mine
 

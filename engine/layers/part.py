@@ -14,6 +14,8 @@ from engine.checkpoints.shape import PartShape
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import Linear
+from engine.layers.rotary import Rotary
+from engine.layers.step import StepTensors
 from engine.layers.weights import WeightSlice
 
 Built = TypeVar("Built", bound="Part")
@@ -40,6 +42,38 @@ class Norm(Part, Protocol):
 
     def added(self, x_TD: Tensor, update_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
         """``x += update``, in place, and the norm of the sum."""
+        ...
+
+
+class Attention(Part, Protocol):
+    """The attention part of a layer, in two halves around the backend's call, so that each can be captured as a graph.
+
+    num_queries, num_keys: heads of this rank, as the backend sees them.  sinks_Q: see ``AttentionSpec``; None for none.
+    linears: as of ``FeedForward``."""
+
+    num_queries: int
+    num_keys: int
+    sinks_Q: Tensor | None
+
+    @property
+    def linears(self) -> Sequence[Linear]: ...
+
+    def project(
+        self,
+        index: int,
+        normed_TD: Tensor,
+        rotary: Rotary | None,
+        angles: tuple[Tensor, ...],
+        step: StepTensors,
+        kernels: LayerKernels | None,
+    ) -> Tensor:
+        """q_TQH of layer ``index``; what is kept of the tokens is in the pool afterwards.
+
+        rotary: None for a layer without positions.  angles: of ``rotary`` for the step."""
+        ...
+
+    def output(self, attended_TQH: Tensor) -> Tensor:
+        """[T, D] of what the backend returned, whole on every rank."""
         ...
 
 

@@ -33,8 +33,7 @@ class Rotary:
         self.dtype = dtype
         self.interleaved = interleaved
         self.turned = 2 * self.half
-        self.partial = self.turned < head_size
-        self.whole = not self.partial and not interleaved
+        self.whole = self.turned >= head_size and not interleaved
 
     def angles(self, positions_T: Tensor, kernels: LayerKernels | None = None) -> tuple[Tensor, ...]:
         """cos_T1H and sin_T1H in the model's dtype; sin is negated where ``rotate`` wants it.
@@ -55,8 +54,8 @@ class Rotary:
         return cos_TH.to(self.dtype)[:, None], sin_TH.to(self.dtype)[:, None]
 
     def rotate(self, x_TAH: Tensor, angles: tuple[Tensor, ...]) -> Tensor:
-        """x rotated."""
-        if self.partial:
+        """x rotated: heads, or the part of them that is turned."""
+        if self.turned < x_TAH.shape[-1]:
             turned, kept = x_TAH[..., : self.turned], x_TAH[..., self.turned :]
             return torch.cat((self._turn(turned, angles), kept), -1)
         return self._turn(x_TAH, angles)

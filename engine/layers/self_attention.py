@@ -22,9 +22,7 @@ from engine.layers.weights import WeightSlice, joined, merged, parameter, transp
 
 
 class SelfAttention:
-    """``project`` before the attention call, ``output`` behind it.
-
-    linears: as of ``FeedForward``.  sinks_Q: the sinks of this rank's query heads; None for none."""
+    """See ``Attention``: grouped queries over keys and values."""
 
     def __init__(
         self, shape: AttentionShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
@@ -37,8 +35,10 @@ class SelfAttention:
         self.num_rotated = self.num_queries + self.num_keys
         self.head_shape = (self.num_rotated + self.num_keys, shape.head_size)
         self.head_norm = self._head_norm(shape, comm, device, dtype)
-        self.output = RowLinear(shape.num_heads * shape.head_size, hidden_size, shape.output_bias, comm, device, dtype)
-        self.linears = (self.qkv, self.output)
+        self.output_linear = RowLinear(
+            shape.num_heads * shape.head_size, hidden_size, shape.output_bias, comm, device, dtype
+        )
+        self.linears = (self.qkv, self.output_linear)
         self.sinks_Q: Tensor | None = None
         if shape.sinks:
             self.sinks_Q = parameter(self.num_queries, device=device, dtype=dtype)
@@ -66,9 +66,7 @@ class SelfAttention:
         step: StepTensors,
         kernels: LayerKernels | None,
     ) -> Tensor:
-        """q_TQH, normalised and rotated; keys and values are in the pool afterwards.
-
-        rotary: None for a layer without positions.  angles: of ``rotary`` for the step."""
+        """See ``Attention.project``: heads are normalised, then rotated."""
         heads = self.qkv(normed_TD).view(-1, *self.head_shape)
         norm = self.head_norm
         if isinstance(norm, WideHeadNorm):
@@ -88,6 +86,10 @@ class SelfAttention:
         step.pool.store(index, qk_TAH[:, self.num_queries :], v_TGH, step.slots_T)
         return qk_TAH[:, : self.num_queries]
 
+    def output(self, attended_TQH: Tensor) -> Tensor:
+        """See ``Attention.output``."""
+        return self.output_linear(attended_TQH.flatten(1))
+
     def pack(self, kernels: LayerKernels | None) -> None:
         """Prepare for the device and its kernels; called once, after loading."""
         if self.head_norm is not None:
@@ -99,7 +101,7 @@ class SelfAttention:
         qkv = self.qkv.slices(name)
         if shape.merged:
             qkv = merged(qkv, f"{name}.{shape.merged}")
-        output = self.output.slices(f"{name}.{shape.output}")
+        output = self.output_linear.slices(f"{name}.{shape.output}")
         yield from transposed(qkv) if shape.transposed else qkv
         if self.head_norm is not None:
             yield from self.head_norm.slices(name)

@@ -17,9 +17,8 @@ from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import Linear, VocabLinear
 from engine.layers.packing import LinearKernel, Linears
-from engine.layers.part import FeedForward, Norm, build
+from engine.layers.part import Attention, FeedForward, Norm, build
 from engine.layers.rotary import Rotary
-from engine.layers.self_attention import SelfAttention
 from engine.layers.step import StepTensors
 from engine.layers.weights import WeightSlice, parameter, whole
 from engine.models.frequencies import frequencies
@@ -42,7 +41,7 @@ class DecoderLayer:
         place = (hidden_size, comm, device, dtype)
         self.rotary = rotary
         self.before_attention = build(Norm, shape.before_attention, *place)
-        self.attention = build(SelfAttention, shape.attention, *place)
+        self.attention = build(Attention, shape.attention, *place)
         self.behind_attention = build(Norm, shape.behind_attention, *place)
         self.before_mlp = build(Norm, shape.before_mlp, *place)
         self.mlp = build(FeedForward, shape.mlp, *place)
@@ -58,7 +57,7 @@ class DecoderLayer:
 
     def finish(self, x_TD: Tensor, attended_TQH: Tensor, kernels: LayerKernels | None) -> Tensor:
         """Add the attention's result to the residual stream, in place, and return the MLP's, which is to be added."""
-        update_TD = self.behind_attention(self.attention.output(attended_TQH.flatten(1)))
+        update_TD = self.behind_attention(self.attention.output(attended_TQH))
         return self.behind_mlp(self.mlp(self.before_mlp.added(x_TD, update_TD, kernels), kernels))
 
     @property
@@ -232,4 +231,5 @@ def _attention_spec(shape: DecoderShape, layers: list[DecoderLayer]) -> Attentio
         else (),
         soft_cap=attention.soft_cap,
         sinks=tuple(one for one in sinks if one is not None),
+        latent_size=attention.latent_size,
     )

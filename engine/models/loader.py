@@ -125,7 +125,10 @@ def _check_names(spec: ModelSpec, slices: Iterable[WeightSlice], stored: Mapping
             raise WeightsError(
                 f"{tensor.file}: tensor {name!r} has dtype {tensor.dtype}, expected one of {', '.join(LOADABLE)}"
             )
+    unread = spec.shape.names.unread
     for name in sorted(stored.keys() - wanted.keys()):
+        if unread and name.startswith(unread):
+            continue
         if name != f"{spec.shape.names.head}.weight" and not HARMLESS.fullmatch(name):
             raise WeightsError(f"{stored[name].file}: tensor {name!r} has no place in {spec.architecture}")
 

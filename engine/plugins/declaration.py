@@ -43,11 +43,12 @@ Sizes = tuple[int, ...] | Multiples
 Phase = Literal["prefill", "decode"]
 KVDtype = Literal["float32", "bfloat16", "float16", "int8", "fp8_e4m3"]
 InstructionSet = Literal["avx2", "avx512", "amx"]
-Feature = Literal["soft_cap", "sinks", "layer_windows"]
+Feature = Literal["soft_cap", "sinks", "layer_windows", "latents"]
 FEATURES: Mapping[str, str] = {
     "soft_cap": "soft-capped scores",
     "sinks": "attention sinks",
     "layer_windows": "a window on some layers only",
+    "latents": "values that are a part of their keys (latent attention)",
 }
 
 
@@ -65,9 +66,9 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     dtypes: 'float32', 'bfloat16', 'float16'.
     architectures: for model families: the names in config.json that the plugin reads, each with its model_type.
     The next are for attention backends.  head_sizes, page_sizes: lists or {"multiple_of": ..., "at_most": ...}.
-    heads_per_kv_head: ratios of query heads to KV heads.
+    heads_per_kv_head: ratios of query heads to KV heads.  These two are of keys and values, not of latents.
     window: whether it does sliding windows.  supports: what else of ``AttentionSpec`` it computes: 'soft_cap', 'sinks',
-    'layer_windows', which are those of ``full_layers``.  phases: what it serves, 'prefill' and 'decode'.
+    'layer_windows', which are those of ``full_layers``, 'latents'.  phases: what it serves, 'prefill' and 'decode'.
     kv_layouts: of 'layer_first' and 'page_first'; in the second, a page's first slot is page * pool.page_stride.
     kv_dtypes: what pools it reads whose pages keep another type than dtype, see ``engine/layers/page_format.py``.
     padding: whether decode rows of length 0, which pad a captured batch, are fine.
@@ -130,14 +131,16 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def _attention_misfits(self, context: AttentionContext) -> list[str]:
         ratio = context.num_heads // context.num_kv_heads if context.num_kv_heads else 0
         reasons = _outside(
-            ("head size", context.head_size, self.head_sizes),
-            ("page size", context.page_size, self.page_sizes),
-            ("KV layout", context.kv_layout, self.kv_layouts),
-            ("ratio of query heads to KV heads", ratio, self.heads_per_kv_head),
+            ("page size", context.page_size, self.page_sizes), ("KV layout", context.kv_layout, self.kv_layouts)
         )
         if context.kv_dtype and context.kv_dtype not in self.kv_dtypes:
             taken = ", ".join((context.dtype or "the model's own", *self.kv_dtypes))
             reasons.append(f"kv.dtype {context.kv_dtype}, it takes {taken}")
+        if "latents" not in context.needs:
+            reasons += _outside(
+                ("head size", context.head_size, self.head_sizes),
+                ("ratio of query heads to KV heads", ratio, self.heads_per_kv_head),
+            )
         if context.window and not self.window:
             reasons.append(f"a sliding window of {context.window} tokens, it does none")
         if lacking := [FEATURES[need] for need in context.needs if need not in self.supports]:

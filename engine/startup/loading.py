@@ -114,7 +114,8 @@ def load_runner(
     measured = measured_attention(race, comm, device, progress)
     attention = RankAttention(plugins, attention_spec, page_size, device, dtype, layout, kv_dtype, measured)
     max_rows = config.scheduler.max_running
-    page_stride = KVPool.page_stride_of(layout, attention_spec.num_layers, page_size)
+    latent_size = attention_spec.latent_size
+    page_stride = KVPool.page_stride_of(layout, attention_spec.num_layers, page_size, latent_size)
     rows = DeviceRows(max_rows, max_len, page_size, device, page_stride)
     sampler = Sampler(max_rows, spec.vocab_size, max_len, device)
 
@@ -131,6 +132,7 @@ def load_runner(
             device=device,
             layout=layout,
             kv_dtype=kv_dtype,
+            latent_size=latent_size,
         )
         backend = attention.build(pool)
         if config.kv.num_host_pages:
@@ -146,7 +148,13 @@ def load_runner(
         needs = _measure(config, max_len, graphs, parts_with(1))
     graphs.device.trim()
     page_bytes = KVPool.page_bytes(
-        attention_spec.num_layers, page_size, attention_spec.num_kv_heads, attention_spec.head_size, dtype, kv_dtype
+        attention_spec.num_layers,
+        page_size,
+        attention_spec.num_kv_heads,
+        attention_spec.head_size,
+        dtype,
+        kv_dtype,
+        latent_size,
     )
     room = fair_share(free_bytes(device), place, comm, device)
     if not num_pages:

@@ -69,7 +69,9 @@ class TrialSteps:
         self.spec = spec
         self._page_size = page_size
         self._device = device
-        page_bytes = KVPool.page_bytes(spec.num_layers, page_size, spec.num_kv_heads, spec.head_size, dtype, kv_dtype)
+        page_bytes = KVPool.page_bytes(
+            spec.num_layers, page_size, spec.num_kv_heads, spec.head_size, dtype, kv_dtype, spec.latent_size
+        )
         room = min(POOL_BYTES[device.type], free_bytes(device) // SHARE_OF_FREE)
         self.pool = KVPool(
             num_layers=spec.num_layers,
@@ -81,6 +83,7 @@ class TrialSteps:
             device=device,
             layout=layout,
             kv_dtype=kv_dtype,
+            latent_size=spec.latent_size,
         )
         self._fill(torch.Generator(device).manual_seed(0))
         self.loads = [one for one in loads if self._pages_of(one) <= self.pool.num_pages]

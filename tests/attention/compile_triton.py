@@ -41,14 +41,18 @@ class Case:
     page_size: int = 16
     dtype: str = "bfloat16"
     window: int = 0
+    soft_cap: float = 0.0
+    sinks: bool = False
+    latent_size: int = 0
     every_candidate: bool = False
 
 
 CASES = [
     Case(every_candidate=True),
-    Case(dtype="float16", window=1000),
+    Case(dtype="float16", window=1000, soft_cap=50.0, sinks=True),
     Case(num_heads=8, num_kv_heads=1, head_size=256, page_size=256, every_candidate=True),
     # The tests compile those above.
+    Case(num_heads=16, num_kv_heads=1, head_size=576, latent_size=512, every_candidate=True),
     Case(num_heads=40, page_size=64),
     Case(num_heads=8, num_kv_heads=8, head_size=64, page_size=1),
     Case(num_heads=32, head_size=80, page_size=32),
@@ -85,8 +89,19 @@ class Compiler:
 def launch(case: Case, compiler: Compiler, candidates: bool) -> list[dict[str, Any]]:
     """What attending to a mixed batch of this shape launches, once for each choice of tiles."""
     dtype = getattr(torch, case.dtype)
-    spec = AttentionSpec(1, case.num_heads, case.num_kv_heads, case.head_size, case.head_size**-0.5, case.window, 0)
-    pool = KVPool(1, 8, case.page_size, case.num_kv_heads, case.head_size, dtype, torch.device("cpu"))
+    spec = AttentionSpec(
+        num_layers=1,
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_size=case.head_size,
+        scale=case.head_size**-0.5,
+        window=case.window,
+        soft_cap=case.soft_cap,
+        sinks=(torch.zeros(case.num_heads, dtype=dtype),) if case.sinks else (),
+        latent_size=case.latent_size,
+    )
+    size, device = case.latent_size, torch.device("cpu")
+    pool = KVPool(1, 8, case.page_size, case.num_kv_heads, case.head_size, dtype, device, latent_size=size)
     attention = TritonAttention(spec, pool, H200)
     attention._interpreted = False
     batch = AttentionBatch(
@@ -100,8 +115,8 @@ def launch(case: Case, compiler: Compiler, candidates: bool) -> list[dict[str, A
     q_TNH = torch.zeros((5, case.num_heads + 2 * case.num_kv_heads, case.head_size), dtype=dtype)[:, : case.num_heads]
     every: list[DecodeTiles | PrefillTiles | None] = [None]
     if case.every_candidate and candidates:
-        every += decode_candidates(case.head_size, dtype.itemsize, H200)
-        every += prefill_candidates(case.head_size, dtype.itemsize, H200)
+        every += decode_candidates(spec.value_size, dtype.itemsize, H200)
+        every += prefill_candidates(spec.value_size, dtype.itemsize, H200)
     rows = []
     for tiles in every:
         attention.plan_step(batch, tiles)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 
 from engine.errors import GraphError
 from engine.graphs.attention import ATTENTION
@@ -16,6 +17,7 @@ from engine.graphs.comm import COLLECTIVE, BreakingComm
 from engine.graphs.device import HostDevice
 from engine.layers.attention import writer_of
 from engine.models.decoder import DecoderLayer
+from engine.plugins.comm.local import LocalComm
 from engine.plugins.testing.steps import Driver, Sequence
 from engine.plugins.testing.threads import ThreadComm, on_ranks
 from tests.graphs.driver import SIZES, KeepingRecorder, PiecewiseDriver
@@ -119,6 +121,20 @@ def test_chunks_decodes_and_mixed_batches(drivers, variant):
         both(drivers, batch, rows)
         for name, count in counts.items():
             done[name] += count
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_latents(cases: Cases, cut):
+    """Results are narrower than queries there.  Of a layer with an MLP: no graph holds experts on a CPU."""
+    spec = cases["deepseek-v3"].spec
+    shape = structs.replace(spec.shape, layers=spec.shape.layers[:1] * 2)
+    model = load_rank(structs.replace(spec, shape=shape), LocalComm(), "dummy")
+    driver = PiecewiseDriver(model, sizes=(8,), num_pages=9, **CUTS[cut])
+    driver.piecewise.capture()
+    drivers = (driver, Driver(model, page_size=4, num_pages=9))
+    both(drivers, {"a": random_tokens(5, 1)})
+    both(drivers, {"a": random_tokens(1, 2), "b": random_tokens(6, 3)})
+    both(drivers, {"a": random_tokens(1, 4), "b": random_tokens(11, 5)})
 
 
 def test_steps_take_the_next_larger_graphs_and_larger_ones_none(driver):

@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.kernels.activation import KINDS, gated
 from engine.kernels.embedding import embed_shard
+from engine.kernels.experts import mix_experts
 from engine.kernels.heads import rotate_and_store
 from engine.kernels.inputs import fill_inputs, write_tokens
 from engine.kernels.norm import add_norm
@@ -52,6 +53,20 @@ def layers(dtype: torch.dtype) -> None:
         slots_SGH = torch.zeros((32, num_keys, head_size), dtype=dtype)
         weight = torch.ones((num_heads - num_keys, head_size), dtype=dtype) if normalised else None
         rotate_and_store(qkv_TAH, weight, 1e-6, angles_TH, slots_SGH, slots_SGH.clone(), positions_T)
+
+
+def experts(dtype: torch.dtype) -> None:
+    """A batch of decodes and a prompt: sizes of Qwen3-30B-A3B, and of gpt-oss-20b, which has biases."""
+    for num_experts, num_chosen, width, inner, biased in ((128, 8, 2048, 768, False), (32, 4, 2880, 2880, True)):
+        gate_up = torch.empty((num_experts, 2 * inner, width), dtype=dtype, device="meta")
+        down = torch.empty((num_experts, width, inner), dtype=dtype, device="meta")
+        biases = gate_up[..., 0].contiguous(), down[..., 0].contiguous()
+        for num_tokens in (8, 4096):
+            x_TD = torch.empty((num_tokens, width), dtype=dtype, device="meta")
+            weights_TK = torch.empty((num_tokens, num_chosen), dtype=dtype, device="meta")
+            chosen_TK = torch.empty((num_tokens, num_chosen), dtype=torch.int64, device="meta")
+            kind = "clamped_swish" if biased else "silu"
+            mix_experts(x_TD, weights_TK, chosen_TK, gate_up, down, *(biases if biased else (None, None)), kind)
 
 
 def inputs(dtype: torch.dtype) -> None:
@@ -105,7 +120,7 @@ def compile_launches(work: Callable[[], None]) -> list[tuple[Any, float]]:
 if __name__ == "__main__":
     triton.runtime.driver.set_active(NoGPU())
     for dtype_name in sys.argv[1:] or ["bfloat16", "float32"]:
-        for group in (layers, inputs, sampling):
+        for group in (layers, experts, inputs, sampling):
             one_dtype = getattr(torch, dtype_name)
             for kernel, seconds in compile_launches(lambda group=group, dtype=one_dtype: group(dtype)):
                 row = {"kernel": kernel.metadata.name, "dtype": dtype_name, **resources(kernel), "s": round(seconds, 2)}

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 KERNELS = {
-    "add_norm_rows", "adjust_tokens", "draw_candidate", "fill_row", "gate_columns", "gather_candidates", "gather_rows",
-    "list_row", "measure_some_blocks", "pick_row", "rotate_heads", "tabulate_angles", "write_places",
+    "add_norm_rows", "adjust_tokens", "down_pairs", "draw_candidate", "fill_row", "gate_columns", "gate_pairs",
+    "gather_candidates", "gather_rows", "list_row", "measure_some_blocks", "pick_row", "place_pairs",
+    "rotate_heads", "tabulate_angles", "write_places",
 }  # fmt: skip
 
 

@@ -35,6 +35,17 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+SHARP_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}
+LATENT_SIZES = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 LONGROPE = {
     "rope_type": "longrope",
@@ -119,6 +130,34 @@ NOT_PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **LATENT_SIZES,
+            "q_lora_rank": None,
+            "n_routed_experts": 12,
+            "n_shared_experts": 2,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.0,
+            "rope_parameters": SHARP_YARN,
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **LATENT_SIZES,
+            "q_lora_rank": 24,
+            "attention_bias": True,
+            "n_routed_experts": 12,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": SHARP_YARN,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
     "gpt-oss": (
         "GptOss",
         {
@@ -135,14 +174,22 @@ VARIANTS = {**PLAIN, **NOT_PLAIN}
 CLASSES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"), "GPT2": ("GPT2Config", "GPT2LMHeadModel")}
 
 
-def build(variant: str) -> PreTrainedModel:
-    """The reference model of a variant, with every weight random: biases and norms too."""
+def configuration(variant: str) -> PretrainedConfig:
+    """The reference's configuration of a variant."""
     family, changes = VARIANTS[variant]
-    config_name, model_name = CLASSES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
-    torch.manual_seed(sorted(VARIANTS).index(variant))
+    config_name, _ = CLASSES.get(family, (f"{family}Config", ""))
     # Eager attention: the reference's plainest path, so that both sides do not share a fused kernel.
     sizes = changes | {"initializer_range": 0.2} if family == "GPT2" else SIZES | changes
     config: PretrainedConfig = getattr(transformers, config_name)(**sizes, attn_implementation="eager")
+    return config
+
+
+def build(variant: str) -> PreTrainedModel:
+    """The reference model of a variant, with every weight random: biases and norms too."""
+    family, _ = VARIANTS[variant]
+    _, model_name = CLASSES.get(family, ("", f"{family}ForCausalLM"))
+    config = configuration(variant)
+    torch.manual_seed(sorted(VARIANTS).index(variant))
     model: PreTrainedModel = getattr(transformers, model_name)(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -152,6 +199,9 @@ def build(variant: str) -> PreTrainedModel:
                 weight.uniform_(0.5, 1.5)
             elif "experts" in name or "router" in name:
                 weight.normal_(0, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
     return model
 
 

@@ -34,7 +34,7 @@ CALLBOARD_PLUGIN = {
     "dtypes": ["float32", "bfloat16", "float16"],
     "kv_layouts": ["layer_first", "page_first"],
     "kv_dtypes": ["float32", "bfloat16", "float16", "int8", "fp8_e4m3"],
-    "supports": ["soft_cap", "sinks", "layer_windows"],
+    "supports": ["soft_cap", "sinks", "layer_windows", "latents"],
 }
 # Keys up to this size stay in a core's cache from their copy to their use, and between the heads' passes over them.
 CACHED_BYTES = 1 << 20
@@ -98,7 +98,8 @@ class TorchAttention:
         self.page_shape = (-1, pool.page_size, *records_SGR.shape[1:])
         self._plain = pool.format.plain
         self._pages_touch = pool.page_stride == pool.page_size
-        self.weighs = bool(spec.soft_cap or spec.sinks)  # whether scores have to be seen, which torch's own hides
+        # Where torch's own would hide scores that have to be seen, or copy a latent for each of many heads.
+        self.weighs = bool(spec.soft_cap or spec.sinks or spec.latent_size)
         self.slot_bytes = spec.num_kv_heads * spec.head_size * pool.dtype.itemsize
         self._record_copy_SGR = records_SGR.new_empty((0, *records_SGR.shape[1:]))
         self._key_copy_SGH = self._value_copy_SGH = records_SGR.new_empty((0, *seen), dtype=pool.dtype)
@@ -116,11 +117,12 @@ class TorchAttention:
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``."""
         keys_SGR, values_SGR = self.pool.keys(layer), self.pool.values(layer)
+        copy_SGH, latent_size = self._value_copy_SGH, self.spec.latent_size
         outs = []
         for part in self._windowed if self.spec.window_of(layer) else self._whole:
             q_nNH = q_TNH[part.first_row : part.last_row]
             k_BGLH = self._visible(part, keys_SGR, self._key_copy_SGH)
-            v_BGLH = self._visible(part, values_SGR, self._value_copy_SGH)
+            v_BGLH = k_BGLH[..., :latent_size] if latent_size else self._visible(part, values_SGR, copy_SGH)
             if isinstance(part, Segment) and part.blocks:
                 outs.append(self._attend_blocks(layer, q_nNH, k_BGLH, v_BGLH, part.blocks))
             else:
@@ -131,7 +133,7 @@ class TorchAttention:
                     out = self._weigh(layer, q_BGnH, k_BGLH, v_BGLH, mask)
                 else:
                     out = F.scaled_dot_product_attention(q_BGnH, k_BGLH, v_BGLH, attn_mask=mask, scale=self.spec.scale)
-                outs.append(out.reshape(q_nNH.shape))
+                outs.append(out.reshape(*q_nNH.shape[:2], -1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_blocks(
@@ -145,7 +147,8 @@ class TorchAttention:
             if self.weighs:
                 # The queries of a group's heads one after the other, as one sequence of queries.
                 mask = block.mask.repeat(self.group[1], 1)
-                out = self._weigh(layer, q.reshape(1, self.group[0], -1, self.group[2]), k, v, mask).view(q.shape)
+                out = self._weigh(layer, q.reshape(1, self.group[0], -1, self.group[2]), k, v, mask)
+                out = out.view(*q.shape[:3], -1)
             else:
                 out = F.scaled_dot_product_attention(
                     q, k, v, attn_mask=block.mask, scale=self.spec.scale, enable_gqa=True

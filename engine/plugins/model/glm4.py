@@ -12,7 +12,7 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"Glm4ForCausalLM": "glm4"}}
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
     """attention_bias covers q, k and v; the output projection has none."""
-    fields = context.fields
+    fields = context.fields.with_defaults(rms_norm_eps=1.5625e-7)
     sizes = read_sizes(fields, head_size=128, num_kv_heads=2)
     rotary = msgspec.structs.replace(read_rotary(fields, sizes, partial=0.5), interleaved=True)
     layer = LayerShape(

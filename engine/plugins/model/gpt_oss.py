@@ -10,7 +10,7 @@ from engine.checkpoints.reading import (
     read_sizes,
     windowed_layers,
 )
-from engine.checkpoints.shape import AttentionShape, DecoderShape, ExpertsShape
+from engine.checkpoints.shape import AttentionShape, DecoderShape, ExpertsShape, RouterShape
 from engine.plugins.hookspecs import ModelContext, hookimpl
 
 CALLBOARD_PLUGIN = {"api": 1, "architectures": {"GptOssForCausalLM": "gpt_oss"}}
@@ -19,7 +19,7 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"GptOssForCausalLM": "gpt_oss"}}
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
     """Even layers have the window, where layer_types does not say otherwise."""
-    fields = context.fields
+    fields = context.fields.with_defaults(rms_norm_eps=1e-5)
     sizes = read_sizes(fields, head_size=64, num_kv_heads=8)
     bias = fields.flag("attention_bias", True)
     attention = AttentionShape(
@@ -35,9 +35,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
         num_chosen=fields.integer("num_experts_per_tok", 4, maximum=num_experts),
         expert_size=sizes.intermediate_size,
         activation="clamped_swish",
-        normalised=True,
-        router="router",
-        router_bias=True,
+        router=RouterShape(name="router", bias=True),
         stacked=True,
         limit=fields.number("swiglu_limit", 7.0),
         slope=fields.number("swiglu_alpha", 1.702),

@@ -10,7 +10,7 @@ from engine.checkpoints.reading import (
     read_sizes,
     windowed_layers,
 )
-from engine.checkpoints.shape import AttentionShape, DecoderShape, ExpertsShape
+from engine.checkpoints.shape import AttentionShape, DecoderShape, ExpertsShape, RouterShape
 from engine.plugins.hookspecs import ModelContext, hookimpl
 
 CALLBOARD_PLUGIN = {"api": 1, "architectures": {"MixtralForCausalLM": "mixtral"}}
@@ -19,7 +19,7 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"MixtralForCausalLM": "mixtral"}
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
     """The weights of a token's experts are scaled to a sum of 1."""
-    fields = context.fields
+    fields = context.fields.with_defaults(rms_norm_eps=1e-5)
     sizes = read_sizes(fields, num_kv_heads=8)
     num_experts = fields.integer("num_local_experts", 8, maximum=MAX_EXPERTS)
     experts = ExpertsShape(
@@ -27,7 +27,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
         num_chosen=fields.integer("num_experts_per_tok", 2, maximum=num_experts),
         expert_size=sizes.intermediate_size,
         activation=read_activation(fields),
-        normalised=True,
+        router=RouterShape(),
         name="block_sparse_moe",
         gate="w1",
         up="w3",

@@ -10,7 +10,7 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"Olmo2ForCausalLM": "olmo2"}}
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
     """attention_bias covers q, k, v and the output projection alike."""
-    fields = context.fields
+    fields = context.fields.with_defaults(rms_norm_eps=1e-5)
     sizes = read_sizes(fields)
     bias = fields.flag("attention_bias", False)
     attention = AttentionShape(

@@ -20,7 +20,7 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"Phi3ForCausalLM": "phi3"}}
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
     """With longrope a sequence ends at the original length: a longer one would need other keys from its start."""
-    fields = context.fields
+    fields = context.fields.with_defaults(rms_norm_eps=1e-5)
     sizes = read_sizes(fields)
     rotary = read_rotary(fields, sizes, partial=1.0)
     if rotary.kind == "longrope":

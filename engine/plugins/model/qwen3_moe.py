@@ -13,7 +13,7 @@ from engine.checkpoints.reading import (
     read_sizes,
     windowed_layers,
 )
-from engine.checkpoints.shape import AttentionShape, DecoderShape, ExpertsShape, HeadNormShape
+from engine.checkpoints.shape import AttentionShape, DecoderShape, ExpertsShape, HeadNormShape, RouterShape
 from engine.plugins.hookspecs import ModelContext, hookimpl
 
 CALLBOARD_PLUGIN = {"api": 1, "architectures": {"Qwen3MoeForCausalLM": "qwen3_moe"}}
@@ -39,7 +39,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
         num_chosen=fields.integer("num_experts_per_tok", 8, maximum=num_experts),
         expert_size=fields.integer("moe_intermediate_size", 768, maximum=MAX_WIDTH),
         activation=read_activation(fields),
-        normalised=fields.flag("norm_topk_prob", False),
+        router=RouterShape(normalised=fields.flag("norm_topk_prob", False)),
     )
     dense = read_gated(fields, sizes)
     step, without = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")

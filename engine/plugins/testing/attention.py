@@ -103,6 +103,7 @@ def check_case(case: AttentionCase, factory: AttentionFactory, device: str = "cp
         full_layers=case.full_layers,
         soft_cap=case.soft_cap,
         sinks=_sinks(case, torch.device(device)) if case.sinks else (),
+        latent_size=case.latent_size,
     )
     check_steps(case, factory, spec, torch.device(device))
 
@@ -126,6 +127,7 @@ def check_steps(case: AttentionCase, factory: AttentionFactory, spec: AttentionS
         device=device,
         layout=case.layout,
         kv_dtype=case.kv_dtype,
+        latent_size=spec.latent_size,
     )
     backend = factory(spec, pool)
     for method in ("plan_step", "attend"):
@@ -213,8 +215,8 @@ def _check_step(backend: AttentionBackend, step: _Step, spec: AttentionSpec, poo
         out_TNH = backend.attend(layer, q_TNH)
         assert isinstance(out_TNH, Tensor), f"attend returned {type(out_TNH).__name__}, not a tensor"
         seen = (tuple(out_TNH.shape), out_TNH.dtype, out_TNH.device.type)
-        expected = (tuple(q_TNH.shape), q_TNH.dtype, q_TNH.device.type)
-        assert seen == expected, f"attend returned {seen}, its queries are {expected}"
+        expected = ((*q_TNH.shape[:2], spec.value_size), q_TNH.dtype, q_TNH.device.type)
+        assert seen == expected, f"attend returned {seen}, it must be {expected}"
         if isinstance(backend, WritingAttention):
             written_TNH = torch.full_like(out_TNH, torch.nan)
             backend.attend_into(layer, q_TNH, written_TNH)

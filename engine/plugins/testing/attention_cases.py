@@ -39,6 +39,7 @@ class AttentionCase:
     full_layers: tuple[int, ...] = ()
     soft_cap: float = 0.0
     sinks: bool = False
+    latent_size: int = 0
     contiguous: bool = False
     num_padding: int = 0
     strided: bool = False
@@ -53,6 +54,7 @@ class AttentionCase:
             f"layers {self.full_layers} without it" if self.full_layers else "",
             f"scores capped at {self.soft_cap:g}" if self.soft_cap else "",
             "sinks" if self.sinks else "",
+            f"latents of {self.latent_size}" if self.latent_size else "",
             "contiguous pages" if self.contiguous else "",
             f"{self.num_padding} padding rows" if self.num_padding else "",
             "strided queries" if self.strided else "",
@@ -159,6 +161,15 @@ def _cases(declares: Declaration) -> Iterator[AttentionCase]:
         yield replace(base, soft_cap=30.0, loud=True)
     if "sinks" in declares.supports:
         yield from (replace(base, sinks=True, window=one) for one in {0, window})
+    if "latents" in declares.supports:
+        # One head of keys to all of queries, the last of whose numbers are no values; DeepSeek's size, and a small one.
+        latents = replace(base, head_size=576, latent_size=512, num_kv_heads=1, ratio=3)
+        yield replace(latents, name="decode", steps=((mixed[0], ()),), dtype=dtypes[-1])
+        yield replace(latents, name="chunked prefill", steps=(((), chunks(page_size)),))
+        small = replace(latents, head_size=24, latent_size=16)
+        yield replace(small, name="one row", steps=((((page_size + 1, 1),), ()),), ratio=20, strided=True)
+        layout: Layout = "page_first" if "page_first" in declares.kv_layouts else "layer_first"
+        yield replace(small, layout=layout, contiguous=True, ratio=2)
     if declares.padding:
         yield replace(base, name="padded decode", steps=((mixed[0], ()),), num_padding=3)
 

@@ -197,7 +197,7 @@ def _check_dummy(load: _Loading, tokens: list[int], ranks: int) -> None:
         assert error <= TOLERANCE, f"logits of {ranks} ranks differ by {error:.3g} from those of one"
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The names of the operations that run."""
 
     def __init__(self) -> None:
@@ -212,19 +212,22 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _NoAttention:
     """A backend in the place of one: graphs are broken at attention, or backends see to it themselves."""
 
+    def __init__(self, value_size: int) -> None:
+        self._value_size = value_size
+
     def plan_step(self, batch: AttentionBatch) -> None:
         """Nothing to plan."""
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """The queries themselves."""
-        return q_TNH.clone()
+        """The queries themselves, as wide as values."""
+        return q_TNH[..., : self._value_size].clone()
 
 
 def _check_operations(driver: Driver, prompts: list[list[int]]) -> None:
-    driver.attention = _NoAttention()
+    driver.attention = _NoAttention(driver.model.attention_spec.value_size)
     runs = []
     for name, tokens in (("a", prompts[-1][:16]), ("b", prompts[-2][:16])):
-        with _Operations() as operations:
+        with Operations() as operations:
             driver.step({name: tokens}, rows="last")
         runs.append(operations.names)
     waits = sorted({name for name in runs[0] if name in WAITING})

@@ -35,7 +35,14 @@ class Driver:
         device = torch.device("cpu")
         self.model = model
         self.pool = KVPool(
-            spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_size, model.dtype, device
+            spec.num_layers,
+            num_pages,
+            page_size,
+            spec.num_kv_heads,
+            spec.head_size,
+            model.dtype,
+            device,
+            latent_size=spec.latent_size,
         )
         self.pool.data.fill_(torch.nan)  # Whatever is read without having been written shows up.
         self.attention: AttentionBackend = TorchAttention(spec, self.pool)

@@ -22,8 +22,12 @@ def cases() -> list[AttentionCase]:
     assert declares is not None
     cases = [case for case in attention_cases(declares) if case.name == "mixed" or not case.contiguous]
     cases = [case if both_heads(case) else replace(case, num_kv_heads=1) for case in cases]
-    cases = [replace(case, dtype="float16") if size(case) > LARGE else case for case in cases]
+    cases = [replace(case, dtype="float16") if size(case) > LARGE or unusual(case) else case for case in cases]
     return list(dict.fromkeys(cases))
+
+
+def unusual(case: AttentionCase) -> bool:
+    return bool(case.soft_cap or case.sinks or case.latent_size)
 
 
 def both_heads(case: AttentionCase) -> bool:

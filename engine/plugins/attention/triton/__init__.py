@@ -7,6 +7,7 @@ Under TRITON_INTERPRET=1, set before Python starts, the kernels run on the CPU, 
 
 import torch
 
+from engine.errors import PluginError
 from engine.layers.attention import AttentionBackend, AttentionFactory, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.hookspecs import AttentionContext, hookimpl
@@ -22,9 +23,11 @@ CALLBOARD_PLUGIN = {
     "head_sizes": {"multiple_of": 8, "at_most": 256},
     "heads_per_kv_head": {"multiple_of": 1, "at_most": 64},
     "kv_layouts": ["layer_first", "page_first"],
-    "supports": ["layer_windows"],
+    "supports": ["soft_cap", "sinks", "layer_windows", "latents"],
     "padding": True,
 }
+
+MAX_LATENT = 512  # of which a tile, and a program's results, still fit
 
 
 class TritonOptions(Options, frozen=True):
@@ -47,6 +50,10 @@ def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
         raise missing_package(PLUGIN, "triton", str(error)) from error
 
     def build(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
+        if spec.latent_size > MAX_LATENT or spec.latent_size % 8:
+            raise PluginError(
+                f"{PLUGIN}: latents of {spec.latent_size} numbers, it takes multiples of 8 up to {MAX_LATENT}"
+            )
         attention = TritonAttention(spec, pool)
         if context.device == "cuda":
             try_out(PLUGIN, attention, spec, pool, num_queries=16)  # compiles the kernels

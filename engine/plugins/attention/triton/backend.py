@@ -32,6 +32,7 @@ from engine.plugins.attention.triton.tuning import TileTable, nearest
 
 ROWS_AT_ONCE = 256  # whose lengths a program reads together
 PARTS_AT_ONCE = 16  # of one row
+LATENT_HEADS = 16  # that a program takes at most: the least that tensor cores take
 # Up to here a program merges one head, so that a long row's parts are read side by side; beyond, launching that many
 # programs, most of which have nothing to do, takes longer.
 MAX_MERGE_PROGRAMS = 4096
@@ -53,17 +54,24 @@ class TritonAttention:
         self.processors = processors or processors_of(slots_SGH.device)
         self._interpreted = slots_SGH.device.type == "cpu"
         self._group = spec.num_heads // spec.num_kv_heads
-        self._scale_log2 = spec.scale * math.log2(math.e)  # the kernels use powers of 2
+        if spec.latent_size:
+            assert spec.num_kv_heads == 1, f"{spec.num_kv_heads} latents for each token"
+            # All heads read the same latents, which are wide: a few heads fill a program's registers.
+            self._group = max(one for one in range(1, LATENT_HEADS + 1) if spec.num_heads % one == 0)
+        self._num_groups = spec.num_heads // self._group
+        # The kernels use powers of 2.  A cap times the tanh of (score / cap), by a sigmoid of twice that.
+        self._scale_log2 = (spec.soft_cap or spec.scale) * math.log2(math.e)
+        self._squash = 2 * spec.scale / spec.soft_cap if spec.soft_cap else 0.0
         itemsize = slots_SGH.element_size()
-        self._default_decode = default_decode(spec.head_size, itemsize, self.processors)
-        self._default_prefill = default_prefill(spec.head_size, itemsize, self.processors)
+        self._default_decode = default_decode(spec.value_size, itemsize, self.processors)
+        self._default_prefill = default_prefill(spec.value_size, itemsize, self.processors)
         self.tuned = TileTable()
         dtype = str(slots_SGH.dtype).removeprefix("torch.")
         heads = f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_size}"
         self.shape = f"{dtype} {heads} page {pool.page_size} window {spec.window}"
         max_shares = self._num_shares(MAX_PROGRAMS_PER_PROCESSOR)
         self._part_out = torch.empty(
-            (max_shares, 2, spec.num_heads, spec.head_size), dtype=torch.float32, device=slots_SGH.device
+            (max_shares, 2, spec.num_heads, spec.value_size), dtype=torch.float32, device=slots_SGH.device
         )
         self._part_weight = torch.empty((max_shares, 2, spec.num_heads), dtype=torch.float32, device=slots_SGH.device)
         self._batch: AttentionBatch | None = None
@@ -90,7 +98,7 @@ class TritonAttention:
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``."""
-        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        out_TNH = q_TNH.new_empty((*q_TNH.shape[:2], self.spec.value_size))
         self.attend_into(layer, q_TNH, out_TNH)
         return out_TNH
 
@@ -109,46 +117,59 @@ class TritonAttention:
     def _attend_decodes(self, batch: AttentionBatch, layer: int, q_TNH: Tensor, out_TNH: Tensor, window: int) -> None:
         spec, tiles, num_rows = self.spec, self._decode, batch.num_decodes
         num_shares = self._num_shares(tiles.programs)
-        decode_attention[(spec.num_kv_heads, num_shares)](
+        decode_attention[(self._num_groups, num_shares)](
             q_TNH, out_TNH, self.pool.keys(layer), self.pool.values(layer), batch.page_table_BP, batch.lengths_B,
             self._part_out, self._part_weight, num_rows, self._scale_log2, q_TNH.stride(0),
-            batch.page_table_BP.stride(0),
+            batch.page_table_BP.stride(0), self._squash, self._sinks(layer),
             BLOCK_M=max(16, padded(self._group)),  # the least that tensor cores take
             **self._constants(tiles, window),
         )  # fmt: skip
         heads = 1 if num_rows * spec.num_heads <= MAX_MERGE_PROGRAMS else self._group
         merge_parts[(spec.num_heads // heads, num_rows)](
             out_TNH, batch.lengths_B, self._part_out, self._part_weight, num_rows, num_shares, heads,
-            NUM_HEADS=spec.num_heads, HEAD_SIZE=spec.head_size, WINDOW=window, BLOCK_B=ROWS_AT_ONCE,
-            BLOCK_N=tiles.block_keys, BLOCK_S=PARTS_AT_ONCE, BLOCK_H=padded(spec.head_size),
+            self._sinks(layer),
+            NUM_HEADS=spec.num_heads, HEAD_SIZE=spec.value_size, WINDOW=window, SINKS=bool(spec.sinks),
+            BLOCK_B=ROWS_AT_ONCE, BLOCK_N=tiles.block_keys, BLOCK_S=PARTS_AT_ONCE, BLOCK_H=padded(spec.value_size),
             num_warps=4, num_stages=2, enable_fp_fusion=FUSION,
         )  # fmt: skip
 
     def _attend_prompts(self, batch: AttentionBatch, layer: int, q_TNH: Tensor, out_TNH: Tensor, window: int) -> None:
-        spec, tiles, first = self.spec, self._prefill, batch.num_decodes
+        tiles, first = self._prefill, batch.num_decodes
         num_rows = len(batch.lengths_B) - first
         block_rows = max(tiles.block_rows, padded(self._group))
         # What is free of the last tile of each sequence makes room for this bound: no length is looked at.
         num_tiles = (len(q_TNH) - first) // (block_rows // self._group) + num_rows
-        prefill_attention[(spec.num_kv_heads, num_tiles)](
+        prefill_attention[(self._num_groups, num_tiles)](
             q_TNH, out_TNH, self.pool.keys(layer), self.pool.values(layer), batch.page_table_BP[first:],
             batch.lengths_B[first:], batch.query_starts_B1[first:],
-            num_rows, self._scale_log2, q_TNH.stride(0), batch.page_table_BP.stride(0),
+            num_rows, self._scale_log2, q_TNH.stride(0), batch.page_table_BP.stride(0), self._squash,
+            self._sinks(layer),
             BLOCK_M=block_rows, **self._constants(tiles, window),
         )  # fmt: skip
 
+    def _sinks(self, layer: int) -> Tensor | None:
+        """The layer's; None for a model without."""
+        return self.spec.sinks[layer] if self.spec.sinks else None
+
     def _constants(self, tiles: DecodeTiles | PrefillTiles, window: int) -> dict[str, int]:
         """The constants that a kernel which reads keys and values is compiled for."""
+        spec = self.spec
+        tail = spec.head_size - spec.value_size
         return {
-            "NUM_KV_HEADS": self.spec.num_kv_heads,
+            "NUM_GROUPS": self._num_groups,
             "GROUP": self._group,
-            "HEAD_SIZE": self.spec.head_size,
+            "HEAD_SIZE": spec.value_size,
+            "TAIL": tail,
+            "SLOT": spec.num_kv_heads * spec.head_size,
+            "CAPPED": bool(spec.soft_cap),
+            "SINKS": bool(spec.sinks),
             "PAGE_SIZE": self.pool.page_size,
             "PAGE_STRIDE": self.pool.page_stride,
             "WINDOW": window,
             "BLOCK_B": ROWS_AT_ONCE,
             "BLOCK_N": tiles.block_keys,
-            "BLOCK_H": padded(self.spec.head_size),
+            "BLOCK_H": padded(spec.value_size),
+            "BLOCK_R": max(16, padded(tail)),  # the least that tensor cores take
             "INTERPRETED": self._interpreted,
             "num_warps": tiles.num_warps,
             "num_stages": tiles.num_stages,
@@ -157,4 +178,4 @@ class TritonAttention:
 
     def _num_shares(self, programs: int) -> int:
         """How many shares the rows' keys are cut into, each taken by one program per KV head."""
-        return max(1, self.processors.count * programs // self.spec.num_kv_heads)
+        return max(1, self.processors.count * programs // self._num_groups)

@@ -1,7 +1,7 @@
 """Decode: one query per row over its paged keys, by programs that each take an equal share of all rows' keys.
 
-Legend: B decode rows, some of them · M query heads of one KV head, padded · N keys of a tile · H head size, padded
-        S parts of one row
+Legend: B decode rows, some of them · M query heads of one KV head, padded · N keys of a tile · H value size, padded
+        R what a key has beyond its value, padded · S parts of one row
 Owns: which program gets which tiles, one pass over keys and values, and putting together the parts of a row.
 Does not know: prompts, how large tiles are.
 
@@ -13,7 +13,7 @@ no length to launch them, so a captured launch stays right when it is replayed w
 import triton
 import triton.language as tl
 
-from engine.plugins.attention.triton.products import multiply
+from engine.kernels.products import join_sink, multiply, squashed
 
 
 @triton.jit
@@ -64,16 +64,20 @@ def share_size(num_tiles, num_shares):
 @triton.jit(do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=["page_table", "lengths"])
 def decode_attention(
     q, out, keys, values, page_table, lengths, part_out, part_weight, num_rows, scale_log2, q_stride, table_stride,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, INTERPRETED: tl.constexpr,
+    squash, sinks,
+    NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, TAIL: tl.constexpr, SLOT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Program (head, share): all query heads of one KV head, so that a key is read once for all of them.
 
-    q, out: row b at b * q_stride and b * heads * HEAD_SIZE.  part_out, part_weight: float32 [share, 2, heads,
-    HEAD_SIZE] and [share, 2, heads]; place 0 takes what continues a row that an earlier share began, place 1 what
-    begins one that a later share ends.  part_weight is log2 of the sum of weights.  A row within one share goes to
-    out directly.
+    q, out: row b at b * q_stride and b * heads * HEAD_SIZE. SLOT: numbers of a slot. TAIL: 0, or how many numbers a
+    latent has behind its value; all heads then share one, and a program takes GROUP of them. CAPPED: scores go
+    through ``squashed``, and scale_log2 is the cap's. sinks: a score of each head, where SINKS. part_out,
+    part_weight: float32 [share, 2, heads, HEAD_SIZE] and [share, 2, heads]; place 0 takes what continues a row that
+    an earlier share began, place 1 what begins one that a later share ends. part_weight is log2 of the sum of
+    weights. A row within one share goes to out directly.
     """
     head = tl.program_id(0)  # fastest: neighbours read neighbouring 256-byte pieces of the same slots
     share = tl.program_id(1)
@@ -92,7 +96,12 @@ def decode_attention(
     live_1H = (h_H < HEAD_SIZE)[None, :]
     place_M = head * GROUP + m_M
     place_MH = place_M[:, None] * HEAD_SIZE + h_H[None, :]
-    place_1H = (head * HEAD_SIZE + h_H)[None, :]
+    query_MH = place_M[:, None] * (HEAD_SIZE + TAIL) + h_H[None, :]
+    place_1H = (head * HEAD_SIZE * (TAIL == 0) + h_H)[None, :]
+    r_R = tl.arange(0, BLOCK_R)
+    live_1R = (r_R < TAIL)[None, :]
+    if SINKS:
+        sink_M = tl.load(sinks + place_M, mask=m_M < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
 
     while tile < stop:
         length = tl.load(lengths + row)
@@ -101,7 +110,10 @@ def decode_attention(
         last = tl.minimum(stop, row_stop)
         first_index = first_tile + tile - row_begin
         pages = page_table + row.to(tl.int64) * table_stride
-        q_MH = tl.load(q + row.to(tl.int64) * q_stride + place_MH, mask=live_MH, other=0.0)
+        q_MH = tl.load(q + row.to(tl.int64) * q_stride + query_MH, mask=live_MH, other=0.0)
+        if TAIL > 0:
+            tail_MR = q + row.to(tl.int64) * q_stride + (place_M * (HEAD_SIZE + TAIL) + HEAD_SIZE)[:, None]
+            q_MR = tl.load(tail_MR + r_R[None, :], mask=(m_M < GROUP)[:, None] & live_1R, other=0.0)
         out_MH = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
         highest_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
         weight_M = tl.zeros([BLOCK_M], tl.float32)
@@ -119,28 +131,42 @@ def decode_attention(
             slot_N = page_N.to(tl.int64) * PAGE_STRIDE + position_N % PAGE_SIZE
             next_N = position_N + BLOCK_N
             page_N = tl.load(pages + next_N // PAGE_SIZE, mask=next_N < length, other=0)
-            place_NH = slot_N[:, None] * (NUM_KV_HEADS * HEAD_SIZE) + place_1H
+            place_NH = slot_N[:, None] * SLOT + place_1H
             # Stale slots may hold NaN, and 0 * NaN is NaN: they are not read at all.
             k_NH = tl.load(keys + place_NH, mask=seen_N[:, None] & live_1H, other=0.0)
             score_MN = multiply(q_MH, tl.trans(k_NH), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INTERPRETED)
+            if TAIL > 0:
+                tail_NR = keys + slot_N[:, None] * SLOT + HEAD_SIZE + r_R[None, :]
+                k_NR = tl.load(tail_NR, mask=seen_N[:, None] & live_1R, other=0.0)
+                score_MN = multiply(q_MR, tl.trans(k_NR), score_MN, INTERPRETED)
+            if CAPPED:
+                score_MN = squashed(score_MN, squash)
             score_MN = tl.where(seen_N[None, :], score_MN, -float("inf"))
             # Every tile of a share has a key that is seen, so this is finite from the first one on.
             new_highest_M = tl.maximum(highest_M, tl.max(score_MN, 1) * scale_log2)
             weight_MN = tl.exp2(score_MN * scale_log2 - new_highest_M[:, None])
             shrink_M = tl.exp2(highest_M - new_highest_M)
             weight_M = weight_M * shrink_M + tl.sum(weight_MN, 1)
-            v_NH = tl.load(values + place_NH, mask=seen_N[:, None] & live_1H, other=0.0)
+            v_NH = k_NH
+            if TAIL == 0:
+                v_NH = tl.load(values + place_NH, mask=seen_N[:, None] & live_1H, other=0.0)
             out_MH = multiply(weight_MN.to(v_NH.dtype), v_NH, out_MH * shrink_M[:, None], INTERPRETED)
             highest_M = new_highest_M
+        whole = (tile == row_begin) & (last == row_stop)
+        if SINKS:  # it joins once: here, or where the parts of a row do
+            shrink_M, sum_M = join_sink(highest_M, weight_M, tl.where(whole, sink_M, -float("inf")))
+            out_MH = out_MH * shrink_M[:, None]
+            weight_M = sum_M
+            highest_M = tl.where(whole, tl.maximum(highest_M, sink_M), highest_M)
         out_MH = out_MH / tl.where(weight_M > 0, weight_M, 1.0)[:, None]
-        if (tile == row_begin) & (last == row_stop):
-            row_out = out + row.to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_SIZE)
+        if whole:
+            row_out = out + row.to(tl.int64) * (NUM_GROUPS * GROUP * HEAD_SIZE)
             tl.store(row_out + place_MH, out_MH.to(out.dtype.element_ty), mask=live_MH)
         else:
             part = share * 2 + (tile == row_begin).to(tl.int32)
-            tl.store(part_out + part * (NUM_KV_HEADS * GROUP * HEAD_SIZE) + place_MH, out_MH, mask=live_MH)
+            tl.store(part_out + part * (NUM_GROUPS * GROUP * HEAD_SIZE) + place_MH, out_MH, mask=live_MH)
             log_weight_M = highest_M + tl.log2(weight_M)
-            tl.store(part_weight + part * (NUM_KV_HEADS * GROUP) + place_M, log_weight_M, mask=m_M < GROUP)
+            tl.store(part_weight + part * (NUM_GROUPS * GROUP) + place_M, log_weight_M, mask=m_M < GROUP)
         tile = last
         row_begin = row_stop
         row += 1
@@ -148,9 +174,9 @@ def decode_attention(
 
 @triton.jit(do_not_specialize=["num_rows", "num_shares", "heads"], do_not_specialize_on_alignment=["lengths"])
 def merge_parts(
-    out, lengths, part_out, part_weight, num_rows, num_shares, heads,
-    NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
+    out, lengths, part_out, part_weight, num_rows, num_shares, heads, sinks,
+    NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Program (i, row): query heads i * heads ... of one row.  num_shares: the decode launch's.
 
@@ -190,6 +216,10 @@ def merge_parts(
                     out_H = out_H * shrink + tl.sum(part_SH * weight_S[:, None], 0)
                     weight = weight * shrink + tl.sum(weight_S, 0)
                     highest = new_highest
+                if SINKS:
+                    sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+                    shrink, weight = join_sink(highest, weight, sink)
+                    out_H = out_H * shrink
                 out_H = out_H / weight
             place_H = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_SIZE + h_H
             tl.store(out + place_H, out_H.to(out.dtype.element_ty), mask=h_H < HEAD_SIZE)

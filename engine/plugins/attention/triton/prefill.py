@@ -1,6 +1,7 @@
 """Prefill: the last positions of each sequence, causally, over all of its paged keys.
 
-Legend: B sequences, some of them · M query rows of a tile · N keys of a tile · H head size, padded
+Legend: B sequences, some of them · M query rows of a tile · N keys of a tile · H value size, padded
+        R what a key has beyond its value, padded
 Owns: which program takes which queries, the masks, one pass over keys and values.  Does not know: decode rows.
 
 A tile's rows are neighbouring queries times the query heads of one KV head, so that short chunks fill it too and
@@ -10,13 +11,14 @@ its queries end at nearly the same key.
 import triton
 import triton.language as tl
 
-from engine.plugins.attention.triton.products import multiply
+from engine.kernels.products import join_sink, multiply, squashed
 
 
 @triton.jit
 def _attend_tile(
-    out_MH, highest_M, weight_M, page_N, q_MH, position_M, keys, values, pages, index, num_keys, place_1H, live_1H,
-    scale_log2,
+    out_MH, highest_M, weight_M, page_N, q_MH, q_MR, position_M, keys, values, pages, index, num_keys, place_1H,
+    live_1H, scale_log2, squash,
+    HEAD_SIZE: tl.constexpr, TAIL: tl.constexpr, CAPPED: tl.constexpr, BLOCK_R: tl.constexpr,
     SLOT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -36,6 +38,15 @@ def _attend_tile(
         live_NH = (key_N < num_keys)[:, None] & live_1H
     k_NH = tl.load(keys + place_NH, mask=live_NH, other=0.0)
     score_MN = multiply(q_MH, tl.trans(k_NH), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INTERPRETED)
+    if TAIL > 0:
+        r_R = tl.arange(0, BLOCK_R)
+        live_NR = (r_R < TAIL)[None, :]
+        if MASKED:
+            live_NR = (key_N < num_keys)[:, None] & live_NR
+        k_NR = tl.load(keys + slot_N[:, None] * SLOT + HEAD_SIZE + r_R[None, :], mask=live_NR, other=0.0)
+        score_MN = multiply(q_MR, tl.trans(k_NR), score_MN, INTERPRETED)
+    if CAPPED:
+        score_MN = squashed(score_MN, squash)
     if MASKED:
         seen_MN = key_N[None, :] <= position_M[:, None]
         if WINDOW > 0:
@@ -49,7 +60,9 @@ def _attend_tile(
     weight_MN = tl.exp2(score_MN * scale_log2 - base_M[:, None])
     shrink_M = tl.exp2(highest_M - base_M)
     weight_M = weight_M * shrink_M + tl.sum(weight_MN, 1)
-    v_NH = tl.load(values + place_NH, mask=live_NH, other=0.0)
+    v_NH = k_NH
+    if TAIL == 0:
+        v_NH = tl.load(values + place_NH, mask=live_NH, other=0.0)
     out_MH = multiply(weight_MN.to(v_NH.dtype), v_NH, out_MH * shrink_M[:, None], INTERPRETED)
     return out_MH, new_highest_M, weight_M, page_N
 
@@ -61,18 +74,20 @@ def _attend_tile(
 )
 def prefill_attention(
     q, out, keys, values, page_table, lengths, query_starts, num_rows, scale_log2, q_stride, table_stride,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, INTERPRETED: tl.constexpr,
+    squash, sinks,
+    NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, TAIL: tl.constexpr, SLOT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Program (head, i): a tile of queries of one sequence, over the keys that any of them sees.
 
-    q, out: query t at t * q_stride and t * heads * HEAD_SIZE.  query_starts: where in them each sequence's queries are.
-    Sequence b's tiles begin at number (its first query) // QUERIES + b, which leaves room for the part-filled last
-    tile of every sequence before it; so T // QUERIES + num_rows programs suffice, whatever the lengths.
+    q, out: query t at t * q_stride and t * heads * HEAD_SIZE. SLOT, TAIL, CAPPED, SINKS: as of decode.
+    query_starts: where in them each sequence's queries are. Sequence b's tiles begin at number (its first query) //
+    QUERIES + b, which leaves room for the part-filled last tile of every sequence before it; so T // QUERIES +
+    num_rows programs suffice, whatever the lengths.
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP
-    SLOT: tl.constexpr = NUM_KV_HEADS * HEAD_SIZE
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # later queries see more keys: the longest work first
     origin = tl.load(query_starts)
@@ -96,10 +111,15 @@ def prefill_attention(
     live_1H = (h_H < HEAD_SIZE)[None, :]
     live_MH = live_M[:, None] & live_1H
     head_M = head * GROUP + m_M % GROUP
-    q_M = (start + query_M).to(tl.int64) * q_stride + head_M * HEAD_SIZE
+    q_M = (start + query_M).to(tl.int64) * q_stride + head_M * (HEAD_SIZE + TAIL)
     q_MH = tl.load(q + q_M[:, None] + h_H[None, :], mask=live_MH, other=0.0)
+    q_MR = q_MH
+    if TAIL > 0:
+        r_R = tl.arange(0, BLOCK_R)
+        live_MR = live_M[:, None] & (r_R < TAIL)[None, :]
+        q_MR = tl.load(q + q_M[:, None] + HEAD_SIZE + r_R[None, :], mask=live_MR, other=0.0)
     position_M = length - num_queries + query_M
-    place_1H = (head * HEAD_SIZE + h_H)[None, :]
+    place_1H = (head * HEAD_SIZE * (TAIL == 0) + h_H)[None, :]
     pages = page_table + row.to(tl.int64) * table_stride
 
     first_position = length - num_queries + first_query
@@ -120,16 +140,20 @@ def prefill_attention(
     if WINDOW == 0:
         for step in range(0, masked_index):
             out_MH, highest_M, weight_M, page_N = _attend_tile(
-                out_MH, highest_M, weight_M, page_N, q_MH, position_M, keys, values, pages, step, num_keys,
-                place_1H, live_1H, scale_log2, SLOT, PAGE_SIZE, PAGE_STRIDE, WINDOW, BLOCK_M, BLOCK_N, INTERPRETED,
-                MASKED=False,
+                out_MH, highest_M, weight_M, page_N, q_MH, q_MR, position_M, keys, values, pages, step, num_keys,
+                place_1H, live_1H, scale_log2, squash, HEAD_SIZE, TAIL, CAPPED, BLOCK_R, SLOT, PAGE_SIZE, PAGE_STRIDE,
+                WINDOW, BLOCK_M, BLOCK_N, INTERPRETED, MASKED=False,
             )  # fmt: skip
     for step in range(0, last_index - masked_index):
         out_MH, highest_M, weight_M, page_N = _attend_tile(
-            out_MH, highest_M, weight_M, page_N, q_MH, position_M, keys, values, pages, masked_index + step, num_keys,
-            place_1H, live_1H, scale_log2, SLOT, PAGE_SIZE, PAGE_STRIDE, WINDOW, BLOCK_M, BLOCK_N, INTERPRETED,
-            MASKED=True,
+            out_MH, highest_M, weight_M, page_N, q_MH, q_MR, position_M, keys, values, pages, masked_index + step,
+            num_keys, place_1H, live_1H, scale_log2, squash, HEAD_SIZE, TAIL, CAPPED, BLOCK_R, SLOT, PAGE_SIZE,
+            PAGE_STRIDE, WINDOW, BLOCK_M, BLOCK_N, INTERPRETED, MASKED=True,
         )  # fmt: skip
+    if SINKS:
+        sink_M = tl.load(sinks + head_M).to(tl.float32) * 1.4426950408889634
+        shrink_M, weight_M = join_sink(highest_M, weight_M, sink_M)
+        out_MH = out_MH * shrink_M[:, None]
     out_MH = out_MH / tl.where(weight_M > 0, weight_M, 1.0)[:, None]
-    out_M = (start + query_M).to(tl.int64) * (SLOT * GROUP) + head_M * HEAD_SIZE
+    out_M = (start + query_M).to(tl.int64) * (NUM_GROUPS * GROUP * HEAD_SIZE) + head_M * HEAD_SIZE
     tl.store(out + out_M[:, None] + h_H[None, :], out_MH.to(out.dtype.element_ty), mask=live_MH)

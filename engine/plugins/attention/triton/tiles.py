@@ -13,6 +13,7 @@ import torch
 TILE_BYTES = 16 << 10
 MAX_PROGRAMS_PER_PROCESSOR = 8
 INTERPRETED = "interpreter"
+MAX_HEAD_SIZE = 256  # of keys and values of their own; beyond are latents
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ def default_decode(head_size: int, itemsize: int, processors: Processors) -> Dec
         fitting = processors.shared_bytes // decode_bytes(tiles, head_size, itemsize)
         if fitting > 1:
             break
-    return msgspec.structs.replace(tiles, programs=max(1, min(3, fitting)))
+    most = 2 if head_size > MAX_HEAD_SIZE else 3  # that registers allow
+    return msgspec.structs.replace(tiles, programs=max(1, min(most, fitting)))
 
 
 def decode_candidates(head_size: int, itemsize: int, processors: Processors) -> list[DecodeTiles]:
@@ -109,6 +111,9 @@ def prefill_candidates(head_size: int, itemsize: int, processors: Processors) ->
     """
     if itemsize > 2:
         return []
+    if head_size > MAX_HEAD_SIZE:
+        candidates = [PrefillTiles(64, 16, 8, 3), PrefillTiles(64, 16, 8, 2), PrefillTiles(32, 16, 4, 2)]
+        return [tiles for tiles in candidates if prefill_bytes(tiles, head_size, itemsize) <= processors.shared_bytes]
     candidates = [
         PrefillTiles(128, 64, 8, 3),
         PrefillTiles(128, 64, 8, 2),

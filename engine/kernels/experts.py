@@ -1,0 +1,193 @@
+"""A mixture of experts in four launches, whose number and sizes follow from the number of tokens alone.
+
+Legend: T tokens · D model dim · E experts · K experts of a token · P pairs of token and expert, T K · I intermediate
+        features · O outputs of gate and up, 2 I · M pairs of a tile · N outputs of a tile · C of what is summed over
+Owns: the order of pairs by expert, the two products over the experts that have any, the sum of a token's results.
+Does not know: who chose the experts, ranks.
+
+Pairs are put in the order of their experts, of one expert in the order of tokens, and cut into tiles of one expert
+each.  How many tiles there are only the device knows, so programs are launched for the most there can be, and those
+that find no tile end.  A pair's result does not depend on what else is in its tile, and a token's are added up in
+one order: a token gets the same bits in any batch that takes the same tiles.
+"""
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.activation import KINDS, activated
+from engine.kernels.products import multiply
+
+CLAMPED: Final = 3  # beside the kinds of ``activation.py``: gates and ups that alternate, see ``clamped_swish``
+PAIRS_AT_ONCE = 1024
+FEW_PAIRS = 32  # of an expert, on average; beyond, wide tiles read weights less often
+TILE_BYTES = 128  # of a row of what is summed over, a cache line
+
+
+def mix_experts(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    gate_up_EOD: Tensor,
+    down_EDI: Tensor,
+    gate_up_bias_EO: Tensor | None,
+    down_bias_ED: Tensor | None,
+    kind: str,
+    limit: float = 0.0,
+    slope: float = 1.0,
+) -> Tensor:
+    """[T, D] in x's dtype: the sum over a token's experts of weight * down(activation(gate(x)) * up(x)).
+
+    x, gate_up and down of one dtype, contiguous; weights in any; experts int64, none of them twice for a token.
+    kind: of ``KINDS``, with all of gate first; or "clamped_swish", whose gates and ups alternate, with limit and slope.
+    Sums are float32; what lies between the products and each expert's weighted result are rounded to x's dtype.
+    """
+    num_tokens, width = x_TD.shape
+    num_experts, both, _ = gate_up_EOD.shape
+    num_chosen, inner = experts_TK.shape[1], both // 2
+    for tensor in (x_TD, weights_TK, experts_TK, gate_up_EOD, down_EDI):
+        assert tensor.is_contiguous(), f"a tensor of shape {tuple(tensor.shape)} is not contiguous"
+    if not num_tokens:
+        return torch.empty_like(x_TD)
+    num_pairs, device = num_tokens * num_chosen, x_TD.device
+    order_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    counts_E = torch.empty(num_experts, dtype=torch.int32, device=device)
+    place_pairs[(num_experts,)](experts_TK, order_P, counts_E, num_pairs, BLOCK_P=PAIRS_AT_ONCE, num_warps=4)
+    few = num_pairs <= FEW_PAIRS * num_experts
+    block_pairs = 16 if few else 64
+    num_tiles = num_pairs // block_pairs + min(num_experts, num_pairs)
+    shared = {
+        "NUM_CHOSEN": num_chosen, "NUM_EXPERTS": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts),
+        "BLOCK_M": block_pairs, "BLOCK_C": TILE_BYTES // x_TD.element_size(),
+        "INTERPRETED": device.type == "cpu", "num_warps": 4, "num_stages": 3, "enable_fp_fusion": True,
+    }  # fmt: skip
+    gated_PI = torch.empty((num_pairs, inner), dtype=x_TD.dtype, device=device)
+    columns = 64 if few else 32
+    gate_pairs[(num_tiles, triton.cdiv(inner, columns))](
+        x_TD, order_P, counts_E, gate_up_EOD, gate_up_bias_EO, gated_PI, limit, slope,
+        INNER=width, WIDTH=inner, KIND=CLAMPED if kind == "clamped_swish" else KINDS[kind],
+        BIASED=gate_up_bias_EO is not None, BLOCK_N=columns, **shared,
+    )  # fmt: skip
+    results_PD = torch.empty((num_pairs, width), dtype=x_TD.dtype, device=device)
+    columns = 64
+    down_pairs[(num_tiles, triton.cdiv(width, columns))](
+        gated_PI, order_P, counts_E, down_EDI, down_bias_ED, weights_TK, results_PD,
+        INNER=inner, WIDTH=width, BIASED=down_bias_ED is not None, BLOCK_N=columns, **shared,
+    )  # fmt: skip
+    return results_PD.view(num_tokens, num_chosen, width).sum(1)
+
+
+# The number of tokens must not make another variant: compiling one takes a second, while clients wait.
+@triton.jit(do_not_specialize=["num_pairs"])
+def place_pairs(experts, order, counts, num_pairs, BLOCK_P: tl.constexpr):
+    """Program e lists the pairs of expert e, behind those of the experts before it, and counts them."""
+    expert = tl.program_id(0)
+    p_P = tl.arange(0, BLOCK_P)
+    before_P = tl.zeros([BLOCK_P], tl.int32)
+    for first in range(0, num_pairs, BLOCK_P):
+        chosen_P = tl.load(experts + first + p_P, mask=first + p_P < num_pairs, other=1 << 30)
+        before_P += (chosen_P < expert).to(tl.int32)
+    begin = tl.sum(before_P, 0)
+    place = begin
+    for first in range(0, num_pairs, BLOCK_P):
+        chosen_P = tl.load(experts + first + p_P, mask=first + p_P < num_pairs, other=1 << 30)
+        mine_P = (chosen_P == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(mine_P, 0) - 1, first + p_P, mask=mine_P > 0)
+        place += tl.sum(mine_P, 0)
+    tl.store(counts + expert, place - begin)
+
+
+@triton.jit
+def find_tile(counts, tile, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, first pair, behind the last pair) of a tile; past the last tile there are no pairs."""
+    e_E = tl.arange(0, BLOCK_E)
+    count_E = tl.load(counts + e_E, mask=e_E < NUM_EXPERTS, other=0)
+    tiles_E = tl.cdiv(count_E, BLOCK_M)
+    passed_E = tl.cumsum(tiles_E, 0) <= tile
+    expert = tl.sum(passed_E.to(tl.int32), 0)
+    begin = tl.sum(tl.where(passed_E, count_E, 0), 0)
+    first = begin + (tile - tl.sum(tl.where(passed_E, tiles_E, 0), 0)) * BLOCK_M
+    return expert, first, begin + tl.sum(tl.where(e_E == expert, count_E, 0), 0)
+
+
+@triton.jit
+def gate_pairs(
+    x, order, counts, gate_up, bias, out, limit, slope,
+    INNER: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, NUM_CHOSEN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, i): some columns of activation(gate(x)) * up(x) of a tile's pairs, in their order."""
+    expert, first, stop = find_tile(counts, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_M)
+    if first >= stop:
+        return
+    place_M = first + tl.arange(0, BLOCK_M)
+    live_M = place_M < stop
+    token_M = (tl.load(order + place_M, mask=live_M, other=0) // NUM_CHOSEN).to(tl.int64)
+    n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live_N = n_N < WIDTH
+    if KIND == 3:
+        gate_N = 2 * n_N
+        up_N = 2 * n_N + 1
+    else:
+        gate_N = n_N
+        up_N = WIDTH + n_N
+    row = expert.to(tl.int64) * (2 * WIDTH)
+    gate_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, INNER, BLOCK_C):
+        c_C = start + tl.arange(0, BLOCK_C)
+        live_C = (c_C < INNER)[None, :]
+        x_MC = tl.load(x + token_M[:, None] * INNER + c_C[None, :], mask=live_M[:, None] & live_C, other=0.0)
+        live_NC = live_N[:, None] & live_C
+        gate_NC = tl.load(gate_up + (row + gate_N)[:, None] * INNER + c_C[None, :], mask=live_NC, other=0.0)
+        gate_MN = multiply(x_MC, tl.trans(gate_NC), gate_MN, INTERPRETED)
+        up_NC = tl.load(gate_up + (row + up_N)[:, None] * INNER + c_C[None, :], mask=live_NC, other=0.0)
+        up_MN = multiply(x_MC, tl.trans(up_NC), up_MN, INTERPRETED)
+    if BIASED:
+        gate_MN += tl.load(bias + row + gate_N, mask=live_N, other=0.0).to(tl.float32)[None, :]
+        up_MN += tl.load(bias + row + up_N, mask=live_N, other=0.0).to(tl.float32)[None, :]
+    if KIND == 3:
+        gate_MN = tl.minimum(gate_MN, limit)
+        up_MN = tl.minimum(tl.maximum(up_MN, -limit), limit) + 1.0
+        gate_MN = gate_MN * tl.sigmoid(gate_MN * slope)
+    else:
+        gate_MN = activated(gate_MN, KIND)
+    out_MN = out + place_M.to(tl.int64)[:, None] * WIDTH + n_N[None, :]
+    tl.store(out_MN, (gate_MN * up_MN).to(out.dtype.element_ty), mask=live_M[:, None] & live_N[None, :])
+
+
+@triton.jit
+def down_pairs(
+    gated, order, counts, down, bias, weights, out,
+    INNER: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr, NUM_CHOSEN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, i): some columns of weight * down(...) of a tile's pairs, to where their tokens' pairs are."""
+    expert, first, stop = find_tile(counts, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_M)
+    if first >= stop:
+        return
+    place_M = first + tl.arange(0, BLOCK_M)
+    live_M = place_M < stop
+    pair_M = tl.load(order + place_M, mask=live_M, other=0).to(tl.int64)
+    n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live_N = n_N < WIDTH
+    row = expert.to(tl.int64) * WIDTH
+    out_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, INNER, BLOCK_C):
+        c_C = start + tl.arange(0, BLOCK_C)
+        live_C = (c_C < INNER)[None, :]
+        gated_MC = tl.load(
+            gated + place_M.to(tl.int64)[:, None] * INNER + c_C[None, :], mask=live_M[:, None] & live_C, other=0.0
+        )
+        down_NC = tl.load(down + (row + n_N)[:, None] * INNER + c_C[None, :], mask=live_N[:, None] & live_C, other=0.0)
+        out_MN = multiply(gated_MC, tl.trans(down_NC), out_MN, INTERPRETED)
+    if BIASED:
+        out_MN += tl.load(bias + row + n_N, mask=live_N, other=0.0).to(tl.float32)[None, :]
+    out_MN *= tl.load(weights + pair_M, mask=live_M, other=0.0).to(tl.float32)[:, None]
+    at_MN = out + pair_M[:, None] * WIDTH + n_N[None, :]
+    tl.store(at_MN, out_MN.to(out.dtype.element_ty), mask=live_M[:, None] & live_N[None, :])

@@ -1,0 +1,103 @@
+"""Multi-head latent attention (DeepSeek-AI 2024), computed in the space of latents for prompts and decodes alike.
+
+Legend: T new tokens in the step (ragged, packed) · D model dim · Q query heads of this rank · C latent size
+        R rotary size · P plain size of a query · V value size · H of what is compared, C + R
+Owns: projections, rotation, storing latents, the way into the space of latents and out of it.
+Does not know: which backend attends, the residual stream, which model it is in.
+
+A head's key is W_k times the latent, so its score with a query is that of the latent with W_k^T times the query; and a
+sum of values is W_v times the sum of latents.  So all heads share one key of H numbers, whose first C are the value.
+Every rank keeps the latents of all tokens.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from engine.checkpoints.shape import LatentAttentionShape
+from engine.layers.comm import Comm
+from engine.layers.kernels import LayerKernels
+from engine.layers.linear import ColumnLinear, RowLinear
+from engine.layers.norm import RMSNorm
+from engine.layers.rotary import Rotary
+from engine.layers.step import StepTensors
+from engine.layers.weights import WeightSlice, joined, parameter, share
+
+LATENT = "kv_a_proj_with_mqa"
+
+
+class LatentAttention:
+    """See ``Attention``.  expand_QEC: W_k and W_v of each head, one above the other; it is never rounded."""
+
+    num_keys = 1
+    sinks_Q: Tensor | None = None
+
+    def __init__(
+        self, shape: LatentAttentionShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.shape = shape
+        self.comm = comm
+        self.num_queries = share(shape.num_heads, comm.size, "num_attention_heads")
+        place = (device, dtype)
+        query = ("q_b_proj" if shape.query_rank else "q_proj", shape.num_heads * (shape.plain_size + shape.rotary_size))
+        latent = (LATENT, shape.head_size)
+        # Its first outputs are what queries are made of, if there is such a step.
+        inward = [("q_a_proj", shape.query_rank), latent] if shape.query_rank else [latent]
+        self.inward = ColumnLinear(hidden_size, inward, shape.bias, None, *place)
+        self.query_norm: RMSNorm | None = None
+        if shape.query_rank:
+            self.query_norm = RMSNorm(shape.query_rank, shape.eps, *place, name="q_a_layernorm")
+        self.query = ColumnLinear(shape.query_rank or hidden_size, [query], False, comm, *place)
+        self.latent_norm = RMSNorm(shape.latent_size, shape.eps, *place, name="kv_a_layernorm")
+        outputs = shape.plain_size + shape.value_size
+        self.expand_QEC = parameter(self.num_queries, outputs, shape.latent_size, device=device, dtype=dtype)
+        self.output_linear = RowLinear(shape.num_heads * shape.value_size, hidden_size, shape.bias, comm, *place)
+        self.linears = (self.inward, self.query, self.output_linear)
+
+    def project(
+        self,
+        index: int,
+        normed_TD: Tensor,
+        rotary: Rotary | None,
+        angles: tuple[Tensor, ...],
+        step: StepTensors,
+        kernels: LayerKernels | None,
+    ) -> Tensor:
+        """See ``Attention.project``."""
+        assert rotary is not None, "latents have no positions of their own"
+        shape = self.shape
+        inward_TI = self.inward(normed_TD)
+        latent_TC, key_TR = inward_TI[:, shape.query_rank :].split((shape.latent_size, shape.rotary_size), -1)
+        kept = (self.latent_norm(latent_TC)[:, None], rotary.rotate(key_TR[:, None], angles))
+        step.pool.store_latents(index, torch.cat(kept, -1), step.slots_T)
+        source_TI = self.query_norm(inward_TI[:, : shape.query_rank]) if self.query_norm else normed_TD
+        heads_TQX = self.query(source_TI).view(-1, self.num_queries, shape.plain_size + shape.rotary_size)
+        plain_TQP, turned_TQR = heads_TQX.split((shape.plain_size, shape.rotary_size), -1)
+        latent_QTC = plain_TQP.transpose(0, 1) @ self.expand_QEC[:, : shape.plain_size]
+        return torch.cat((latent_QTC.transpose(0, 1), rotary.rotate(turned_TQR, angles)), -1)
+
+    def output(self, attended_TQH: Tensor) -> Tensor:
+        """See ``Attention.output``."""
+        values_QTV = attended_TQH.transpose(0, 1) @ self.expand_QEC[:, self.shape.plain_size :].mT
+        return self.output_linear(values_QTV.transpose(0, 1).flatten(1))
+
+    def pack(self, kernels: LayerKernels | None) -> None:
+        """Prepare for the device and its kernels; called once, after loading."""
+        if self.query_norm is not None:
+            self.query_norm.pack(kernels)
+        self.latent_norm.pack(kernels)
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """What this part reads from a checkpoint."""
+        name, rank = joined(prefix, self.shape.name), self.comm.rank
+        yield from self.inward.slices(name)
+        if self.query_norm is not None:
+            yield from self.query_norm.slices(name)
+        yield from self.query.slices(name)
+        yield from self.latent_norm.slices(name)
+        expand_OC = self.expand_QEC.flatten(0, 1)
+        rows, columns = expand_OC.shape
+        total = (rows * self.comm.size, columns)
+        yield WeightSlice(f"{name}.kv_b_proj.weight", total, 0, rank * rows, rows, expand_OC)
+        yield from self.output_linear.slices(f"{name}.o_proj")

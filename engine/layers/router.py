@@ -1,0 +1,73 @@
+"""What sends each token to its experts (Shazeer et al. 2017; DeepSeek-AI 2024 for groups and corrections).
+
+Legend: T new tokens in the step · D model dim · E experts · K experts of a token · G groups of experts
+Owns: scores, the choice, the weights.  Does not know: experts, ranks: every rank chooses for itself, and the same.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from engine.checkpoints.shape import RouterShape
+from engine.layers.linear import Linear
+from engine.layers.weights import WeightSlice, parameter, whole
+
+
+class Router:
+    """weights_TK and experts_TK of tokens.  No linear kernel rounds it: that would send tokens to other experts."""
+
+    def __init__(
+        self,
+        shape: RouterShape,
+        hidden_size: int,
+        num_experts: int,
+        num_chosen: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.shape = shape
+        self.num_chosen = num_chosen
+        self.linear = Linear(hidden_size, num_experts, shape.bias, device, torch.float32 if shape.exact else dtype)
+        self.correction_E: Tensor | None = None
+        if shape.corrected:
+            self.correction_E = parameter(num_experts, device=device, dtype=torch.float32)
+
+    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """weights_TK in x's dtype, experts_TK."""
+        shape = self.shape
+        scores_TE = self.linear(x_TD.float() if shape.exact else x_TD).float()
+        if shape.scoring == "softmax" and shape.normalised:
+            # The same as scaling the softmax over all of them, without having it.
+            scores_TK, experts_TK = self._grouped(scores_TE, -torch.inf).topk(self.num_chosen, -1)
+            weights_TK = scores_TK.softmax(-1)
+        else:
+            scores_TE = scores_TE.sigmoid() if shape.scoring == "sigmoid" else scores_TE.softmax(-1)
+            # No score is below 0, but a corrected one may be.
+            hidden = 0.0 if self.correction_E is None else -torch.inf
+            chosen_by_TE = scores_TE if self.correction_E is None else scores_TE + self.correction_E
+            experts_TK = self._grouped(chosen_by_TE, hidden).topk(self.num_chosen, -1).indices
+            weights_TK = scores_TE.gather(1, experts_TK)
+            if shape.normalised:
+                weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        return weights_TK.mul_(shape.scale).to(x_TD.dtype), experts_TK
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """What it reads from a checkpoint."""
+        name = f"{prefix}.{self.shape.name}"
+        yield whole(f"{name}.weight", self.linear.weight)
+        if self.linear.bias is not None:
+            yield whole(f"{name}.bias", self.linear.bias)
+        if self.correction_E is not None:
+            yield whole(f"{name}.e_score_correction_bias", self.correction_E)
+
+    def _grouped(self, scores_TE: Tensor, hidden: float) -> Tensor:
+        """The scores, with ``hidden`` in the place of those whose group is none of the best."""
+        shape = self.shape
+        if shape.num_chosen_groups == shape.num_groups:
+            return scores_TE
+        scores_TGE = scores_TE.unflatten(-1, (shape.num_groups, -1))
+        best_TG = scores_TGE.topk(2, -1).values.sum(-1) if shape.corrected else scores_TGE.amax(-1)
+        groups = best_TG.topk(shape.num_chosen_groups, -1).indices
+        kept_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(1, groups, True)
+        return scores_TGE.masked_fill(~kept_TG[..., None], hidden).flatten(1)

@@ -1,0 +1,39 @@
+"""DeepSeek-V3 and R1 (DeepSeek-AI 2024): DeepSeek-V2 with experts chosen by corrected sigmoids.
+
+What predicts several tokens at once lies behind the last layer in released files, and is not read."""
+
+import msgspec
+
+from engine.checkpoints.shape import DecoderShape, Names, RouterShape
+from engine.plugins.hookspecs import ModelContext, hookimpl
+from engine.plugins.model.deepseek_v2 import (
+    grouped,
+    read_experts,
+    read_latent_attention,
+    read_latent_sizes,
+    with_first_dense,
+)
+
+CALLBOARD_PLUGIN = {"api": 1, "architectures": {"DeepseekV3ForCausalLM": "deepseek_v3"}}
+
+
+@hookimpl
+def callboard_model(context: ModelContext) -> DecoderShape:
+    """The weights of experts are scaled to a sum of 1, unless config.json says otherwise."""
+    fields = context.fields
+    for name, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if (said := fields.text(name, only)) != only:
+            raise fields.error(name, said, f"{only}: it is how this family chooses experts")
+    router = RouterShape(
+        scoring="sigmoid",
+        normalised=fields.flag("norm_topk_prob", True),
+        corrected=True,
+        scale=fields.number("routed_scaling_factor", 2.5),
+        exact=True,
+    )
+    router = grouped(fields, router, fields.integer("n_group", 8), fields.integer("topk_group", 4))
+    sizes = read_latent_sizes(fields)
+    attention = read_latent_attention(fields, sizes, query_rank=1536, interleaved=fields.flag("rope_interleave", True))
+    experts = read_experts(fields, router, number=256, shared=1, size=2048, chosen=8)
+    shape = with_first_dense(fields, sizes, attention, experts, first_experts=3)
+    return msgspec.structs.replace(shape, names=Names(unread=f"model.layers.{sizes.num_layers}."))

@@ -1,0 +1,112 @@
+"""The kernel for a mixture of experts against the sum that it stands for, in float64, and in its layer."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.checkpoints.shape import ExpertsShape, RouterShape
+from engine.errors import ConfigError
+from engine.kernels import experts as kernel
+from engine.kernels.experts import mix_experts
+from engine.kernels.fused import FusedKernels
+from engine.layers.experts import Experts
+from engine.layers.mlp import clamped_swish
+from engine.plugins.comm.local import LocalComm
+from engine.plugins.testing.model import WAITING, Operations
+from tests.kernels.interpreted.test_layers import normal, rounding
+
+LIMIT, SLOPE = 1.5, 1.702
+
+
+def by_definition(x, weights, chosen, gate_up, down, gate_up_bias, down_bias, kind) -> Tensor:
+    """Each token's experts one by one, float64."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token, row in enumerate(x.double()):
+        for weight, expert in zip(weights[token].double(), chosen[token].tolist(), strict=True):
+            both = gate_up[expert].double() @ row
+            both = both if gate_up_bias is None else both + gate_up_bias[expert].double()
+            if kind == "clamped_swish":
+                inner = clamped_swish(both, LIMIT, SLOPE)
+            else:
+                gate, up = both.chunk(2)
+                inner = (F.silu(gate) if kind == "silu" else F.gelu(gate)) * up
+            result = down[expert].double() @ inner
+            out[token] += weight * (result if down_bias is None else result + down_bias[expert].double())
+    return out
+
+
+@pytest.mark.parametrize(
+    "dtype,kind,num_tokens,num_experts,num_chosen,width,inner,biased",
+    [
+        (torch.float32, "silu", 1, 5, 2, 24, 40, False),
+        (torch.float32, "clamped_swish", 7, 5, 3, 72, 48, True),
+        (torch.float32, "gelu", 90, 2, 1, 40, 33, False),  # wide tiles, more than one of an expert, one with a rest
+        (torch.bfloat16, "silu", 9, 4, 2, 136, 72, False),
+    ],
+)
+def test_the_sum_over_a_tokens_experts(dtype, kind, num_tokens, num_experts, num_chosen, width, inner, biased):
+    x = normal(num_tokens, width, dtype=dtype)
+    chosen = torch.stack([torch.randperm(num_experts)[:num_chosen] for _ in range(num_tokens)])
+    chosen[:, 0][chosen[:, 0] == 1] = chosen[0, 0]  # perhaps an expert without tokens; twice the same does no harm
+    weights = normal(num_tokens, num_chosen, seed=1).softmax(-1).to(dtype)
+    gate_up = normal(num_experts, 2 * inner, width, seed=2, dtype=dtype) * width**-0.5
+    down = normal(num_experts, width, inner, seed=3, dtype=dtype) * inner**-0.5
+    biases = (None, None)
+    if biased:
+        biases = normal(num_experts, 2 * inner, seed=4, dtype=dtype), normal(num_experts, width, seed=5, dtype=dtype)
+    found = mix_experts(x, weights, chosen, gate_up, down, *biases, kind, LIMIT, SLOPE)
+    expected = by_definition(x, weights, chosen, gate_up, down, *biases, kind)
+    assert found.dtype == dtype
+    # What lies between the products is rounded, and so is each expert's result.
+    bound = 4 * rounding(dtype) + 5e-6
+    torch.testing.assert_close(found.double(), expected, rtol=bound, atol=bound)
+
+
+def test_a_tokens_result_has_the_same_bits_beside_others():
+    x, weights = normal(20, 40), normal(20, 2, seed=1).softmax(-1)
+    chosen = torch.stack([torch.randperm(6)[:2] for _ in range(20)])
+    experts = normal(6, 48, 40, seed=2), normal(6, 40, 24, seed=3), None, None, "silu"
+    together = mix_experts(x, weights, chosen, *experts)
+    for part in (slice(0, 1), slice(3, 11)):
+        assert torch.equal(mix_experts(x[part], weights[part], chosen[part], *experts), together[part])
+    assert mix_experts(x[:0], weights[:0], chosen[:0], *experts).shape == (0, 40)
+
+
+def test_more_pairs_than_a_program_looks_at_together(monkeypatch):
+    monkeypatch.setattr(kernel, "PAIRS_AT_ONCE", 16)
+    x, weights = normal(31, 16), normal(31, 2, seed=1).softmax(-1)
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(31)])
+    experts = normal(4, 32, 16, seed=2), normal(4, 16, 16, seed=3), None, None, "silu"
+    expected = by_definition(x, weights, chosen, *experts)
+    torch.testing.assert_close(mix_experts(x, weights, chosen, *experts).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_layer_takes_it_and_waits_for_no_value(stacked):
+    activation = "clamped_swish" if stacked else "silu"
+    shape = ExpertsShape(
+        num_experts=6,
+        num_chosen=2,
+        expert_size=24,
+        activation=activation,
+        router=RouterShape(bias=stacked),
+        shared_size=16 * (not stacked),
+        stacked=stacked,
+        limit=LIMIT,
+        slope=SLOPE,
+    )
+    layer = Experts(shape, 40, LocalComm(), torch.device("cpu"), torch.float32)
+    for number, one in enumerate(layer.slices("")):
+        one.target.copy_(normal(*one.target.shape, seed=number) / 4)
+    x = normal(9, 40, seed=99)
+    expected = layer(x, None)
+    layer.on_gpu = True
+    with pytest.raises(ConfigError, match="Triton kernels"):
+        layer.pack(None)
+    layer.pack(FusedKernels("cpu"))
+    operations = Operations()
+    with operations:
+        found = layer(x, None)
+    assert not set(operations.names) & set(WAITING)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
