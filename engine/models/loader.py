@@ -101,7 +101,7 @@ def loading_bytes(
     if load_format == "dummy":
         largest = max(math.prod(one.shape) for one in plan.slices())
     elif on_cpu:
-        largest = max(math.prod(one.shape) * one.length // max(1, one.shape[one.dim]) for one in plan.slices())
+        largest = max(math.prod(one.shape) * one.length // max(1, one.whole_length) for one in plan.slices())
     tied = plan.doubled_bytes if on_cpu else 0
     saved = 0
     if on_cpu:
@@ -180,7 +180,7 @@ class Filling:
 
     def _num_bytes(self, one: WeightSlice) -> int:
         num_bytes = self._reader.tensors[one.source].num_bytes // max(1, one.num_members)
-        return num_bytes * one.length // max(1, one.shape[one.dim])
+        return num_bytes * one.length // max(1, one.whole_length)
 
 
 def _pad(wanted: WeightSlice) -> None:
@@ -193,7 +193,7 @@ def _draw(slices: Iterable[WeightSlice], seed: int) -> None:
         name = one.source if one.member is None else f"{one.source}.{one.member}"
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator(one.target.device).manual_seed(int.from_bytes(digest[:7], "little"))
-        drawn = torch.empty(one.shape, device=one.target.device).normal_(0, DUMMY_SCALE, generator=generator)
+        drawn = torch.empty(one.shape or (1,), device=one.target.device).normal_(0, DUMMY_SCALE, generator=generator)
         if len(one.shape) == 1 and one.source.endswith(".weight"):
             drawn += 1  # A norm's weight: around 0 it would silence its layer.
         one.target.narrow(one.dim, 0, one.length).copy_(drawn.narrow(one.dim, one.start, one.length))

@@ -61,9 +61,21 @@ def attend(
     return module.__dict__[ANSWERER](module, query, key, value, attention_mask, **asked), None
 
 
-def tell_mask(*, mask_function: MaskFunction, **_: Any) -> MaskFunction:
-    """Registered in place of what makes masks: it returns the function of indices that would fill one."""
-    return mask_function
+class ToldMask:
+    """In place of a mask the function of indices that would fill it.  A model may hand it on, and nothing else."""
+
+    def __init__(self, function: MaskFunction) -> None:
+        self.function = function
+
+    def __getattr__(self, name: str) -> Any:
+        raise WeightsError("it computes with its masks, which are not made here")
+
+    __getitem__ = __radd__ = __add__ = __getattr__
+
+
+def tell_mask(*, mask_function: MaskFunction, **_: Any) -> ToldMask:
+    """Registered in place of what makes masks."""
+    return ToldMask(mask_function)
 
 
 def probe(model: nn.Module, body: nn.Module, max_len: int) -> tuple[Call, ...]:
@@ -132,11 +144,11 @@ def window_of(mask: Any, claimed: int, max_len: int) -> int:
     Raises WeightsError for any other mask."""
     if mask is None:
         return claimed if claimed < max_len else 0
-    if isinstance(mask, Tensor) or not callable(mask):
+    if not isinstance(mask, ToldMask):
         raise WeightsError(f"it makes masks of its own ({type(mask).__name__})")
     keys, windows = torch.arange(max_len), set()
     for query in {max_len - 1, max_len // 2, min(2, max_len - 1)}:
-        seen = _row(mask, query, keys)
+        seen = _row(mask.function, query, keys)
         width = int(seen.sum())
         if not width or not torch.equal(seen, (keys <= query) & (keys > query - width)):
             raise WeightsError("its masks are neither causal nor those of a sliding window")

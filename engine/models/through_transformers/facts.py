@@ -20,11 +20,14 @@ from engine.models.through_transformers.attention import Call, probe
 from engine.models.through_transformers.module import body_of, head_of, make_module, max_len_of, refusals
 from engine.models.through_transformers.names import in_checkpoint
 
+ATTENDING = {"full_attention", "sliding_attention"}  # of what a configuration may call layers
+
 
 def find_facts(architecture: str, config: dict[str, Any]) -> Facts:
     """Raises WeightsError, naming the architecture, if it cannot be served through transformers."""
     module = make_module(architecture, config, torch.device("meta"))
     with refusals(architecture, "it cannot be run without weights"):
+        _check_kinds(module)
         max_len = max_len_of(module)
         head, body = head_of(module), body_of(module)
         calls = probe(module, body, max_len)
@@ -41,6 +44,13 @@ def find_facts(architecture: str, config: dict[str, Any]) -> Facts:
             head=_stored_name(module, head.weight),
             unread=tuple(sorted(module._keys_to_ignore_on_load_unexpected or ())),
         )
+
+
+def _check_kinds(module: PreTrainedModel) -> None:
+    """What is recurrent says so in a list that configurations of mixed layers have."""
+    kinds = set(getattr(module.config, "layer_types", None) or ATTENDING)
+    if strange := sorted(kinds - ATTENDING):
+        raise WeightsError(f"it has layers of kind {', '.join(strange)}, not only {' and '.join(sorted(ATTENDING))}")
 
 
 def _check_calls(module: PreTrainedModel, calls: tuple[Call, ...]) -> None:

@@ -18,7 +18,7 @@ from engine.layers.weights import WeightSlice, whole
 
 # Styles of transformers' plans.  What has another one is held whole by each rank, which is always right.
 BY_OUTPUTS, BY_INPUTS = "colwise", "rowwise"
-ROUTERS = {"gate", "router", "shared_expert_gate"}  # they choose experts, and are never rounded
+ROUTERS = {"gate", "router", "shared_expert_gate", "wg"}  # they choose experts, and are never rounded
 
 
 class SwappedLinear(nn.Module):

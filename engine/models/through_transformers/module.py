@@ -172,4 +172,6 @@ def _settle_rotary(module: nn.Module) -> None:
 
 
 def _said(error: Exception) -> str:
+    if ATTENTION_AND_MASKS in str(error):
+        return "its attention is not called through transformers' attention interface"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
