@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 DEMO = "demo"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 # Second copies of the weights in other layouts, which some repositories carry along.
 HUB_COPIES = ["*/*", "consolidated*"]
 MAX_SHOWN_IDS = 8

@@ -184,7 +184,7 @@ def _rotary(path: Path, family: str, value: Any) -> dict[str, Any]:
 
 def _write_tokenizer(path: Path, directory: Path) -> None:
     """By transformers, in a process of its own: importing it imports torch.  Without one there are still token ids."""
-    command = [sys.executable, "-m", "engine.formats.gguf_tokenizer", str(path), str(directory)]
+    command = [sys.executable, "-m", "engine.formats.tokenizer_json", str(path), str(directory)]
     try:
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TOKENIZER_TIMEOUT_S)
     except subprocess.TimeoutExpired:

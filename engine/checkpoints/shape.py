@@ -277,26 +277,26 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Names(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a checkpoint has its tensors; the layers' names end in their number.
-
-    unread: how the names of tensors begin that text is generated without; '' for none."""
+    """Where a checkpoint has its tensors; the layers' names end in their number."""
 
     embedding: str = "model.embed_tokens"
     positions: str = ""
     layers: str = "model.layers"
     head: str = "lm_head"
-    unread: str = ""
 
 
 class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder: embedding, layers, a norm, the LM head.
 
+    built_by: as of ``PartShape``, called with (shape, comm, device, dtype); it returns a ``Model``.
     max_len: tokens of the longest sequence.  tied: the LM head is the embedding table.
     embedding_scale: multiplies the embedding; rounded_scale: after it has been rounded to the model's dtype.
     learned_positions: rows of a table of positions that is added to the embedding; 0 for none.
     logit_scale multiplies logits, and logit_cap caps them, as ``AttentionShape.soft_cap`` does scores.
+    unread: patterns of the names of tensors that a checkpoint may have and that nothing here reads.
     """
 
+    built_by: ClassVar[str] = "engine.models.decoder:Decoder"
     vocab_size: int
     hidden_size: int
     max_len: int
@@ -308,6 +308,7 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     learned_positions: int = 0
     logit_scale: float = 1.0
     logit_cap: float = 0.0
+    unread: tuple[str, ...] = ()
     names: Names = Names()
 
     @property
@@ -357,13 +358,21 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.windowed.index(True) if self.window else 0
 
     @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers behind ``first_window_layer`` that see everything."""
+        first = self.first_window_layer
+        return (
+            tuple(index for index, one in enumerate(self.windowed) if index > first and not one) if self.window else ()
+        )
+
+    @property
     def attention_needs(self) -> tuple[str, ...]:
         """What an attention backend must be able to do beside the usual."""
         attentions = [layer.attention for layer in self.layers]
         needs = {
             SOFT_CAP: any(one.soft_cap for one in attentions),
             SINKS: any(one.sinks for one in attentions),
-            LAYER_WINDOWS: not all(self.windowed[self.first_window_layer :]) and bool(self.window),
+            LAYER_WINDOWS: bool(self.full_layers),
             LATENTS: any(one.latent_size for one in attentions),
         }
         return tuple(name for name, needed in needs.items() if needed)

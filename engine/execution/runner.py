@@ -23,7 +23,7 @@ from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.messages import Admission, Step, StepDone, StepExtras
-from engine.models.decoder import Decoder
+from engine.models.model import Model
 from engine.patience import returns_within
 from engine.sampling.captured import Variant
 from engine.sampling.constraints import Constraints
@@ -97,7 +97,7 @@ class ModelRunner:
         *,
         comm: Comm,
         graphs: Captures,
-        model: Decoder,
+        model: Model,
         pool: KVPool,
         host_pool: HostPool | None,
         stored: StoredPages | None,

@@ -48,6 +48,8 @@ class SafetensorsReader:
         where = slice(start, start + length)
         place = (where,) if dim == 0 else (slice(None), where)
         stored = self.tensors[name]
+        if not stored.shape:
+            return self.whole(name).view(1)
         try:
             part: Tensor = self._file(stored.file).get_slice(stored.name)[place if member is None else (member, *place)]
         except (SafetensorError, OSError) as error:

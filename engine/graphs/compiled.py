@@ -38,7 +38,7 @@ from engine.graphs.splitting import ALL_REDUCE, ATTEND, MarkedAttention, Part, f
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
-from engine.models.decoder import Decoder
+from engine.models.model import Model
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class CompiledModel:
     def __init__(
         self,
         *,
-        model: Decoder,
+        model: Model,
         pool: KVPool,
         attention: BreakingAttention,
         comm: Comm,
@@ -90,7 +90,7 @@ class CompiledModel:
         keep_compilations()
 
     def hidden(self, step: StepTensors) -> Tensor:
-        """See ``Decoder.hidden``; ``step.attention`` and ``step.pool`` are those given at the start."""
+        """See ``Model.hidden``; ``step.attention`` and ``step.pool`` are those given at the start."""
         if self._stitched is None:
             self._trace()
         assert self._stitched is not None
@@ -161,7 +161,7 @@ class CompiledModel:
 
     def _stitch(self, trace: GraphModule) -> GraphModule:
         stitched, parts = split(trace, {ATTEND, ALL_REDUCE, *self._named})
-        num_broken, num_layers = sum(part.operation == ATTEND for part in parts), len(self._model.layers)
+        num_broken, num_layers = sum(part.operation == ATTEND for part in parts), self._model.attention_spec.num_layers
         if num_broken != num_layers:
             raise GraphError(f"the trace has {num_broken} attention calls to split at, the model {num_layers} layers")
         for part in parts:

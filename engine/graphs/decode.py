@@ -33,7 +33,7 @@ from engine.layers.attention import AttentionBackend
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import DecodeInputs, StepTensors
 from engine.messages import Step
-from engine.models.decoder import Decoder
+from engine.models.model import Model
 from engine.sampling.captured import NO_ROW, CapturedSampler, Variant, array_columns, columns_bytes, tensor_columns
 from engine.sampling.sampler import Sampler
 
@@ -50,7 +50,7 @@ class DecodeGraphs:
     def __init__(
         self,
         *,
-        model: Decoder,
+        model: Model,
         pool: KVPool,
         attention: AttentionBackend,
         rows: DeviceRows,

@@ -24,7 +24,7 @@ from engine.graphs.device import GraphDevice
 from engine.layers.attention import AttentionBatch
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
-from engine.models.decoder import Decoder
+from engine.models.model import Model
 
 PREFILL = "steps with prefill"
 FEWEST_DIRECT = 2  # a compiled trace takes a single token for a constant
@@ -43,7 +43,7 @@ class Piecewise:
     def __init__(
         self,
         *,
-        model: Decoder,
+        model: Model,
         hidden: Callable[[StepTensors], Tensor],
         pool: KVPool,
         attention: BreakingAttention,
@@ -81,7 +81,7 @@ class Piecewise:
         )
 
     def forward(self, step: StepTensors) -> Tensor:
-        """See ``Decoder.forward``."""
+        """See ``Model.forward``."""
         num_tokens = len(step.token_ids_T)
         size = round_up(self.sizes, num_tokens)
         if size is None or not self._device.captures:
@@ -128,7 +128,7 @@ class Piecewise:
 
     def _record(self, size: int) -> Recording:
         recording = self._recorder.record(size, lambda: self._run(size))
-        broken, layers = recording.breaks[ATTENTION], len(self._model.layers)
+        broken, layers = recording.breaks[ATTENTION], self._model.attention_spec.num_layers
         if broken != layers:
             raise GraphError(
                 f"{size} tokens: the capture was broken at {broken} attention calls, the model has {layers} layers; "

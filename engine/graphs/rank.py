@@ -26,7 +26,7 @@ from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
-from engine.models.decoder import Decoder
+from engine.models.model import Model
 from engine.sampling.sampler import Sampler
 from engine.sections import GraphsSection, SchedulerSection
 
@@ -41,7 +41,7 @@ COMPILED = "compiled"
 class StepParts:
     """What a rank runs its steps with."""
 
-    model: Decoder
+    model: Model
     pool: KVPool
     attention: AttentionBackend
     rows: DeviceRows

@@ -32,6 +32,11 @@ class WeightSlice:
     num_members: int = 0
 
     @property
+    def whole_length(self) -> int:
+        """Of the whole tensor along ``dim``; 1 for a single number."""
+        return self.shape[self.dim] if self.shape else 1
+
+    @property
     def stored_shape(self) -> tuple[int, ...]:
         """Of the tensor in the file."""
         return self.shape if self.member is None else (self.num_members, *self.shape)
@@ -39,7 +44,8 @@ class WeightSlice:
 
 def whole(source: str, target: Tensor) -> WeightSlice:
     """A tensor that every rank holds in full."""
-    return WeightSlice(source, tuple(target.shape), 0, 0, target.shape[0], target)
+    rows = target if target.dim() else target.view(1)
+    return WeightSlice(source, tuple(target.shape), 0, 0, rows.shape[0], rows)
 
 
 def joined(prefix: str, name: str) -> str:

@@ -110,6 +110,16 @@ class Decoder:
         scale = shape.embedding_scale
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if shape.rounded_scale else scale
 
+    @property
+    def doubled_bytes(self) -> int:
+        """See ``Model``."""
+        return self.embedding.weight.nbytes if self.head is self.embedding else 0
+
+    @property
+    def linears_per_layer(self) -> int:
+        """See ``Model``."""
+        return len(self.layers[0].linears)
+
     def forward(self, step: StepTensors) -> Tensor:
         """Store the step's keys and values and return logits_NV for ``step.sample_at_N``; see ``logits``."""
         return self.logits(self.hidden(step, step.sample_at_N))
@@ -216,7 +226,7 @@ def _rotary(shape: RotaryShape, head_size: int, device: torch.device, dtype: tor
 
 
 def _attention_spec(shape: DecoderShape, layers: list[DecoderLayer]) -> AttentionSpec:
-    first, attention = shape.first_window_layer, shape.layers[0].attention
+    attention = shape.layers[0].attention
     sinks = [layer.attention.sinks_Q for layer in layers]
     return AttentionSpec(
         num_layers=shape.num_layers,
@@ -225,10 +235,8 @@ def _attention_spec(shape: DecoderShape, layers: list[DecoderLayer]) -> Attentio
         head_size=shape.head_size,
         scale=attention.scale or shape.head_size**-0.5,
         window=shape.window,
-        first_window_layer=first,
-        full_layers=tuple(index for index, one in enumerate(shape.windowed) if index > first and not one)
-        if shape.window
-        else (),
+        first_window_layer=shape.first_window_layer,
+        full_layers=shape.full_layers,
         soft_cap=attention.soft_cap,
         sinks=tuple(one for one in sinks if one is not None),
         latent_size=attention.latent_size,

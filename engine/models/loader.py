@@ -27,7 +27,7 @@ from engine.kernels.choice import choose_kernels
 from engine.layers.comm import Comm
 from engine.layers.packing import Linears
 from engine.layers.weights import WeightSlice
-from engine.models.decoder import Decoder
+from engine.models.model import Model, build_model
 from engine.models.weight_copies import WeightCopies, copies_to
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def load_model(
     progress: bool,
     linears: Linears,
     check_room: Callable[[int], None] | None = None,
-) -> Decoder:
+) -> Model:
     """Build this rank's part of the model and fill it.
 
     load_format 'dummy' draws every tensor from ``seed`` and its name, so all ranks and all numbers of ranks
@@ -66,13 +66,13 @@ def load_model(
                 log.warning(what, spec.directory, shape.names.head, shape.names.embedding)
                 shape = msgspec.structs.replace(shape, tied=False)
         # On the meta device a model has shapes and no memory.
-        plan = Decoder(shape, comm, torch.device("meta"), dtype)
+        plan = build_model(shape, comm, torch.device("meta"), dtype)
         if reader is not None:
             _check_names(spec, plan.slices(), reader.tensors)
         if check_room is not None:
             check_room(loading_bytes(plan, device, load_format, linears.layers.element_bytes))
         try:
-            model = Decoder(shape, comm, device, dtype)
+            model = build_model(shape, comm, device, dtype)
         except RuntimeError as error:  # What torch raises when it cannot allocate, on every device.
             needed = plan.parameter_bytes / 2**30
             raise WeightsError(f"{spec.directory}: its weights need {needed:.1f} GiB, too much for {device}") from error
@@ -88,7 +88,7 @@ def load_model(
 
 
 def loading_bytes(
-    plan: Decoder, device: torch.device, load_format: Literal["safetensors", "dummy"], element_bytes: float
+    plan: Model, device: torch.device, load_format: Literal["safetensors", "dummy"], element_bytes: float
 ) -> int:
     """What loading takes of the device's memory at its worst.  plan: of one rank, on the meta device.
 
@@ -101,12 +101,12 @@ def loading_bytes(
     if load_format == "dummy":
         largest = max(math.prod(one.shape) for one in plan.slices())
     elif on_cpu:
-        largest = max(math.prod(one.shape) * one.length // max(1, one.shape[one.dim]) for one in plan.slices())
-    tied = plan.embedding.weight.nbytes if on_cpu and plan.head is plan.embedding else 0
+        largest = max(math.prod(one.shape) * one.length // max(1, one.whole_length) for one in plan.slices())
+    tied = plan.doubled_bytes if on_cpu else 0
     saved = 0
     if on_cpu:
         layers, _ = plan.linear_shapes()
-        saved = int(sum(map(math.prod, layers[len(plan.layers[0].linears) :])) * (plan.dtype.itemsize - element_bytes))
+        saved = int(sum(map(math.prod, layers[plan.linears_per_layer :])) * (plan.dtype.itemsize - element_bytes))
     return plan.parameter_bytes + tied - saved + largest * torch.float32.itemsize
 
 
@@ -125,11 +125,9 @@ def _check_names(spec: ModelSpec, slices: Iterable[WeightSlice], stored: Mapping
             raise WeightsError(
                 f"{tensor.file}: tensor {name!r} has dtype {tensor.dtype}, expected one of {', '.join(LOADABLE)}"
             )
-    unread = spec.shape.names.unread
     for name in sorted(stored.keys() - wanted.keys()):
-        if unread and name.startswith(unread):
-            continue
-        if name != f"{spec.shape.names.head}.weight" and not HARMLESS.fullmatch(name):
+        known = name == f"{spec.shape.names.head}.weight" or HARMLESS.fullmatch(name)
+        if not known and not any(re.search(pattern, name) for pattern in spec.shape.unread):
             raise WeightsError(f"{stored[name].file}: tensor {name!r} has no place in {spec.architecture}")
 
 
@@ -182,7 +180,7 @@ class Filling:
 
     def _num_bytes(self, one: WeightSlice) -> int:
         num_bytes = self._reader.tensors[one.source].num_bytes // max(1, one.num_members)
-        return num_bytes * one.length // max(1, one.shape[one.dim])
+        return num_bytes * one.length // max(1, one.whole_length)
 
 
 def _pad(wanted: WeightSlice) -> None:
@@ -195,7 +193,7 @@ def _draw(slices: Iterable[WeightSlice], seed: int) -> None:
         name = one.source if one.member is None else f"{one.source}.{one.member}"
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator(one.target.device).manual_seed(int.from_bytes(digest[:7], "little"))
-        drawn = torch.empty(one.shape, device=one.target.device).normal_(0, DUMMY_SCALE, generator=generator)
+        drawn = torch.empty(one.shape or (1,), device=one.target.device).normal_(0, DUMMY_SCALE, generator=generator)
         if len(one.shape) == 1 and one.source.endswith(".weight"):
             drawn += 1  # A norm's weight: around 0 it would silence its layer.
         one.target.narrow(one.dim, 0, one.length).copy_(drawn.narrow(one.dim, one.start, one.length))

@@ -1,4 +1,4 @@
-"""Which model family reads a checkpoint: a named plugin that declares its architecture, or the built-in one.
+"""Which model family reads a checkpoint: a named plugin that declares its architecture, the built-in one, transformers.
 
 Owns: that choice, and what is said where there is none.  Does not know: torch, what a family reads.
 """
@@ -18,6 +18,7 @@ from engine.plugins.manager import MODEL, PluginInfo, Plugins, checked, declared
 from engine.sections import PluginsSection
 
 HOOK = "callboard_model"
+THROUGH = "model.transformers"  # declares no architecture: it reads what no other family does
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> De
     plugins = Plugins({})
     info, model_type = _family(plugins, section, architecture, fields)
     # transformers goes by the one or the other, depending on how it is asked; a file that says both means both.
-    if (seen := fields.text("model_type", model_type)) != model_type:
+    if model_type and (seen := fields.text("model_type", model_type)) != model_type:
         raise fields.error("model_type", seen, f'"{model_type}", since architectures names {architecture}')
     plugins.load(info.name)
     context = ModelContext(architecture, fields, section.options.get(info.name, {}))
@@ -61,7 +62,7 @@ def list_families(section: PluginsSection) -> list[ListedFamily]:
 
 
 def _family(plugins: Plugins, section: PluginsSection, architecture: str, fields: Fields) -> tuple[PluginInfo, str]:
-    """The plugin to ask, and the model_type that goes with the architecture."""
+    """The plugin to ask, and the model_type that goes with the architecture; '' for any."""
     known: set[str] = set()
     claims: list[tuple[PluginInfo, str]] = []
     for name in section.models:
@@ -75,12 +76,21 @@ def _family(plugins: Plugins, section: PluginsSection, architecture: str, fields
         raise PluginError(f"plugins.models: {names} both read {architecture}; name one of them")
     if claims:
         return claims[0]
+    through = plugins.known[THROUGH]
+    if through.short in section.models:
+        return through, ""
     for info, declaration in _built_in(plugins.known.values()):
         known |= set(declaration.architectures)
         if architecture in declaration.architectures:
             return info, declaration.architectures[architecture]
     installed = [info.short for info in plugins.known.values() if architecture in _declares(info)]
-    advice = f"; the installed plugin {' or '.join(installed)} reads it: name it in plugins.models" if installed else ""
+    missing = checked(through, declared(through)).missing_packages()
+    if not installed and not missing:
+        return through, ""
+    if installed:
+        advice = f"; the installed plugin {' or '.join(installed)} reads it: name it in plugins.models"
+    else:
+        advice = "; with transformers (pip install 'callboard[transformers]') most other decoders are served through it"
     raise fields.error("architectures", architecture, f"one of {', '.join(sorted(known))}{advice}")
 
 

@@ -77,6 +77,7 @@ BUILTIN: Mapping[str, str] = {
     "model.qwen3_moe": "engine.plugins.model.qwen3_moe",
     "model.seed_oss": "engine.plugins.model.seed_oss",
     "model.smollm3": "engine.plugins.model.smollm3",
+    "model.transformers": "engine.plugins.model.transformers",
     "observer.log": "engine.plugins.observer.log",
     "policy.fcfs": "engine.plugins.policy.fcfs",
     "policy.lpm": "engine.plugins.policy.lpm",

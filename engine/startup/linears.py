@@ -14,7 +14,7 @@ from engine.config import Config
 from engine.errors import PluginError
 from engine.execution.device import instruction_sets
 from engine.layers.packing import LinearKernel, Linears
-from engine.models.decoder import Decoder
+from engine.models.model import Model
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linears import check_linear_fits, fitting_linears, linear_context, linear_refusal
 from engine.plugins.manager import LINEAR, PluginInfo, Plugins
@@ -28,7 +28,7 @@ CLEARLY = 0.9  # of the time that the preferred kernel takes: one that is only s
 Measure = Callable[[Mapping[str, LinearKernel]], Mapping[str, float]]
 
 
-def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Decoder, device: torch.device) -> Linears:
+def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Model, device: torch.device) -> Linears:
     """plan: this rank's model on the meta device.  Call it with the threads that the model will run with.
 
     Raises PluginError."""

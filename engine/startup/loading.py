@@ -26,8 +26,8 @@ from engine.host_memory import available_bytes
 from engine.kv.store import DIGEST_BYTES, KVStore, PageRecords
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
-from engine.models.decoder import Decoder
 from engine.models.loader import load_model
+from engine.models.model import build_model
 from engine.plugins.hookspecs import CommContext, KVStoreContext
 from engine.plugins.manager import KV_STORE, Plugins
 from engine.plugins.parsers import plugin_codec
@@ -83,7 +83,7 @@ def load_runner(
     place = host_place() if on_cpu else comm.rank
     graphs.device.trim()  # of what a runner before this one has left
     room = fair_share(free_bytes(device), place, comm, device)
-    plan = Decoder(spec.shape, comm, torch.device("meta"), dtype)
+    plan = build_model(spec.shape, comm, torch.device("meta"), dtype)
     set_threads(config.device.threads, device, plan.parameter_bytes)
     model = load_model(
         spec,

@@ -19,7 +19,7 @@ from engine.execution.prompts import SCORED_ROWS
 from engine.layers.attention import AttentionBackend, AttentionBatch
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
-from engine.models.decoder import Decoder
+from engine.models.model import Model
 from engine.params import SamplingParams
 from engine.plugins.linear.onednn import COMPILED_BYTES, num_padded_sizes
 from engine.sampling.sampler import Sampler
@@ -137,7 +137,7 @@ def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.d
 
 @torch.inference_mode()
 def run_largest_step(
-    config: Config, max_len: int, model: Decoder, pool: KVPool, attention: AttentionBackend, sampler: Sampler
+    config: Config, max_len: int, model: Model, pool: KVPool, attention: AttentionBackend, sampler: Sampler
 ) -> None:
     """A step of scheduler.max_step_tokens, whose sequences are as long as can be: it takes more memory than any other.
 
@@ -192,7 +192,7 @@ def check_weights(spec: ModelSpec, needed_bytes: int, dtype: torch.dtype, availa
     )
 
 
-def report(rank: int, model: Decoder, pool: KVPool, needs: Needs, graph_bytes: int, left_bytes: int) -> None:
+def report(rank: int, model: Model, pool: KVPool, needs: Needs, graph_bytes: int, left_bytes: int) -> None:
     """Say once, at start, where the memory went.  needs: as estimated.  graph_bytes: as it came to be."""
     log.info(
         "rank %d memory: weights %s, activations %s, graphs %s (expected %s), compiled products %s, processes %s, "

@@ -12,8 +12,8 @@ from engine.config import Config
 from engine.errors import PluginError, WeightsError
 from engine.execution.device import choose_device, choose_dtype, free_bytes
 from engine.layers.attention import AttentionSpec
-from engine.models.decoder import Decoder
 from engine.models.loader import loading_bytes
+from engine.models.model import build_model
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
 from engine.plugins.hookspecs import AttentionContext
@@ -43,7 +43,7 @@ def preview_weights(config: Config, spec: ModelSpec) -> tuple[int, int]:
     device = choose_device(config.device, 0)
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
     ranks = config.device.tensor_parallel
-    plan = Decoder(spec.shape, _FirstOf(ranks), torch.device("meta"), dtype)
+    plan = build_model(spec.shape, _FirstOf(ranks), torch.device("meta"), dtype)
     plugins = Plugins({"linear": config.plugins.linear}, options=config.plugins.options)
     kernel = choose_linear(plugins, rank_context(config, spec, device, dtype), lambda kernels: {})
     needed = loading_bytes(plan, device, config.model.load_format, kernel.element_bytes)
@@ -61,7 +61,7 @@ def preview_attention(config: Config) -> tuple[AttentionSpec, torch.device, torc
     device = choose_device(config.device, 0)
     spec = read_model(resolve_checkpoint(config.model.path, config.model.revision), config.plugins)
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
-    plan = Decoder(spec.shape, _FirstOf(config.device.tensor_parallel), torch.device("meta"), dtype)
+    plan = build_model(spec.shape, _FirstOf(config.device.tensor_parallel), torch.device("meta"), dtype)
     return plan.attention_spec, device, dtype
 
 

@@ -1,6 +1,6 @@
 """A checkpoint's tokenizer files: where they are, what they say, what is wrong with them.
 
-Owns: reading tokenizer.json, tokenizer_config.json and the chat template into one object.
+Owns: reading tokenizer.json, or what stands for it, tokenizer_config.json and the chat template into one object.
 Does not know: text, requests.
 
 They are read here and not by transformers' AutoTokenizer, since importing that imports torch: 1.7 s and 247 MB
@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from engine.errors import WeightsError
 from engine.text.chat import ChatTemplate
+from engine.text.conversion import convert_tokenizer
 
 _MAX_FILE_BYTES: Final = 256 << 20
 
@@ -75,6 +76,8 @@ class TokenizerFiles:
         """Raises WeightsError that names the file."""
         path = directory / "tokenizer.json"
         data = _read(path)
+        if data is None and (converted := convert_tokenizer(directory)):
+            path, data = converted, _read(converted)
         if data is None:
             raise WeightsError(
                 f"{path}: no such file; set model.tokenizer to a directory that has one, or to 'none' to work with "

@@ -7,15 +7,18 @@ import importlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.checkpoints.shape import DecoderShape
 from engine.plugins.declaration import read_declaration
 from engine.plugins.manager import BUILTIN
+from engine.plugins.model.transformers import callboard_model
 from engine.plugins.testing.findings import ConformanceError
 from engine.plugins.testing.model import check_model
 from tests.models.checkpoints import NOT_PLAIN, build
+from tests.models.through_transformers import KINDS, architecture_of, build_kind, has_experts, num_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 INTRODUCTION = """\
@@ -47,11 +50,35 @@ written by `python -m tests.models.test_families`.
 - Phi-3 and Phi-4 with longrope serve sequences up to the original length, where transformers uses the short
   factors: a longer one would need other keys from its first token on. Dynamic scaling changes nothing within the
   length that a model was trained for.
-- ALiBi (Bloom, MPT), and recurrent and hybrid models are refused.
+- Whatever no family knows is computed by its class in transformers, if that is installed (`pip install
+  'callboard[transformers]'`): see below.
 
 | architecture | family | checked as |
 |---|---|---|"""
-FAMILIES = {name: module for name, module in BUILTIN.items() if name.startswith("model.")}
+THROUGH = """
+## Through transformers
+
+A decoder that none of these families knows is made of its class in transformers, whose attention calls and linear
+layers are then ours: pages, prefix cache, chunked prompts, quantised weights, kernels and the scheduler are the same,
+and the log says `served through transformers`. It costs more than a family of its own
+([benchmarks/results](https://github.com/callboard/callboard/tree/main/benchmarks/results/through_transformers.md)).
+`plugins.models = ["transformers"]` serves the families above like this, too.
+
+What a class does is found out by running it without weights, once for each `config.json`: it must call transformers'
+attention interface once for each layer, with masks that are causal or have one sliding window, and with keys and
+values of the step's own tokens. All others are refused at start, with the reason: attention of their own or with ALiBi
+(Falcon, Bloom, GPT-J, MPT), recurrent and hybrid models, encoders, layers with different heads. Code that a repository
+brings along is not run. With several ranks, what transformers' tensor-parallel plan cuts by columns and rows is cut,
+and the rest, such as experts, is held by every rank; without a plan one rank serves. Experts are multiplied by
+transformers' own kernels, and are not rounded by `model.quantization`.
+
+Checked like the families above, on one tiny checkpoint each:
+
+| architecture | `model_type` | ranks |
+|---|---|---|"""
+FAMILIES = {
+    name: module for name, module in BUILTIN.items() if name.startswith("model.") and name != "model.transformers"
+}
 # Their CPU form picks experts by value.
 WITH_EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3")
 CHECKED = ["llama", "mistral-window", "qwen2-tied-upper-window", "qwen3-yarn-bias", "seed-oss", *NOT_PLAIN]
@@ -80,34 +107,48 @@ def test_every_family_is_among_them():
     assert architectures == {name for one in FAMILIES.values() for name in read_declaration(one).architectures}
 
 
-def render(passed: list[str]) -> str:
+def render(passed: list[str], through: list[str]) -> str:
     """docs/models.md."""
     rows = []
     for name in sorted(FAMILIES):
         declared = read_declaration(FAMILIES[name]).architectures
         details = [variant for variant in passed if type(build(variant)).__name__ in declared]
         rows.append(f"| `{'`, `'.join(declared)}` | `{name.removeprefix('model.')}` | {', '.join(details)} |")
-    return "\n".join([INTRODUCTION, *rows, ""])
+    others = [
+        f"| `{architecture_of(kind)}` | `{kind}` | {'1, 2' if num_ranks(kind) > 1 else '1'} |"
+        for kind in sorted(through, key=architecture_of)
+    ]
+    return "\n".join([INTRODUCTION, *rows, THROUGH, *others, ""])
 
 
 def test_the_page_has_what_passed():
-    assert PAGE.read_text() == render(CHECKED), "run python -m tests.models.test_families"
+    assert PAGE.read_text() == render(CHECKED, KINDS), "run python -m tests.models.test_families"
 
 
 def main() -> None:
     """Take every variant through the kit, and write the page with those that pass."""
-    passed = []
-    for variant in CHECKED:
-        reference = build(variant)
-        with tempfile.TemporaryDirectory() as directory:
-            try:
-                hook = hook_of(type(reference).__name__)
-                check_model(hook, reference, Path(directory), captured=variant not in WITH_EXPERTS)
-            except ConformanceError as error:
-                print(error)
-            else:
-                passed.append(variant)
-    PAGE.write_text(render(passed))
+    passed = [
+        variant
+        for variant in CHECKED
+        if passes(hook_of(type(build(variant)).__name__), build(variant), variant not in WITH_EXPERTS)
+    ]
+    through = []
+    for kind in KINDS:
+        reference = build_kind(kind)
+        if passes(callboard_model, reference, not has_experts(reference), num_ranks(kind)):
+            through.append(kind)
+    PAGE.write_text(render(passed, through))
+
+
+def passes(hook: Any, reference: Any, captured: bool, ranks: int = 2) -> bool:
+    """Whether a model passes the kit; what does not is printed."""
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            check_model(hook, reference, Path(directory), ranks=ranks, captured=captured)
+        except ConformanceError as error:
+            print(error)
+            return False
+    return True
 
 
 if __name__ == "__main__":

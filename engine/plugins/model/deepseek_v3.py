@@ -36,4 +36,4 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     attention = read_latent_attention(fields, sizes, query_rank=1536, interleaved=fields.flag("rope_interleave", True))
     experts = read_experts(fields, router, number=256, shared=1, size=2048, chosen=8)
     shape = with_first_dense(fields, sizes, attention, experts, first_experts=3)
-    return msgspec.structs.replace(shape, names=Names(unread=f"model.layers.{sizes.num_layers}."))
+    return msgspec.structs.replace(shape, unread=(rf"^model\.layers\.{sizes.num_layers}\.",))

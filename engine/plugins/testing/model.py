@@ -23,8 +23,8 @@ from engine.checkpoints.shards import SINGLE_FILE
 from engine.errors import WeightsError
 from engine.layers.attention import AttentionBatch
 from engine.layers.comm import Comm
-from engine.models.decoder import Decoder
 from engine.models.loader import load_model
+from engine.models.model import Model
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.hookspecs import ModelContext
 from engine.plugins.linear.onednn import onednn_linears
@@ -97,7 +97,7 @@ class _Loading:
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
 
-    def __call__(self, comm: Comm | None = None, dummy: bool = False) -> Decoder:
+    def __call__(self, comm: Comm | None = None, dummy: bool = False) -> Model:
         load_format: Any = "dummy" if dummy else "safetensors"
         return load_model(
             self.spec,

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.layers.attention import AttentionBackend, AttentionBatch
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
-from engine.models.decoder import Decoder
+from engine.models.model import Model
 from engine.plugins.attention.torch import TorchAttention
 
 
@@ -30,7 +30,7 @@ class Sequence:
 class Driver:
     """A pool full of NaN, a backend, and any number of sequences by name."""
 
-    def __init__(self, model: Decoder, page_size: int = 16, num_pages: int = 64, shuffled: bool = True) -> None:
+    def __init__(self, model: Model, page_size: int = 16, num_pages: int = 64, shuffled: bool = True) -> None:
         spec = model.attention_spec
         device = torch.device("cpu")
         self.model = model

@@ -1,0 +1,83 @@
+"""Every decoder whose class in transformers makes its attention calls through transformers' attention interface.
+
+It is asked where no other family knows the architecture, and for all of them if ``plugins.models`` names it.  What
+such a class does is found out by running it without weights, which takes transformers and torch: a process of its own,
+unless this one has torch already.  The answer is kept in the user's cache.
+
+Owns: asking, and keeping the answer.  Does not know: transformers, torch.
+"""
+
+import hashlib
+import logging
+import subprocess
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.cache_folder import cache_folder, replace_file
+from engine.checkpoints.shape import DecoderShape
+from engine.checkpoints.through_transformers import Facts, shape_of
+from engine.errors import WeightsError
+from engine.plugins.hookspecs import ModelContext, hookimpl
+
+CALLBOARD_PLUGIN = {"api": 1, "packages": ["transformers"]}
+
+FACTS = "engine.models.through_transformers.facts"
+FORM = 1  # part of the name that an answer is kept by: raise it when other facts are asked for
+TIMEOUT_S = 300.0
+
+log = logging.getLogger(__name__)
+
+
+@hookimpl
+def callboard_model(context: ModelContext) -> DecoderShape:
+    """Whatever transformers makes of it.  Raises WeightsError if that cannot be served."""
+    config = context.fields.table
+    installed = version("transformers")
+    log.info("%s: %s is served through transformers %s", context.fields.origin, context.architecture, installed)
+    request = msgspec.json.encode([context.architecture, config], order="deterministic")
+    path = _place(hashlib.sha256(f"{FORM} {installed} ".encode() + request).hexdigest())
+    facts = _kept(path)
+    if facts is None:
+        facts = _find(context.architecture, config, request)
+        _keep(path, facts)
+    return shape_of(facts, context.architecture, config)
+
+
+def _place(digest: str) -> Path | None:
+    folder = cache_folder("transformers")
+    return folder / f"{digest[:32]}.json" if folder else None
+
+
+def _kept(path: Path | None) -> Facts | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Facts) if path else None
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _keep(path: Path | None, facts: Facts) -> None:
+    try:
+        if path:
+            replace_file(path, msgspec.json.encode(facts))
+    except OSError as error:
+        log.info("%s: not kept for the next start (%s)", path, error.strerror or error)
+
+
+def _find(architecture: str, config: dict[str, Any], request: bytes) -> Facts:
+    if "torch" in sys.modules:
+        facts: Facts = import_module(FACTS).find_facts(architecture, config)
+        return facts
+    try:
+        done = subprocess.run([sys.executable, "-m", FACTS], input=request, capture_output=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise WeightsError(f"{architecture}: transformers has not made it within {TIMEOUT_S:.0f} s") from None
+    answer: dict[str, Any] = msgspec.json.decode(done.stdout) if done.returncode == 0 else {}
+    if done.returncode or "error" in answer:
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["it wrote nothing"])[-1]
+        raise WeightsError(answer.get("error") or f"{architecture}: asking transformers about it failed: {last}")
+    return msgspec.convert(answer, Facts)

@@ -1,0 +1,79 @@
+"""A checkpoint without tokenizer.json: transformers writes one from the files that it has instead.
+
+transformers imports torch, so it runs in a process of its own, once: what it writes is kept in the user's cache, by the
+content of the files that it was made of.
+
+Owns: which files those are, and asking.  Does not know: what is in them.
+"""
+
+import hashlib
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from engine.cache_folder import cache_folder
+from engine.errors import WeightsError
+
+log = logging.getLogger(__name__)
+
+CONVERTER = "engine.formats.tokenizer_json"
+WRITTEN = "tokenizer.json"
+# Vocabularies of sentencepiece, tiktoken, Mistral and plain text; the first two are read by packages of these names.
+SOURCES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "tekken.json")
+SOURCES += ("vocab.json", "vocab.txt")
+BESIDE = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
+ADVICE = "pip install 'callboard[transformers]'"
+TIMEOUT_S = 300.0
+
+
+def convert_tokenizer(directory: Path) -> Path | None:
+    """A tokenizer.json for a checkpoint that has none; None if it has nothing to make one of.
+
+    Raises WeightsError naming the file and the reason if it cannot be made."""
+    source = next((directory / name for name in SOURCES if (directory / name).is_file()), None)
+    if source is None:
+        return None
+    if find_spec("transformers") is None:
+        raise WeightsError(f"{source}: without a {WRITTEN} beside it it is converted by transformers: {ADVICE}")
+    try:
+        folder = cache_folder("tokenizers")
+        if folder is None:
+            raise WeightsError(f"{source}: no home directory to keep its conversion in; set XDG_CACHE_HOME")
+        kept = folder / _digest(directory) / WRITTEN
+        if not kept.is_file():
+            log.info("%s: converted to %s by transformers; this is done once", source, WRITTEN)
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as partial:
+                _convert(source, Path(partial))
+                kept.parent.mkdir(exist_ok=True)
+                shutil.move(Path(partial) / WRITTEN, kept)
+        return kept
+    except OSError as error:
+        raise WeightsError(f"{source}: its conversion cannot be kept: {error.strerror or error}") from None
+
+
+def _digest(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for name in (*SOURCES, *BESIDE):
+        path = directory / name
+        if path.is_file():
+            digest.update(f"{name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _convert(source: Path, target: Path) -> None:
+    command = [sys.executable, "-m", CONVERTER, str(source.parent), str(target)]
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise WeightsError(f"{source}: transformers has not converted it within {TIMEOUT_S:.0f} s") from None
+    if done.returncode or not (target / WRITTEN).is_file():
+        reason = (done.stderr.strip().splitlines() or ["it wrote no tokenizer.json"])[-1]
+        raise WeightsError(
+            f"{source}: transformers cannot convert it: {reason}; if a package is missing: {ADVICE}; or set "
+            "model.tokenizer to a directory with a tokenizer.json"
+        )

@@ -1,0 +1,131 @@
+"""Families that only transformers computes: the same tokens through our pages, or a refusal that says why."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from callboard import LLM, SamplingParams
+from engine.errors import ConfigError, WeightsError
+from engine.plugins.families import read_model
+from engine.plugins.model.transformers import callboard_model
+from engine.plugins.testing.model import check_model
+from engine.sections import PluginsSection
+from tests.models.checkpoints import build, random_tokens, save
+from tests.models.through_transformers import build_kind, has_experts, num_ranks
+
+# Windows and a scale of logits; values narrower than keys, experts and a group of them; positions in a table, no plan.
+FEW = ["cohere2", "deepseek_v3", "opt"]
+THROUGH = PluginsSection(models=["transformers"])
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_the_reference_and_transformers_on_our_pages_agree(kind: str, tmp_path: Path):
+    reference = build_kind(kind)
+    check_model(
+        callboard_model,
+        reference,
+        tmp_path / "checkpoint",
+        ranks=num_ranks(kind),
+        captured=not has_experts(reference),
+    )
+
+
+def test_a_native_family_gives_the_same_tokens_when_it_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Through the engine: prompts in chunks that share a prefix, and rounded layers."""
+    reference = build("qwen2-tied-upper-window")
+    checkpoint = save(reference, tmp_path / "checkpoint")
+    prefix = random_tokens(40, 3)
+    prompts = [prefix + random_tokens(5 + 3 * number, number) for number in range(6)]
+    config: dict[str, Any] = {
+        "model": {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32"},
+        "kv": {"num_pages": 96, "page_size": 16},
+        "device": {"kind": "cpu"},
+        "scheduler": {"max_step_tokens": 48, "prefill_chunk": 16},
+    }
+
+    def served(**changes: Any) -> list[list[int]]:
+        with LLM(progress=False, config=config | changes) as llm:
+            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            return [list(one.token_ids) for one in llm.generate(prompts, params)]
+
+    through = {"plugins": {"models": ["transformers"]}}
+    with caplog.at_level("INFO"):
+        assert served(**through) == served()
+    assert "Qwen2ForCausalLM is served through transformers" in caplog.text
+    rounded = served(**through, model=config["model"] | {"quantization": "int8"})
+    assert [len(one) for one in rounded] == [12] * len(prompts)
+
+
+# What it is -> a model_type, what its configuration has, and what is said.
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "attention of its own": ("gptj", {}, "its attention is not called through transformers' attention interface"),
+    "an encoder": ("bert", {}, "its masks are neither causal nor those of a sliding window"),
+    "masks of its own": ("doge", {}, "it computes with its masks, which are not made here"),
+    "attention twice in a layer": ("diffllama", {}, "interface 4 times for 2 layers"),
+    "mixed heads": ("mimo_v2_flash", {}, r"its layers have different numbers of heads: \(4, 2\), \(4, 4\)"),
+    "recurrent layers": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "it has layers of kind conv, not only"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_served_is_refused_by_name_at_start(what: str, tmp_path: Path):
+    kind, changes, said = REFUSED[what]
+    reference = build_kind(kind, **changes)
+    reference.config.architectures = [type(reference).__name__]
+    reference.config.save_pretrained(tmp_path)
+    with pytest.raises(WeightsError, match=f"^{type(reference).__name__}.*{said}"):
+        read_model(tmp_path)
+
+
+def test_an_architecture_that_nobody_has_is_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"architectures": ["AcmeForCausalLM"], "model_type": "acme"}')
+    with pytest.raises(WeightsError, match=r"AcmeForCausalLM \(model_type 'acme'\) is no causal language model of tr"):
+        read_model(tmp_path)
+
+
+def test_without_a_plan_ranks_are_refused(tmp_path: Path):
+    from engine.models.model import build_model
+    from engine.plugins.testing.threads import ThreadComm
+
+    reference = build_kind("opt")
+    reference.config.architectures = ["OPTForCausalLM"]
+    reference.config.save_pretrained(tmp_path)
+    shape = read_model(tmp_path).shape
+    with pytest.raises(ConfigError, match="tensor_parallel=2: transformers has no tensor-parallel plan for OPTForCaus"):
+        build_model(shape, ThreadComm(0, [None] * 2, None), torch.device("meta"), torch.float32)
+
+
+ASKED = """
+import sys
+from pathlib import Path
+from engine.plugins.families import read_model
+shape = read_model(Path(sys.argv[1])).shape
+assert not {"torch", "transformers"} & set(sys.modules)
+print(shape.num_layers, shape.window, shape.max_len, shape.names.embedding)
+"""
+
+
+def test_a_process_without_torch_asks_another_one_once(tmp_path: Path, cache: Path):
+    reference = build_kind("cohere2")
+    reference.config.architectures = ["Cohere2ForCausalLM"]
+    reference.config.save_pretrained(tmp_path)
+
+    def asked() -> str:
+        command = [sys.executable, "-c", ASKED, str(tmp_path)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    first = asked()
+    assert first == "2 13 512 model.embed_tokens\n"
+    (kept,) = cache.rglob("*.json")
+    kept.write_bytes(kept.read_bytes().replace(b"model.embed_tokens", b"kept"))
+    assert asked() == "2 13 512 kept\n"
