@@ -17,6 +17,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from engine.kernels import dependent_launch
 from engine.kernels.activation import KINDS, gated
 from engine.kernels.embedding import embed_shard
 from engine.kernels.heads import rotate_and_store
@@ -28,7 +29,7 @@ from engine.layers.step import DecodeInputs
 from engine.params import SamplingParams
 from engine.sampling.state import SamplingState
 from engine.sampling.triton.sampler import KernelSampler
-from tests.no_gpu import NoGPU, resources
+from tests.no_gpu import NoGPU, order, resources
 
 CPU = torch.device("cpu")
 VOCAB = 151_936
@@ -104,9 +105,11 @@ def compile_launches(work: Callable[[], None]) -> list[tuple[Any, float]]:
 
 if __name__ == "__main__":
     triton.runtime.driver.set_active(NoGPU())
+    dependent_launch.has_dependent_launch = lambda device: True
     for dtype_name in sys.argv[1:] or ["bfloat16", "float32"]:
         for group in (layers, inputs, sampling):
             one_dtype = getattr(torch, dtype_name)
             for kernel, seconds in compile_launches(lambda group=group, dtype=one_dtype: group(dtype)):
-                row = {"kernel": kernel.metadata.name, "dtype": dtype_name, **resources(kernel), "s": round(seconds, 2)}
+                about = {"kernel": kernel.metadata.name, "dtype": dtype_name, "s": round(seconds, 2)}
+                row = {**about, **resources(kernel), **order(kernel)}
                 print(json.dumps(row), flush=True)

@@ -3,6 +3,7 @@
     __init__.py   the hook: options, and what is refused before the engine starts
     backend.py    what happens in a step, eager or captured
     kernels.py    the calls into the library
+    arguments.py  what all layers of a step are called with
     lists.py      where a step's keys are
     staging.py    when page-locked memory may be written again
 
@@ -37,6 +38,7 @@ CALLBOARD_PLUGIN = {
     "devices": ["cuda"],
     "dtypes": ["bfloat16", "float16"],
     "head_sizes": [64, 128, 256],
+    "kv_layouts": ["layer_first", "page_first"],
     "supports": ["layer_windows"],
     "padding": True,
     "variants": [
@@ -126,7 +128,8 @@ def _build(
     many = FA3_TILE * -(-setup.num_sms // spec.num_heads)
     for num_queries in (2, many) if prefill_backend == "auto" and "prefill" in phases else (2,):
         try_out(PLUGIN, attention, spec, pool, num_queries, phases)
-    if choose_kernels(device) is None:  # else one kernel normalises, rotates and stores
+    # Else one kernel normalises, rotates and stores; and page-first, slots are no positions in a list of all pages.
+    if choose_kernels(device) is None and pool.layout == "layer_first":
         store_by_library(library, pool)
     return attention
 

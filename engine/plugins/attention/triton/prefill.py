@@ -10,6 +10,7 @@ its queries end at nearly the same key.
 import triton
 import triton.language as tl
 
+from engine.kernels.dependent_launch import let_next_begin, wait_for_previous
 from engine.plugins.attention.triton.products import multiply
 
 
@@ -63,7 +64,7 @@ def prefill_attention(
     q, out, keys, values, page_table, lengths, query_starts, num_rows, scale_log2, q_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (head, i): a tile of queries of one sequence, over the keys that any of them sees.
 
@@ -75,6 +76,8 @@ def prefill_attention(
     SLOT: tl.constexpr = NUM_KV_HEADS * HEAD_SIZE
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # later queries see more keys: the longest work first
+    wait_for_previous(PDL)
+    let_next_begin(PDL)
     origin = tl.load(query_starts)
     begun_B = tl.zeros([BLOCK_B], tl.int32)
     for first_row in range(0, num_rows, BLOCK_B):
