@@ -25,6 +25,7 @@ from engine.kernels.inputs import fill_inputs, write_tokens
 from engine.kernels.norm import add_norm
 from engine.kernels.page_lists import list_pages
 from engine.kernels.rotary import angle_table
+from engine.kernels.rounding import round_rows
 from engine.layers.step import DecodeInputs
 from engine.params import SamplingParams
 from engine.sampling.state import SamplingState
@@ -40,6 +41,7 @@ def layers(dtype: torch.dtype) -> None:
     for width in (1024, 5120, 100):
         x_TD = torch.zeros((2, width), dtype=dtype)
         add_norm(x_TD, x_TD.clone(), torch.ones(width, dtype=dtype), 1e-6)
+        round_rows(x_TD)
     for kind in KINDS:
         gated(torch.zeros((2, 2 * 3072), dtype=dtype), kind)
     embed_shard(torch.zeros(2, dtype=torch.int64), torch.zeros((8, 1024), dtype=dtype), 0)

@@ -12,7 +12,7 @@ import pytest
 
 KERNELS = {
     "add_norm_rows", "adjust_tokens", "draw_candidate", "fill_row", "gate_columns", "gather_candidates", "gather_rows",
-    "list_row", "measure_some_blocks", "pick_row", "rotate_heads", "tabulate_angles", "write_places",
+    "list_row", "measure_some_blocks", "pick_row", "rotate_heads", "round_row", "tabulate_angles", "write_places",
 }  # fmt: skip
 
 
@@ -21,6 +21,7 @@ KERNELS = {
 WAITING = {
     "add_norm_rows": (True, True), "fill_row": (False, False), "gate_columns": (False, True),
     "gather_rows": (False, True), "list_row": (False, False), "rotate_heads": (True, True),
+    "round_row": (False, True),
     "tabulate_angles": (False, True), "write_places": (False, False),
 }  # fmt: skip
 
