@@ -3,7 +3,10 @@
 The graph's replay, FlashInfer's plan and run, and the queue of the device are replaced by nothing at their border; what
 is left is this project's own work between two replays.  Attention that plans nothing stands for Triton and
 FlashAttention.  In a steady step nobody joins and no row gets a page; in the other one some rows get one; newcomers are
-admitted in one step, without its forward pass.  All figures are medians, also as multiples of one small copy in torch.
+admitted in one step, without its forward pass.  Where FlashInfer is installed, as `make signatures` does without a GPU,
+its own Python is timed as well, over kernels that do nothing: a layer of a step with prompts and decode rows, with the
+arguments that the step's first layer put together, and by its `run` in every layer.  All figures are medians, also as
+multiples of one small copy in torch.
 
     python benchmarks/bench_step.py
     python benchmarks/bench_step.py --rows 256 --new-pages 16 --newcomers 64 --prompt 512
@@ -15,6 +18,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,13 +38,15 @@ from engine.execution.attention import RankAttention
 from engine.execution.runner import ModelRunner
 from engine.graphs import rank
 from engine.graphs.device import HostDevice
-from engine.layers.attention import AttentionBackend, AttentionBatch
+from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.messages import Admission, Step
 from engine.params import SamplingParams
+from engine.plugins.attention.flashinfer.arguments import PlannedKernel
 from engine.plugins.attention.flashinfer.backend import BUFFERS, FlashInferAttention
 from engine.plugins.attention.flashinfer.kernels import PLAN_BYTES, Setup
 from engine.plugins.attention.flashinfer.staging import StagingRing
+from engine.plugins.support.paging import batch_on
 from engine.startup.loading import load_runner
 from engine.system import System
 
@@ -186,6 +194,46 @@ def admit_us(
     )
 
 
+def layer_us(times: int) -> dict[str, float]:
+    """A layer of 8 decode rows and a prompt of 256 tokens in FlashInfer's own Python; {} if it is not installed."""
+    if find_spec("flashinfer") is None:
+        return {}
+    library, empty = import_module("flashinfer"), torch.empty
+    nothing = SimpleNamespace(
+        plan=lambda *_: [0] * 15, run=lambda *_: None, paged_run=lambda *_: None, workspace_size=None
+    )
+    spec = AttentionSpec(28, 16, 8, 128, 128**-0.5)
+    pool = KVPool(spec.num_layers, 40, PAGE_SIZE, spec.num_kv_heads, spec.head_size, torch.bfloat16, CPU)
+    lengths = np.array([100] * 8 + [256], np.int32)
+    queries = np.array([1] * 8 + [256], np.int32)
+    batch = batch_on(CPU, 8, np.zeros((9, 16), np.int32), lengths, queries)
+    q_TNH = torch.zeros((int(queries.sum()), spec.num_heads, spec.head_size), dtype=torch.bfloat16)
+    found = {}
+    with (
+        patch.object(torch, "empty", lambda *sizes, pin_memory=False, **others: empty(*sizes, **others)),
+        patch.object(torch.cuda, "device", lambda _: nullcontext()),
+        patch.object(library.decode, "get_batch_decode_module", lambda *_: nothing),
+        patch.object(library.prefill, "get_batch_prefill_module", lambda *_: nothing),
+    ):
+        rings = [StagingRing(BUFFERS * 2, CPU) for _ in range(2)]
+        setup = Setup(library, spec, pool, torch.zeros(64, dtype=torch.uint8), rings[0], False, 132)
+        attention = FlashInferAttention(setup, rings[1], "fa2", ("prefill", "decode"))
+        out_TNH = torch.zeros_like(q_TNH)
+
+        def layers(_: int) -> None:
+            for layer in range(spec.num_layers):
+                attention.attend_into(layer, q_TNH, out_TNH)
+
+        def by_run(kernel: PlannedKernel, q_TNH: Tensor, pages: Any, out_TNH: Tensor) -> None:
+            kernel._wrapper.run(q_TNH, pages, out=out_TNH)
+
+        for name, call in (("run of every layer", by_run), ("arguments of the step", PlannedKernel.__call__)):
+            with patch.object(PlannedKernel, "__call__", call):
+                us = median_us(layers, times, lambda _: attention.plan_step(batch))
+            found[f"flashinfer's own Python, a layer: {name}"] = us / spec.num_layers
+    return found
+
+
 def int32(numbers: Any) -> bytes:
     return np.asarray(numbers, dtype=np.int32).tobytes()
 
@@ -221,6 +269,7 @@ def main() -> None:
             packed, alone = admit_us(runner, arguments.newcomers, arguments.prompt, params, arguments.times // 10)
             results[f"{arguments.newcomers} newcomers, {name}: one step"] = packed
             results[f"{arguments.newcomers} newcomers, {name}: a step each"] = alone
+    results |= layer_us(arguments.times)
     table = Table("what", "us", "copies")
     for name, value in results.items():
         table.add_row(name, f"{value:.2f}" if value < 10 else f"{value:.0f}", f"{value / copy:.0f}")

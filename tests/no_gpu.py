@@ -1,6 +1,7 @@
 """Compiling Triton's kernels for an H200 (sm_90a) on a machine without a GPU.
 
-Owns: the driver that stands in, what the assembler says of a kernel.  Does not know: kernels, who launches them.
+Owns: the driver that stands in, what the assembler says of a kernel, where it waits for the one in front of it.
+Does not know: kernels, who launches them.
 """
 
 import os
@@ -25,6 +26,23 @@ class NoGPU:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+def order(kernel: Any) -> dict[str, Any]:
+    """How a kernel keeps the order of its stream, see ``engine/kernels/dependent_launch.py``.
+
+    early: whether it is launched before its predecessor is complete.  waits, lets_next: how often it says so.
+    read_before, written_before: accesses to memory in front of the first wait."""
+    code = kernel.asm["ptx"]
+    before, _, behind = code.partition("griddepcontrol.wait")
+    return {
+        "early": bool(kernel.metadata.launch_pdl),
+        "waits": code.count("griddepcontrol.wait"),
+        "lets_next": behind.count("griddepcontrol.launch_dependents"),
+        "lets_next_before": before.count("griddepcontrol.launch_dependents"),
+        "read_before": before.count("ld.global") + before.count("cp.async"),
+        "written_before": sum(before.count(one) for one in ("st.global", "atom.", "red.")),
+    }
 
 
 def resources(kernel: Any) -> dict[str, int]:

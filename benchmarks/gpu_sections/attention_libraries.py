@@ -1,4 +1,4 @@
-"""FlashInfer and FlashAttention through the conformance kit, captured in a graph, and timed beside the torch backend.
+"""FlashInfer, XQA and FlashAttention through the conformance kit, captured in a graph, and timed beside torch's own.
 
 Everything is bfloat16 with heads of 128: what these libraries are used for, and what they have kernels for without
 compiling any for minutes.
@@ -16,6 +16,7 @@ from engine.layers.attention import AttentionBatch, AttentionFactory, AttentionS
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention import flash_attn as flash_attn_plugin
 from engine.plugins.attention import flashinfer as flashinfer_plugin
+from engine.plugins.attention import xqa as xqa_plugin
 from engine.plugins.attention.flashinfer.kernels import PagedAppend
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.declaration import convert_declaration
@@ -83,10 +84,21 @@ def flash_attn(device: torch.device, **sizes: Any) -> Iterator[Row]:
         yield from _checked(library, (_kit, _captured, _decode, _windows))
 
 
+def xqa(device: torch.device, **sizes: Any) -> Iterator[Row]:
+    """FlashInfer's XQA, with the pages that are prebuilt for it.  sizes: see ``Library``."""
+    if rows := cannot_run(xqa_plugin, device):
+        yield from rows
+        return
+    for page_size in (16, 64):
+        factory = through_hook(xqa_plugin.callboard_attention_backend)
+        library = Library(xqa_plugin, f"page {page_size}", factory, page_size, device, **sizes)
+        yield from _checked(library, (_kit, _captured, _decode, _windows))
+
+
 def cannot_run(plugin: ModuleType, device: torch.device) -> list[Row]:
     """The row that says why, by what the plugin declares to need; or none."""
     nothing_known = AttentionContext(
-        device=device.type, dtype="", page_size=0, num_heads=0, num_kv_heads=0, head_size=0, window=0
+        device=device.type, dtype="", page_size=0, num_heads=0, num_kv_heads=0, head_size=0, window=0, phases=()
     )
     misfits = convert_declaration(plugin.__name__, plugin.CALLBOARD_PLUGIN).misfits(nothing_known)
     return [skipped("; ".join(misfits))] if misfits else []

@@ -1,7 +1,7 @@
 """Linear kernels for GPUs: through the conformance kit, captured in a graph, and timed beside torch's own product."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 
 import torch
@@ -17,6 +17,8 @@ from gpu_sections.rows import Row, device_seconds, skipped
 DTYPE = torch.bfloat16
 SHAPES = ((3072, 1024), (1024, 3072))  # Qwen3-0.6B's gate or up, and down projections
 ROWS = (1, 8, 64, 512, 4096)
+# Beside the defaults: what is faster, and how much it loses.
+OPTIONS: Mapping[str, Mapping[str, bool]] = {"torch_fp8": {"fast_accumulation": True}}
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Timed:
     quantization: str
     shape: tuple[int, int]
     ring: int
+    options: Mapping[str, bool] = field(default_factory=dict)
 
 
 def section(
@@ -51,12 +54,16 @@ def section(
         for quantization in declares.quantizations:
             for shape in shapes:
                 yield from _times(Timed(name, quantization, shape, ring), device, rows)
+                if options := OPTIONS.get(name):
+                    yield from _times(Timed(name, quantization, shape, ring, options), device, rows)
 
 
 @torch.inference_mode()
 def _times(timed: Timed, device: torch.device, rows: Sequence[int]) -> Iterator[Row]:
     hook = import_module(BUILTIN[f"linear.{timed.name}"]).callboard_linear
-    kernel = hook(LinearContext("cuda", "bfloat16", timed.quantization, checkpoint_dtype="bfloat16"))
+    kernel = hook(
+        LinearContext("cuda", "bfloat16", timed.quantization, checkpoint_dtype="bfloat16", options=dict(timed.options))
+    )
     plain = [torch.randn(timed.shape, device=device, dtype=DTYPE) for _ in range(timed.ring)]
     packed = [kernel.pack(weight) for weight in plain]
     for count in rows:
@@ -65,5 +72,9 @@ def _times(timed: Timed, device: torch.device, rows: Sequence[int]) -> Iterator[
         seconds = own
         if packed[0] is not None:
             seconds = device_seconds(lambda x=x: [one(x, None) for one in packed], device, calls=1)
-        case = f"{timed.name} {timed.quantization} {timed.shape[0]}x{timed.shape[1]} rows {count}"
-        yield {"case": case, "ok": True, "us": seconds / timed.ring * 1e6, "of_plain": own / seconds}
+        name = " ".join((timed.name, *timed.options))
+        row = {"case": f"{name} {timed.quantization} {timed.shape[0]}x{timed.shape[1]} rows {count}", "ok": True}
+        if packed[0] is not None:
+            expected = torch.nn.functional.linear(x.float(), plain[0].float())
+            row["error"] = float((packed[0](x, None).float() - expected).norm() / expected.norm())
+        yield {**row, "us": seconds / timed.ring * 1e6, "of_plain": own / seconds}

@@ -50,9 +50,11 @@ SECTIONS: Mapping[str, Section] = {
     "flashinfer": Section("gpu_sections.attention_libraries:flashinfer", LIBRARY),
     # Its kernels for these pages are compiled at their first use.
     "flashinfer_fp8": Section("gpu_sections.attention_libraries:flashinfer_fp8", LIBRARY, limit_s=900.0),
+    "xqa": Section("gpu_sections.attention_libraries:xqa", LIBRARY),
     "flash_attn": Section("gpu_sections.attention_libraries:flash_attn", LIBRARY),
     "attention_race": Section("gpu_sections.race:section", {"models": ((2, 1, 1),)}, limit_s=300.0),
     "kernels": Section("gpu_sections.kernels:section"),
+    "dependent_launch": Section("gpu_sections.dependent_launch:section", {"num_links": 2, "sizes": (4,)}),
     "linears": Section("gpu_sections.linears:section"),
     "sampler": Section("gpu_sections.sampler:sampler"),
     "kernel_sampler": Section("gpu_sections.kernel_sampler:section", {"vocab_size": 200, "batches": (2,)}),

@@ -30,6 +30,14 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return f"{self.method} ({self.kind}{self.bits})"
 
+    @property
+    def scales(self) -> str:
+        """What shares a scale, as text for people."""
+        outputs, inputs = self.block
+        if not inputs:
+            return "a scale per output" if outputs else "a scale per tensor"
+        return f"a scale per {inputs} inputs" if outputs == 1 else f"a scale per block of {outputs} x {inputs}"
+
 
 def read_quantization(fields: Fields) -> Quantization | None:
     """fields: of config.json.  None for weights as they are.  Raises WeightsError naming what is not read."""

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
+
 # The names that config.json files use in ``hidden_act``.
 KINDS: Final = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu": 2}
 COLUMNS = 1024
@@ -32,18 +34,23 @@ def gated(gate_up_T2I: Tensor, kind: str = "silu") -> Tensor:
         gate_columns[(num_tokens * per_token,)](
             gate_up_T2I, out_TI,
             WIDTH=both // 2, KIND=KINDS[kind], PROGRAMS=per_token, BLOCK_I=block,
-            num_warps=max(1, block // 256), enable_fp_fusion=True,
+            num_warps=max(1, block // 256), enable_fp_fusion=True, **launch_options(gate_up_T2I.device),
         )  # fmt: skip
     return out_TI
 
 
 @triton.jit
-def gate_columns(gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_I: tl.constexpr):
+def gate_columns(
+    gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Compute some columns of one token per program."""
     program = tl.program_id(0)
     token = (program // PROGRAMS).to(tl.int64)
     i_I = (program % PROGRAMS) * BLOCK_I + tl.arange(0, BLOCK_I)
     live_I = i_I < WIDTH
+    wait_for_previous(PDL)
+    let_next_begin(PDL)
     gate_I = tl.load(gate_up + token * (2 * WIDTH) + i_I, mask=live_I, other=0.0).to(tl.float32)
     up_I = tl.load(gate_up + token * (2 * WIDTH) + WIDTH + i_I, mask=live_I, other=0.0).to(tl.float32)
     tl.store(out + token * WIDTH + i_I, (activated(gate_I, KIND) * up_I).to(out.dtype.element_ty), mask=live_I)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
+
 COLUMNS = 1024
 
 
@@ -23,19 +25,22 @@ def embed_shard(token_ids_T: Tensor, table_VD: Tensor, first: int) -> Tensor:
         gather_rows[(num_tokens * per_token,)](
             token_ids_T, table_VD, x_TD, first, num_rows,
             WIDTH=width, PROGRAMS=per_token, BLOCK_D=block,
-            num_warps=max(1, block // 256), enable_fp_fusion=True,
+            num_warps=max(1, block // 256), enable_fp_fusion=True, **launch_options(table_VD.device),
         )  # fmt: skip
     return x_TD
 
 
 @triton.jit(do_not_specialize=["first", "num_rows"], do_not_specialize_on_alignment=["token_ids"])
 def gather_rows(
-    token_ids, table, out, first, num_rows, WIDTH: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_D: tl.constexpr
-):
+    token_ids, table, out, first, num_rows,
+    WIDTH: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Copy some columns of one token per program."""
     program = tl.program_id(0)
     token = (program // PROGRAMS).to(tl.int64)
     d_D = (program % PROGRAMS) * BLOCK_D + tl.arange(0, BLOCK_D)
+    wait_for_previous(PDL)
+    let_next_begin(PDL)
     row = tl.load(token_ids + token) - first
     held_width = tl.where((row >= 0) & (row < num_rows), WIDTH, 0)
     row_D = tl.load(table + row * WIDTH + d_D, mask=d_D < held_width, other=0.0)

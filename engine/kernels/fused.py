@@ -5,7 +5,7 @@ Owns: the list.  Does not know: when they are used, see ``choice.py``.
 
 import torch
 
-from engine.kernels import activation, embedding, experts, heads, inputs, norm, page_lists, rotary
+from engine.kernels import activation, embedding, experts, heads, inputs, norm, page_lists, rotary, rounding
 
 SILU_OF_ONE = 0.731059
 
@@ -22,6 +22,8 @@ class FusedKernels:
     fill_inputs = staticmethod(inputs.fill_inputs)
     write_tokens = staticmethod(inputs.write_tokens)
     list_pages = staticmethod(page_lists.list_pages)
+    round_rows = staticmethod(rounding.round_rows)
+    widest_rounded = rounding.MAX_WIDTH
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type

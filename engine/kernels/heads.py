@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
+
 HEADS_OF_A_PROGRAM = 8  # 2 KB of 128 bfloat16 numbers each: 16 bytes for each of 64 threads, twice
 
 
@@ -45,7 +47,7 @@ def rotate_and_store(
             q_TQH, keys_SGH, values_SGH, eps,
             QUERIES=num_queries, KEYS=num_keys, HALF=head_size // 2, NORMALISED=weight_QGH is not None, LIMIT=limit,
             PROGRAMS=per_token, BLOCK_P=HEADS_OF_A_PROGRAM, BLOCK_R=triton.next_power_of_2(head_size // 2),
-            num_warps=2, enable_fp_fusion=True,
+            num_warps=2, enable_fp_fusion=True, **launch_options(qkv_TAH.device),
         )  # fmt: skip
     return q_TQH
 
@@ -54,7 +56,7 @@ def rotate_and_store(
 def rotate_heads(
     qkv, weight, angles, slots, q_out, keys, values, eps,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, NORMALISED: tl.constexpr, LIMIT: tl.constexpr,
-    PROGRAMS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
+    PROGRAMS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token per program; they may be of all three kinds."""
     program = tl.program_id(0)
@@ -65,6 +67,12 @@ def rotate_heads(
     place_PR = head_P[:, None] * (2 * HALF) + r_R[None, :]
     turned_P1 = (head_P < QUERIES + KEYS)[:, None]
     of_token = qkv + token * ((QUERIES + 2 * KEYS) * 2 * HALF)
+    if NORMALISED:
+        weighted_PR = live_PR & turned_P1
+        first_weight_PR = tl.load(weight + place_PR, mask=weighted_PR, other=0.0).to(tl.float32)
+        second_weight_PR = tl.load(weight + HALF + place_PR, mask=weighted_PR, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    let_next_begin(PDL)
     first_PR = tl.load(of_token + place_PR, mask=live_PR, other=0.0).to(tl.float32)
     second_PR = tl.load(of_token + HALF + place_PR, mask=live_PR, other=0.0).to(tl.float32)
     slot = tl.load(slots + token)
@@ -73,9 +81,8 @@ def rotate_heads(
     if NORMALISED:
         squares_P = tl.sum(first_PR * first_PR, 1) + tl.sum(second_PR * second_PR, 1)
         scale_P1 = tl.rsqrt(squares_P / (2 * HALF) + eps)[:, None]
-        weighted_PR = live_PR & turned_P1
-        x_PR *= scale_P1 * tl.load(weight + place_PR, mask=weighted_PR, other=0.0).to(tl.float32)
-        y_PR *= scale_P1 * tl.load(weight + HALF + place_PR, mask=weighted_PR, other=0.0).to(tl.float32)
+        x_PR *= scale_P1 * first_weight_PR
+        y_PR *= scale_P1 * second_weight_PR
     of_angles = angles + token * (2 * HALF) + r_R
     cos_1R = tl.load(of_angles, mask=r_R < HALF, other=0.0)[None, :]
     sin_1R = tl.load(of_angles + HALF, mask=r_R < HALF, other=0.0)[None, :]

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.dependent_launch import launch_options, wait_for_previous
 from engine.layers.step import DecodeInputs
 
 PAGES_AT_ONCE = 256
@@ -41,7 +42,7 @@ def fill_inputs(
             inputs.write_at_B, inputs.lengths_B, page_table_BW, tokens_RM.shape[1], pages_RP.shape[1],
             page_table_BW.shape[1], page_table_BW.stride(0), dump_page,
             PAGE_SIZE=page_size, PAGE_STRIDE=page_stride or page_size, BLOCK_W=PAGES_AT_ONCE,
-            num_warps=2, enable_fp_fusion=True,
+            num_warps=2, enable_fp_fusion=True, **launch_options(rows_B.device),
         )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def write_tokens(write_at_N: Tensor, token_ids_N: Tensor, tokens_RM: Tensor) -> 
         write_places[(triton.cdiv(len(write_at_N), PLACES_AT_ONCE),)](
             write_at_N, token_ids_N, tokens_RM, len(write_at_N),
             BLOCK_N=PLACES_AT_ONCE,
-            num_warps=2, enable_fp_fusion=True,
+            num_warps=2, enable_fp_fusion=True, **launch_options(tokens_RM.device),
         )  # fmt: skip
 
 
@@ -65,10 +66,11 @@ def write_tokens(write_at_N: Tensor, token_ids_N: Tensor, tokens_RM: Tensor) -> 
 def fill_row(
     rows, tokens, pages, lengths, token_ids, positions, slots, write_at, batch_lengths, page_table, row_len,
     row_pages, num_pages, table_stride, dump_page,
-    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, BLOCK_W: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of the batch per program."""
     place = tl.program_id(0).to(tl.int64)
+    wait_for_previous(PDL)
     row = tl.load(rows + place)
     real = row >= 0
     position = tl.load(lengths + row, mask=real, other=0)
@@ -93,9 +95,10 @@ def fill_row(
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["write_at", "token_ids"])
-def write_places(write_at, token_ids, tokens, num_tokens, BLOCK_N: tl.constexpr):
+def write_places(write_at, token_ids, tokens, num_tokens, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
     """Some tokens per program."""
     n_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wait_for_previous(PDL)
     at_N = tl.load(write_at + n_N, mask=n_N < num_tokens, other=-1)
     token_N = tl.load(token_ids + n_N, mask=n_N < num_tokens, other=0)
     tl.store(tokens + at_N, tl.maximum(token_N, 0).to(tl.int32), mask=at_N >= 0)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
+
 MAX_WIDTH = 1 << 15  # a row is held in registers
 
 
@@ -27,20 +29,22 @@ def add_norm(x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float) -> T
         add_norm_rows[(num_tokens,)](
             x_TD, update_TD.contiguous(), weight_D, y_TD, eps,
             WIDTH=width, BLOCK_D=block,
-            num_warps=min(16, max(1, block // 256)), enable_fp_fusion=True,
+            num_warps=min(16, max(1, block // 256)), enable_fp_fusion=True, **launch_options(x_TD.device),
         )  # fmt: skip
     return y_TD
 
 
 @triton.jit
-def add_norm_rows(x, update, weight, out, eps, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+def add_norm_rows(x, update, weight, out, eps, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr):
     """One row per program."""
     at = tl.program_id(0).to(tl.int64) * WIDTH
     d_D = tl.arange(0, BLOCK_D)
     live_D = d_D < WIDTH
+    weight_D = tl.load(weight + d_D, mask=live_D, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    let_next_begin(PDL)
     before_D = tl.load(x + at + d_D, mask=live_D, other=0.0).to(tl.float32)
     update_D = tl.load(update + at + d_D, mask=live_D, other=0.0).to(tl.float32)
-    weight_D = tl.load(weight + d_D, mask=live_D, other=0.0).to(tl.float32)
     stored_D = (before_D + update_D).to(x.dtype.element_ty)
     tl.store(x + at + d_D, stored_D, mask=live_D)
     sum_D = stored_D.to(tl.float32)

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.dependent_launch import launch_options, wait_for_previous
+
 ROWS_AT_ONCE = 256
 PAGES_AT_ONCE = 256
 
@@ -23,17 +25,18 @@ def list_pages(
     list_row[(num_rows,)](
         table_BP, lengths_B, starts_B1, last_B, pages_I1, num_rows, table_BP.stride(0),
         PAGE_SIZE=page_size, BLOCK_B=ROWS_AT_ONCE, BLOCK_W=PAGES_AT_ONCE,
-        num_warps=2, enable_fp_fusion=True,
+        num_warps=2, enable_fp_fusion=True, **launch_options(table_BP.device),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def list_row(
     table, lengths, starts, last, pages, num_rows, table_stride,
-    PAGE_SIZE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row per program; each counts the pages of the rows in front of its own."""
     place = tl.program_id(0).to(tl.int64)
+    wait_for_previous(PDL)
     before_B = tl.zeros([BLOCK_B], dtype=tl.int32)
     for first in range(0, place, BLOCK_B):
         b_B = first + tl.arange(0, BLOCK_B)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
+
 
 def angle_table(positions_T: Tensor, frequencies_R: Tensor, scale: float) -> Tensor:
     """angles_TH float32: R cosines, then R sines, of position * frequency, both times ``scale``.
@@ -21,18 +23,20 @@ def angle_table(positions_T: Tensor, frequencies_R: Tensor, scale: float) -> Ten
         tabulate_angles[(num_tokens,)](
             positions_T, frequencies_R, angles_TH, scale,
             HALF=half, BLOCK_R=triton.next_power_of_2(half),
-            num_warps=1, enable_fp_fusion=True,
+            num_warps=1, enable_fp_fusion=True, **launch_options(positions_T.device),
         )  # fmt: skip
     return angles_TH
 
 
 # Where a step's positions begin in a packed upload changes from step to step: their alignment must not make variants.
 @triton.jit(do_not_specialize_on_alignment=["positions"])
-def tabulate_angles(positions, frequencies, out, scale, HALF: tl.constexpr, BLOCK_R: tl.constexpr):
+def tabulate_angles(positions, frequencies, out, scale, HALF: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):
     """One token per program."""
     token = tl.program_id(0).to(tl.int64)
     r_R = tl.arange(0, BLOCK_R)
     live_R = r_R < HALF
+    wait_for_previous(PDL)
+    let_next_begin(PDL)
     position = tl.load(positions + token).to(tl.float32)
     angle_R = position * tl.load(frequencies + r_R, mask=live_R, other=0.0)
     at = out + token * (2 * HALF)

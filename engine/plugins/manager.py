@@ -42,6 +42,7 @@ BUILTIN: Mapping[str, str] = {
     "attention.flashinfer": "engine.plugins.attention.flashinfer",
     "attention.torch": "engine.plugins.attention.torch",
     "attention.triton": "engine.plugins.attention.triton",
+    "attention.xqa": "engine.plugins.attention.xqa",
     "comm.local": "engine.plugins.comm.local",
     "comm.pynccl": "engine.plugins.comm.pynccl",
     "comm.symmetric": "engine.plugins.comm.symmetric",

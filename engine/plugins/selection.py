@@ -28,7 +28,7 @@ HOOK = "callboard_attention_backend"
 BOTH: tuple[Phase, ...] = ("prefill", "decode")
 # Fastest first; a name that is not in this callboard, or cannot run here, is passed over.
 PREFERRED: Mapping[str, tuple[str, ...]] = {
-    "cuda": ("flashinfer", "flash_attn", "triton", "torch"),
+    "cuda": ("flashinfer", "flash_attn", "triton", "xqa", "torch"),
     "cpu": ("torch",),
 }
 

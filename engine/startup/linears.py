@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from engine.checkpoints.checkpoint import ModelSpec
+from engine.checkpoints.quantization import Quantization
 from engine.config import Config
 from engine.errors import PluginError
 from engine.execution.device import instruction_sets
@@ -33,6 +34,8 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
 
     Raises PluginError."""
     context = rank_context(config, spec, device, plan.dtype)
+    if spec.quantization is not None:
+        log.info("weights: %s", told(spec.quantization, context.quantization))
     race = Race(device, plan.dtype)
     layers, head = plan.linear_shapes()
     if context.quantization == "none":
@@ -45,6 +48,14 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
         choose_linear(plugins, context, lambda kernels: race.seconds(kernels, layers)),
         choose_linear(unnamed, exact, lambda kernels: race.seconds(kernels, [head])),
     )
+
+
+def told(stored: Quantization, wanted: str) -> str:
+    """How weights that a checkpoint stores rounded are multiplied by.  wanted: model.quantization."""
+    floats = f"stored as {stored} with {stored.scales}, read as the floats that they stand for"
+    if wanted == "none":
+        return f"{floats}; model.quantization keeps them small"
+    return f"{floats} and rounded again, to {wanted} with a scale per output"
 
 
 def rank_context(config: Config, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> LinearContext:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import triton
 
+from engine.kernels import dependent_launch
 from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.triton import backend
@@ -28,7 +29,7 @@ from engine.plugins.attention.triton.tiles import (
     prefill_candidates,
 )
 from tests.attention.recorded_launches import H200, KERNELS
-from tests.no_gpu import NoGPU, resources
+from tests.no_gpu import NoGPU, order, resources
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def launch(case: Case, compiler: Compiler, candidates: bool) -> list[dict[str, A
         attention.plan_step(batch, tiles)
         attention.attend(0, q_TNH)
         for kernel in compiler.kernels:
-            stats = resources(kernel) | copies(kernel)
+            stats = resources(kernel) | copies(kernel) | order(kernel)
             rows.append({"kernel": kernel.metadata.name, **asdict(case), "tiles": repr(tiles or "default"), **stats})
         compiler.kernels.clear()
     return rows
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=len(CASES), help="only so many of them")
     arguments = parser.parse_args()
     triton.runtime.driver.set_active(NoGPU())
+    dependent_launch.has_dependent_launch = lambda device: True
     compiler = Compiler()
     for name in KERNELS:
         compiler.watch(name)

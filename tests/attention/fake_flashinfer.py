@@ -41,7 +41,7 @@ class Wrapper:
         self._int_workspace_buffer = torch.zeros(PLAN_BYTES, dtype=torch.uint8)
         self._pin_memory_int_workspace_buffer = torch.zeros(PLAN_BYTES, dtype=torch.uint8)
         self._plan_info: list[int] | None = None
-        self._cached_module: object | None = None
+        self._cached_module: SimpleNamespace | None = None
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         self._workspace = float_workspace_buffer
@@ -169,7 +169,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             assert len(last_page_len) == len(self._lists[2])
         else:
             self._lists = (self.stream.upload(indptr), indices, self.stream.upload(last_page_len))
-        self._cached_module = object()
+        self._cached_module = SimpleNamespace(run=self._launch, paged_run=self._launch)
         self._remember(num_qo_heads, num_kv_heads, sm_scale, window_left, q_data_type, kv_data_type)
         self._plan_from(indptr)
 
@@ -208,7 +208,29 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     ) -> Tensor:
         self.calls.append(("decode.run", locals()))
         assert out is not None
-        num_rows = len(self._lists[0]) - 1
+        assert self._cached_module is not None
+        launch = self._cached_module.paged_run if self.use_tensor_cores else self._cached_module.run
+        keys, values = paged_kv_cache
+        launch(self._workspace, self._plan_info, q, keys, values, *self._lists, out, lse)
+        return out
+
+    def _launch(
+        self,
+        workspace: Tensor,
+        plan_info: list[int],
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        starts: Tensor,
+        pages: Tensor,
+        last: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """What the compiled module is called with, for each layer."""
+        self.calls.append(("decode.launch", locals()))
+        num_rows = len(starts) - 1
+        assert plan_info is self._plan_info, "these arguments are of an older plan"
         assert q.shape[:2] == (num_rows, self._heads[0])
 
         def check(plan: list[int], counts: list[int]) -> None:
@@ -216,8 +238,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             assert not plan[1] or plan[2:] == counts, "this plan is for other lengths"
 
         starts_B1 = torch.arange(num_rows + 1)
-        self._queue_kernel(q, paged_kv_cache, out, self._lists, starts_B1, check)
-        return out
+        self._queue_kernel(q, (keys, values), out, (starts, pages, last), starts_B1, check)
 
 
 def _pages(pages: Tensor, own: Tensor) -> Tensor:
@@ -335,6 +356,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         )
         self._query_starts = self.stream.upload(qo_indptr)
         self._num_rows = int(qo_indptr[-1])
+        self._cached_module = SimpleNamespace(paged_run=self._launch)
+        self._plan_info = [self._num_rows]
         self._num_heads = num_qo_heads
         self._sm_scale, self._window_left = sm_scale, window_left
         self._q_data_type, self._kv_data_type = q_data_type, kv_data_type
@@ -364,14 +387,33 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
     ) -> Tensor:
         self.calls.append((f"prefill.run {self.backend}", locals()))
         assert out is not None, "without it the library writes zeros first"
+        assert self._cached_module is not None
+        keys, values = paged_kv_cache
+        self._cached_module.paged_run(self._plan_info, q, keys, values, self._query_starts, *self._lists, out, lse)
+        return out
+
+    def _launch(
+        self,
+        plan_info: list[int],
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        query_starts: Tensor,
+        starts: Tensor,
+        pages: Tensor,
+        last: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """What the compiled module is called with, for each layer."""
+        self.calls.append((f"prefill.launch {self.backend}", locals()))
+        assert plan_info is self._plan_info, "these arguments are of an older plan"
         assert q.shape[:2] == (self._num_rows, self._num_heads)
-        query_starts = self._query_starts
 
         def check(plan: list[int], counts: list[int]) -> None:
             assert plan == [*counts, *query_starts.diff().tolist()], "this plan is for another batch"
 
-        self._queue_kernel(q, paged_kv_cache, out, self._lists, query_starts, check)
-        return out
+        self._queue_kernel(q, (keys, values), out, (starts, pages, last), query_starts, check)
 
 
 def append_paged_kv_cache(
@@ -405,6 +447,48 @@ def append_paged_kv_cache(
                 target[kv_indices[place], position % page_size] = source[token]
 
     stream.queue(kernel)
+
+
+def xqa_batch_decode_with_kv_cache(
+    stream: FakeStream,
+    calls: list[tuple[str, dict[str, Any]]],
+    query: Tensor,
+    kv_cache: tuple[Tensor, Tensor],
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    bmm1_scale: float = 1.0,
+    bmm2_scale: float = 1.0,
+    window_left: int = -1,
+    out: Tensor | None = None,
+    kv_layout: str = "NHD",
+) -> Tensor:
+    """The kernel takes contiguous rows for granted, of queries and of pages, and reads lengths when it runs."""
+    calls.append(("xqa", locals()))
+    keys, values = kv_cache
+    page_size, head_size = keys.shape[1], query.shape[2]
+    assert out is not None
+    assert (kv_layout, bmm2_scale) == ("NHD", 1.0)
+    assert page_size in (16, 32, 64, 128)
+    assert head_size % 16 == 0
+    assert max_seq_len == block_tables.shape[1] * page_size
+    for tensor in (query, block_tables, seq_lens, out):
+        assert tensor.is_contiguous()
+    assert block_tables.dtype == seq_lens.dtype == torch.int32
+    assert len(query) == len(block_tables) == len(seq_lens)
+    assert keys.stride() == values.stride()
+    assert not workspace_buffer[: 8 << 20].any(), "semaphores"
+
+    def kernel() -> None:
+        for row, length in enumerate(seq_lens.tolist()):
+            own = block_tables[row, : -(-length // page_size)].long()
+            begin = max(0, length - 1 - window_left) if window_left >= 0 else 0
+            seen_keys, seen_values = (x[own].flatten(0, 1)[begin:length] for x in (keys, values))
+            out[row] = attend(query[row], seen_keys, seen_values, bmm1_scale)
+
+    stream.queue(kernel)
+    return out
 
 
 def binding(function: Callable[..., Any], made: set[Call], *names: Name) -> Callable[..., Any]:
@@ -452,7 +536,12 @@ def fake_flashinfer(stream: FakeStream) -> Any:
             run=("run",),
         ),
         decode=SimpleNamespace(
-            fast_decode_plan=binding(fast_decode_plan, made, ("flashinfer.decode", "fast_decode_plan"))
+            fast_decode_plan=binding(fast_decode_plan, made, ("flashinfer.decode", "fast_decode_plan")),
+            xqa_batch_decode_with_kv_cache=binding(
+                functools.partial(xqa_batch_decode_with_kv_cache, stream, calls),
+                made,
+                ("flashinfer.decode", "xqa_batch_decode_with_kv_cache"),
+            ),
         ),
         append_paged_kv_cache=binding(
             functools.partial(append_paged_kv_cache, stream, calls), made, ("flashinfer.page", "append_paged_kv_cache")

@@ -1,6 +1,7 @@
 """The FlashInfer plugin on a CPU: every list, offset and window that it hands over, to one that computes by them."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -300,7 +301,43 @@ def test_a_prefill_kernel_that_was_named_serves_all_prompts(backend: str):
     for part in (case, part_of(case, case.batch, 1, 2)):
         rig = Rig(part, prefill_backend=backend)
         rig.check(part)
-        assert set(rig.calls("prefill")) == {f"prefill.plan {backend}", f"prefill.run {backend}"}
+        assert set(rig.calls("prefill")) == {f"prefill.{what} {backend}" for what in ("plan", "run", "launch")}
+
+
+def test_all_layers_of_a_step_share_the_arguments_that_the_first_one_put_together():
+    spec = replace(spec_of(4, 2, 8), num_layers=5)
+    case = paged(spec, [(30, 1), (64, 1), (33, 7), (50, 2)], 4, seed=22)
+    rig = Rig(case)
+    for step in range(3):  # each with a plan of its own
+        part = case if step % 2 == 0 else part_of(case, case.batch, 1, 4)
+        rig.library.calls.clear()
+        rig.check(part)
+        assert len(rig.calls("decode.run")) == len(rig.calls("prefill.run")) == 1
+        assert len(rig.calls("decode.launch")) == len(rig.calls("prefill.launch")) == 5
+    kept = [*rig.backend._decode[0]._kernel._arguments, *rig.backend._prefill[0]._kernel._arguments]
+    assert not any(one is tensor for one in kept for pages in rig.backend._pages for tensor in pages)
+
+
+def test_a_library_that_calls_its_kernels_in_another_way_is_asked_in_every_layer(monkeypatch: pytest.MonkeyPatch):
+    """Two calls for a layer, or none that can be seen: nothing is bound, and every layer is right."""
+    case = paged(spec_of(4, 2, 8), [(30, 1), (64, 1)], 4, seed=23)
+    rig = Rig(case)
+    run = rig.library.BatchDecodeWithPagedKVCacheWrapper.run
+
+    def twice(self: Any, *args: Any, **kwargs: Any) -> None:
+        run(self, *args, **kwargs)
+        run(self, *args, **kwargs)
+
+    def unseen(self: Any, *args: Any, **kwargs: Any) -> None:
+        noting, self._cached_module = self._cached_module, SimpleNamespace(run=self._launch)
+        run(self, *args, **kwargs)
+        self._cached_module = noting
+
+    for other in (twice, unseen):
+        monkeypatch.setattr(rig.library.BatchDecodeWithPagedKVCacheWrapper, "run", other)
+        rig.library.calls.clear()
+        rig.check(case)
+        assert len(rig.calls("decode.run")) == (4 if other is twice else 2)
 
 
 def test_wrappers_are_built_for_the_phases_that_are_served():
@@ -362,8 +399,8 @@ def test_the_hook_gives_a_factory_that_tries_every_kernel_out(gpu: Any):
     backend = callboard_attention_backend(context(window=7))(case.spec, case.pool)
     gpu.stream.run()
     called = {name for name, _ in gpu.library.calls}
-    prefill = {f"prefill.{what} {kernel}" for what in ("plan", "run") for kernel in ("fa2", "fa3")}
-    assert called == {"decode.plan", "decode.run", "append"} | prefill
+    prefill = {f"prefill.{what} {kernel}" for what in ("plan", "run", "launch") for kernel in ("fa2", "fa3")}
+    assert called == {"decode.plan", "decode.run", "decode.launch", "append"} | prefill
     assert {arguments["window_left"] for name, arguments in gpu.library.calls if "plan" in name} == {-1, 6}
     with torch.inference_mode():
         backend.plan_step(case.batch)
@@ -376,7 +413,7 @@ def test_only_the_phases_that_are_served_are_tried_out(gpu: Any):
     case = paged(spec_of(4, 2, 64), [(3, 1)], 16, seed=15)
     case.pool.data[:, :, case.pool.dump_page] = 0
     callboard_attention_backend(context(phases=("decode",)))(case.spec, case.pool)
-    assert {name for name, _ in gpu.library.calls} == {"decode.plan", "decode.run", "append"}
+    assert {name for name, _ in gpu.library.calls} == {"decode.plan", "decode.run", "decode.launch", "append"}
 
 
 def append_is_called(gpu: Any, pool: KVPool) -> bool:

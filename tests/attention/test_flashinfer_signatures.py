@@ -20,6 +20,7 @@ import torch
 
 from engine.plugins.attention.flashinfer import CUDA_CORE_GROUPS
 from engine.plugins.attention.flashinfer.kernels import DECODE_PLAN_LENGTH, STAGING, PagedAppend
+from engine.plugins.attention.xqa import XQAAttention
 from tests.attention import fake_flashinfer as fake
 from tests.attention.signatures import Call, Name, as_recorded, binds, libraries, names, recorded
 from tests.attention.test_flashinfer import MIXED, Rig, grown, part_of
@@ -30,7 +31,7 @@ DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKV
 
 
 def every_call() -> set[Call]:
-    """Of every way through the plugin: steps, replays that plan fast, stores."""
+    """Of every way through the plugins: steps, replays that plan fast, stores, rows by XQA."""
     calls: set[Call] = set()
     for tensor_cores in (False, True):
         case = paged(spec_of(4, 2, 8, 9, 1), MIXED, 4, seed=1)
@@ -42,6 +43,10 @@ def every_call() -> set[Call]:
             rig.check(grown(rows, lengths), graph, num_rows=3)
         slots = torch.arange(len(case.q_TNH))
         PagedAppend(rig.library, case.pool)(0, case.q_TNH[:, :2], case.q_TNH[:, 2:], slots)
+        wide = paged(spec_of(4, 2, 16), [(1, 1), (37, 1)], 16, seed=1)
+        attention = XQAAttention(rig.library, wide.spec, wide.pool)
+        attention.plan_step(wide.batch)
+        attention.attend(0, wide.q_TNH)
         calls |= rig.library.made
     return calls
 
@@ -62,6 +67,7 @@ def test_what_is_recorded_is_what_is_called():
         ("decode", f"{DECODE}.run", "out"),
         ("decode", f"{DECODE}.reset_workspace_buffer", "int_workspace_buffer"),
         ("decode", "fast_decode_plan", "global_override_indptr_cpu"),
+        ("decode", "xqa_batch_decode_with_kv_cache", "bmm1_scale"),
         ("prefill", f"{PREFILL}.__init__", "backend"),
         ("prefill", f"{PREFILL}.plan", "paged_kv_last_page_len"),
         ("prefill", f"{PREFILL}.run", "out"),

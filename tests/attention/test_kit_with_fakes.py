@@ -20,6 +20,7 @@ from engine.plugins.attention.flash_attn.libraries import FA2_PAGE
 from engine.plugins.attention.flashinfer.backend import BUFFERS, FlashInferAttention
 from engine.plugins.attention.flashinfer.kernels import Setup
 from engine.plugins.attention.flashinfer.staging import StagingRing
+from engine.plugins.attention.xqa import XQAAttention
 from engine.plugins.declaration import read_declaration
 from engine.plugins.manager import BUILTIN
 from engine.plugins.support.paging import windows_of
@@ -71,9 +72,15 @@ def fa3(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
     return FlashAttention(spec, pool, FA3(spec, pool, NUM_SMS, fake.fa3_with_kvcache, fake.scheduler_metadata))
 
 
+def xqa(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
+    stream = FakeStream()
+    return AtOnce(XQAAttention(fake_flashinfer(stream), spec, pool), stream)
+
+
 BACKENDS: dict[str, tuple[str, AttentionFactory, tuple[int, ...]]] = {
     "flashinfer": ("attention.flashinfer", partial(flashinfer, False), (1, 16, 64)),
     "flashinfer by tensor cores": ("attention.flashinfer", partial(flashinfer, True), (1, 16, 64)),
+    "xqa": ("attention.xqa", xqa, (16, 64)),
     "flash_attn fa3": ("attention.flash_attn", fa3, (1, 16, 64)),
     "flash_attn fa2": ("attention.flash_attn", fa2, (FA2_PAGE,)),
 }
@@ -99,4 +106,4 @@ def test_every_backend_has_cases_of_decode_rows_and_of_prompts():
     for name in BACKENDS:
         steps = [step for one, case in cases() if one == name for step in case.steps]
         assert any(rows for rows, _ in steps), name
-        assert any(segments for _, segments in steps), name
+        assert any(segments for _, segments in steps) == (name != "xqa"), name

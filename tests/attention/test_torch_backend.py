@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.errors import PluginError
 from engine.layers.attention import AttentionBatch, AttentionSpec
-from engine.layers.kv_pool import KVPool
+from engine.layers.kv_pool import KVPool, Layout
 from engine.plugins.attention import torch as backend_module
 from engine.plugins.attention.torch import TorchAttention, callboard_attention_backend
 from engine.plugins.hookspecs import AttentionContext
@@ -52,13 +52,14 @@ def paged(
     seed: int,
     shuffled: bool = True,
     dtype: torch.dtype = torch.float32,
+    layout: Layout = "layer_first",
 ) -> Paged:
     """Random keys, values and queries.  Unused table entries are 0, as the contract says; page 0 may be in use."""
     rng = np.random.default_rng(seed)
     counts = [-(-length // page_size) for length, _ in sequences]
     num_pages = sum(counts) + 3
     order = rng.permutation(num_pages) if shuffled else np.arange(num_pages)
-    pool = KVPool(spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_size, dtype, CPU)
+    pool = KVPool(spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_size, dtype, CPU, layout)
     pool.data.fill_(torch.nan)
     table = np.zeros((len(sequences), max(counts) + 1), dtype=np.int32)
     generator = torch.Generator().manual_seed(seed)
@@ -68,7 +69,7 @@ def paged(
         taken += count
         table[row, :count] = pages
         place = np.arange(length)
-        slots = torch.from_numpy(pages[place // page_size] * page_size + place % page_size)
+        slots = torch.from_numpy(pages[place // page_size] * pool.page_stride + place % page_size)
         for layer in range(spec.num_layers):
             for store in (pool.keys(layer), pool.values(layer)):
                 store[slots] = torch.randn(length, *store.shape[1:], generator=generator).to(dtype)

@@ -40,6 +40,13 @@ def test_every_kernel_compiles_and_spills_nothing(compiled: list[dict[str, Any]]
     assert max(row["spilled"] for row in compiled) <= SPILLED_BYTES
 
 
+def test_every_kernel_waits_for_the_one_before_it_and_lets_the_next_one_begin(compiled: list[dict[str, Any]]) -> None:
+    for row in compiled:
+        assert row["early"], row
+        assert (row["waits"], row["lets_next"], row["lets_next_before"]) == (1, 1, 0), row
+        assert row["read_before"] == row["written_before"] == 0, row
+
+
 def test_keys_and_values_come_in_pieces_of_16_bytes(compiled: list[dict[str, Any]]) -> None:
     reading = [row for row in compiled if row["kernel"] != "merge_parts"]
     assert all(row["wide"] > 0 and row["narrow"] == 0 for row in reading)

@@ -22,10 +22,11 @@ from engine.layers.attention import AttentionFactory, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.messages import Step
 from engine.plugins import selection
-from engine.plugins.attention import flash_attn, flashinfer
+from engine.plugins.attention import flash_attn, flashinfer, xqa
 from engine.plugins.attention.flashinfer.backend import BUFFERS, FlashInferAttention
 from engine.plugins.attention.flashinfer.kernels import Setup
 from engine.plugins.attention.flashinfer.staging import StagingRing
+from engine.plugins.attention.xqa import XQAAttention
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import BUILTIN
 from engine.plugins.support.paging import windows_of
@@ -105,7 +106,10 @@ def _install_libraries(patch: pytest.MonkeyPatch) -> None:
     def flash_attn_hook(context: AttentionContext) -> AttentionFactory:
         return fa3 if context.options["implementation"] == "fa3" else fa2
 
-    for plugin, hook in ((flashinfer, flashinfer_hook), (flash_attn, flash_attn_hook)):
+    def xqa_hook(context: AttentionContext) -> AttentionFactory:
+        return partial(XQAAttention, library)
+
+    for plugin, hook in ((flashinfer, flashinfer_hook), (flash_attn, flash_attn_hook), (xqa, xqa_hook)):
         patch.setattr(plugin, "callboard_attention_backend", hook)
         declared = {key: value for key, value in plugin.CALLBOARD_PLUGIN.items() if key not in ("devices", "packages")}
         patch.setattr(plugin, "CALLBOARD_PLUGIN", declared)

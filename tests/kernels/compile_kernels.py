@@ -17,6 +17,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from engine.kernels import dependent_launch
 from engine.kernels.activation import KINDS, gated
 from engine.kernels.embedding import embed_shard
 from engine.kernels.experts import mix_experts
@@ -25,11 +26,12 @@ from engine.kernels.inputs import fill_inputs, write_tokens
 from engine.kernels.norm import add_norm
 from engine.kernels.page_lists import list_pages
 from engine.kernels.rotary import angle_table
+from engine.kernels.rounding import round_rows
 from engine.layers.step import DecodeInputs
 from engine.params import SamplingParams
 from engine.sampling.state import SamplingState
 from engine.sampling.triton.sampler import KernelSampler
-from tests.no_gpu import NoGPU, resources
+from tests.no_gpu import NoGPU, order, resources
 
 CPU = torch.device("cpu")
 VOCAB = 151_936
@@ -40,6 +42,7 @@ def layers(dtype: torch.dtype) -> None:
     for width in (1024, 5120, 100):
         x_TD = torch.zeros((2, width), dtype=dtype)
         add_norm(x_TD, x_TD.clone(), torch.ones(width, dtype=dtype), 1e-6)
+        round_rows(x_TD)
     for kind in KINDS:
         gated(torch.zeros((2, 2 * 3072), dtype=dtype), kind)
     embed_shard(torch.zeros(2, dtype=torch.int64), torch.zeros((8, 1024), dtype=dtype), 0)
@@ -119,9 +122,11 @@ def compile_launches(work: Callable[[], None]) -> list[tuple[Any, float]]:
 
 if __name__ == "__main__":
     triton.runtime.driver.set_active(NoGPU())
+    dependent_launch.has_dependent_launch = lambda device: True
     for dtype_name in sys.argv[1:] or ["bfloat16", "float32"]:
         for group in (layers, experts, inputs, sampling):
             one_dtype = getattr(torch, dtype_name)
             for kernel, seconds in compile_launches(lambda group=group, dtype=one_dtype: group(dtype)):
-                row = {"kernel": kernel.metadata.name, "dtype": dtype_name, **resources(kernel), "s": round(seconds, 2)}
+                about = {"kernel": kernel.metadata.name, "dtype": dtype_name, "s": round(seconds, 2)}
+                row = {**about, **resources(kernel), **order(kernel)}
                 print(json.dumps(row), flush=True)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from callboard import LLM, SamplingParams
 from engine.checkpoints.checkpoint import resolve_checkpoint
+from engine.checkpoints.quantization import Quantization
 from engine.config import Config, build_config
 from engine.errors import PluginError
 from engine.execution.device import instruction_sets
@@ -26,7 +27,7 @@ from engine.plugins.testing.findings import ConformanceError
 from engine.plugins.testing.linear import check_linear
 from engine.plugins.testing.steps import Driver
 from engine.startup.linear_race import Race
-from engine.startup.linears import choose_linear
+from engine.startup.linears import choose_linear, told
 from tests.models.checkpoints import build, reference_logits, save
 
 CPU = LinearContext("cpu", "float32", checkpoint_dtype="float32", instruction_sets=("avx2",))
@@ -155,6 +156,22 @@ def test_auto_takes_the_preferred_one_unless_another_is_clearly_faster() -> None
     assert chosen(replace(CPU, quantization="float16")) == "fbgemm_fp16"
     assert chosen(replace(CPU, device="cuda", dtype="bfloat16", instruction_sets=())) == "torch"
     assert chosen(replace(CPU, device="cuda", dtype="bfloat16", quantization="fp8")) == "torch_fp8"
+
+
+@pytest.mark.parametrize(
+    ("block", "scales"),
+    [
+        ((0, 0), "a scale per tensor"),
+        ((1, 0), "a scale per output"),
+        ((1, 64), "a scale per 64 inputs"),
+        ((128, 128), "a scale per block of 128 x 128"),
+    ],
+)
+def test_how_a_rounded_checkpoint_is_multiplied_by_is_said(block: tuple[int, int], scales: str) -> None:
+    stored = Quantization(method="fp8", kind="float", bits=8, block=block)
+    said = f"stored as fp8 (float8) with {scales}, read as the floats that they stand for"
+    assert told(stored, "none") == f"{said}; model.quantization keeps them small"
+    assert told(stored, "fp8") == f"{said} and rounded again, to fp8 with a scale per output"
 
 
 def test_what_rounds_more_is_no_candidate_where_nothing_may_be_lost() -> None:

@@ -1,11 +1,15 @@
 """Products on a GPU in float8 (e4m3): a scale per output of the weight, and one per row of the input.
 
 Legend: T rows of the input · I input features · O output features
+
+torch multiplies a row-major by a column-major matrix, both sides of the weight multiples of 16, with float32 scales
+[T, 1] and [1, O], each without gaps.
 """
 
 import torch
 from torch import Tensor
 
+from engine.kernels.choice import choose_kernels
 from engine.layers.packing import PackedWeight
 from engine.plugins.hookspecs import LinearContext, hookimpl
 from engine.plugins.options import Options, decode_options
@@ -17,8 +21,15 @@ SMALLEST = 1e-12  # instead of 0 where all elements are, so that nothing is divi
 MULTIPLE = 16  # that both sides of the weight must be
 
 
+class Float8Options(Options, frozen=True):
+    """fast_accumulation: add products as fast as Hopper's tensor cores can, with about 14 bits, and not in float32."""
+
+    fast_accumulation: bool = False
+
+
 def rounded(rows_NI: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in float8, and the scale [N, 1] in float32 that gives each its size back."""
+    """Rows in float8, without gaps, and the scale [N, 1] in float32 that gives each its size back."""
+    rows_NI = rows_NI.contiguous()
     scales_N1 = rows_NI.abs().amax(1, keepdim=True).float().clamp_min_(SMALLEST).div_(LARGEST)
     return (rows_NI / scales_N1).clamp_(-LARGEST, LARGEST).to(FLOAT8), scales_N1
 
@@ -26,7 +37,12 @@ def rounded(rows_NI: Tensor) -> tuple[Tensor, Tensor]:
 class Float8Weight:
     """W[O, I] in float8, scaled so that the largest element of each output's row is float8's largest."""
 
-    def __init__(self, weight_OI: Tensor) -> None:
+    def __init__(self, weight_OI: Tensor, fast_accumulation: bool = False) -> None:
+        kernels = choose_kernels(weight_OI.device)
+        self._fast_accumulation = fast_accumulation
+        # In one launch, where torch takes seven.
+        fits = kernels is not None and weight_OI.shape[1] <= kernels.widest_rounded
+        self._round = kernels.round_rows if kernels is not None and fits else rounded
         self._weight_OI, scales_O1 = rounded(weight_OI)
         self._scales_1O = scales_O1.t().contiguous()
         self.nbytes = self._weight_OI.nbytes + self._scales_1O.nbytes
@@ -35,9 +51,14 @@ class Float8Weight:
         """x W^T + bias."""
         if not len(x_TI):
             return x_TI.new_empty((0, len(self._weight_OI)))
-        rounded_TI, scales_T1 = rounded(x_TI)
+        rounded_TI, scales_T1 = self._round(x_TI)
         y_TO: Tensor = torch.ops.aten._scaled_mm(
-            rounded_TI, self._weight_OI.t(), scales_T1, self._scales_1O, out_dtype=x_TI.dtype
+            rounded_TI,
+            self._weight_OI.t(),
+            scales_T1,
+            self._scales_1O,
+            out_dtype=x_TI.dtype,
+            use_fast_accum=self._fast_accumulation,
         )
         return y_TO if bias_O is None else y_TO.add_(bias_O)
 
@@ -47,15 +68,18 @@ class Float8:
 
     element_bytes = FLOAT8.itemsize
 
+    def __init__(self, fast_accumulation: bool = False) -> None:
+        self._fast_accumulation = fast_accumulation
+
     def pack(self, weight_OI: Tensor) -> PackedWeight | None:
         """See ``LinearKernel.pack``."""
         if any(size % MULTIPLE for size in weight_OI.shape):
             return None
-        return Float8Weight(weight_OI)
+        return Float8Weight(weight_OI, self._fast_accumulation)
 
 
 @hookimpl
 def callboard_linear(context: LinearContext) -> Float8:
     """torch's products in float8.  Raises PluginError on a GPU before Ada, which has none."""
-    decode_options("linear.torch_fp8", context.options, Options)
-    return Float8()
+    options = decode_options("linear.torch_fp8", context.options, Float8Options)
+    return Float8(options.fast_accumulation)

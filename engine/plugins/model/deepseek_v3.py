@@ -4,7 +4,7 @@ What predicts several tokens at once lies behind the last layer in released file
 
 import msgspec
 
-from engine.checkpoints.shape import DecoderShape, Names, RouterShape
+from engine.checkpoints.shape import DecoderShape, RouterShape
 from engine.plugins.hookspecs import ModelContext, hookimpl
 from engine.plugins.model.deepseek_v2 import (
     grouped,

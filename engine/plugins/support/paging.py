@@ -43,6 +43,11 @@ def padding_on_dump_page(batch: AttentionBatch, pool: KVPool) -> Tensor:
     return torch.where(batch.lengths_B[:, None] > 0, batch.page_table_BP, pool.dump_page)
 
 
+def positive_lengths(batch: AttentionBatch) -> Tensor:
+    """lengths_B, in which rows that only pad have a token, as they have a page."""
+    return batch.lengths_B if batch.host_lengths.all() else batch.lengths_B.clamp(min=1)
+
+
 def batch_on(
     device: torch.device, num_decodes: int, page_table_BP: Int32, lengths: Int32, query_lengths: Int32
 ) -> AttentionBatch:

@@ -32,6 +32,7 @@ CALLBOARD_PLUGIN = {
     "devices": ["cuda"],
     "dtypes": ["bfloat16", "float16"],
     "head_sizes": {"multiple_of": 8, "at_most": 256},
+    "kv_layouts": ["layer_first", "page_first"],
     "supports": ["layer_windows"],
     "padding": True,
 }

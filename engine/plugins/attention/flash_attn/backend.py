@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.flash_attn.kernels import QUERY_TILE, Kernels, Part, Prepared
-from engine.plugins.support.paging import padding_on_dump_page, pages_of, variant_of, windows_of
+from engine.plugins.support.paging import padding_on_dump_page, pages_of, positive_lengths, variant_of, windows_of
 
 
 class FlashAttention:
@@ -84,8 +84,3 @@ def cut(batch: AttentionBatch, spec: AttentionSpec, pool: KVPool) -> list[Part]:
             )
         )
     return parts
-
-
-def positive_lengths(batch: AttentionBatch) -> Tensor:
-    """lengths_B, in which rows that only pad have a token, as they have a page."""
-    return batch.lengths_B if batch.host_lengths.all() else batch.lengths_B.clamp(min=1)

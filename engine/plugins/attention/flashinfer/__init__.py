@@ -3,6 +3,7 @@
     __init__.py   the hook: options, and what is refused before the engine starts
     backend.py    what happens in a step, eager or captured
     kernels.py    the calls into the library
+    arguments.py  what all layers of a step are called with
     lists.py      where a step's keys are
     staging.py    when page-locked memory may be written again
 
@@ -37,6 +38,7 @@ CALLBOARD_PLUGIN = {
     "devices": ["cuda"],
     "dtypes": ["bfloat16", "float16"],
     "head_sizes": [64, 128, 256],
+    "kv_layouts": ["layer_first", "page_first"],
     "supports": ["layer_windows"],
     "kv_dtypes": ["fp8_e4m3"],
     "padding": True,
@@ -132,8 +134,9 @@ def _build(
     many = FA3_TILE * -(-setup.num_sms // spec.num_heads)
     for num_queries in (2, many) if prefill_backend == "auto" and "prefill" in phases else (2,):
         try_out(PLUGIN, attention, spec, pool, num_queries, phases)
-    # Else one kernel normalises, rotates and stores; and the library's own rounds nothing.
-    if choose_kernels(device) is None and pool.format.plain:
+    # Else one kernel normalises, rotates and stores; the library's own rounds nothing, and page-first, slots are no
+    # positions in a list of all pages.
+    if choose_kernels(device) is None and pool.format.plain and pool.layout == "layer_first":
         store_by_library(library, pool)
     return attention
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from engine.errors import PluginError
 from engine.layers.attention import AttentionSpec
 from engine.layers.kv_pool import KVPool
+from engine.plugins.attention.flashinfer.arguments import PlannedKernel
 from engine.plugins.attention.flashinfer.lists import DeviceLists, HostLists, Int32
 from engine.plugins.attention.flashinfer.staging import StagingRing
 from engine.plugins.support.paging import KVPages, pages_of
@@ -77,7 +78,7 @@ class Setup:
 class Planner:
     """Computes a part of each step by one of FlashInfer's wrappers."""
 
-    _wrapper: Any
+    _kernel: PlannedKernel
 
     def plan(self, host: HostLists, pages_I: Tensor, query_lengths: Int32) -> None:
         """Prepare the kernel for these sequences."""
@@ -85,7 +86,7 @@ class Planner:
 
     def run(self, q_TNH: Tensor, pages: KVPages, out_TNH: Tensor) -> None:
         """Compute the planned sequences in one layer."""
-        self._wrapper.run(q_TNH, pages, out=out_TNH)
+        self._kernel(q_TNH, pages, out_TNH)
 
 
 class DecodeRows(Planner):
@@ -108,6 +109,7 @@ class DecodeRows(Planner):
                 seq_lens=host.lengths_B,
                 **self._problem,
             )
+        self._kernel = PlannedKernel(self._wrapper)
 
 
 class PrefillSegments(Planner):
@@ -132,9 +134,9 @@ class PrefillSegments(Planner):
         self._backend = backend
 
     def plan(self, host: HostLists, pages_I: Tensor, query_lengths: Int32) -> None:
-        self._wrapper = self._wrappers[self.choose(query_lengths)]
-        with self._setup.staging(self._wrapper):
-            self._wrapper.plan(
+        wrapper = self._wrappers[self.choose(query_lengths)]
+        with self._setup.staging(wrapper):
+            wrapper.plan(
                 qo_indptr=host.query_starts_B1,
                 paged_kv_indptr=host.starts_B1,
                 paged_kv_indices=pages_I,
@@ -142,6 +144,7 @@ class PrefillSegments(Planner):
                 seq_lens=host.lengths_B,
                 **self._problem,
             )
+        self._kernel = PlannedKernel(wrapper)
 
     def choose(self, query_lengths: Int32) -> str:
         """'fa3' if its blocks can fill the GPU."""
@@ -186,6 +189,7 @@ class GraphRows(DecodeRows):
                     global_override_indptr_cpu=host.starts_B1,
                     **self._problem,
                 )
+            self._kernel = PlannedKernel(self._wrapper)
         else:
             super().plan(host, pages_I, query_lengths)
             self.splits = self._setup.tensor_cores or splits_rows(self._wrapper)

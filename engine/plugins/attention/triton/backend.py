@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from engine.kernels.dependent_launch import launch_options
 from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.triton.decode import decode_attention, merge_parts
@@ -53,6 +54,7 @@ class TritonAttention:
         self.pool = pool
         self.processors = processors or processors_of(slots_SGH.device)
         self._interpreted = slots_SGH.device.type == "cpu"
+        self._launch = launch_options(slots_SGH.device)
         self._group = spec.num_heads // spec.num_kv_heads
         if spec.latent_size:
             assert spec.num_kv_heads == 1, f"{spec.num_kv_heads} latents for each token"
@@ -130,7 +132,7 @@ class TritonAttention:
             self._sinks(layer),
             NUM_HEADS=spec.num_heads, HEAD_SIZE=spec.value_size, WINDOW=window, SINKS=bool(spec.sinks),
             BLOCK_B=ROWS_AT_ONCE, BLOCK_N=tiles.block_keys, BLOCK_S=PARTS_AT_ONCE, BLOCK_H=padded(spec.value_size),
-            num_warps=4, num_stages=2, enable_fp_fusion=FUSION,
+            num_warps=4, num_stages=2, enable_fp_fusion=FUSION, **self._launch,
         )  # fmt: skip
 
     def _attend_prompts(self, batch: AttentionBatch, layer: int, q_TNH: Tensor, out_TNH: Tensor, window: int) -> None:
@@ -174,6 +176,7 @@ class TritonAttention:
             "num_warps": tiles.num_warps,
             "num_stages": tiles.num_stages,
             "enable_fp_fusion": FUSION,
+            **self._launch,
         }
 
     def _num_shares(self, programs: int) -> int:

@@ -13,6 +13,7 @@ no length to launch them, so a captured launch stays right when it is replayed w
 import triton
 import triton.language as tl
 
+from engine.kernels.dependent_launch import let_next_begin, wait_for_previous
 from engine.kernels.products import join_sink, multiply, squashed
 
 
@@ -68,7 +69,7 @@ def decode_attention(
     NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, TAIL: tl.constexpr, SLOT: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (head, share): all query heads of one KV head, so that a key is read once for all of them.
 
@@ -81,6 +82,8 @@ def decode_attention(
     """
     head = tl.program_id(0)  # fastest: neighbours read neighbouring 256-byte pieces of the same slots
     share = tl.program_id(1)
+    wait_for_previous(PDL)
+    let_next_begin(PDL)
     num_tiles = count_tiles(lengths, num_rows, WINDOW, BLOCK_B, BLOCK_N)
     size = share_size(num_tiles, tl.num_programs(1))
     tile = share * size
@@ -176,13 +179,15 @@ def decode_attention(
 def merge_parts(
     out, lengths, part_out, part_weight, num_rows, num_shares, heads, sinks,
     NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, row): query heads i * heads ... of one row.  num_shares: the decode launch's.
 
     Most programs of a large batch find that their row was within one share, and end.
     """
     row = tl.program_id(1)
+    wait_for_previous(PDL)
+    let_next_begin(PDL)
     size = share_size(count_tiles(lengths, num_rows, WINDOW, BLOCK_B, BLOCK_N), num_shares)
     row_begin = count_tiles(lengths, row, WINDOW, BLOCK_B, BLOCK_N)
     _, row_tiles = visible_tiles(tl.load(lengths + row), WINDOW, BLOCK_N)

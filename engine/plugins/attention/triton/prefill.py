@@ -11,6 +11,7 @@ its queries end at nearly the same key.
 import triton
 import triton.language as tl
 
+from engine.kernels.dependent_launch import let_next_begin, wait_for_previous
 from engine.kernels.products import join_sink, multiply, squashed
 
 
@@ -78,7 +79,7 @@ def prefill_attention(
     NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, TAIL: tl.constexpr, SLOT: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (head, i): a tile of queries of one sequence, over the keys that any of them sees.
 
@@ -90,6 +91,8 @@ def prefill_attention(
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # later queries see more keys: the longest work first
+    wait_for_previous(PDL)
+    let_next_begin(PDL)
     origin = tl.load(query_starts)
     begun_B = tl.zeros([BLOCK_B], tl.int32)
     for first_row in range(0, num_rows, BLOCK_B):
