@@ -103,7 +103,7 @@ def load_runner(
     max_rows = config.scheduler.max_running
     page_stride = KVPool.page_stride_of(layout, attention_spec.num_layers, page_size)
     rows = DeviceRows(max_rows, max_len, page_size, device, page_stride)
-    sampler = Sampler(max_rows, spec.vocab_size, max_len, device)
+    sampler = Sampler(max_rows, spec.shape.num_outputs, max_len, device)
 
     def parts_with(num_pages: int) -> StepParts:
         pool = KVPool(
@@ -170,7 +170,7 @@ def load_runner(
         rows=rows,
         constraints=Constraints(grammars or _own_grammars(config, spec, plugins), spec.vocab_size, device),
         sampler=sampler,
-        eos_token_ids=spec.eos_token_ids,
+        eos_token_ids=spec.eos_token_ids if model.head is not None else (),
     )
 
 

@@ -43,6 +43,8 @@ written by `python -m tests.models.test_families`.
   length that a model was trained for.
 - ALiBi (Bloom, MPT), recurrent and hybrid models, and latent attention (DeepSeek) are refused.
 
+Every family's decoder is also read under another head, or under none: [pooling.md](pooling.md).
+
 | architecture | family | runs on | checked as |
 |---|---|---|---|"""
 FAMILIES = {name: module for name, module in BUILTIN.items() if name.startswith("model.")}
