@@ -23,7 +23,7 @@ from engine.errors import (  # noqa: E402
 from engine.params import Grammar, SamplingParams  # noqa: E402
 
 if TYPE_CHECKING:
-    from engine.llm import LLM, Completion
+    from engine.llm import LLM, Completion, Pooled
 
 __all__ = [
     "LLM",
@@ -34,6 +34,7 @@ __all__ = [
     "Grammar",
     "GraphError",
     "PluginError",
+    "Pooled",
     "RequestError",
     "SamplingParams",
     "WeightsError",
@@ -42,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("LLM", "Completion"):
+    if name in ("LLM", "Completion", "Pooled"):
         from engine import llm
 
         return getattr(llm, name)

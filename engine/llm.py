@@ -26,8 +26,9 @@ from tqdm import tqdm
 from engine.actors.stream import Stream
 from engine.config import Config, build_config
 from engine.errors import RequestError
-from engine.messages import Delta, Finish, TokenLogprobs, Usage
+from engine.messages import DEFAULT_OPTIONS, Delta, Finish, RequestOptions, TokenLogprobs, Usage
 from engine.params import SamplingParams
+from engine.pooling import Float32, PooledRequests, check_task
 from engine.prompt import Prompt
 from engine.system import System
 from engine.text.turns import read_turn
@@ -53,6 +54,19 @@ class Completion:
     stop_reason: str | int | None
     usage: Usage
     logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """What a model gives for one prompt that is no text.
+
+    data: float32[n], an embedding, or the probability of each label.  label: the likeliest one; '' of an embedding.
+    """
+
+    prompt: Prompt
+    data: Float32
+    label: str
+    usage: Usage
 
 
 class LLM:
@@ -116,6 +130,69 @@ class LLM:
         """
         return self._run_batch(_as_conversations(conversations), params, progress)
 
+    def embed(
+        self,
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool | None = None,
+    ) -> list[Pooled]:
+        """Embed every prompt, as the checkpoint says: which states, and whether at length 1.
+
+        dimensions: only the first ones.  prompt_name: which of the checkpoint's prompts goes before each text.
+        truncate_prompt_tokens: a longer prompt loses its end, -1 for what fits; None refuses it.
+        Raises RequestError for a model that gives no embeddings, and as ``generate`` does.
+        """
+        check_task(self._requests.pooling, "embed")
+        self._requests.check_dimensions(dimensions)
+        every = self._requests.prompts(_as_prompts(prompts), prompt_name)
+        return self._pool(every, truncate_prompt_tokens, progress, dimensions=dimensions)
+
+    def classify(
+        self,
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        *,
+        use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool | None = None,
+    ) -> list[Pooled]:
+        """The probability of each label, or its logit without ``use_activation``; else as ``embed``."""
+        check_task(self._requests.pooling, "classify")
+        return self._pool(_as_prompts(prompts), truncate_prompt_tokens, progress, activated=use_activation)
+
+    def encode(
+        self,
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        *,
+        use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool | None = None,
+    ) -> list[Pooled]:
+        """What the model is for: ``classify`` of a classifier, else ``embed``; raw without ``use_activation``."""
+        every = self._requests.prompts(_as_prompts(prompts))
+        return self._pool(every, truncate_prompt_tokens, progress, activated=use_activation)
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool | None = None,
+    ) -> list[float]:
+        """How well each of ``text_2`` fits ``text_1``, one text or as many: by a reranker, or the cosine of embeddings.
+
+        Raises RequestError for a model that can neither, and as ``embed`` does."""
+        check_task(self._requests.pooling, "score")
+        queries, documents = ([one] if isinstance(one, str) else list(one) for one in (text_1, text_2))
+        outputs = self._pool(
+            self._requests.pairs(queries, documents), truncate_prompt_tokens, progress, activated=False
+        )
+        return self._requests.scores([one.data for one in outputs], len(queries), activated=use_activation)
+
     def stream(
         self,
         prompt: str | Sequence[int] | Sequence[Message],
@@ -143,6 +220,32 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def _requests(self) -> PooledRequests:
+        return PooledRequests(self._system.spec.pooling, self.max_model_len)
+
+    def _pool(
+        self,
+        prompts: Sequence[Prompt],
+        truncate: int | None,
+        progress: bool | None,
+        *,
+        dimensions: int | None = None,
+        activated: bool = True,
+    ) -> list[Pooled]:
+        requests = self._requests
+        params, options = [requests.params()] * len(prompts), requests.options(truncate)
+        show = self._progress if progress is None else progress
+        with tqdm(total=len(prompts), desc="pooling", unit="prompt", disable=not show) as bar:
+            deltas = self._await(self._complete_all(prompts, params, bar, options))
+        outputs = []
+        for prompt, delta in zip(prompts, deltas, strict=True):
+            assert delta.usage is not None, "the last delta carries the usage"
+            data = requests.result(delta.pooled, dimensions=dimensions, activated=activated)
+            label = requests.label(data) if requests.pooling.labels else ""
+            outputs.append(Pooled(prompt, data, label, delta.usage))
+        return outputs
+
     def _run_batch(
         self,
         prompts: Sequence[Prompt],
@@ -157,23 +260,29 @@ class LLM:
             raise RequestError(f"{len(prompts)} prompts but {len(every)} sampling parameters; give one, or one each")
         show = self._progress if progress is None else progress
         with tqdm(total=len(prompts), desc="generating", unit="prompt", disable=not show) as bar:
-            return self._await(self._complete_all(prompts, every, bar))
+            deltas = self._await(self._complete_all(prompts, every, bar))
+        return [_completion(prompt, delta) for prompt, delta in zip(prompts, deltas, strict=True)]
 
     async def _complete_all(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], bar: "tqdm[Any]"
-    ) -> list[Completion]:
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        bar: "tqdm[Any]",
+        options: RequestOptions = DEFAULT_OPTIONS,
+    ) -> list[Delta]:
         places = asyncio.Semaphore(self.config.limits.max_requests)
         num_tokens = 0
 
-        async def complete(prompt: Prompt, one: SamplingParams) -> Completion:
+        async def complete(prompt: Prompt, one: SamplingParams) -> Delta:
             nonlocal num_tokens
             async with places:
-                stream = self._system.ingress.open(prompt, one)
-                completion = await _collect(stream, prompt)
-            num_tokens += completion.usage.completion_tokens
+                stream = self._system.ingress.open(prompt, one, options)
+                delta = await _collect(stream)
+            assert delta.usage is not None, "the last delta carries the usage"
+            num_tokens += delta.usage.prompt_tokens if options.prompt_only else delta.usage.completion_tokens
             bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
             bar.update()
-            return completion
+            return delta
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -200,11 +309,14 @@ class LLM:
             raise
 
 
-async def _collect(stream: Stream, prompt: Prompt) -> Completion:
+async def _collect(stream: Stream) -> Delta:
     try:
-        delta = await stream.collect()
+        return await stream.collect()
     finally:
         stream.close()
+
+
+def _completion(prompt: Prompt, delta: Delta) -> Completion:
     assert delta.usage is not None, "the last delta carries the usage"
     return Completion(
         prompt=prompt,

@@ -41,6 +41,7 @@ class RequestOptions(Message, frozen=True):
     echo: repeat the prompt's text in front of the output.  chat: how to read a conversation.
     prompt_only: the prompt is all that is wanted, so the token that its last step samples is dropped.
     return_prompt_ids: the first delta tells the prompt's token ids.
+    truncate_to: a longer prompt loses its end; 0 for none.  Of a query and a document it is the document's.
     """
 
     echo: bool = False
@@ -49,6 +50,7 @@ class RequestOptions(Message, frozen=True):
     chat: ChatOptions = ChatOptions()
     prompt_only: bool = False
     return_prompt_ids: bool = False
+    truncate_to: int = 0
 
 
 DEFAULT_OPTIONS: Final = RequestOptions()
@@ -218,12 +220,12 @@ class StepExtras(Message, frozen=True):
     """What a step gives for one row beside its token, where asked for.
 
     logprobs: of the token.  prompt_logprobs: of the part of the prompt that the step computes; all parts come before
-    the first token or with it, and a part may come again.  embedding: float32[D].
+    the first token or with it, and a part may come again.  pooled: float32[n], a state or labels' logits.
     failure: why the token is -1, where it is not for its logits."""
 
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    embedding: bytes = b""
+    pooled: bytes = b""
     failure: str = ""
 
 
@@ -303,7 +305,7 @@ class Delta(Message, frozen=True):
     stop_reason: the stop string or stop token id that ended it, where that is the cause.
     reasoning: text that comes before all other text, where the two are told apart.
     prompt_logprobs: of every prompt token, in the first delta; the first token's number means nothing.
-    embedding: float32[D], in the last delta, where asked for.  prompt_token_ids: int32[n], in the first one, likewise.
+    pooled: float32[n], in the last delta, where asked for.  prompt_token_ids: int32[n], in the first one, likewise.
     """
 
     request_id: int
@@ -315,7 +317,7 @@ class Delta(Message, frozen=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     reasoning: str = ""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    embedding: bytes = b""
+    pooled: bytes = b""
     prompt_token_ids: bytes = b""
 
 

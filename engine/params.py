@@ -53,8 +53,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: strings that end the text.  stop_token_ids: ids that end it, besides the model's own EOS ids.
     grammar: what the output must look like; tokens that break it are never picked.
     prompt_logprobs: as logprobs, for the tokens of the prompt.
-    pooling: 'last' or 'mean' for an embedding of the prompt, from the last layer's normed output of its last token or
-    the mean over all; '' for none.
+    pooling: 'last' or 'mean' for the last layer's normed output of the prompt's last token or the mean over all,
+    'classify' for its labels' logits; '' for none.
     """
 
     max_tokens: int | None = 16
@@ -76,7 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
-    pooling: Literal["", "last", "mean"] = ""
+    pooling: Literal["", "last", "mean", "classify"] = ""
 
     def __post_init__(self) -> None:
         """Bring what Python callers write into each field's own type: lists, NumPy's numbers, 5.0 for 5, None for ().
@@ -227,8 +227,8 @@ def _grammar(field: str, value: Any) -> Grammar:
 
 
 def _pooling(field: str, value: Any) -> str:
-    if not isinstance(value, str) or value not in ("", "last", "mean"):
-        raise _refused(field, _shown(value), "'last', 'mean' or ''")
+    if not isinstance(value, str) or value not in ("", "last", "mean", "classify"):
+        raise _refused(field, _shown(value), "'last', 'mean', 'classify' or ''")
     return str.__str__(value)
 
 

@@ -45,6 +45,21 @@ class ModelSection(Section, frozen=True):
             "and 'int8' on a CPU, 'int8' and 'fp8' on a GPU, or what a plugin offers"
         ),
     ] = "none"
+    score_tokens: Annotated[
+        tuple[str, ...],
+        Meta(
+            max_length=2,
+            description="Serves a language model as a reranker: a score is the first token's logit less the second's, "
+            'as ["yes", "no"] for Qwen3-Reranker; empty for what the checkpoint says',
+        ),
+    ] = ()
+    score_template: Annotated[
+        str,
+        Meta(
+            description="File of a Jinja template that makes a prompt of a message with role query and one with role "
+            "document; empty for the checkpoint's chat template if it knows these roles"
+        ),
+    ] = ""
     max_model_len: Annotated[
         int, Meta(ge=0, description="Longest prompt plus output in tokens; 0 for what the model was trained for")
     ] = 0

@@ -75,12 +75,13 @@ class System:
         self._front = frontend
         self._progress = progress
         directory = self._directory = resolve_checkpoint(config.model.path, config.model.revision)
-        self.spec: ModelSpec = read_model(directory, config.plugins)
+        self.spec: ModelSpec = read_model(directory, config.plugins, config.model)
         if config.model.load_format == "safetensors":
             stored_tensors(directory)  # headers only: a damaged file must not cost the time of importing torch
         self.model_name = config.model.name or Path(config.model.path).name
         self.max_len = _max_len(config, self.spec)
-        self._codec = plugin_codec(config, directory)
+        self._codec = plugin_codec(config, directory, self.spec.pooling)
+        log.info("%s: %s", self.model_name, self.spec.pooling)
         warn_of_unknown_tokens(self._codec, self.spec.vocab_size)
         self._plugins = Plugins(
             config.chosen_plugins(), config.plugins.observers, config.plugins.options, config.plugins.graph_passes
@@ -175,6 +176,7 @@ class System:
                 rng=random.Random(config.device.seed or None),
                 tokenizer=self.tokenizer.inbox,
                 parts=parts,
+                pooling=self.spec.pooling,
             )
         from engine.workers.placement import process_frontend  # ZeroMQ is needed from here on
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from engine.checkpoints.pooling import GENERATING, Pooling
 from engine.sections import ServerSection
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     chat_defaults: the checkpoint's own temperature, top_p, top_k and repetition_penalty, for requests
         that leave them out.
     tool_parser, reasoning_parser: the names of what reads its function calls and its thoughts.
-    template_variables: what clients may tell its chat template.
+    template_variables: what clients may tell its chat template.  pooling: what the model is for.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: str = "hermes"
     reasoning_parser: str = "none"
     template_variables: tuple[str, ...] = ()
+    pooling: Pooling = GENERATING
 
     @classmethod
     def of(cls, system: "System", server: ServerSection) -> "ModelCard":
@@ -47,4 +49,5 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
             tool_parser=system.codec.formats.tool_parser,
             reasoning_parser=system.codec.formats.reasoning_parser,
             template_variables=server.allowed_template_variables,
+            pooling=system.spec.pooling,
         )

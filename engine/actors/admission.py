@@ -8,6 +8,7 @@ The server asks whether any can be taken before it reads a body, and ingress ask
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from engine.errors import FieldError, RequestError
@@ -80,6 +81,20 @@ def read_prompt(
         check_chars(num_chars(turns) + len(tools), max_model_len)
         return None, None, turns
     return None, _token_ids(prompt, max_model_len, vocab_size).tobytes(), None  # type: ignore[arg-type]
+
+
+def shortened(prompt: Prompt, truncate_to: int, max_model_len: int) -> Prompt:
+    """The prompt without so much of its end that no tokenizer can be asked for it; the tokenizer cuts it to size.
+
+    truncate_to: as ``RequestOptions`` has it, not 0."""
+    most = MAX_CHARS_PER_TOKEN * max_model_len
+    if isinstance(prompt, str):
+        return prompt[:most]
+    if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], ChatTurn):
+        *turns, last = prompt
+        room = max(0, most - num_chars(turns))
+        return (*turns, msgspec.structs.replace(last, content=last.content[:room]))
+    return prompt[:truncate_to]
 
 
 def prompt_cost(text: str | None, token_ids: bytes | None, turns: Iterable[ChatTurn] | None) -> int:

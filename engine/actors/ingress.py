@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from typing import Literal, assert_never
 
 from engine.actors.actor import Actor, Link
-from engine.actors.admission import RETRY_AFTER_S, check_admission, prompt_cost, queue_full, read_prompt
+from engine.actors.admission import RETRY_AFTER_S, check_admission, prompt_cost, queue_full, read_prompt, shortened
 from engine.actors.stream import Stream
+from engine.checkpoints.pooling import GENERATING, Pooling
 from engine.errors import EngineDied, RequestError
 from engine.messages import (
     DEFAULT_OPTIONS,
@@ -34,6 +35,7 @@ from engine.messages import (
     TokenizersReady,
 )
 from engine.params import MAX_SEED, SamplingParams
+from engine.pooling import pooled_params
 from engine.prompt import Prompt
 from engine.sections import LimitsSection
 
@@ -57,7 +59,7 @@ class Ingress(Actor[IngressInbox]):
     """Accepts or refuses requests at once; every accepted one ends in exactly one terminal event.
 
     parts: what must say that it is ready before requests are taken; they wait while one of them recovers.
-    first_id: of its first request, if another ingress has had those before."""
+    first_id: of its first request, if another ingress has had those before.  pooling: what the model is for."""
 
     def __init__(
         self,
@@ -70,12 +72,15 @@ class Ingress(Actor[IngressInbox]):
         tokenizer: Link[Tokenize | Abort],
         parts: Iterable[Part] = ("executors",),
         first_id: int = 1,
+        pooling: Pooling = GENERATING,
     ) -> None:
         super().__init__("ingress", capacity)
         self._missing: set[Part] = set(parts)
         self._limits = limits
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._pooling = pooling
+        self._generates = pooling.kind == "generate"
         self._rng = rng
         self._tokenizer = tokenizer
         self._ids = itertools.count(first_id)
@@ -112,6 +117,10 @@ class Ingress(Actor[IngressInbox]):
         """
         check_admission(self, self._limits.max_requests)
         params.check(self._vocab_size)
+        if params.pooling or not self._generates:
+            params = pooled_params(self._pooling, params)
+        if options.truncate_to:
+            prompt = shortened(prompt, options.truncate_to, self._max_model_len)
         text, token_ids, turns = read_prompt(prompt, options.chat.tools, self._max_model_len, self._vocab_size)
         estimated = prompt_cost(text, token_ids, turns)
         self._check_room(estimated)

@@ -117,7 +117,9 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
     async def _encode(self, request: Tokenize) -> _Encoded:
         try:
             if request.token_ids is not None and request.params.grammar is None:
-                return _Encoded(request, np.frombuffer(request.token_ids, dtype=np.int32), request.params)
+                return _Encoded(
+                    request, self._codec.trimmed(request.token_ids, request.options.truncate_to), request.params
+                )
             return await asyncio.to_thread(self._understand, request)
         except RequestError as error:
             return _Encoded(request, None, request.params, error=error)
@@ -128,13 +130,13 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         """In a worker thread: the prompt as tokens, and the grammar compiled, so that a wrong one is refused here."""
         thinking: Thinking = "none"
         if request.token_ids is not None:
-            token_ids = np.frombuffer(request.token_ids, dtype=np.int32)
+            token_ids = self._codec.trimmed(request.token_ids, request.options.truncate_to)
         elif request.turns is not None:
-            chat = self._codec.encode_chat(request.turns, request.options.chat)
+            chat = self._codec.encode_chat(request.turns, request.options.chat, request.options.truncate_to)
             token_ids, thinking = chat.token_ids, chat.thinking
         else:
             assert request.text is not None, f"request {request.request_id} has no prompt of any kind"
-            token_ids = self._codec.encode(request.text)
+            token_ids = self._codec.encode(request.text, truncate_to=request.options.truncate_to)
         self._check_known(token_ids, "messages" if request.turns is not None else "prompt")
         params = request.params
         if params.grammar is not None:
@@ -227,7 +229,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                 extras = message.extras.get(request_id, NO_EXTRAS)
                 try:
                     if text.request.options.prompt_only:
-                        self._take_prompt(text, Finish(finish), extras.embedding)
+                        self._take_prompt(text, Finish(finish), extras.pooled)
                     else:
                         self._take_token(text, token_id, Finish(finish), extras.logprobs)
                 except Exception as error:
@@ -235,7 +237,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                     self._scheduler.put(Abort(request_id))
                     self._refuse(request_id, _fault(request_id, error))
 
-    def _take_prompt(self, text: _Text, finish: Finish, embedding: bytes) -> None:
+    def _take_prompt(self, text: _Text, finish: Finish, pooled: bytes) -> None:
         """The end of a request whose prompt is all that is wanted."""
         if finish == Finish.RUNNING:
             return
@@ -247,7 +249,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                 finish=finish if finish == Finish.ABORT else Finish.LENGTH,
                 usage=self._usage(text),
                 prompt_logprobs=text.take_prompt_logprobs(),
-                embedding=embedding,
+                pooled=pooled,
             )
         )
 

@@ -14,8 +14,9 @@ import msgspec
 
 from engine.checkpoints.fields import Fields, read_fields
 from engine.checkpoints.gguf import SUFFIX, unfold
+from engine.checkpoints.pooling import GENERATING, Pooling, read_pooling
 from engine.checkpoints.quantization import Quantization, read_quantization
-from engine.checkpoints.shape import DecoderShape
+from engine.checkpoints.shape import ClassifierShape, DecoderShape, NoHeadShape, PartShape, TokenScoreShape
 from engine.errors import WeightsError
 
 log = logging.getLogger(__name__)
@@ -23,8 +24,9 @@ log = logging.getLogger(__name__)
 DEMO = "demo"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
-# Second copies of the weights in other layouts, which some repositories carry along.
-HUB_COPIES = ["*/*", "consolidated*"]
+# Second copies of the weights in other layouts, which some repositories carry along.  A folder with a number is one of
+# sentence-transformers' modules.
+HUB_COPIES = ["[!0-9]*/*", "consolidated*"]
 MAX_SHOWN_IDS = 8
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -44,6 +46,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: what the weights were saved as.  quantization: how they were rounded before that, if they were.
     eos_token_ids: every id that ends a text, sorted, maybe none.
     Each token id here is one that the model has.  config: config.json as it is.
+    pooling: what the model is for, and how a prompt becomes that where it is not text.
     """
 
     directory: Path
@@ -54,6 +57,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
     config: dict[str, Any]
+    pooling: Pooling = GENERATING
 
     @property
     def vocab_size(self) -> int:
@@ -63,7 +67,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_len(self) -> int:
         """Longest sequence the model was trained for."""
-        return self.shape.max_len
+        return min(self.shape.max_len, self.pooling.max_len or self.shape.max_len)
 
 
 def resolve_checkpoint(path: str, revision: str) -> Path:
@@ -88,14 +92,23 @@ def resolve_checkpoint(path: str, revision: str) -> Path:
     )
 
 
-def read_spec(directory: Path, read_shape: Callable[[str, Fields], DecoderShape]) -> ModelSpec:
+def read_spec(
+    directory: Path,
+    read_shape: Callable[[str, Fields], DecoderShape],
+    score_tokens: tuple[str, ...] = (),
+    token_id: Callable[[str], int] = int,
+) -> ModelSpec:
     """Read config.json and generation_config.json.  Raises WeightsError naming the file, field and expectation.
 
-    read_shape: from an architecture's name and config.json to what the model is made of."""
+    read_shape: from an architecture's name and config.json to what the model is made of.
+    score_tokens, token_id: see ``read_pooling``."""
     fields = read_fields(directory / "config.json")
     architecture = _architecture(fields)
     quantization = read_quantization(fields)
     shape = read_shape(architecture, fields)
+    pooling = read_pooling(directory, architecture, fields, score_tokens, token_id)
+    if shape.pooled_head is None:  # else the family has a head of its own
+        shape = msgspec.structs.replace(shape, pooled_head=_pooled_head(shape, pooling))
     if quantization is not None and shape.unlike_rounded:
         expected = f"none: {architecture} has {shape.unlike_rounded}, which is read only as it is"
         raise fields.error("quantization_config", str(quantization), expected)
@@ -112,7 +125,18 @@ def read_spec(directory: Path, read_shape: Callable[[str, Fields], DecoderShape]
         eos_token_ids=tuple(sorted(eos_token_ids)),
         sampling=_sampling(generation),
         config=fields.table,
+        pooling=pooling,
     )
+
+
+def _pooled_head(shape: DecoderShape, pooling: Pooling) -> PartShape | None:
+    """What the model has in the LM head's place, by what it is for."""
+    if pooling.score_ids:
+        name = shape.names.embedding if shape.tied else shape.names.head
+        return TokenScoreShape(token_ids=pooling.score_ids, vocab_size=shape.vocab_size, name=name)
+    if pooling.kind == "classify":
+        return ClassifierShape(num_labels=len(pooling.labels))
+    return NoHeadShape() if pooling.kind == "embed" else None
 
 
 def _demo_directory() -> Path:

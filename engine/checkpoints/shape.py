@@ -265,6 +265,31 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
         return "all experts in one tensor" if self.stacked else ""
 
 
+class NoHeadShape(PartShape, frozen=True):
+    """In the LM head's place: nothing, for a model whose last states are all that is wanted."""
+
+    built_by: ClassVar[str] = "engine.layers.pooled_head:NoHead"
+
+
+class ClassifierShape(PartShape, frozen=True, kw_only=True):
+    """In the LM head's place: a logit for each of ``num_labels`` labels.  name: of its weight."""
+
+    built_by: ClassVar[str] = "engine.layers.pooled_head:Classifier"
+    num_labels: int
+    name: str = "score"
+
+
+class TokenScoreShape(PartShape, frozen=True, kw_only=True):
+    """In the LM head's place: the logit of one token, less that of a second where there is one.
+
+    name: of the table of ``vocab_size`` rows that would be the LM head."""
+
+    built_by: ClassVar[str] = "engine.layers.pooled_head:TokenScore"
+    token_ids: tuple[int, ...]
+    vocab_size: int
+    name: str = "lm_head"
+
+
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """One layer: x += behind_attention(attention(before_attention(x))), then the same with the MLP."""
 
@@ -294,6 +319,7 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     learned_positions: rows of a table of positions that is added to the embedding; 0 for none.
     logit_scale multiplies logits, and logit_cap caps them, as ``AttentionShape.soft_cap`` does scores.
     unread: patterns of the names of tensors that a checkpoint may have and that nothing here reads.
+    pooled_head: what stands in the LM head's place in a model that generates nothing; None for the LM head.
     """
 
     built_by: ClassVar[str] = "engine.models.decoder:Decoder"
@@ -310,6 +336,12 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     logit_cap: float = 0.0
     unread: tuple[str, ...] = ()
     names: Names = Names()
+    pooled_head: PartShape | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        """How many logits a sampler sees: the vocabulary, or one that says nothing where nothing is generated."""
+        return self.vocab_size if self.pooled_head is None else 1
 
     @property
     def unlike_rounded(self) -> str:

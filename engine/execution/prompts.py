@@ -1,11 +1,11 @@
-"""What some requests want of their prompts beside the next token: log probabilities, or an embedding.
+"""What some requests want of their prompts beside the next token: log probabilities, or a pooled vector.
 
 Legend: T new tokens in the step · N sampled rows · E prompt positions whose logits are wanted · P pooled positions
-        S prefill segments · D model dim · V vocabulary
+        S prefill segments · R pooled rows whose prompts end · D model dim · W numbers of a result · V vocabulary
 Owns: which positions of a step these are, and sums over the steps of one prompt.  Does not know: sampling, the model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.execution.batch import Batch
 from engine.messages import Admission, PromptLogprobs, Step
+from engine.models.decoder import Decoder
 from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, joined_logprobs
 
 Int64 = npt.NDArray[np.int64]
@@ -33,11 +34,11 @@ class _Scored:
 
 @dataclass(frozen=True, slots=True)
 class _Pooled:
-    """A row's share of the P positions.  ends: whether the prompt ends here."""
+    """A row's share of the P positions.  num_tokens: of the prompt, if it ends here; else 0."""
 
     row: int
     count: int
-    ends: bool
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +58,23 @@ class PromptOutputs:
 
 @dataclass(frozen=True, slots=True)
 class PromptResults:
-    """On the device, or on the host behind an event.  embeddings: row -> float32[D]."""
+    """On the device, or on the host behind an event.
+
+    pooled_RW: float32 of ``pooled_rows``: the mean or last state, or labels' logits; None if no row's prompt ends."""
 
     logprobs: BatchLogprobs | None
     scored: tuple[_Scored, ...]
-    embeddings: dict[int, Tensor]
+    pooled_rows: tuple[int, ...] = ()
+    pooled_RW: Tensor | None = None
 
     def to_host(self) -> "PromptResults":
         """Queue the copies; read them only behind an event recorded after this call."""
-        return replace(
-            self,
-            logprobs=None if self.logprobs is None else self.logprobs.to_host(),
-            embeddings={
-                row: torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
-                for row, one in self.embeddings.items()
-            },
-        )
+        pooled_RW = self.pooled_RW
+        if pooled_RW is not None:
+            pinned_RW = torch.empty(pooled_RW.shape, dtype=pooled_RW.dtype, pin_memory=True)
+            pooled_RW = pinned_RW.copy_(pooled_RW, non_blocking=True)
+        logprobs = None if self.logprobs is None else self.logprobs.to_host()
+        return replace(self, logprobs=logprobs, pooled_RW=pooled_RW)
 
     def prompt_logprobs(self) -> dict[int, PromptLogprobs]:
         """Row -> log probabilities of its part of the prompt."""
@@ -87,9 +89,11 @@ class PromptResults:
             start += one.count
         return by_row
 
-    def embedding_bytes(self) -> dict[int, bytes]:
-        """Row -> float32[D] as bytes."""
-        return {row: one.numpy().tobytes() for row, one in self.embeddings.items()}
+    def pooled_bytes(self) -> dict[int, bytes]:
+        """Row -> float32[W] as bytes."""
+        if self.pooled_RW is None:
+            return {}
+        return {row: one.tobytes() for row, one in zip(self.pooled_rows, self.pooled_RW.numpy(), strict=True)}
 
 
 class Prompts:
@@ -135,7 +139,7 @@ class Prompts:
                     num_top.append(np.full(count, params.prompt_logprobs))
                 if params.pooling and (params.pooling == "mean" or ends):
                     count = length if params.pooling == "mean" else 1
-                    pooled.append(_Pooled(row, count, ends))
+                    pooled.append(_Pooled(row, count, start + length if ends else 0))
                     pooled_at.append(np.arange(at + length - count, at + length))
         if not scored and not pooled:
             return None
@@ -148,32 +152,39 @@ class Prompts:
         rows = np.frombuffer(step.prefill_rows, dtype=np.int32).tolist() if self._wanting else ()
         return any(row in self._wanting and self._wanting[row].params.pooling == "mean" for row in rows)
 
-    def results(
-        self, wanted: PromptOutputs, scored_ED: Tensor, logits: Callable[[Tensor], Tensor], states_PD: Tensor
-    ) -> PromptResults:
-        """scored_ED: what the model has at the scored positions, for ``logits``.
-        states_PD: the last layer's normed output at the pooled ones."""
+    def results(self, wanted: PromptOutputs, scored_ED: Tensor, states_PD: Tensor, model: Decoder) -> PromptResults:
+        """scored_ED: what the model has at the scored positions.  states_PD: at the pooled ones."""
         logprobs = None
         if wanted.scored:
             next_ids_E = torch.from_numpy(wanted.next_ids_E).to(scored_ED.device, non_blocking=True)
             parts = []
             for first in range(0, len(scored_ED), SCORED_ROWS):
                 part = slice(first, first + SCORED_ROWS)
-                logits_eV, num_top = logits(scored_ED[part]), wanted.num_top_E[part]
+                logits_eV, num_top = model.logits(scored_ED[part]), wanted.num_top_E[part]
                 parts.append(batch_logprobs(logits_eV, next_ids_E[part], np.arange(len(num_top)), num_top))
             logprobs = joined_logprobs(parts)
-        embeddings: dict[int, Tensor] = {}
-        pooled = states_PD.to(torch.float32).split([one.count for one in wanted.pooled])
-        for one, part in zip(wanted.pooled, pooled, strict=True):
+        ended = self._pool(wanted.pooled, model.normed(states_PD), model.labels)
+        if not ended:
+            return PromptResults(logprobs, wanted.scored)
+        return PromptResults(logprobs, wanted.scored, tuple(ended), torch.stack(list(ended.values())))
+
+    def _pool(
+        self, pooled: Sequence[_Pooled], normed_PD: Tensor, labels: Callable[[Tensor], Tensor]
+    ) -> dict[int, Tensor]:
+        """Row -> float32[W], of prompts that end.  A model has labels for all of its requests or for none."""
+        classified = any(self._wanting[one.row].params.pooling == "classify" for one in pooled)
+        states_PW = labels(normed_PD) if classified else normed_PD.to(torch.float32)
+        ended: dict[int, Tensor] = {}
+        for one, part in zip(pooled, states_PW.split([one.count for one in pooled]), strict=True):
             total = part.sum(dim=0)
             if one.row in self._sums:
                 total = total + self._sums.pop(one.row)
-            if one.ends:
-                # A mean and a sum point the same way, and length 1 is what everybody compares by.
-                embeddings[one.row] = torch.nn.functional.normalize(total, dim=0)
-            else:
+            if not one.num_tokens:
                 self._sums[one.row] = total
-        return PromptResults(logprobs, wanted.scored, embeddings)
+            else:
+                is_mean = self._wanting[one.row].params.pooling == "mean"
+                ended[one.row] = total / one.num_tokens if is_mean else total
+        return ended
 
 
 def _joined(parts: list[Int64]) -> Int64:

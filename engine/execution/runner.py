@@ -70,7 +70,7 @@ class LaunchedStep:
             extras=extras_by_row(
                 logprobs=self._by_row(self.sampled.logprobs.messages()) if self.sampled.logprobs is not None else {},
                 prompt_logprobs=self.prompts.prompt_logprobs() if self.prompts is not None else {},
-                embedding=self.prompts.embedding_bytes() if self.prompts is not None else {},
+                pooled=self.prompts.pooled_bytes() if self.prompts is not None else {},
                 failure=self._by_row(self.failures),
             ),
         )
@@ -281,7 +281,7 @@ class ModelRunner:
         num_sampled, num_scored = len(sample_at_N), len(wanted.scored_at_E)
         states = self._model.hidden(tensors, torch.cat((sample_at_N, more_at)))
         scored_ED, pooled_PD = states[num_sampled:].split((num_scored, len(wanted.pooled_at_P)))
-        prompts = self._prompts.results(wanted, scored_ED, self._model.logits, self._model.normed(pooled_PD))
+        prompts = self._prompts.results(wanted, scored_ED, pooled_PD, self._model)
         return self._model.logits(states[:num_sampled]), prompts
 
     def _returning(

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from engine.checkpoints.checkpoint import ModelSpec
-from engine.checkpoints.shape import DecoderShape
+from engine.checkpoints.shape import DecoderShape, TokenScoreShape
 from engine.checkpoints.shards import StoredTensor
 from engine.errors import WeightsError
 from engine.formats.opening import open_reader
@@ -61,7 +61,9 @@ def load_model(
         if load_format == "safetensors":
             reader = open_reader(spec)
             opened.callback(reader.close)
-            if shape.tied and _has_own_head(shape, reader, dtype):
+            if shape.pooled_head is not None:
+                shape = _with_stored_head(shape, reader)
+            elif shape.tied and _has_own_head(shape, reader, dtype):
                 what = "%s: tie_word_embeddings is true, but %s is another than %s: not tied"
                 log.warning(what, spec.directory, shape.names.head, shape.names.embedding)
                 shape = msgspec.structs.replace(shape, tied=False)
@@ -129,6 +131,14 @@ def _check_names(spec: ModelSpec, slices: Iterable[WeightSlice], stored: Mapping
         known = name == f"{spec.shape.names.head}.weight" or HARMLESS.fullmatch(name)
         if not known and not any(re.search(pattern, name) for pattern in spec.shape.unread):
             raise WeightsError(f"{stored[name].file}: tensor {name!r} has no place in {spec.architecture}")
+
+
+def _with_stored_head(shape: DecoderShape, reader: WeightReader) -> DecoderShape:
+    """The shape of a tied model whose LM head is there as well: tokens are scored by that, as transformers 5 does."""
+    head = shape.pooled_head
+    if not isinstance(head, TokenScoreShape) or f"{shape.names.head}.weight" not in reader.tensors:
+        return shape
+    return msgspec.structs.replace(shape, pooled_head=msgspec.structs.replace(head, name=shape.names.head))
 
 
 def _has_own_head(shape: DecoderShape, reader: WeightReader, dtype: torch.dtype) -> bool:

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from engine.checkpoints.checkpoint import ModelSpec, read_spec
 from engine.checkpoints.fields import Fields
+from engine.checkpoints.pooling import causal_names
 from engine.checkpoints.shape import DecoderShape
 from engine.errors import PluginError
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import ModelContext
 from engine.plugins.manager import MODEL, PluginInfo, Plugins, checked, declared
-from engine.sections import PluginsSection
+from engine.sections import ModelSection, PluginsSection
+from engine.text.files import token_id
 
 HOOK = "callboard_model"
 THROUGH = "model.transformers"  # declares no architecture: it reads what no other family does
@@ -30,22 +32,25 @@ class ListedFamily:
     serves: bool
 
 
-def read_model(directory: Path, section: PluginsSection | None = None) -> ModelSpec:
+def read_model(directory: Path, section: PluginsSection | None = None, model: ModelSection | None = None) -> ModelSpec:
     """Read what a checkpoint says of its model.  section: which families are asked beside the built-in ones.
+    model: what the configuration says of its tokenizer and its use.
 
     Raises WeightsError naming the file, field and expectation; PluginError for a plugin that cannot be asked."""
-    return read_spec(directory, partial(read_shape, section or PluginsSection()))
+    model = model or ModelSection()
+    shapes = partial(read_shape, section or PluginsSection())
+    return read_spec(directory, shapes, model.score_tokens, partial(token_id, Path(model.tokenizer or directory)))
 
 
 def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> DecoderShape:
     """The shape of a checkpoint.  Raises WeightsError for an unknown architecture, naming those that are known."""
     plugins = Plugins({})
-    info, model_type = _family(plugins, section, architecture, fields)
+    info, model_type, declared_name = _family(plugins, section, architecture, fields)
     # transformers goes by the one or the other, depending on how it is asked; a file that says both means both.
     if model_type and (seen := fields.text("model_type", model_type)) != model_type:
         raise fields.error("model_type", seen, f'"{model_type}", since architectures names {architecture}')
     plugins.load(info.name)
-    context = ModelContext(architecture, fields, section.options.get(info.name, {}))
+    context = ModelContext(declared_name, fields, section.options.get(info.name, {}))
     return plugins.build(info.name, HOOK, context, DecoderShape)
 
 
@@ -61,37 +66,39 @@ def list_families(section: PluginsSection) -> list[ListedFamily]:
     return sorted(listed, key=lambda one: (one.architecture, one.info.name))
 
 
-def _family(plugins: Plugins, section: PluginsSection, architecture: str, fields: Fields) -> tuple[PluginInfo, str]:
-    """The plugin to ask, and the model_type that goes with the architecture; '' for any."""
-    known: set[str] = set()
-    claims: list[tuple[PluginInfo, str]] = []
+def _family(
+    plugins: Plugins, section: PluginsSection, architecture: str, fields: Fields
+) -> tuple[PluginInfo, str, str]:
+    """The plugin to ask, the model_type that goes with the architecture ('' for any), and what the plugin calls that.
+
+    A family reads its decoder under another head too, or under none, if nobody declares that by name."""
+    claimed = {}
     for name in section.models:
         info = plugins.load(f"{MODEL}.{name}")
-        architectures = plugins.declarations[info.name].architectures
-        known |= set(architectures)
-        if architecture in architectures:
-            claims.append((info, architectures[architecture]))
-    if len(claims) > 1:
-        names = " and ".join(info.short for info, _ in claims)
-        raise PluginError(f"plugins.models: {names} both read {architecture}; name one of them")
-    if claims:
-        return claims[0]
-    through = plugins.known[THROUGH]
-    if through.short in section.models:
-        return through, ""
-    for info, declaration in _built_in(plugins.known.values()):
-        known |= set(declaration.architectures)
-        if architecture in declaration.architectures:
-            return info, declaration.architectures[architecture]
+        claimed[info] = plugins.declarations[info.name].architectures
+    built_in = {info: declaration.architectures for info, declaration in _built_in(plugins.known.values())}
+    through, others = plugins.known[THROUGH], causal_names(architecture)
+    for name in (architecture, *others):
+        claims = [(info, known[name], name) for info, known in claimed.items() if name in known]
+        if len(claims) > 1:
+            names = " and ".join(info.short for info, *_ in claims)
+            raise PluginError(f"plugins.models: {names} both read {name}; name one of them")
+        if through in claimed and not others:
+            claims.append((through, "", name))
+        claims += [(info, known[name], name) for info, known in built_in.items() if name in known]
+        if claims:
+            return claims[0]
     installed = [info.short for info in plugins.known.values() if architecture in _declares(info)]
-    missing = checked(through, declared(through)).missing_packages()
-    if not installed and not missing:
-        return through, ""
     if installed:
         advice = f"; the installed plugin {' or '.join(installed)} reads it: name it in plugins.models"
-    else:
+    elif others:
+        advice = ""
+    elif checked(through, declared(through)).missing_packages():
         advice = "; with transformers (pip install 'callboard[transformers]') most other decoders are served through it"
-    raise fields.error("architectures", architecture, f"one of {', '.join(sorted(known))}{advice}")
+    else:
+        return through, "", architecture
+    every = sorted({name for known in (*claimed.values(), *built_in.values()) for name in known})
+    raise fields.error("architectures", architecture, f"one of {', '.join(every)}{advice}")
 
 
 def _built_in(known: Iterable[PluginInfo]) -> Iterator[tuple[PluginInfo, Declaration]]:

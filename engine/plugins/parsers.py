@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from engine.checkpoints.pooling import GENERATING, Pooling
 from engine.config import Config
 from engine.plugins.hookspecs import ParserContext
 from engine.plugins.manager import Plugins
@@ -40,11 +41,13 @@ REASONING_SIGNS: Final = (
 )
 
 
-def plugin_codec(config: Config, directory: Path) -> TextCodec:
+def plugin_codec(config: Config, directory: Path, pooling: Pooling = GENERATING) -> TextCodec:
     """Load the codec with the parsers that the configuration or the chat template chooses.
 
-    directory: the checkpoint's.  Raises WeightsError that names the file, or PluginError."""
-    return load_codec(config.model, directory, plugin_formats(config))
+    directory: the checkpoint's.  pooling: what the model is for, where its prompts are encoded.
+
+    Raises WeightsError that names the file, or PluginError."""
+    return load_codec(config.model, directory, plugin_formats(config), pooling)
 
 
 def plugin_formats(config: Config) -> Callable[[str], Formats]:

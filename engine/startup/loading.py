@@ -117,7 +117,7 @@ def load_runner(
     latent_size = attention_spec.latent_size
     page_stride = KVPool.page_stride_of(layout, attention_spec.num_layers, page_size, latent_size)
     rows = DeviceRows(max_rows, max_len, page_size, device, page_stride)
-    sampler = Sampler(max_rows, spec.vocab_size, max_len, device)
+    sampler = Sampler(max_rows, spec.shape.num_outputs, max_len, device)
 
     landings = Landings(copies_on(device))
 
@@ -197,7 +197,7 @@ def load_runner(
         rows=rows,
         constraints=Constraints(grammars or _own_grammars(config, spec, plugins), spec.vocab_size, device),
         sampler=sampler,
-        eos_token_ids=spec.eos_token_ids,
+        eos_token_ids=spec.eos_token_ids if model.head is not None else (),
     )
 
 

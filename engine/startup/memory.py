@@ -123,8 +123,8 @@ def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.d
     if shape.attention_needs:
         masks += 3 * shape.num_heads // ranks * SCORED_QUERIES * max_len
     in_dtype = (num_tokens * layer * 3 // 2 + context + masks) * dtype.itemsize
-    part = min(num_sampled * shape.vocab_size, max(shape.vocab_size, PART_SCORES_CPU))
-    scored = (num_sampled + min(num_tokens, SCORED_ROWS)) * shape.vocab_size
+    part = min(num_sampled * shape.num_outputs, max(shape.num_outputs, PART_SCORES_CPU))
+    scored = (num_sampled + min(num_tokens, SCORED_ROWS)) * shape.num_outputs
     tables = scheduler.max_running * max_len * 8
     weight_shapes = 5  # QKV, attention output, gate and up, down, LM head
     others = config.placement.tokenizers + (config.placement.ingress == "process")

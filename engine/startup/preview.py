@@ -59,7 +59,7 @@ def preview_attention(config: Config) -> tuple[AttentionSpec, torch.device, torc
 
     Raises ConfigError if the device is not here, WeightsError if the model is not."""
     device = choose_device(config.device, 0)
-    spec = read_model(resolve_checkpoint(config.model.path, config.model.revision), config.plugins)
+    spec = read_model(resolve_checkpoint(config.model.path, config.model.revision), config.plugins, config.model)
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
     plan = build_model(spec.shape, _FirstOf(config.device.tensor_parallel), torch.device("meta"), dtype)
     return plan.attention_spec, device, dtype

@@ -18,17 +18,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.checkpoints.pooling import GENERATING, Pooling
 from engine.errors import RequestError
 from engine.messages import TokenText
 from engine.params import SamplingParams
 from engine.prompt import ChatOptions, ChatTurn
 from engine.sections import ModelSection
 from engine.text.chat import PLAIN
-from engine.text.files import TokenizerFiles
+from engine.text.files import TokenizerFiles, read_template
+from engine.text.pairs import DOCUMENT, Pairs, cut_text, knows_pairs
 from engine.text.reasoning import ReasoningFormat, ReasoningParser, Thinking
 from engine.text.stops import StopMatcher
 from engine.text.tool_calls import ToolFormat
@@ -221,24 +224,40 @@ class TextCodec:
     formats: how the model writes function calls and thoughts.  vocabulary: what every token is as bytes.
     """
 
-    def __init__(self, files: TokenizerFiles | None, formats: Callable[[str], Formats] | None = None) -> None:
+    def __init__(
+        self,
+        files: TokenizerFiles | None,
+        formats: Callable[[str], Formats] | None = None,
+        *,
+        pad_token_id: int | None = None,
+        pair_template: Path | None = None,
+    ) -> None:
         """files: None for a model that takes and gives token ids only.
 
-        formats: tells the model's by its chat template, which is empty where there is none; None for no formats."""
+        formats: tells the model's by its chat template, which is empty where there is none; None for no formats.
+        pad_token_id: what a prompt loses at its end; None for nothing.  pair_template: of a query and a document; None
+        for the chat template if it knows these roles.  Raises WeightsError that names the file."""
+        self._pad_token_id = pad_token_id
         self._tokenizer = files.tokenizer if files else None
         template = self._template = files.template if files else None
         self.formats = formats(template.source if template else "") if formats else Formats()
         self.vocabulary = Vocabulary.read(files.tokenizer, files.decoder) if files else Vocabulary([])
+        own = read_template(pair_template) if pair_template else template if knows_pairs(template) else None
+        self._pairs = Pairs(files.tokenizer, own) if files else None
 
     @classmethod
-    def load(cls, directory: Path, formats: Callable[[str], Formats] | None = None) -> "TextCodec":
-        """The codec of a checkpoint directory.  Raises WeightsError that names the file."""
-        return cls(TokenizerFiles(directory), formats)
+    def load(cls, directory: Path, formats: Callable[[str], Formats] | None = None, **pooling: Any) -> "TextCodec":
+        """The codec of a checkpoint directory.  pooling: as the constructor has it.
+
+        Raises WeightsError that names the file."""
+        return cls(TokenizerFiles(directory), formats, **pooling)
 
     @classmethod
-    def without_tokenizer(cls, formats: Callable[[str], Formats] | None = None) -> "TextCodec":
+    def without_tokenizer(
+        cls, formats: Callable[[str], Formats] | None = None, pad_token_id: int | None = None
+    ) -> "TextCodec":
         """A codec that takes and gives token ids only: it refuses text prompts, and output has no text."""
-        return cls(None, formats)
+        return cls(None, formats, pad_token_id=pad_token_id)
 
     @property
     def vocab_size(self) -> int:
@@ -249,16 +268,36 @@ class TextCodec:
     def _chat_vocabulary(self) -> Vocabulary:
         return self.vocabulary.showing(self.formats.markers)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32:
+    def encode(self, text: str, *, add_special_tokens: bool = True, truncate_to: int = 0) -> Int32:
         """The token ids of a prompt, with the special tokens (BOS) that the model expects around a text.
 
-        Raises RequestError if there is nothing to encode."""
-        return self._encode(text, add_special_tokens=add_special_tokens, param="prompt")
+        truncate_to: a longer text loses its end; 0 for no limit.  Raises RequestError if there is nothing to encode."""
+        ids = self._encode(text, add_special_tokens=add_special_tokens, param="prompt")
+        if truncate_to and len(ids) > truncate_to:
+            assert self._tokenizer is not None, "a text was encoded without a tokenizer"
+            ids = np.array(cut_text(self._tokenizer, text, truncate_to), dtype=np.int32)
+        return ids if self._pad_token_id is None else self._without_padding(ids)
 
-    def encode_chat(self, turns: Sequence[ChatTurn], options: ChatOptions = PLAIN) -> EncodedChat:
+    def trimmed(self, token_ids: bytes, truncate_to: int = 0) -> Int32:
+        """A prompt of token ids, int32, without what is too much or no part of it."""
+        ids = np.frombuffer(token_ids, dtype=np.int32)
+        ids = ids[:truncate_to] if truncate_to else ids
+        return ids if self._pad_token_id is None else self._without_padding(ids)
+
+    def _without_padding(self, ids: Int32) -> Int32:
+        """Without the padding at its end: transformers classifies by the last token that is none."""
+        (others,) = np.nonzero(ids != self._pad_token_id)
+        return ids[: others[-1] + 1] if len(others) else ids[:1]
+
+    def encode_chat(self, turns: Sequence[ChatTurn], options: ChatOptions = PLAIN, truncate_to: int = 0) -> EncodedChat:
         """The token ids of a conversation up to the assistant's answer; the template writes its special tokens itself.
 
+        turns may be a query and a document, see ``pairs.py``.  truncate_to: as ``encode`` has it.
         Raises RequestError if the model has no template or the template refuses."""
+        if turns[-1].role == DOCUMENT:  # no client's message has this role
+            if self._pairs is None:
+                raise RequestError("this model has no tokenizer, so it cannot take a query and documents as text")
+            return EncodedChat(self.trimmed(self._pairs.encode(turns, truncate_to).tobytes()), "none")
         if self._template is None:
             raise RequestError(
                 "this model has no chat template, so it cannot take messages; send a prompt instead",
@@ -267,6 +306,8 @@ class TextCodec:
             )
         text = self._template.render(turns, options)
         token_ids = self._encode(text, add_special_tokens=False, param="messages")
+        if truncate_to or self._pad_token_id is not None:
+            token_ids = self.trimmed(token_ids.tobytes(), truncate_to)
         if (reasoning := self.formats.reasoning) is None:
             return EncodedChat(token_ids, "none")
         continued = turns[-1].content if options.continue_final else ""
@@ -304,16 +345,27 @@ class TextCodec:
         return TokenText(token_id=token_id, text=piece.decode("utf-8", "replace"), utf8=piece, logprob=logprob)
 
 
-def load_codec(model: ModelSection, directory: Path, formats: Callable[[str], Formats] | None = None) -> TextCodec:
+def load_codec(
+    model: ModelSection,
+    directory: Path,
+    formats: Callable[[str], Formats] | None = None,
+    pooling: Pooling = GENERATING,
+) -> TextCodec:
     """The codec that ``model`` asks for.  directory: the checkpoint's.  formats: as ``TextCodec`` takes it.
+    pooling: what the model is for.
 
     Raises WeightsError that names the file."""
     setting = model.tokenizer
     dummy = model.load_format == "dummy" and not (directory / "tokenizer.json").exists()
     if setting == "none" or (dummy and not setting):
         log.info("no tokenizer: prompts and output are token ids only")
-        return TextCodec.without_tokenizer(formats)
-    return TextCodec.load(Path(setting) if setting else directory, formats)
+        return TextCodec.without_tokenizer(formats, pooling.pad_token_id)
+    return TextCodec.load(
+        Path(setting) if setting else directory,
+        formats,
+        pad_token_id=pooling.pad_token_id,
+        pair_template=Path(model.score_template).expanduser() if model.score_template else None,
+    )
 
 
 def warn_of_unknown_tokens(codec: TextCodec, vocab_size: int) -> None:

@@ -115,6 +115,22 @@ class TokenizerFiles:
                 self.tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False)])
 
 
+def token_id(directory: Path, text: str) -> int:
+    """The id of a token of the tokenizer in a directory.  Raises WeightsError naming the file if it has none."""
+    found: int | None = TokenizerFiles(directory).tokenizer.token_to_id(text)
+    if found is None:
+        raise WeightsError(f"{directory / 'tokenizer.json'}: has no token {text!r}, which model.score_tokens names")
+    return found
+
+
+def read_template(path: Path) -> ChatTemplate:
+    """The template in a file that the configuration names.  Raises WeightsError naming it."""
+    template = _template(path, path, None, {})
+    if template is None:
+        raise WeightsError(f"{path}: no such file; model.score_template names it")
+    return template
+
+
 def _template(
     path: Path, config_path: Path, configured: str | list[_NamedTemplate] | None, variables: dict[str, str]
 ) -> ChatTemplate | None:

@@ -60,7 +60,7 @@ def load_rank(assignment: ExecutorAssignment) -> Runner:
     from engine.startup.loading import load_runner  # torch is needed from here on
 
     config = assignment.config
-    spec = read_model(Path(config.model.path), config.plugins)
+    spec = read_model(Path(config.model.path), config.plugins, config.model)
     if assignment.fingerprint:
         check_fingerprint(assignment.fingerprint, spec, config.model.load_format, assignment.rank)
     plugins = Plugins(config.chosen_plugins(), (), config.plugins.options, config.plugins.graph_passes)

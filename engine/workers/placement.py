@@ -194,7 +194,7 @@ class ProcessExecutors:
             progress=self._progress,
             fingerprint=""
             if self._head is None
-            else fingerprint(read_model(path, config.plugins), config.model.load_format),
+            else fingerprint(read_model(path, config.plugins, config.model), config.model.load_format),
         )
 
     @staticmethod

@@ -76,8 +76,8 @@ class TextLink:
 def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars]:
     """What a tokenizer works with.  config: with the model's path resolved.  Raises CallboardError."""
     directory = Path(config.model.path)
-    spec = read_model(directory, config.plugins)
-    codec = plugin_codec(config, directory)
+    spec = read_model(directory, config.plugins, config.model)
+    codec = plugin_codec(config, directory, spec.pooling)
     # Of the plugins only the one that is needed here: others may need a device.
     plugins = Plugins({"grammar": config.chosen_plugins()["grammar"]}, (), config.plugins.options)
     grammars = plugin_grammars(

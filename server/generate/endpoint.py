@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol, TypeVar
 
 import msgspec
 
+from engine.checkpoints.pooling import Task
 from engine.errors import RequestError
 from engine.messages import Delta
 from server.generate.generation import Generation
@@ -47,9 +48,11 @@ class Writer(Protocol):
 class Endpoint(Protocol[B]):
     """One generating endpoint.
 
-    elsewhere: fields that belong into another one, see ``BodyReader``.  names_events: see ``EventStream``."""
+    task: what it asks of a model.  elsewhere: fields that belong into another one, see ``BodyReader``.
+    names_events: see ``EventStream``."""
 
     body_type: type[B]
+    task: ClassVar[Task] = "generate"
     elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
     names_events: ClassVar[bool] = False
 

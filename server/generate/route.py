@@ -21,7 +21,7 @@ from engine.sections import ServerSection
 from server.backend import Stream
 from server.clients import CLIENT, ClientRequest
 from server.generate.endpoint import Endpoint, Writer
-from server.generate.generation import Generation, choice_seed
+from server.generate.generation import MAX_CHOICES, Generation, choice_seed
 from server.generate.output import Output, PlainText, UsageCounter, by_id, is_plain
 from server.http.body import BodyReader
 from server.http.exchange import EXCHANGE
@@ -30,21 +30,23 @@ from server.http.sse import EventStream
 
 Item = tuple[int, Delta]
 B = TypeVar("B", bound=msgspec.Struct)
+QUEUE_FULL = 429
 
 
 class Choices:
-    """An async context manager: streams are open inside of it and closed after it, however it ends."""
+    """An async context manager: streams are open inside of it and closed after it, however it ends.
+
+    At most ``MAX_CHOICES`` of them are open at once; the others follow as those before them end."""
 
     def __init__(self, client: ClientRequest, generation: Generation) -> None:
-        """Raises RequestError if the engine refuses one of the choices; then none is left open."""
+        """Raises RequestError if the engine refuses one of the first choices; then none is left open."""
+        self._client = client
+        self._generation = generation
+        self.num_choices = len(generation.prompts) * generation.num_choices
         self._streams: list[Stream] = []
         try:
-            for prompt in generation.prompts:
-                for k in range(generation.num_choices):
-                    params = generation.params
-                    if k:
-                        params = params.replace(seed=choice_seed(params.seed, k))
-                    self._streams.append(client.open(prompt, params, generation.options))
+            for _ in range(min(self.num_choices, MAX_CHOICES)):
+                self._open_next()
         except BaseException:
             self._close_streams()
             raise
@@ -52,17 +54,10 @@ class Choices:
         self._items: asyncio.Queue[Item | Exception] = asyncio.Queue(maxsize=len(self._streams))
         self._pumps: list[asyncio.Task[None]] = []
 
-    @property
-    def num_choices(self) -> int:
-        """How many choices there are, ended or not."""
-        return len(self._streams)
-
     async def __aenter__(self) -> "Choices":
-        if len(self._streams) > 1:
-            self._pumps = [
-                asyncio.create_task(self._pump(index, stream), name=f"choice-{index}")
-                for index, stream in enumerate(self._streams)
-            ]
+        if self.num_choices > 1:
+            for index in range(len(self._streams)):
+                self._start_pump(index)
         return self
 
     async def __aexit__(
@@ -85,6 +80,8 @@ class Choices:
             item = 0, await self._streams[0].next()
         if item[1].finish != Finish.RUNNING:
             self._num_running -= 1
+            if len(self._streams) < self.num_choices:
+                self._follow()
         return item
 
     async def relay(self, sink: Callable[[int, Delta], bool], drained: Callable[[], Awaitable[None]]) -> None:
@@ -101,6 +98,30 @@ class Choices:
         while (item := await self.next()) is not None:
             if not sink(*item):
                 await drained()
+
+    def _open_next(self) -> None:
+        prompt, k = divmod(len(self._streams), self._generation.num_choices)
+        params = self._generation.params
+        if k:
+            params = params.replace(seed=choice_seed(params.seed, k))
+        self._streams.append(self._client.open(self._generation.prompts[prompt], params, self._generation.options))
+
+    def _follow(self) -> None:
+        """Open choices in the place of those that have ended.
+
+        Raises RequestError if the engine refuses one; where it is full, that is only if none of them runs."""
+        try:
+            while self._num_running < MAX_CHOICES and len(self._streams) < self.num_choices:
+                self._open_next()
+                self._num_running += 1
+                self._start_pump(len(self._streams) - 1)
+        except RequestError as error:
+            if error.status != QUEUE_FULL or not self._num_running:
+                raise
+
+    def _start_pump(self, index: int) -> None:
+        pump = asyncio.create_task(self._pump(index, self._streams[index]), name=f"choice-{index}")
+        self._pumps.append(pump)
 
     async def _pump(self, index: int, stream: Stream) -> None:
         try:

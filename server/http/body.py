@@ -33,7 +33,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
         "thinking_token_budget", "token_ids_logprob", "tools", "truncate_prompt_tokens", "use_beam_search",
         "video_data", "web_search_options",
     ), ()),
-    "best_of": (1,), "function_call": ("none", "auto"), "modalities": (["text"],),
+    "best_of": (1,), "embed_dtype": ("float32",), "function_call": ("none", "auto"), "modalities": (["text"],),
+    "padding": ("do_not_pad",), "truncation_side": ("right",),
 }  # fmt: skip
 UNSUPPORTED_PREFIX = "guided_"
 MAX_NESTING = 128

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from engine.checkpoints.pooling import Kind
 from engine.messages import TokenLogprobs
 from server.generate.output import FinishReason, OptionalUsage, UsageBody, finite
 
@@ -186,13 +187,14 @@ class ChatChunk(ResponseHead, frozen=True, kw_only=True):
 
 
 class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that can be asked for."""
+    """A model that can be asked for.  kind: what it is for."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["callboard"] = "callboard"
     max_model_len: int
+    kind: Kind = "generate"
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

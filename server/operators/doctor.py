@@ -199,7 +199,7 @@ def _model(config: Config) -> Iterator[Finding]:
         return
     try:
         directory = resolve_checkpoint(path, config.model.revision)
-        spec = read_model(directory, config.plugins)
+        spec = read_model(directory, config.plugins, config.model)
     except CallboardError as error:
         yield Finding("model", "bad", path, str(error))
         return

@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
+from engine.pooling import check_task
 from engine.sections import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
 from server.backend import Backend
@@ -15,12 +16,12 @@ from server.clients import OPEN_ROUTES, CacheSalts, Clients, require_key
 from server.generate.endpoint import Endpoint
 from server.generate.route import GenerateRoute
 from server.http.connection import HttpRunner
-from server.http.exchange import Traffic, note_route
+from server.http.exchange import Handler, Traffic, note_route
 from server.keys import Keys
+from server.model_card import ModelCard
 from server.native.endpoint import Native
 from server.openai.chat import Chat
 from server.openai.completions import Completions
-from server.openai.embeddings import Embeddings
 from server.openai.models import ModelRoutes
 from server.openai.tokenization import TokenizationRoutes
 from server.openai.translator import Translator
@@ -30,6 +31,11 @@ from server.operators.site import FILES, SITE_ROUTES, Site
 from server.operators.stats import StatsRoute
 from server.operators.status import ProbeRoute, StatusRoutes
 from server.operators.traces import Traces, open_provider
+from server.pooling.classify import Classify
+from server.pooling.embeddings import Embeddings
+from server.pooling.pairs import Rerank, ScorePairs
+from server.pooling.raw import RawPooling
+from server.pooling.requests import PooledTranslator
 from server.responses.endpoint import Responses, refuse_stored
 from server.run.openapi import openapi_handler
 
@@ -62,11 +68,12 @@ def create_runner(
         "/v1/completions": Completions(translator, fingerprint),
         "/v1/chat/completions": Chat(translator, fingerprint),
         "/v1/responses": Responses(translator),
-        "/v1/embeddings": Embeddings(translator),
         "/generate": Native(translator),
+        **_pooled_endpoints(PooledTranslator(translator)),
     }
     for path, endpoint in endpoints.items():
-        app.router.add_post(path, GenerateRoute(endpoint, server).post)
+        serves = endpoint.task in backend.card.pooling.tasks
+        app.router.add_post(path, GenerateRoute(endpoint, server).post if serves else refused(endpoint, backend.card))
     app.add_routes(_api_routes(server, translator, backend.codec))
     metrics = MetricsRoute(backend, traffic, version=version, aliases=server.vllm_metric_names)
     app.router.add_get("/metrics", metrics.get)
@@ -75,6 +82,28 @@ def create_runner(
         backend.monitor.watch(traces, "server.traces")
         app.on_cleanup.append(traces.close)
     return HttpRunner(app, server, traffic)
+
+
+def _pooled_endpoints(translator: PooledTranslator) -> dict[str, Endpoint[Any]]:
+    """Those whose answers are no text, under every name that clients know."""
+    classify, score, rerank = Classify(translator), ScorePairs(translator), Rerank(translator)
+    return {
+        "/v1/embeddings": Embeddings(translator),
+        **dict.fromkeys(("/classify", "/v1/classify"), classify),
+        **dict.fromkeys(("/score", "/v1/score"), score),
+        **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
+        "/pooling": RawPooling(translator),
+    }
+
+
+def refused(endpoint: Endpoint[Any], card: ModelCard) -> Handler:
+    """Returns the handler of an endpoint that the model is not for.  It raises RequestError: 400."""
+
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        check_task(card.pooling, endpoint.task)
+        raise AssertionError(f"{card.name} serves {endpoint.task}")
+
+    return refuse
 
 
 def _api_routes(server: ServerSection, translator: Translator, codec: TextCodec) -> list[web.RouteDef]:

@@ -120,6 +120,7 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
         """Returns ingress, with HTTP listening: only now, when it knows what the one before it knew."""
         config, handover = assignment.config, assignment.handover
         codec = await asyncio.to_thread(plugin_codec, config, Path(config.model.path))
+        card = msgspec.msgpack.decode(handover.about, type=ModelCard)
         engine = EngineLink(outgoing)
         self._outgoing = outgoing
         self._ingress = ingress = Ingress(
@@ -131,6 +132,7 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
             tokenizer=engine,
             parts=("executors", "tokenizers") if assignment.has_tokenizers else ("executors",),
             first_id=handover.first_id,
+            pooling=card.pooling,
         )
         engine.connect(ingress)
         for message in handover.replay:
@@ -139,7 +141,7 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
         self._runner = create_runner(
             config.server,
             config.limits,
-            Backend(ingress, self._monitor, msgspec.msgpack.decode(handover.about, type=ModelCard), codec),
+            Backend(ingress, self._monitor, card, codec),
             CacheSalts(config.server, kept=handover.state, keep=lambda what: outgoing.put(FrontendState(what))),
         )
         gc.collect()

@@ -12,11 +12,14 @@ from server.http.exchange import Handler
 from server.http.replies import ErrorBody
 from server.native.bodies import NativeBody, NativeOutput
 from server.openai.answers import ChatChunk, ChatCompletion, Completion, ModelBody, ModelList
-from server.openai.embeddings import EmbeddingBody, EmbeddingList
 from server.openai.requests import ChatBody, CompletionBody
 from server.openai.tokenization import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
 from server.operators.administration import AbortAnswer, AbortBody, ResetAnswer
 from server.operators.status import HealthBody, Load, ServerInfo
+from server.pooling.classify import ClassificationList, ClassifyBody
+from server.pooling.embeddings import EmbeddingBody, EmbeddingList
+from server.pooling.pairs import Ranking, RerankBody, ScoreBody, ScoreList
+from server.pooling.raw import PoolingBody, PoolingList
 from server.responses.objects import Event, ResponseObject
 from server.responses.requests import ResponsesBody
 
@@ -55,6 +58,10 @@ OPERATIONS = (
     Operation("post", "/v1/completions", "Continue prompts.", Completion, CompletionBody, Completion),
     Operation("post", "/v1/responses", "Answer a conversation, as items.", ResponseObject, ResponsesBody, Event),
     Operation("post", "/v1/embeddings", "Texts as vectors.", EmbeddingList, EmbeddingBody),
+    Operation("post", "/classify", "Texts as probabilities of labels.", ClassificationList, ClassifyBody),
+    Operation("post", "/v1/score", "How well texts fit another.", ScoreList, ScoreBody),
+    Operation("post", "/v1/rerank", "Documents in the order in which they fit a query.", Ranking, RerankBody),
+    Operation("post", "/pooling", "Whatever a model gives that is no text.", PoolingList, PoolingBody),
     Operation("post", "/generate", "Continue prompts.", NATIVE, NativeBody, NativeOutput),
     Operation("post", "/tokenize", "Text as tokens.", TokenizeAnswer, TokenizeBody),
     Operation("post", "/detokenize", "Tokens as text.", DetokenizeAnswer, DetokenizeBody),

@@ -159,7 +159,7 @@ def test_results_of_parts_are_joined_and_a_prompt_that_was_cut_has_both_its_part
 SAMPLES = {
     "logprobs": Logprobs(-1.0),
     "prompt_logprobs": PromptLogprobs(1, (Logprobs(-1.0),)),
-    "embedding": b"vector",
+    "pooled": b"vector",
     "failure": "no way on",
 }
 

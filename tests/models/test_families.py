@@ -53,6 +53,8 @@ written by `python -m tests.models.test_families`.
 - Whatever no family knows is computed by its class in transformers, if that is installed (`pip install
   'callboard[transformers]'`): see below.
 
+Every family's decoder is also read under another head, or under none: [pooling.md](pooling.md).
+
 | architecture | family | checked as |
 |---|---|---|"""
 THROUGH = """

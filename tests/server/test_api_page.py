@@ -7,10 +7,13 @@ import pytest
 
 from server.http.body import UNSUPPORTED
 from server.native.bodies import NativeBody, NativeParams
-from server.openai.embeddings import EmbeddingBody
 from server.openai.requests import ChatBody, CompletionBody, StreamOptions, StructuredOutputs
 from server.openai.tokenization import DetokenizeBody, TokenizeBody
 from server.operators.administration import AbortBody
+from server.pooling.classify import ClassifyBody
+from server.pooling.embeddings import EmbeddingBody
+from server.pooling.pairs import RerankBody, ScoreBody
+from server.pooling.raw import PoolingBody
 from server.responses.requests import ResponsesBody
 from server.run.openapi import OPERATIONS
 
@@ -18,8 +21,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 API = (DOCS / "api.md").read_text()
 STRUCTURED = (DOCS / "structured_output.md").read_text()
 BODIES = (
-    CompletionBody, ChatBody, ResponsesBody, EmbeddingBody, TokenizeBody, DetokenizeBody, StreamOptions, NativeBody,
-    NativeParams, AbortBody,
+    CompletionBody, ChatBody, ResponsesBody, EmbeddingBody, ClassifyBody, ScoreBody, RerankBody, PoolingBody,
+    TokenizeBody, DetokenizeBody, StreamOptions, NativeBody, NativeParams, AbortBody,
 )  # fmt: skip
 
 

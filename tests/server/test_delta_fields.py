@@ -19,7 +19,7 @@ SAMPLES: dict[str, Any] = {
     "logprobs": (ENTRY,),
     "reasoning": "hm",
     "prompt_logprobs": (ENTRY, ENTRY),
-    "embedding": b"\0\0\0\0",
+    "pooled": b"\0\0\0\0",
     "prompt_token_ids": b"\1\0\0\0\2\0\0\0",
 }
 FIELDS = [field.name for field in msgspec.structs.fields(Delta) if field.name != "request_id"]

@@ -1,0 +1,167 @@
+"""Requests for what is no text: what they ask of the engine, and what its numbers become at the end.
+
+Owns: which of them a model takes, prompts of named texts and of pairs, vectors, probabilities and scores.
+Does not know: HTTP, tokens, how a state is computed.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.checkpoints.pooling import Pooling, Task
+from engine.errors import FieldError, RequestError
+from engine.messages import Prompt, RequestOptions
+from engine.params import SamplingParams
+from engine.text.pairs import pair
+
+Float32 = npt.NDArray[np.float32]
+PLAIN = SamplingParams(max_tokens=1, temperature=0.0)
+LONGEST = -1  # of truncate_prompt_tokens: what the context has room for
+TINY = 1e-12  # torch.nn.functional.normalize divides by no less
+# What asks for a task: (of ``LLM``, of the server).
+CALLS: Mapping[Task, tuple[str, str]] = {
+    "generate": ("generate, chat, stream", "/v1/completions, /v1/chat/completions, /v1/responses, /generate"),
+    "embed": ("embed", "/v1/embeddings"),
+    "classify": ("classify", "/classify"),
+    "score": ("score", "/v1/score, /v1/rerank"),
+    "pool": ("encode", "/pooling"),
+}
+
+
+def refusal(pooling: Pooling, asked: str) -> RequestError:
+    """Why a model cannot take a request.  asked: what the request is for, as a sentence's end."""
+    tasks = [task for task in CALLS if task in pooling.tasks]
+    calls = ", ".join(f"LLM.{CALLS[task][0].replace(', ', ', LLM.')}" for task in tasks)
+    paths = ", ".join(CALLS[task][1] for task in tasks)
+    message = f"this is {pooling}, and {asked}; what works is {paths} (in Python {calls})"
+    return RequestError(message, code="unsupported_task", param="model")
+
+
+def check_task(pooling: Pooling, task: Task) -> None:
+    """Raise RequestError (400) if the model is not for this."""
+    if task not in pooling.tasks:
+        raise refusal(pooling, {
+            "generate": "it generates no text",
+            "embed": "it gives no embeddings",
+            "classify": "it has no labels",
+            "score": "it scores no pairs of texts",
+            "pool": "it pools nothing",
+        }[task])  # fmt: skip
+
+
+def pooled_params(pooling: Pooling, params: SamplingParams) -> SamplingParams:
+    """What is sampled for a request that asks for pooling, or comes to a model that does nothing else: as good as
+    nothing.  Raises RequestError if the model cannot give what is asked."""
+    if not params.pooling:
+        raise refusal(pooling, "it generates no text")
+    if (params.pooling == "classify") != (pooling.kind == "classify"):
+        raise refusal(pooling, f"pooling={params.pooling!r} is for others")
+    return PLAIN.replace(pooling=params.pooling) if pooling.kind != "generate" else params
+
+
+class PooledRequests:
+    """What a model's requests ask of the engine.  max_len: longest prompt plus output in tokens."""
+
+    def __init__(self, pooling: Pooling, max_len: int) -> None:
+        self.pooling = pooling
+        self._longest = max_len - 1  # the end of a prompt takes the place of a token
+
+    def params(self, method: str | None = None) -> SamplingParams:
+        """method: 'last' or 'mean', None for the model's own.  Raises RequestError for a model that has no choice."""
+        if self.pooling.kind == "classify":
+            if method is not None:
+                raise FieldError("pooling", f"{self.pooling} goes by the last token")
+            return PLAIN.replace(pooling="classify")
+        return PLAIN.replace(pooling=method or self.pooling.method)
+
+    def options(self, truncate: int | None, priority: int = 0, cache_salt: str = "") -> RequestOptions:
+        """truncate: most tokens of a prompt, -1 for as many as fit, None to refuse a longer one."""
+        truncate_to = 0
+        if truncate is not None:
+            truncate_to = self._longest if truncate == LONGEST else truncate
+            if not 1 <= truncate_to <= self._longest:
+                allowed = f"-1, or from 1 to {self._longest}"
+                raise RequestError(
+                    f"truncate_prompt_tokens={truncate}: must be {allowed}", param="truncate_prompt_tokens"
+                )
+        return RequestOptions(prompt_only=True, truncate_to=truncate_to, priority=priority, cache_salt=cache_salt)
+
+    def prompts(self, prompts: Sequence[Prompt], prompt_name: str | None = None) -> tuple[Prompt, ...]:
+        """The prompts with the text of the prompt that is named, or the model's default one, before each text."""
+        known = self.pooling.prompts
+        name = prompt_name if prompt_name is not None else self.pooling.default_prompt
+        if name and name not in known:
+            names = f"one of {', '.join(map(repr, known))}" if known else "left out: the model has no named prompts"
+            raise RequestError(f"prompt_name={name[:100]!r}: must be {names}", param="prompt_name")
+        if prompt_name and not all(isinstance(one, str) for one in prompts):
+            raise FieldError("prompt_name", "goes before texts only")
+        before = known[name] if name else ""
+        return tuple(before + one if isinstance(one, str) else one for one in prompts)
+
+    def pairs(self, queries: Sequence[str], documents: Sequence[str]) -> tuple[Prompt, ...]:
+        """The prompts whose outputs ``scores`` reads: of one query and many documents, or of as many of both.
+
+        Raises RequestError if there are neither as many of both nor one query."""
+        if len(queries) not in (1, len(documents)) or not documents:
+            seen = f"{len(queries)} texts to compare with {len(documents)}"
+            raise RequestError(f"{seen}: must be one with at least one, or as many of both", param="text_2")
+        if self.pooling.kind == "embed":
+            return self.prompts([*queries, *documents])
+        every = queries if len(queries) == len(documents) else [queries[0]] * len(documents)
+        return tuple(pair(query, one) for query, one in zip(every, documents, strict=True))
+
+    def scores(self, outputs: Sequence[Float32], num_queries: int, *, activated: bool = True) -> list[float]:
+        """One for each document.  outputs: what ``result`` gives for each prompt of ``pairs``, not activated."""
+        if self.pooling.kind == "classify":
+            activation = _ACTIVATIONS[self.pooling.activation if activated else "identity"]
+            return [float(activation(one)[0]) for one in outputs]
+        vectors = [_normalized(one) for one in outputs]
+        queries, documents = vectors[:num_queries], vectors[num_queries:]
+        every = queries if len(queries) == len(documents) else queries * len(documents)
+        return [float(query @ document) for query, document in zip(every, documents, strict=True)]
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        """Raise RequestError for a size that the model's embeddings are not trained to be cut to."""
+        allowed = self.pooling.dimensions
+        if dimensions is not None and allowed and dimensions not in allowed:
+            raise RequestError(
+                f"dimensions={dimensions}: the model allows {', '.join(map(str, allowed))}", param="dimensions"
+            )
+
+    def result(self, output: bytes, *, dimensions: int | None = None, activated: bool = True) -> Float32:
+        """An embedding, at length 1 where the model's have it, or probabilities of labels.
+
+        output: float32[n].  activated: else it is as the model computes it."""
+        numbers = np.frombuffer(output, dtype=np.float32)
+        if self.pooling.kind == "classify":
+            return _ACTIVATIONS[self.pooling.activation](numbers) if activated else numbers
+        if dimensions is not None:
+            if dimensions > len(numbers):
+                raise RequestError(f"dimensions={dimensions}: the model has {len(numbers)}", param="dimensions")
+            numbers = numbers[:dimensions]
+        return _normalized(numbers) if activated and self.pooling.normalized else numbers
+
+    def label(self, probabilities: Float32) -> str:
+        """The likeliest label."""
+        return self.pooling.labels[int(probabilities.argmax())]
+
+
+def _normalized(vector: Float32) -> Float32:
+    length: Float32 = vector / np.float32(max(float(np.linalg.norm(vector)), TINY))
+    return length
+
+
+def _softmax(logits: Float32) -> Float32:
+    powers = np.exp(logits - logits.max())
+    shares: Float32 = powers / powers.sum()
+    return shares
+
+
+def _sigmoid(logits: Float32) -> Float32:
+    small = np.exp(-np.abs(logits))  # of the side that cannot overflow
+    shares: Float32 = np.where(logits >= 0, 1 / (1 + small), small / (1 + small)).astype(np.float32)
+    return shares
+
+
+_ACTIVATIONS = {"identity": lambda logits: logits, "sigmoid": _sigmoid, "softmax": _softmax}

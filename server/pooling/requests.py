@@ -1,0 +1,117 @@
+"""What the endpoints for models that pool have alike: fields of a body, prompts from them, and sums of tokens.
+
+Owns: those fields, and what they ask of the engine.  Does not know: answers, which model kinds there are.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from engine.errors import FieldError, RequestError
+from engine.messages import ChatOptions, Finish, Prompt
+from engine.params import SamplingParams
+from engine.pooling import Float32, PooledRequests
+from server.generate.generation import Generation
+from server.generate.output import Output, UsageCounter
+from server.openai.completions import read_prompts
+from server.openai.conversation import read_end, read_turns, read_variables
+from server.openai.requests import ChatMessage, Int, Priority, Salt, Scalar, Short, TokenId
+from server.openai.translator import Translator
+
+MAX_INPUTS = 2048  # of one request, as the OpenAI API has it
+Dimensions = Annotated[int, Meta(ge=1, le=1 << 20)]
+
+
+class PooledFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What all of them take.  truncate_prompt_tokens: a longer prompt loses its end; -1 for what fits."""
+
+    model: str | None = None
+    truncate_prompt_tokens: Int | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    user: str | None = None
+    request_id: Short | None = None
+
+
+class InputFields(PooledFields, frozen=True, kw_only=True):
+    """Either an input, which is text, texts, token ids, or lists of token ids, or messages, which are one prompt."""
+
+    input: str | list[str | TokenId | list[TokenId]] | None = None
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[Short, Scalar] | None = None
+
+
+class PooledUsage(msgspec.Struct, frozen=True):
+    """Token counts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, usage: UsageCounter) -> "PooledUsage":
+        """All that was read; nothing was written."""
+        num_tokens = usage.total().prompt_tokens
+        return cls(num_tokens, num_tokens)
+
+
+class PooledTranslator:
+    """Turns bodies into generations for one model."""
+
+    def __init__(self, translator: Translator) -> None:
+        self._translator = translator
+        self.card = translator.card
+        self.requests = PooledRequests(self.card.pooling, self.card.max_model_len)
+
+    def inputs(self, body: InputFields, *, method: str | None = None, prompt_name: str | None = None) -> Generation:
+        """What a body asks with an input or with messages.  Raises RequestError."""
+        chat = ChatOptions()
+        if (body.input is None) == (body.messages is None):
+            raise FieldError("input", "exactly one of input and messages is needed")
+        if body.messages is not None:
+            begins, continues = read_end(bool(body.add_generation_prompt), body.continue_final_message)
+            variables = read_variables(body.chat_template_kwargs, None, self.card.template_variables)
+            chat = ChatOptions(variables=variables, add_generation_prompt=begins, continue_final=continues)
+            prompts: tuple[Prompt, ...] = (read_turns(body.messages),)
+        else:
+            prompts = read_prompts(body.input or [], "input")
+        named = self.requests.prompts(prompts, prompt_name)
+        return self.generation(body, named, self.requests.params(method), "input", chat)
+
+    def generation(
+        self,
+        body: PooledFields,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        counted: str,
+        chat: ChatOptions = ChatOptions(),  # noqa: B008 (immutable)
+    ) -> Generation:
+        """counted: the field that has the prompts.  Raises RequestError."""
+        self._translator.check_model(body.model)
+        if len(prompts) > MAX_INPUTS:
+            raise FieldError(counted, f"{len(prompts)} of them; at most {MAX_INPUTS} are allowed in one request")
+        options = self.requests.options(body.truncate_prompt_tokens, body.priority or 0, body.cache_salt or "")
+        return Generation(
+            prompts=tuple(prompts),
+            params=params,
+            options=msgspec.structs.replace(options, chat=chat),
+            request_id=body.request_id or "",
+        )
+
+
+def pooled(outputs: Sequence[Output]) -> list[bytes]:
+    """What the engine gave for each prompt.  Raises RequestError if one was aborted: half an answer is none."""
+    deltas = [output.delta for output in outputs]
+    if any(delta.finish == Finish.ABORT for delta in deltas):
+        raise RequestError("the request was aborted", status=409, code="aborted")
+    return [delta.pooled for delta in deltas]
+
+
+def numbers(data: Float32) -> list[float]:
+    """For JSON."""
+    listed: list[float] = data.astype(np.float32).tolist()
+    return listed

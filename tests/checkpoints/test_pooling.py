@@ -1,0 +1,167 @@
+"""What a checkpoint says of its use: by its architecture, and by the files of sentence-transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.checkpoints.checkpoint import ModelSpec
+from engine.checkpoints.pooling import GENERATING, Pooling
+from engine.checkpoints.shape import ClassifierShape, NoHeadShape, TokenScoreShape
+from engine.errors import WeightsError
+from engine.plugins.families import read_model
+from engine.sections import ModelSection
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+
+
+def write(directory: Path, architecture: str = "Qwen3ForCausalLM", files: dict[str, Any] | None = None, **more: Any):
+    config = json.loads((DEMO / "config.json").read_text()) | {"architectures": [architecture], **more}
+    for name, content in {"config.json": config, **(files or {})}.items():
+        path = directory / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content))
+    return directory
+
+
+def modules(*kinds: str) -> list[dict[str, str]]:
+    return [{"type": f"sentence_transformers.models.{kind}", "path": f"{n}_{kind}"} for n, kind in enumerate(kinds)]
+
+
+def read(directory: Path, **model: Any) -> ModelSpec:
+    return read_model(directory, None, ModelSection(**model))
+
+
+def embedding(directory: Path, mode: dict[str, Any], *kinds: str, **more: Any) -> Pooling:
+    files = {"modules.json": modules("Transformer", "Pooling", *kinds), "1_Pooling/config.json": mode}
+    return read(write(directory, files=files, **more)).pooling
+
+
+def test_a_causal_model_generates(tmp_path: Path) -> None:
+    spec = read(write(tmp_path))
+    assert spec.pooling == GENERATING
+    assert spec.shape.pooled_head is None
+    assert spec.shape.num_outputs == spec.vocab_size
+
+
+@pytest.mark.parametrize(
+    "mode, method",
+    [
+        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, "last"),
+        ({"pooling_mode_mean_tokens": True, "include_prompt": True}, "mean"),
+        ({"pooling_mode": "lasttoken", "include_prompt": False}, "last"),
+        ({"pooling_mode": ["mean"]}, "mean"),
+    ],
+)
+def test_modules_say_how_to_pool(mode: dict[str, Any], method: str, tmp_path: Path) -> None:
+    pooling = embedding(tmp_path, mode, "Normalize")
+    assert (pooling.kind, pooling.method, pooling.normalized) == ("embed", method, True)
+
+
+def test_an_embedding_is_at_length_one_only_if_a_module_says_so(tmp_path: Path) -> None:
+    assert not embedding(tmp_path, {"pooling_mode": "mean"}).normalized
+
+
+def test_a_model_without_a_head_embeds(tmp_path: Path) -> None:
+    spec = read(write(tmp_path, "Qwen3Model"))
+    assert spec.pooling == Pooling(kind="embed")
+    assert isinstance(spec.shape.pooled_head, NoHeadShape)
+    assert spec.shape.num_outputs == 1
+
+
+def test_prompts_lengths_and_dimensions_are_read(tmp_path: Path) -> None:
+    files = {
+        "modules.json": modules("Transformer"),
+        "sentence_bert_config.json": {"max_seq_length": 512, "do_lower_case": False},
+        "config_sentence_transformers.json": {
+            "prompts": {"query": "Query: ", "document": ""},
+            "default_prompt_name": "query",
+        },
+    }
+    spec = read(write(tmp_path, files=files, matryoshka_dimensions=[32, 64]))
+    assert spec.max_len == 512
+    assert spec.pooling.prompts == {"query": "Query: ", "document": ""}
+    assert (spec.pooling.default_prompt, spec.pooling.dimensions) == ("query", (32, 64))
+
+
+@pytest.mark.parametrize(
+    "more, labels, activation",
+    [
+        ({"id2label": {"1": "good", "0": "bad"}}, ("bad", "good"), "softmax"),
+        ({"num_labels": 3}, ("LABEL_0", "LABEL_1", "LABEL_2"), "softmax"),
+        ({}, ("LABEL_0", "LABEL_1"), "softmax"),
+        ({"num_labels": 1}, ("LABEL_0",), "sigmoid"),
+        ({"num_labels": 1, "problem_type": "regression"}, ("LABEL_0",), "identity"),
+        ({"num_labels": 2, "problem_type": "multi_label_classification"}, ("LABEL_0", "LABEL_1"), "sigmoid"),
+        (
+            {"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
+            ("LABEL_0",),
+            "identity",
+        ),
+    ],
+)
+def test_a_classifier_has_labels(
+    more: dict[str, Any], labels: tuple[str, ...], activation: str, tmp_path: Path
+) -> None:
+    spec = read(write(tmp_path, "Qwen3ForSequenceClassification", **more))
+    assert (spec.pooling.labels, spec.pooling.activation, spec.pooling.pad_token_id) == (labels, activation, 0)
+    assert spec.shape.pooled_head == ClassifierShape(num_labels=len(labels))
+    assert ("score" in spec.pooling.tasks) == (len(labels) == 1)
+
+
+def test_tokens_make_a_reranker_of_a_language_model(tmp_path: Path) -> None:
+    spec = read(write(tmp_path), tokenizer=str(DEMO), score_tokens=("a", "b"))
+    files = {"modules.json": modules("Transformer", "LogitScore")}
+    head = spec.shape.pooled_head
+    assert isinstance(head, TokenScoreShape)
+    assert head.name == "model.embed_tokens", "the LM head is tied"
+    yes, no = head.token_ids
+    files["1_LogitScore/config.json"] = {"true_token_id": yes, "false_token_id": no}
+    assert read(write(tmp_path, files=files)).shape.pooled_head == head
+    files["1_LogitScore/config.json"]["false_token_id"] = None
+    assert read(write(tmp_path, files=files)).pooling.score_ids == (yes,)
+    with pytest.raises(WeightsError, match=r"tokenizer.json: has no token 'no such token'"):
+        read(tmp_path, tokenizer=str(DEMO), score_tokens=("a", "no such token"))
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({"modules.json": {}}, "modules.json: not a list of modules"),
+        ({"modules.json": modules("Transformer", "Dense")}, "the module 'Dense' is not known; known are Transformer"),
+        ({"modules.json": [{"type": "x.Pooling", "path": "../up"}]}, "leads out of the checkpoint"),
+        ({"modules.json": modules("Transformer", "Pooling")}, r"1_Pooling/config.json: no such file"),
+        (
+            {"modules.json": modules("Transformer", "Pooling"), "1_Pooling/config.json": {"pooling_mode": "max"}},
+            r'pooling_mode is \["max"\], expected one of lasttoken, mean',
+        ),
+        (
+            {
+                "modules.json": modules("Transformer", "Pooling"),
+                "1_Pooling/config.json": {"pooling_mode": "mean", "include_prompt": False},
+            },
+            "include_prompt is false, expected true",
+        ),
+        (
+            {
+                "modules.json": modules("Transformer"),
+                "config_sentence_transformers.json": {"default_prompt_name": "q", "prompts": {"query": ""}},
+            },
+            'default_prompt_name is "q", expected one of query',
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_named(files: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=message):
+        read(write(tmp_path, files=files))
+
+
+def test_labels_must_have_every_number(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"id2label .* expected a name for each number from 0 to 1"):
+        read(write(tmp_path, "LlamaForSequenceClassification", model_type="llama", id2label={"0": "a", "2": "b"}))
+
+
+def test_an_unknown_model_under_another_head_is_refused_as_before(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match='architectures is "BertForSequenceClassification", expected one of'):
+        read(write(tmp_path, "BertForSequenceClassification"))

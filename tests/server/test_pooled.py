@@ -1,0 +1,204 @@
+"""The endpoints whose answers are no text, as vLLM's, OpenAI's, Jina's and Cohere's clients call them."""
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from tests.models.pooled import build, with_tokenizer, write_modules
+from tests.server.engine_server import EngineServer
+from tests.server.http_client import Reply, ask
+
+QUERY, DOCUMENTS = "add two numbers", ["def add(a, b):", "import numpy", "return a + b"]
+CONVERSATION = [{"role": "user", "content": "Add two numbers."}]
+
+
+def served(directory: Path, head: str, **changes: Any) -> EngineServer:
+    build("Qwen3", head, vocab_size=3072, num_hidden_layers=1, **changes).save_pretrained(directory)
+    with_tokenizer(directory)
+    if head == "Model":
+        write_modules(directory, "lasttoken", normalize=True, prompts={"query": "Query: "})
+    return EngineServer(model={"path": str(directory), "name": "m"}, kv={"num_pages": 200})
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
+    with served(tmp_path_factory.mktemp("embedder"), "Model") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
+    with served(tmp_path_factory.mktemp("reranker"), "ForSequenceClassification", num_labels=1) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
+    names = {0: "bad", 1: "good"}
+    with served(tmp_path_factory.mktemp("classifier"), "ForSequenceClassification", id2label=names) as server:
+        yield server
+
+
+def post(server: EngineServer, path: str, **body: Any) -> Any:
+    reply = ask(server.port, "POST", path, body)
+    assert reply.status == 200, reply.body
+    return reply.json
+
+
+def refused(server: EngineServer, path: str, **body: Any) -> dict[str, Any]:
+    reply: Reply = ask(server.port, "POST", path, body)
+    assert reply.status == 400, reply.body
+    error: dict[str, Any] = reply.json["error"]
+    return error
+
+
+def test_embeddings_come_as_openais_client_wants_them(embedder: EngineServer) -> None:
+    client = openai.OpenAI(base_url=f"{embedder.url}/v1", api_key="-", max_retries=0)
+    many = [f"text {number}" for number in range(300)]  # more than are open at once
+    answer = client.embeddings.create(model="m", input=many)
+    vectors = np.array([entry.embedding for entry in answer.data])
+    assert np.linalg.norm(vectors, axis=1) == pytest.approx(1.0, abs=1e-5)
+    assert [entry.index for entry in answer.data] == list(range(300))
+    (alone,) = client.embeddings.create(model="m", input=many[299], dimensions=8).data
+    cut = vectors[299][:8]
+    assert alone.embedding == pytest.approx(cut / np.linalg.norm(cut), abs=1e-5)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 300
+    with pytest.raises(openai.BadRequestError, match="2049 of them; at most 2048") as error:
+        client.embeddings.create(model="m", input=["x"] * 2049)
+    assert error.value.param == "input"
+
+
+def test_inputs_of_every_kind_are_embedded(embedder: EngineServer) -> None:
+    def vector(**body: Any) -> list[float]:
+        (entry,) = post(embedder, "/v1/embeddings", **body)["data"]
+        numbers: list[float] = entry["embedding"]
+        return numbers
+
+    plain = vector(input="Query: " + QUERY)
+    assert vector(input=QUERY, prompt_name="query") == pytest.approx(plain, abs=1e-5)
+    encoded = post(embedder, "/v1/embeddings", input=["Query: " + QUERY], encoding_format="base64")
+    assert np.frombuffer(base64.b64decode(encoded["data"][0]["embedding"]), "<f4") == pytest.approx(plain, abs=1e-5)
+    ids = post(embedder, "/tokenize", prompt="Query: " + QUERY)["tokens"]
+    assert vector(input=ids) == pytest.approx(plain, abs=1e-5)
+    assert vector(input=QUERY * 3, truncate_prompt_tokens=4) != pytest.approx(plain, abs=1e-3)
+    assert post(embedder, "/pooling", input="Query: " + QUERY, task="embed")["data"][0]["data"] == pytest.approx(plain)
+    raw = post(embedder, "/pooling", input="Query: " + QUERY, use_activation=False)["data"][0]["data"]
+    assert np.array(raw) / np.linalg.norm(raw) == pytest.approx(plain, abs=1e-5)
+    error = refused(embedder, "/v1/embeddings", messages=CONVERSATION)
+    assert error["code"] == "no_chat_template"
+
+
+def test_an_embedding_model_scores_by_the_cosine(embedder: EngineServer) -> None:
+    every = post(embedder, "/v1/embeddings", input=[QUERY, *DOCUMENTS])["data"]
+    query, *documents = (np.array(entry["embedding"]) for entry in every)
+    scores = [entry["score"] for entry in post(embedder, "/v1/score", text_1=QUERY, text_2=DOCUMENTS)["data"]]
+    assert scores == pytest.approx([float(query @ one) for one in documents], abs=1e-5)
+
+
+def test_a_reranker_scores_and_ranks(reranker: EngineServer) -> None:
+    answer = post(reranker, "/score", model="m", text_1=QUERY, text_2=DOCUMENTS)
+    scores = [entry["score"] for entry in answer["data"]]
+    assert all(0 < score < 1 for score in scores)
+    assert [entry["index"] for entry in answer["data"]] == [0, 1, 2]
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
+    for body in ({"queries": [QUERY] * 3, "documents": DOCUMENTS}, {"data_1": QUERY, "data_2": DOCUMENTS}):
+        again = [entry["score"] for entry in post(reranker, "/v1/score", **body)["data"]]
+        assert again == pytest.approx(scores, abs=1e-6)
+    ranks = sorted(range(3), key=lambda index: -scores[index])
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        documents = [DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]]
+        ranking = post(reranker, path, query=QUERY, documents=documents, top_n=2)
+        assert [one["index"] for one in ranking["results"]] == ranks[:2]
+        assert [one["document"]["text"] for one in ranking["results"]] == [DOCUMENTS[index] for index in ranks[:2]]
+        best = [scores[index] for index in ranks[:2]]
+        assert [one["relevance_score"] for one in ranking["results"]] == pytest.approx(best, abs=1e-6)
+    bare = post(reranker, "/rerank", query=QUERY, documents=DOCUMENTS, return_documents=False)
+    assert [sorted(one) for one in bare["results"]] == [["index", "relevance_score"]] * 3
+    assert post(reranker, "/classify", input="x")["data"][0]["label"] == "LABEL_0"
+
+
+def test_a_classifier_names_its_labels(classifier: EngineServer) -> None:
+    answer = post(classifier, "/classify", input=DOCUMENTS)
+    assert answer["object"] == "list"
+    for index, one in enumerate(answer["data"]):
+        assert (one["index"], one["num_classes"], sum(one["probs"])) == (index, 2, pytest.approx(1.0, abs=1e-6))
+        assert one["label"] == ("bad", "good")[int(np.argmax(one["probs"]))]
+    raw = post(classifier, "/v1/classify", input=DOCUMENTS, use_activation=False)["data"]
+    powers = np.exp([one["probs"] for one in raw])
+    likely = [one["probs"] for one in answer["data"]]
+    assert powers / powers.sum(axis=1, keepdims=True) == pytest.approx(np.array(likely), abs=1e-5)
+    pooled = post(classifier, "/pooling", input=DOCUMENTS, task="classify")["data"]
+    assert np.array([one["data"] for one in pooled]) == pytest.approx(np.array(likely), abs=1e-6)
+
+
+def test_models_say_what_they_are_for(embedder: EngineServer, classifier: EngineServer) -> None:
+    for server, kind in ((embedder, "embed"), (classifier, "classify")):
+        assert ask(server.port, "GET", "/v1/models").json["data"][0]["kind"] == kind
+    error = refused(classifier, "/v1/chat/completions", model="m", messages=CONVERSATION)
+    assert error["code"] == "unsupported_task"
+    assert error["message"].startswith("this is a classifier of 2 labels, and it generates no text; what works is")
+    assert "/classify, /pooling" in error["message"]
+    assert "it has no labels" in refused(embedder, "/classify", input="x")["message"]
+    assert "it scores no pairs" in refused(classifier, "/v2/rerank", query="a", documents=["b"])["message"]
+    assert "/v1/score, /v1/rerank" in refused(embedder, "/generate", text="x")["message"]
+
+
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        ("/v1/embeddings", {}, "input"),
+        ("/v1/embeddings", {"input": "x", "messages": CONVERSATION}, "input"),
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/v1/embeddings", {"input": "x", "prompt_name": "other"}, "prompt_name"),
+        ("/v1/embeddings", {"input": [5], "prompt_name": "query"}, "prompt_name"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 65}, "dimensions"),
+        ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": "x", "truncation_side": "left"}, "truncation_side"),
+        ("/v1/embeddings", {"input": [4000]}, "input"),
+        ("/pooling", {"input": "x", "task": "token_embed"}, "task"),
+        ("/score", {"text_1": "x"}, "text_1"),
+        ("/score", {"text_1": ["x", "y"], "text_2": ["x"] * 3}, "text_2"),
+        ("/score", {"queries": ["x", "y"], "items": []}, "items"),
+        ("/rerank", {"query": "x", "documents": []}, "documents"),
+        ("/rerank", {"query": "x", "documents": ["x"], "top_n": -1}, "top_n"),
+        ("/rerank", {"query": "x", "documents": [{"image": "x"}]}, "documents[0].text"),
+    ],
+)
+def test_a_wrong_value_names_its_field(path: str, body: dict[str, Any], param: str, embedder: EngineServer) -> None:
+    assert refused(embedder, path, **body)["param"] == param
+
+
+def test_a_text_that_is_too_long_is_refused_unless_it_may_be_cut(reranker: EngineServer) -> None:
+    long = "word " * 1500
+    error = refused(reranker, "/v1/score", text_1="x", text_2=long)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "text_2")
+    cut = post(reranker, "/v1/score", text_1="x", text_2=long, truncate_prompt_tokens=-1)
+    # The last token is the pad token as well, which transformers leaves out.
+    assert cut["usage"]["prompt_tokens"] == reranker.system.max_len - 2
+    assert refused(reranker, "/rerank", query=long, documents=["x"], truncate_prompt_tokens=-1)["param"]
+
+
+def test_odd_bodies_are_answered_or_refused(embedder: EngineServer, classifier: EngineServer) -> None:
+    """No 500 and no silence, whatever the fields hold."""
+    odd: list[Any] = ["", "x", [], [""], [[]], [1], [[1, 2], []], 5, None, True, {}, "\ud800", ["a", 1], -1, 1 << 70]
+    names = ("input", "messages", "text_1", "text_2", "query", "documents", "top_n", "dimensions", "prompt_name")
+    flags = ("truncate_prompt_tokens", "use_activation", "encoding_format", "task", "pooling", "priority")
+    paths = ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank")
+    dice = np.random.default_rng(7)
+
+    def one(values: Any) -> Any:
+        return values[int(dice.integers(len(values)))]
+
+    for number in range(150):
+        body = {name: one(odd) for name in (one(names), one(names), one(names), one(flags))}
+        server = one((embedder, classifier))
+        reply = ask(server.port, "POST", one(paths), json.loads(json.dumps(body)))
+        assert reply.status in (200, 400, 409), f"{number}: {body} -> {reply.status} {reply.body!r}"
+    assert post(embedder, "/v1/embeddings", input="x")["data"]
