@@ -22,7 +22,7 @@ MAX_GRAMMAR_CHARS = 1 << 16
 MAX_SEED = (1 << 63) - 1
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite in float16 as well
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "tool_calls"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "tool_calls", "structural_tag"]
 GRAMMAR_KINDS: tuple[str, ...] = get_args(GrammarKind)
 
 
@@ -30,7 +30,8 @@ class Grammar(msgspec.Struct, frozen=True):
     """What an output must look like.
 
     kind and source: 'json_object' (no source), 'json_schema' (a JSON Schema), 'regex', 'choice' (a JSON array of
-    strings), 'ebnf' (GBNF, or Lark as llguidance has it), 'tool_calls' (see ``engine/text/tool_format.py``).
+    strings), 'ebnf' (GBNF, or Lark as llguidance has it), 'tool_calls' and 'structural_tag' (``CallsShape`` and
+    ``TagsShape`` of ``engine/text/tool_format.py``, as JSON).
     thinking: 'open' if the output begins inside of the model's thoughts, which end with ``</think>`` and are free;
     'optional' if it may begin them with ``<think>``; 'none' if the grammar holds from the first token on.
     """

@@ -26,7 +26,7 @@ from server.http.exchange import EXCHANGE, Exchange, Handler
 
 SALT_CHARS = 32
 # Asked by orchestrators, which have no key.
-OPEN_ROUTES = frozenset({"/health", "/ready"})
+OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
 
 
 def key_list(api_key: str | Sequence[str]) -> list[str]:
@@ -45,7 +45,9 @@ def require_key(api_key: str | Sequence[str], open_routes: frozenset[str] = OPEN
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         if resource is None or resource.canonical not in open_routes:
-            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+            # Anthropic's clients send the key in a header of its own.
+            bearer = f"Bearer {request.headers.get('X-Api-Key', '')}"
+            scheme, _, key = request.headers.get("Authorization", bearer).partition(" ")
             given = key.strip().encode("utf-8", "surrogateescape")
             # All of them, whichever it is: the time says neither how much of a key was right nor which one.
             matches = [hmac.compare_digest(given, one) for one in expected]
@@ -125,12 +127,17 @@ class ClientRequest:
         if not num_open[self._client]:
             del num_open[self._client]
 
-    def abort(self) -> bool:
-        """End every choice where it is; returns whether one of them was open."""
-        return sum(self._clients.ingress.abort(stream.request_id) for stream in self.streams) > 0
+    def abort(self, name: str | None = None) -> bool:
+        """End the choices that are called so, or all, where they are; returns whether one of them was open."""
+        part = None if name is None or self._is_whole(name) else self.exchange.parts[name]
+        streams = self.streams if part is None else self.streams[part.start : part.stop]
+        return sum(self._clients.ingress.abort(stream.request_id) for stream in streams) > 0
 
     def is_called(self, name: str) -> bool:
-        """Whether ``name`` is the request's own id, or that of its answer."""
+        """Whether ``name`` is the request's own id, that of its answer, or that of a part."""
+        return self._is_whole(name) or name in self.exchange.parts
+
+    def _is_whole(self, name: str) -> bool:
         return name == self.exchange.id or name in self.exchange.names
 
 
@@ -169,7 +176,7 @@ class Clients:
     def abort(self, key_number: int | None, name: str | None = None) -> int:
         """End the open requests with this key; returns how many.  name: only those with this name."""
         mine = [one for one in self._requests if one.exchange.key_number == key_number]
-        return sum(one.abort() for one in mine if name is None or one.is_called(name))
+        return sum(one.abort(name) for one in mine if name is None or one.is_called(name))
 
     def forget_cache(self, key_number: int | None) -> None:
         """Hide everything cached so far from the later requests of a key, and of those that it shares the cache with.

@@ -23,7 +23,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     chat_defaults: the checkpoint's own temperature, top_p, top_k and repetition_penalty, for requests
         that leave them out.
     tool_parser, reasoning_parser: the names of what reads its function calls and its thoughts.
-    template_variables: what clients may tell its chat template.
+    template_variables: what clients may tell its chat template.  template_roles: whom it knows by name.
     """
 
     name: str
@@ -34,6 +34,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: str = "hermes"
     reasoning_parser: str = "none"
     template_variables: tuple[str, ...] = ()
+    template_roles: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, system: "System", server: ServerSection) -> "ModelCard":
@@ -47,4 +48,5 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
             tool_parser=system.codec.formats.tool_parser,
             reasoning_parser=system.codec.formats.reasoning_parser,
             template_variables=server.allowed_template_variables,
+            template_roles=system.codec.roles,
         )

@@ -59,7 +59,7 @@ class _Encoded:
 @dataclass(slots=True)
 class _Text:
     """One request's text state, from its arrival to its end.  encoding: what makes tokens of the prompt.
-    stream: None until that is done."""
+    stream: None until that is done.  opening: what the first delta tells of the prompt, until that comes."""
 
     request: Tokenize
     encoding: asyncio.Task[Any] | None = None
@@ -68,6 +68,12 @@ class _Text:
     cached_tokens: int = 0
     stream: TextStream | None = None
     prompt_logprobs: PromptLogprobTexts | None = None
+    opening: Delta | None = None
+
+    def opened(self, delta: Delta) -> Delta:
+        """The delta, with what is to be told of the prompt if it is the first: so each delta's text is its tokens'."""
+        opening, self.opening = self.opening, None
+        return delta if opening is None else Delta.merged((opening, delta))
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
         """Once, with the first token: all parts have come by then."""
@@ -177,7 +183,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             if options.echo or options.return_prompt_ids:
                 prompt = request.text if request.text is not None else self._codec.decode(encoded.token_ids)
                 ids = encoded.token_ids.tobytes() if options.return_prompt_ids else b""
-                self._out.append(Delta(request.request_id, prompt if options.echo else "", prompt_token_ids=ids))
+                text.opening = Delta(request.request_id, prompt if options.echo else "", prompt_token_ids=ids)
         except Exception as error:
             self._refuse(request.request_id, _fault(request.request_id, error))
             return
@@ -199,7 +205,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             self._scheduler.put(message)
         elif text.encoding is not None:
             text.encoding.cancel()  # a prompt that waits for a thread must not keep others waiting for one
-        self._out.append(Delta(message.request_id, "", finish=Finish.ABORT))
+        self._out.append(text.opened(Delta(message.request_id, "", finish=Finish.ABORT)))
 
     def _refuse(self, request_id: int, error: RequestError) -> None:
         self._fail(Failed(request_id, error.message, error.status, error.code, error.param))
@@ -240,16 +246,15 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         if finish == Finish.RUNNING:
             return
         del self._texts[text.request.request_id]
-        self._out.append(
-            Delta(
-                request_id=text.request.request_id,
-                text="",
-                finish=finish if finish == Finish.ABORT else Finish.LENGTH,
-                usage=self._usage(text),
-                prompt_logprobs=text.take_prompt_logprobs(),
-                embedding=embedding,
-            )
+        delta = Delta(
+            request_id=text.request.request_id,
+            text="",
+            finish=finish if finish == Finish.ABORT else Finish.LENGTH,
+            usage=self._usage(text),
+            prompt_logprobs=text.take_prompt_logprobs(),
+            embedding=embedding,
         )
+        self._out.append(text.opened(delta))
 
     def _take_token(self, text: _Text, token_id: int, finish: Finish, logprobs: Logprobs | None) -> None:
         stream, request = text.stream, text.request
@@ -272,20 +277,19 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             finish = Finish.STOP
         if finish != Finish.RUNNING:
             del self._texts[request.request_id]
-        self._out.append(
-            Delta(
-                request_id=request.request_id,
-                text=shown,
-                token_ids=token_id.to_bytes(4, "little", signed=True) if token_id >= 0 else b"",
-                finish=finish,
-                stop_reason=stop_reason,
-                # The first one says how long the prompt was, the last one everything.
-                usage=self._usage(text) if finish != Finish.RUNNING or text.num_completion == 1 else None,
-                logprobs=(logprob_texts(self._codec, token_id, logprobs),) if logprobs is not None else (),
-                reasoning=stream.take_thoughts(),
-                prompt_logprobs=text.take_prompt_logprobs(),
-            )
+        delta = Delta(
+            request_id=request.request_id,
+            text=shown,
+            token_ids=token_id.to_bytes(4, "little", signed=True) if token_id >= 0 else b"",
+            finish=finish,
+            stop_reason=stop_reason,
+            # The first one says how long the prompt was, the last one everything.
+            usage=self._usage(text) if finish != Finish.RUNNING or text.num_completion == 1 else None,
+            logprobs=(logprob_texts(self._codec, token_id, logprobs),) if logprobs is not None else (),
+            reasoning=stream.take_thoughts(),
+            prompt_logprobs=text.take_prompt_logprobs(),
         )
+        self._out.append(delta if text.opening is None else text.opened(delta))
 
     def _usage(self, text: _Text) -> Usage:
         return Usage(

@@ -218,6 +218,7 @@ class TextCodec:
     """Encodes and decodes for one model.  Immutable after construction, so any thread may use it.
 
     formats: how the model writes function calls and thoughts.  vocabulary: what every token is as bytes.
+    named_tokens: the text of bos_token and the like, by that name.
     """
 
     def __init__(self, files: TokenizerFiles | None, formats: Callable[[str], Formats] | None = None) -> None:
@@ -226,6 +227,7 @@ class TextCodec:
         formats: tells the model's by its chat template, which is empty where there is none; None for no formats."""
         self._tokenizer = files.tokenizer if files else None
         template = self._template = files.template if files else None
+        self.named_tokens = files.named if files else {}
         self.formats = formats(template.source if template else "") if formats else Formats()
         self.vocabulary = Vocabulary.read(files.tokenizer, files.decoder) if files else Vocabulary([])
 
@@ -243,6 +245,16 @@ class TextCodec:
     def vocab_size(self) -> int:
         """One more than the largest token id that encoding can give."""
         return len(self.vocabulary)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that the chat template asks for by name."""
+        return self._template.roles if self._template else ()
+
+    @property
+    def template_source(self) -> str:
+        """The text of the chat template; empty where there is none."""
+        return self._template.source if self._template else ""
 
     @cached_property
     def _chat_vocabulary(self) -> Vocabulary:

@@ -39,12 +39,13 @@ class Choices:
         """Raises RequestError if the engine refuses one of the choices; then none is left open."""
         self._streams: list[Stream] = []
         try:
-            for prompt in generation.prompts:
+            for number, prompt in enumerate(generation.prompts):
+                params, options = generation.params, generation.options
+                if generation.of_prompts:
+                    params, options = generation.of_prompts[number]
                 for k in range(generation.num_choices):
-                    params = generation.params
-                    if k:
-                        params = params.replace(seed=choice_seed(params.seed, k))
-                    self._streams.append(client.open(prompt, params, generation.options))
+                    own = params.replace(seed=choice_seed(params.seed, k)) if k else params
+                    self._streams.append(client.open(prompt, own, options))
         except BaseException:
             self._close_streams()
             raise
@@ -138,6 +139,7 @@ class GenerateRoute(Generic[B]):
         usage = UsageCounter(generation)
         writer = self._endpoint.writer(body, generation, usage)
         exchange.names |= {writer.id, generation.request_id} - {""}
+        exchange.parts = writer.parts
         try:
             async with Choices(client, generation) as choices:
                 if not generation.stream:
@@ -145,16 +147,18 @@ class GenerateRoute(Generic[B]):
                 events = EventStream(request, named=self._endpoint.names_events)
                 return await events.carry(
                     _send_all(events, writer, choices, generation, usage),
-                    lambda error: writer.failure(self._renamed(error, body)),
+                    lambda error: writer.failure(self._renamed(error, body, generation)),
                 )
         except RequestError as error:
-            raise self._renamed(error, body) from None
+            raise self._renamed(error, body, generation) from None
         finally:
             counts = usage.total()
             exchange.usage = counts.prompt_tokens, counts.completion_tokens
 
-    def _renamed(self, error: RequestError, body: B) -> RequestError:
+    def _renamed(self, error: RequestError, body: B, generation: Generation | None = None) -> RequestError:
         """Returns the error with its field named as this endpoint's clients know it."""
+        if error.param == "grammar" and generation is not None:
+            error.param = generation.grammar_field
         if error.param is not None:
             error.param = self._endpoint.rename(error.param, body)
         return error

@@ -36,13 +36,16 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """One output.  stop_reason: the stop string or token id that ended it, where one did."""
+    """One output.  stop_reason: the stop string or token id of the request that ended it, where one did.
+
+    matched_stop: the same, or else the end token of the model's own."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | UnsetType = UNSET
+    matched_stop: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -124,6 +127,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | UnsetType = UNSET
+    matched_stop: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -170,6 +174,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | UnsetType = UNSET
+    matched_stop: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -186,13 +191,15 @@ class ChatChunk(ResponseHead, frozen=True, kw_only=True):
 
 
 class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that can be asked for."""
+    """A model that can be asked for.  root, parent: what an adapter would be made of; this is a model by itself."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["callboard"] = "callboard"
     max_model_len: int
+    root: str
+    parent: None = None
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

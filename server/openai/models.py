@@ -15,7 +15,7 @@ class ModelRoutes:
 
     def __init__(self, translator: Translator) -> None:
         card = translator.card
-        self._model = ModelBody(id=card.name, created=card.created, max_model_len=card.max_model_len)
+        self._model = ModelBody(id=card.name, created=card.created, max_model_len=card.max_model_len, root=card.name)
         self._translator = translator
 
     async def all(self, request: web.Request) -> web.Response:

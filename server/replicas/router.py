@@ -122,7 +122,7 @@ async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> Asyn
         replicas = Replicas(fleet, session, affinity)
         routes, proxy = RouterRoutes(replicas), Proxy(server, replicas, session, affinity)
         administration = FleetAdministration(server, replicas, session)
-        app = web.Application(middlewares=[note_route, *([require_key(server.api_key)] if server.api_key else [])])
+        app = web.Application(middlewares=[note_route(), *([require_key(server.api_key)] if server.api_key else [])])
         app.add_routes(
             [
                 web.get("/health", routes.health),

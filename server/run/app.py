@@ -10,6 +10,8 @@ from aiohttp import web
 
 from engine.sections import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
+from server.anthropic.endpoint import CountRoute, Messages
+from server.anthropic.objects import message_error
 from server.backend import Backend
 from server.clients import OPEN_ROUTES, CacheSalts, Clients, require_key
 from server.generate.endpoint import Endpoint
@@ -32,8 +34,10 @@ from server.operators.traces import Traces, open_provider
 from server.responses.endpoint import Responses, refuse_stored
 from server.run.openapi import openapi_handler
 
-STORED = "/v1/responses/{id}"
+STORED = "/v1/responses/{path:.+}"
 DISTRIBUTION = "callboard"
+COUNT = "/v1/messages/count_tokens"
+ERROR_FORMATS = dict.fromkeys(("/v1/messages", COUNT), message_error)
 
 
 def create_runner(
@@ -49,7 +53,7 @@ def create_runner(
     traces = Traces(open_provider(server.traces, version), backend.card.name) if server.traces else None
     traffic = Traffic()
     middlewares = [
-        note_route,
+        note_route(ERROR_FORMATS),
         *([require_key(server.api_key, OPEN_ROUTES | SITE_ROUTES)] if server.api_key else []),
         clients.middleware,
     ]
@@ -61,6 +65,7 @@ def create_runner(
         "/v1/chat/completions": Chat(translator, fingerprint),
         "/v1/responses": Responses(translator),
         "/v1/embeddings": Embeddings(translator),
+        "/v1/messages": Messages(translator),
         "/generate": Native(translator),
     }
     for path, endpoint in endpoints.items():
@@ -80,11 +85,11 @@ def _api_routes(server: ServerSection, translator: Translator, codec: TextCodec)
     return [
         web.get("/v1/models", models.all),
         web.get("/v1/models/{id:.+}", models.one),
-        *(web.route(method, STORED, refuse_stored) for method in ("GET", "DELETE")),
-        web.post(f"{STORED}/cancel", refuse_stored),
-        web.get(f"{STORED}/input_items", refuse_stored),
+        web.route("*", STORED, refuse_stored),
         *(web.post(prefix + "/tokenize", tokenization.tokenize) for prefix in ("", "/v1")),
         *(web.post(prefix + "/detokenize", tokenization.detokenize) for prefix in ("", "/v1")),
+        web.get("/tokenizer_info", tokenization.info),
+        web.post(COUNT, CountRoute(codec, translator, server).post),
     ]
 
 
@@ -98,9 +103,11 @@ def _operators_routes(
         web.get("/", site.index),
         web.get(FILES, site.file),
         web.get("/health", status.health),
+        *(web.route(method, "/ping", status.health) for method in ("GET", "POST")),
         web.get("/ready", status.ready),
         web.get("/version", status.version),
-        web.get("/server_info", status.info),
+        *(web.get(path, status.info) for path in ("/server_info", "/get_server_info")),
+        *(web.get(path, status.model) for path in ("/model_info", "/get_model_info")),
         web.get("/load", status.load),
         web.get("/health_generate", ProbeRoute().get),
         web.get("/stats", stats.get),

@@ -8,21 +8,24 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
+from server.anthropic.objects import MessageEvent, MessageObject, TokenCountAnswer
+from server.anthropic.requests import CountBody, MessagesBody
 from server.http.exchange import Handler
 from server.http.replies import ErrorBody
 from server.native.bodies import NativeBody, NativeOutput
 from server.openai.answers import ChatChunk, ChatCompletion, Completion, ModelBody, ModelList
 from server.openai.embeddings import EmbeddingBody, EmbeddingList
 from server.openai.requests import ChatBody, CompletionBody
-from server.openai.tokenization import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
+from server.openai.tokenization import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody, TokenizerInfo
 from server.operators.administration import AbortAnswer, AbortBody, ResetAnswer
-from server.operators.status import HealthBody, Load, ServerInfo
+from server.operators.status import HealthBody, Load, ModelInfo, ServerInfo
 from server.responses.objects import Event, ResponseObject
 from server.responses.requests import ResponsesBody
 
 REFERENCE = "#/components/schemas/{name}"
 JSON = "application/json"
 STREAM = "text/event-stream"
+NAMED_EVENTS = (Event, MessageEvent)  # a stream of them ends without a word of its own
 ERRORS = {
     "400": "A value or the body is wrong; param names the field.",
     "401": "The API key is missing or wrong.",
@@ -46,7 +49,7 @@ class Operation(NamedTuple):
     summary: str
     answer: Any
     body: type[msgspec.Struct] | None = None
-    event: type[msgspec.Struct] | None = None
+    event: Any = None
 
 
 NATIVE = NativeOutput | list[NativeOutput]
@@ -55,14 +58,18 @@ OPERATIONS = (
     Operation("post", "/v1/completions", "Continue prompts.", Completion, CompletionBody, Completion),
     Operation("post", "/v1/responses", "Answer a conversation, as items.", ResponseObject, ResponsesBody, Event),
     Operation("post", "/v1/embeddings", "Texts as vectors.", EmbeddingList, EmbeddingBody),
+    Operation("post", "/v1/messages", "Answer a conversation, as blocks.", MessageObject, MessagesBody, MessageEvent),
+    Operation("post", "/v1/messages/count_tokens", "Count a prompt.", TokenCountAnswer, CountBody),
     Operation("post", "/generate", "Continue prompts.", NATIVE, NativeBody, NativeOutput),
     Operation("post", "/tokenize", "Text as tokens.", TokenizeAnswer, TokenizeBody),
     Operation("post", "/detokenize", "Tokens as text.", DetokenizeAnswer, DetokenizeBody),
+    Operation("get", "/tokenizer_info", "Special tokens and the chat template.", TokenizerInfo),
     Operation("get", "/v1/models", "The served model.", ModelList),
     Operation("get", "/v1/models/{id}", "The served model.", ModelBody),
     Operation("post", "/abort_request", "End requests.", AbortAnswer, AbortBody),
     Operation("post", "/reset_prefix_cache", "Forget what is cached.", ResetAnswer),
     Operation("get", "/server_info", "What is served, and its limits.", ServerInfo),
+    Operation("get", "/model_info", "The served model, as SGLang has it.", ModelInfo),
     Operation("get", "/load", "How many requests there are.", Load),
     Operation("get", "/health", "Whether the process can do its work.", HealthBody),
 )
@@ -94,7 +101,7 @@ def _operation(one: Operation, by_kind: dict[Any, dict[str, Any]]) -> dict[str, 
     if one.event is not None:
         content = {"anyOf": [by_kind[one.event], by_kind[ErrorBody]]}
         told = {"type": "string", "contentMediaType": JSON, "contentSchema": content}
-        data = told if one.event is Event else {"anyOf": [{"const": "[DONE]"}, told]}
+        data = told if one.event in NAMED_EVENTS else {"anyOf": [{"const": "[DONE]"}, told]}
         event = {"type": "object", "properties": {"data": data, "event": {"type": "string"}}, "required": ["data"]}
         answers[STREAM] = {"schema": event}
     failed = {JSON: {"schema": by_kind[ErrorBody]}}

@@ -61,6 +61,7 @@ class EngineServer:
             created=1_700_000_000,
             tool_parser=system.codec.formats.tool_parser,
             template_variables=config.server.allowed_template_variables,
+            template_roles=system.codec.roles,
         )
         await system.start()
         backend = Backend(system.ingress, system.monitor, card, system.codec)
