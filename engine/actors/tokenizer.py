@@ -122,7 +122,8 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
 
     async def _encode(self, request: Tokenize) -> _Encoded:
         try:
-            if request.token_ids is not None and request.params.grammar is None:
+            params = request.params
+            if request.token_ids is not None and params.grammar is None and not params.bad_words:
                 return _Encoded(request, np.frombuffer(request.token_ids, dtype=np.int32), request.params)
             return await asyncio.to_thread(self._understand, request)
         except RequestError as error:
@@ -142,7 +143,10 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             assert request.text is not None, f"request {request.request_id} has no prompt of any kind"
             token_ids = self._codec.encode(request.text)
         self._check_known(token_ids, "messages" if request.turns is not None else "prompt")
+        token_ids = token_ids[-request.options.truncate_to :]
         params = request.params
+        if params.bad_words:
+            params = params.replace(bad_token_ids=self._codec.spellings(params.bad_words))
         if params.grammar is not None:
             if self._grammars is None:
                 raise RequestError("structured output: this engine has no grammar plugin", code="unsupported_parameter")
@@ -181,7 +185,9 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             if params.prompt_logprobs is not None:
                 text.prompt_logprobs = PromptLogprobTexts(self._codec, encoded.token_ids)
             if options.echo or options.return_prompt_ids:
-                prompt = request.text if request.text is not None else self._codec.decode(encoded.token_ids)
+                prompt = request.text
+                if prompt is None or options.truncate_to:
+                    prompt = self._codec.decode(encoded.token_ids)
                 ids = encoded.token_ids.tobytes() if options.return_prompt_ids else b""
                 text.opening = Delta(request.request_id, prompt if options.echo else "", prompt_token_ids=ids)
         except Exception as error:

@@ -283,6 +283,12 @@ class TextCodec:
         continued = turns[-1].content if options.continue_final else ""
         return EncodedChat(token_ids, reasoning.thinking_at_end(text, continued))
 
+    def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token ids of words, each as it is and behind a space.  Raises RequestError (param bad_words)."""
+        texts = [text for word in words for text in (word.strip(), f" {word.strip()}")]
+        encoded = (self._encode(text, add_special_tokens=False, param="bad_words").tolist() for text in texts)
+        return tuple(dict.fromkeys(map(tuple, encoded)))
+
     def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> Int32:
         if self._tokenizer is None:
             raise RequestError("this model has no tokenizer; send the prompt as token ids", param=param)

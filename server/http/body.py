@@ -30,8 +30,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
         "custom_logit_processor", "documents", "echo", "extra_key", "functions", "grammar", "image_data",
         "input_embeds", "logits_processors", "logprob_token_ids", "lora_path", "max_new_tokens", "mcp_servers",
         "min_new_tokens", "no_stop_trim", "prompt_embeds", "prompt_logprobs", "return_hidden_states",
-        "session_params", "stop_regex", "suffix", "thinking_token_budget", "token_ids_logprob", "tools",
-        "truncate_prompt_tokens", "use_beam_search", "video_data", "web_search_options",
+        "session_params", "stop_regex", "structural_tag", "suffix", "thinking_token_budget", "token_ids_logprob",
+        "tools", "truncate_prompt_tokens", "use_beam_search", "video_data", "web_search_options",
     ), ()),
     "best_of": (1,), "function_call": ("none", "auto"), "modalities": (["text"],),
 }  # fmt: skip

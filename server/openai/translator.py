@@ -66,7 +66,9 @@ class Translator:
         grammar_field, grammar = _grammar(body, tools)
         params = params.replace(grammar=grammar, prompt_logprobs=prompt_logprobs)
         params.check(self.card.vocab_size)
+        truncate_to = self._truncate_to(body.truncate_prompt_tokens)
         options = RequestOptions(
+            truncate_to=truncate_to,
             echo=echo,
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
@@ -75,7 +77,7 @@ class Translator:
             return_prompt_ids=bool(body.return_token_ids),
         )
         return Generation(
-            prompts=prompts,
+            prompts=tuple(prompt[-truncate_to:] if isinstance(prompt, list) else prompt for prompt in prompts),
             params=params,
             options=options,
             num_choices=num_choices,
@@ -106,6 +108,15 @@ class Translator:
                 f"at most {MAX_CHOICES} are allowed in one request",
                 param="prompt" if num_choices == 1 and counted == "n" else counted,
             )
+
+    def _truncate_to(self, given: int | None) -> int:
+        """Returns how many tokens of a prompt are read; 0 for all.  -1 is as many as the context has, as in vLLM."""
+        most = self.card.max_model_len
+        if given is None:
+            return 0
+        if given != -1 and not 1 <= given <= most:
+            raise FieldError("truncate_prompt_tokens", f"{given}: must be from 1 to {most}, or -1 for that")
+        return most if given == -1 else given
 
     def _sampling_params(self, body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         given = {name: value for name in SAME_FIELDS if (value := getattr(body, name)) is not None}

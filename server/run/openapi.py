@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
-from server.anthropic.objects import MessageEvent, MessageObject, TokenCountAnswer
+from server.anthropic.objects import MessageError, MessageEvent, MessageObject, TokenCountAnswer
 from server.anthropic.requests import CountBody, MessagesBody
 from server.http.exchange import Handler
 from server.http.replies import ErrorBody
@@ -42,7 +42,9 @@ ERRORS = {
 
 
 class Operation(NamedTuple):
-    """A route.  answer: the type of what comes in one piece.  event: what its stream is made of, if it streams."""
+    """A route.  answer: the type of what comes in one piece.  event: what its stream is made of, if it streams.
+
+    error: the body of its errors."""
 
     method: str
     path: str
@@ -50,6 +52,7 @@ class Operation(NamedTuple):
     answer: Any
     body: type[msgspec.Struct] | None = None
     event: Any = None
+    error: type[msgspec.Struct] = ErrorBody
 
 
 NATIVE = NativeOutput | list[NativeOutput]
@@ -58,8 +61,16 @@ OPERATIONS = (
     Operation("post", "/v1/completions", "Continue prompts.", Completion, CompletionBody, Completion),
     Operation("post", "/v1/responses", "Answer a conversation, as items.", ResponseObject, ResponsesBody, Event),
     Operation("post", "/v1/embeddings", "Texts as vectors.", EmbeddingList, EmbeddingBody),
-    Operation("post", "/v1/messages", "Answer a conversation, as blocks.", MessageObject, MessagesBody, MessageEvent),
-    Operation("post", "/v1/messages/count_tokens", "Count a prompt.", TokenCountAnswer, CountBody),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Answer a conversation, as blocks.",
+        MessageObject,
+        MessagesBody,
+        MessageEvent,
+        MessageError,
+    ),
+    Operation("post", "/v1/messages/count_tokens", "Count a prompt.", TokenCountAnswer, CountBody, error=MessageError),
     Operation("post", "/generate", "Continue prompts.", NATIVE, NativeBody, NativeOutput),
     Operation("post", "/tokenize", "Text as tokens.", TokenizeAnswer, TokenizeBody),
     Operation("post", "/detokenize", "Tokens as text.", DetokenizeAnswer, DetokenizeBody),
@@ -77,10 +88,11 @@ OPERATIONS = (
 
 def document(version: str) -> dict[str, Any]:
     """The OpenAPI document."""
-    kinds = [kind for one in OPERATIONS for kind in (one.answer, one.body, one.event) if kind is not None]
+    named = (kind for one in OPERATIONS for kind in (one.answer, one.body, one.event, one.error))
+    kinds = list(dict.fromkeys(kind for kind in named if kind is not None))
     # A field that is sent only sometimes is one that need not be there: msgspec's schema says so by itself.
-    references, components = msgspec.json.schema_components([*dict.fromkeys(kinds), ErrorBody], ref_template=REFERENCE)
-    by_kind = dict(zip([*dict.fromkeys(kinds), ErrorBody], references, strict=True))
+    references, components = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
+    by_kind = dict(zip(kinds, references, strict=True))
     paths: dict[str, Any] = {}
     for one in OPERATIONS:
         paths.setdefault(one.path, {})[one.method] = _operation(one, by_kind)
@@ -99,12 +111,12 @@ def document(version: str) -> dict[str, Any]:
 def _operation(one: Operation, by_kind: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     answers = {JSON: {"schema": by_kind[one.answer]}}
     if one.event is not None:
-        content = {"anyOf": [by_kind[one.event], by_kind[ErrorBody]]}
+        content = {"anyOf": [by_kind[one.event], by_kind[one.error]]}
         told = {"type": "string", "contentMediaType": JSON, "contentSchema": content}
         data = told if one.event in NAMED_EVENTS else {"anyOf": [{"const": "[DONE]"}, told]}
         event = {"type": "object", "properties": {"data": data, "event": {"type": "string"}}, "required": ["data"]}
         answers[STREAM] = {"schema": event}
-    failed = {JSON: {"schema": by_kind[ErrorBody]}}
+    failed = {JSON: {"schema": by_kind[one.error]}}
     operation: dict[str, Any] = {
         "summary": one.summary,
         "responses": {
