@@ -42,6 +42,7 @@ class RequestOptions(Message, frozen=True):
     prompt_only: the prompt is all that is wanted, so the token that its last step samples is dropped.
     return_prompt_ids: the first delta tells the prompt's token ids.
     truncate_to: a longer prompt loses its end; 0 for none.  Of a query and a document it is the document's.
+    keep_last: the last so many tokens of a prompt that is text are all that is read of it; 0 for all.
     """
 
     echo: bool = False
@@ -51,6 +52,7 @@ class RequestOptions(Message, frozen=True):
     prompt_only: bool = False
     return_prompt_ids: bool = False
     truncate_to: int = 0
+    keep_last: int = 0
 
 
 DEFAULT_OPTIONS: Final = RequestOptions()

@@ -16,13 +16,14 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
 MAX_LOGPROBS = 20
 MAX_TOKEN_COUNT = 1 << 30
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_SEED = (1 << 63) - 1
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite in float16 as well
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "tool_calls"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "tool_calls", "structural_tag"]
 GRAMMAR_KINDS: tuple[str, ...] = get_args(GrammarKind)
 
 
@@ -30,7 +31,8 @@ class Grammar(msgspec.Struct, frozen=True):
     """What an output must look like.
 
     kind and source: 'json_object' (no source), 'json_schema' (a JSON Schema), 'regex', 'choice' (a JSON array of
-    strings), 'ebnf' (GBNF, or Lark as llguidance has it), 'tool_calls' (see ``engine/text/tool_format.py``).
+    strings), 'ebnf' (GBNF, or Lark as llguidance has it), 'tool_calls' and 'structural_tag' (``CallsShape`` and
+    ``TagsShape`` of ``engine/text/tool_format.py``, as JSON).
     thinking: 'open' if the output begins inside of the model's thoughts, which end with ``</think>`` and are free;
     'optional' if it may begin them with ``<think>``; 'none' if the grammar holds from the first token on.
     """
@@ -52,6 +54,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_tokens: None means up to the end of the context.  min_tokens: no stop before that many.
     stop: strings that end the text.  stop_token_ids: ids that end it, besides the model's own EOS ids.
     grammar: what the output must look like; tokens that break it are never picked.
+    allowed_token_ids: no other token is picked, EOS neither; empty for any.
+    bad_words: texts whose tokens are not picked in a row, as they are spelt alone and behind a space.
+    bad_token_ids: those spellings, which the tokenizer fills in.
     prompt_logprobs: as logprobs, for the tokens of the prompt.
     pooling: 'last' or 'mean' for the last layer's normed output of the prompt's last token or the mean over all,
     'classify' for its labels' logits; '' for none.
@@ -75,6 +80,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
     pooling: Literal["", "last", "mean", "classify"] = ""
 
@@ -91,6 +99,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def needs_whole_prompt(self) -> bool:
         """Whether every prompt token must be computed, also where its keys and values are cached."""
         return self.prompt_logprobs is not None or self.pooling == "mean"
+
+    @property
+    def limits_tokens(self) -> bool:
+        """Whether some tokens must not be picked, whatever a grammar says."""
+        return bool(self.allowed_token_ids or self.bad_token_ids)
 
     def check(self, vocab_size: int) -> None:
         """Raise RequestError for the first value out of range; names the field, what was seen and what is allowed."""
@@ -118,6 +131,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _check_unicode("grammar", self.grammar.source)
         self._check_stops(vocab_size)
         self._check_bias(vocab_size)
+        self._check_limits(vocab_size)
+
+    def _check_limits(self, vocab_size: int) -> None:
+        for token_id in self.allowed_token_ids:
+            _within("allowed_token_ids", token_id, 0, vocab_size - 1)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise _refused("bad_words", f"{len(self.bad_words)} strings", f"at most {MAX_BAD_WORDS}")
+        for word in self.bad_words:
+            if not word.strip() or len(word) > MAX_STOP_STRING_CHARS:
+                allowed = f"1 to {MAX_STOP_STRING_CHARS} characters, not only spaces"
+                raise _refused("bad_words", f"a string of {len(word)} characters", allowed)
+            _check_unicode("bad_words", word)
 
     def _check_stops(self, vocab_size: int) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -242,6 +267,8 @@ _FIELDS: tuple[tuple[str, tuple[type, ...], Callable[[str, Any], Any]], ...] = (
     *((field, (bool,), _flag) for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")),
     ("stop", (), _strings),
     ("stop_token_ids", (), _ids),
+    ("allowed_token_ids", (), _ids),
+    ("bad_words", (), _strings),
     ("logit_bias", (), _biases),
     ("grammar", (NONE,), _grammar),
     ("pooling", (), _pooling),

@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from engine.checkpoints.pooling import Pooling, Task
 from engine.errors import FieldError, RequestError
-from engine.messages import Prompt, RequestOptions
+from engine.messages import RequestOptions
 from engine.params import SamplingParams
+from engine.prompt import Prompt
 from engine.text.pairs import pair
 
 Float32 = npt.NDArray[np.float32]

@@ -347,6 +347,12 @@ class ServerSection(Section, frozen=True):
         list[str],
         Meta(description="Web pages that browsers may call from, e.g. ['https://chat.example.org']; '*' for any"),
     ] = []
+    allowed_hosts: Annotated[
+        list[str],
+        Meta(
+            description="Public names by which clients without a key may call the server, e.g. ['llm.example.org'] behind a proxy; '*' for any"
+        ),
+    ] = []
     vllm_metric_names: Annotated[
         bool,
         Meta(description="/metrics also gives what dashboards and autoscalers made for vLLM look for, as 'vllm:...'"),

@@ -31,7 +31,7 @@ from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
 from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
 from server.backend import Backend
-from server.http.listener import bind
+from server.http.listener import bind, url_of
 from server.model_card import ModelCard
 from server.run.serve import serve, serve_from_process
 
@@ -210,9 +210,8 @@ def _serve_replicas(parsed: argparse.Namespace, config: Config) -> None:
         raise ConfigError("placement.ingress = 'process': a replica has its HTTP with it; use 'inline' here")
     with bind(config.server.host, config.server.port) as listener:
         fleet = RayFleet(config, parsed.replicas)
-        host, port = listener.getsockname()[:2]
         print(
-            f"router of {parsed.replicas} replicas at http://{host}:{port}; GET /replicas says how they are", flush=True
+            f"router of {parsed.replicas} replicas at {url_of(listener)}; GET /replicas says how they are", flush=True
         )
         uvloop.run(route(config, fleet, listener))
 
@@ -242,9 +241,8 @@ async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> No
         system = System(config, progress=sys.stderr.isatty(), head=head, frontend=frontend)
         if head is not None:
             head.follow(lambda: system.entrance.draining)
-        host, port = listener.getsockname()[:2]
         card = ModelCard.of(system, config.server)
-        engine = asyncio.create_task(_run_engine(system, f"http://{host}:{port}", config.server.needs_key))
+        engine = asyncio.create_task(_run_engine(system, url_of(listener), config.server.needs_key))
         try:
             if isinstance(system.entrance, RemoteIngress):
                 system.entrance.about = msgspec.msgpack.encode(card)

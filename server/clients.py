@@ -28,9 +28,11 @@ from server.keys import Key, Keys
 
 SALT_BYTES = 16
 # Asked by orchestrators, which have no key.
-OPEN_ROUTES = frozenset({"/health", "/ready"})
+OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
 # What they tell is of all clients, so where operators have keys of their own, only those open them.
-OPERATORS_ROUTES = frozenset({"/metrics", "/stats", "/server_info", "/load", "/replicas", "/replicas/{name}/drain"})
+OPERATORS_ROUTES = frozenset(
+    {"/metrics", "/stats", "/server_info", "/get_server_info", "/load", "/replicas", "/replicas/{name}/drain"}
+)
 MAX_IDLE_ALLOWANCES = 4096
 
 
@@ -45,7 +47,9 @@ def require_key(keys: Keys, open_routes: frozenset[str] = OPEN_ROUTES) -> Middle
         resource = request.match_info.route.resource
         route = "" if resource is None else resource.canonical
         if route not in open_routes:
-            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+            # Anthropic's clients send the key in a header of its own.
+            bearer = f"Bearer {request.headers.get('X-Api-Key', '')}"
+            scheme, _, given = request.headers.get("Authorization", bearer).partition(" ")
             key = keys.find(given.strip().encode("utf-8", "surrogateescape"))
             if scheme.lower() != "bearer" or key is None:
                 raise RequestError("a valid API key is required", status=401, code="invalid_api_key")
@@ -193,12 +197,17 @@ class ClientRequest:
             del num_open[self._client]
         self._clients.rates.spend(self._client, sum(self.exchange.usage or ()))
 
-    def abort(self) -> bool:
-        """End every choice where it is; returns whether one of them was open."""
-        return sum(self._clients.ingress.abort(stream.request_id) for stream in self.streams) > 0
+    def abort(self, name: str | None = None) -> bool:
+        """End the choices that are called so, or all, where they are; returns whether one of them was open."""
+        part = None if name is None or self._is_whole(name) else self.exchange.parts[name]
+        streams = self.streams if part is None else self.streams[part.start : part.stop]
+        return sum(self._clients.ingress.abort(stream.request_id) for stream in streams) > 0
 
     def is_called(self, name: str) -> bool:
-        """Whether ``name`` is the request's own id, or that of its answer."""
+        """Whether ``name`` is the request's own id, that of its answer, or that of a part."""
+        return self._is_whole(name) or name in self.exchange.parts
+
+    def _is_whole(self, name: str) -> bool:
         return name == self.exchange.id or name in self.exchange.names
 
 
@@ -239,7 +248,7 @@ class Clients:
         name: only those with this name."""
         is_operator = key is not None and key.is_operator
         mine = [one for one in self._requests if is_operator or one.exchange.key == key]
-        return sum(one.abort() for one in mine if name is None or one.is_called(name))
+        return sum(one.abort(name) for one in mine if name is None or one.is_called(name))
 
     def forget_cache(self, key: Key | None) -> None:
         """Hide everything cached so far from the later requests of a key, and of those that it shares the cache with.

@@ -24,7 +24,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     chat_defaults: the checkpoint's own temperature, top_p, top_k and repetition_penalty, for requests
         that leave them out.
     tool_parser, reasoning_parser: the names of what reads its function calls and its thoughts.
-    template_variables: what clients may tell its chat template.  pooling: what the model is for.
+    template_variables: what clients may tell its chat template.  template_roles: whom it knows by name.
+    pooling: what the model is for.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str = "none"
     template_variables: tuple[str, ...] = ()
     pooling: Pooling = GENERATING
+    template_roles: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, system: "System", server: ServerSection) -> "ModelCard":
@@ -50,4 +52,5 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
             reasoning_parser=system.codec.formats.reasoning_parser,
             template_variables=server.allowed_template_variables,
             pooling=system.spec.pooling,
+            template_roles=system.codec.roles,
         )

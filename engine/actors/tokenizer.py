@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.actors.actor import Actor, Link
+from engine.actors.stream import merged
 from engine.errors import RequestError
 from engine.messages import (
     Abort,
@@ -59,7 +60,7 @@ class _Encoded:
 @dataclass(slots=True)
 class _Text:
     """One request's text state, from its arrival to its end.  encoding: what makes tokens of the prompt.
-    stream: None until that is done."""
+    stream: None until that is done.  opening: what the first delta tells of the prompt, until that comes."""
 
     request: Tokenize
     encoding: asyncio.Task[Any] | None = None
@@ -68,6 +69,12 @@ class _Text:
     cached_tokens: int = 0
     stream: TextStream | None = None
     prompt_logprobs: PromptLogprobTexts | None = None
+    opening: Delta | None = None
+
+    def opened(self, delta: Delta) -> Delta:
+        """The delta, with what is to be told of the prompt if it is the first: so each delta's text is its tokens'."""
+        opening, self.opening = self.opening, None
+        return delta if opening is None else merged((opening, delta))
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
         """Once, with the first token: all parts have come by then."""
@@ -116,10 +123,9 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
 
     async def _encode(self, request: Tokenize) -> _Encoded:
         try:
-            if request.token_ids is not None and request.params.grammar is None:
-                return _Encoded(
-                    request, self._codec.trimmed(request.token_ids, request.options.truncate_to), request.params
-                )
+            token_ids, params, options = request.token_ids, request.params, request.options
+            if token_ids is not None and params.grammar is None and not params.bad_words:
+                return _Encoded(request, self._codec.trimmed(token_ids, options.truncate_to), params)
             return await asyncio.to_thread(self._understand, request)
         except RequestError as error:
             return _Encoded(request, None, request.params, error=error)
@@ -138,7 +144,10 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             assert request.text is not None, f"request {request.request_id} has no prompt of any kind"
             token_ids = self._codec.encode(request.text, truncate_to=request.options.truncate_to)
         self._check_known(token_ids, "messages" if request.turns is not None else "prompt")
+        token_ids = token_ids[-request.options.keep_last :]
         params = request.params
+        if params.bad_words:
+            params = params.replace(bad_token_ids=self._codec.spellings(params.bad_words))
         if params.grammar is not None:
             if self._grammars is None:
                 raise RequestError("structured output: this engine has no grammar plugin", code="unsupported_parameter")
@@ -177,9 +186,11 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             if params.prompt_logprobs is not None:
                 text.prompt_logprobs = PromptLogprobTexts(self._codec, encoded.token_ids)
             if options.echo or options.return_prompt_ids:
-                prompt = request.text if request.text is not None else self._codec.decode(encoded.token_ids)
+                prompt = request.text
+                if prompt is None or options.keep_last:
+                    prompt = self._codec.decode(encoded.token_ids)
                 ids = encoded.token_ids.tobytes() if options.return_prompt_ids else b""
-                self._out.append(Delta(request.request_id, prompt if options.echo else "", prompt_token_ids=ids))
+                text.opening = Delta(request.request_id, prompt if options.echo else "", prompt_token_ids=ids)
         except Exception as error:
             self._refuse(request.request_id, _fault(request.request_id, error))
             return
@@ -201,7 +212,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             self._scheduler.put(message)
         elif text.encoding is not None:
             text.encoding.cancel()  # a prompt that waits for a thread must not keep others waiting for one
-        self._out.append(Delta(message.request_id, "", finish=Finish.ABORT))
+        self._out.append(text.opened(Delta(message.request_id, "", finish=Finish.ABORT)))
 
     def _refuse(self, request_id: int, error: RequestError) -> None:
         self._fail(Failed(request_id, error.message, error.status, error.code, error.param))
@@ -242,16 +253,15 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         if finish == Finish.RUNNING:
             return
         del self._texts[text.request.request_id]
-        self._out.append(
-            Delta(
-                request_id=text.request.request_id,
-                text="",
-                finish=finish if finish == Finish.ABORT else Finish.LENGTH,
-                usage=self._usage(text),
-                prompt_logprobs=text.take_prompt_logprobs(),
-                pooled=pooled,
-            )
+        delta = Delta(
+            request_id=text.request.request_id,
+            text="",
+            finish=finish if finish == Finish.ABORT else Finish.LENGTH,
+            usage=self._usage(text),
+            prompt_logprobs=text.take_prompt_logprobs(),
+            pooled=pooled,
         )
+        self._out.append(text.opened(delta))
 
     def _take_token(self, text: _Text, token_id: int, finish: Finish, logprobs: Logprobs | None) -> None:
         stream, request = text.stream, text.request
@@ -274,20 +284,19 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             finish = Finish.STOP
         if finish != Finish.RUNNING:
             del self._texts[request.request_id]
-        self._out.append(
-            Delta(
-                request_id=request.request_id,
-                text=shown,
-                token_ids=token_id.to_bytes(4, "little", signed=True) if token_id >= 0 else b"",
-                finish=finish,
-                stop_reason=stop_reason,
-                # The first one says how long the prompt was, the last one everything.
-                usage=self._usage(text) if finish != Finish.RUNNING or text.num_completion == 1 else None,
-                logprobs=(logprob_texts(self._codec, token_id, logprobs),) if logprobs is not None else (),
-                reasoning=stream.take_thoughts(),
-                prompt_logprobs=text.take_prompt_logprobs(),
-            )
+        delta = Delta(
+            request_id=request.request_id,
+            text=shown,
+            token_ids=token_id.to_bytes(4, "little", signed=True) if token_id >= 0 else b"",
+            finish=finish,
+            stop_reason=stop_reason,
+            # The first one says how long the prompt was, the last one everything.
+            usage=self._usage(text) if finish != Finish.RUNNING or text.num_completion == 1 else None,
+            logprobs=(logprob_texts(self._codec, token_id, logprobs),) if logprobs is not None else (),
+            reasoning=stream.take_thoughts(),
+            prompt_logprobs=text.take_prompt_logprobs(),
         )
+        self._out.append(delta if text.opening is None else text.opened(delta))
 
     def _usage(self, text: _Text) -> Usage:
         return Usage(

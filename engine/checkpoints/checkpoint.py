@@ -108,6 +108,10 @@ def read_spec(
     shape = read_shape(architecture, fields)
     pooling = read_pooling(directory, architecture, fields, score_tokens, token_id)
     if shape.pooled_head is None:  # else the family has a head of its own
+        if pooling.kind != "generate" and shape.built_by != DecoderShape.built_by:
+            raise WeightsError(
+                f"{directory}: {architecture} is no family of ours, and transformers' only generate here"
+            )
         shape = msgspec.structs.replace(shape, pooled_head=_pooled_head(shape, pooling))
     if quantization is not None and shape.unlike_rounded:
         expected = f"none: {architecture} has {shape.unlike_rounded}, which is read only as it is"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.execution.batch import Batch
 from engine.messages import Admission, PromptLogprobs, Step
-from engine.models.decoder import Decoder
+from engine.models.model import Model
 from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, joined_logprobs
 
 Int64 = npt.NDArray[np.int64]
@@ -152,7 +152,7 @@ class Prompts:
         rows = np.frombuffer(step.prefill_rows, dtype=np.int32).tolist() if self._wanting else ()
         return any(row in self._wanting and self._wanting[row].params.pooling == "mean" for row in rows)
 
-    def results(self, wanted: PromptOutputs, scored_ED: Tensor, states_PD: Tensor, model: Decoder) -> PromptResults:
+    def results(self, wanted: PromptOutputs, scored_ED: Tensor, states_PD: Tensor, model: Model) -> PromptResults:
         """scored_ED: what the model has at the scored positions.  states_PD: at the pooled ones."""
         logprobs = None
         if wanted.scored:

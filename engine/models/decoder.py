@@ -116,6 +116,11 @@ class Decoder:
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if shape.rounded_scale else scale
 
     @property
+    def generates(self) -> bool:
+        """See ``Model``."""
+        return self.head is not None
+
+    @property
     def doubled_bytes(self) -> int:
         """See ``Model``."""
         return self.embedding.weight.nbytes if self.head is self.embedding else 0

@@ -36,6 +36,11 @@ class Model(Protocol):
     weight_bytes: int
 
     @property
+    def generates(self) -> bool:
+        """Whether it has an LM head; without one it computes representations and labels."""
+        ...
+
+    @property
     def doubled_bytes(self) -> int: ...
 
     @property
@@ -57,12 +62,17 @@ class Model(Protocol):
         """What the LM head reads of rows that ``hidden`` has returned: the model's last representation of them."""
         ...
 
+    def labels(self, normed_ND: Tensor) -> Tensor:
+        """logits_NL of a model that has a head for labels; float32.  normed_ND: see ``normed``."""
+        ...
+
     def slices(self) -> Iterator[WeightSlice]:
         """What this rank reads from a checkpoint.  Together the targets are all parameters, each element once."""
         ...
 
-    def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-        """(outputs, inputs) of all weights of the layers in their order, and of the LM head; before they are packed."""
+    def linear_shapes(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(outputs, inputs) of all weights of the layers in their order, and of the LM head if there is one; before
+        they are packed."""
         ...
 
     def load(

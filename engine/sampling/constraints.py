@@ -1,4 +1,4 @@
-"""Rows whose output follows a grammar: where each of them stands, and which tokens it may take next.
+"""Rows whose output follows a grammar or may not take every token: where each stands, and what it may take next.
 
 Legend: N sampled rows of the step · R of them with a grammar · V vocabulary · W words of a mask
 Owns: a matcher per row and the thread that moves them.  Does not know: steps, how tokens are picked.
@@ -21,6 +21,7 @@ from torch import Tensor
 from engine.errors import RequestError
 from engine.params import SamplingParams
 from engine.text.grammar import GrammarFailure, Grammars, Matcher
+from engine.text.token_limits import TokenLimits
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Constraints:
     def admit(self, row: int, params: SamplingParams, token_ids: Int32, num_prompt_tokens: int) -> None:
         """A sequence takes a row.  token_ids: its prompt, then output kept over a retraction."""
         self._rows.pop(row, None)
-        if params.grammar is not None:
+        if params.grammar is not None or params.limits_tokens:
             output = token_ids[num_prompt_tokens:].tolist()
             self._rows[row] = _Row(self._worker.submit(self._open, params, output))
 
@@ -123,8 +124,9 @@ class Constraints:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def _open(self, params: SamplingParams, output: list[int]) -> Matcher:
-        assert params.grammar is not None
-        matcher = self._grammars.matcher(params.grammar)
+        matcher = None if params.grammar is None else self._grammars.matcher(params.grammar)
+        if matcher is None or params.limits_tokens:
+            matcher = TokenLimits(params, self._num_words, matcher)
         for token_id in output:
             matcher.consume(token_id)
         return matcher

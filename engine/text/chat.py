@@ -9,6 +9,7 @@ for training.  Rendering is not bounded in time, so it belongs into a worker thr
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NoReturn
@@ -28,6 +29,7 @@ from engine.text.tool_format import explains_tools, explanation
 
 _MAX_REASON_CHARS: Final = 500
 _END: Final = "\ue000end\ue000"  # of a private plane of Unicode: no template writes it
+_ROLES: Final = re.compile(r"""\brole['"\]]*\s*(?:==|!=|in)\s*[\[(]?((?:\s*,?\s*['"]\w+['"])+)""")
 PLAIN: Final = ChatOptions()
 
 
@@ -56,6 +58,12 @@ class ChatTemplate:
         self._variables = {**variables, "tools": None, "documents": None}
         self._explains_tools = explains_tools(source)
         self.source = source
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that it asks for by name."""
+        named = (role for found in _ROLES.findall(self.source) for role in re.findall(r"\w+", found))
+        return tuple(dict.fromkeys(named))
 
     def render(self, turns: Sequence[ChatTurn], options: ChatOptions = PLAIN) -> str:
         """The text up to where the assistant's answer begins or goes on.  Raises RequestError if the template fails."""

@@ -222,6 +222,7 @@ class TextCodec:
     """Encodes and decodes for one model.  Immutable after construction, so any thread may use it.
 
     formats: how the model writes function calls and thoughts.  vocabulary: what every token is as bytes.
+    named_tokens: the text of bos_token and the like, by that name.
     """
 
     def __init__(
@@ -240,6 +241,7 @@ class TextCodec:
         self._pad_token_id = pad_token_id
         self._tokenizer = files.tokenizer if files else None
         template = self._template = files.template if files else None
+        self.named_tokens = files.named if files else {}
         self.formats = formats(template.source if template else "") if formats else Formats()
         self.vocabulary = Vocabulary.read(files.tokenizer, files.decoder) if files else Vocabulary([])
         own = read_template(pair_template) if pair_template else template if knows_pairs(template) else None
@@ -263,6 +265,16 @@ class TextCodec:
     def vocab_size(self) -> int:
         """One more than the largest token id that encoding can give."""
         return len(self.vocabulary)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that the chat template asks for by name."""
+        return self._template.roles if self._template else ()
+
+    @property
+    def template_source(self) -> str:
+        """The text of the chat template; empty where there is none."""
+        return self._template.source if self._template else ""
 
     @cached_property
     def _chat_vocabulary(self) -> Vocabulary:
@@ -312,6 +324,12 @@ class TextCodec:
             return EncodedChat(token_ids, "none")
         continued = turns[-1].content if options.continue_final else ""
         return EncodedChat(token_ids, reasoning.thinking_at_end(text, continued))
+
+    def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token ids of words, each as it is and behind a space.  Raises RequestError (param bad_words)."""
+        texts = [text for word in words for text in (word.strip(), f" {word.strip()}")]
+        encoded = (self._encode(text, add_special_tokens=False, param="bad_words").tolist() for text in texts)
+        return tuple(dict.fromkeys(map(tuple, encoded)))
 
     def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> Int32:
         if self._tokenizer is None:

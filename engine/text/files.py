@@ -70,7 +70,9 @@ class _TokenizerConfig(_NamedTokens):
 
 
 class TokenizerFiles:
-    """What the files say.  tokenizer: ready to encode.  decoder: its "decoder" object.  template: None if missing."""
+    """What the files say.  tokenizer: ready to encode.  decoder: its "decoder" object.  template: None if missing.
+
+    named: the text of bos_token and the like, by that name."""
 
     def __init__(self, directory: Path) -> None:
         """Raises WeightsError that names the file."""
@@ -94,6 +96,7 @@ class TokenizerFiles:
         config_path = directory / "tokenizer_config.json"
         config = _read_json(config_path, _TokenizerConfig)
         named = {**_read_json(directory / "special_tokens_map.json", _NamedTokens).texts(), **config.texts()}
+        self.named = named
         self._add_tokens(config_path, config.added_tokens_decoder or {}, named)
         self.template = _template(directory / "chat_template.jinja", config_path, config.chat_template, named)
 

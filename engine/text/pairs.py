@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
 from engine.errors import RequestError
-from engine.messages import ChatTurn
+from engine.prompt import ChatTurn
 from engine.text.chat import ChatTemplate
 
 QUERY: Final = "query"

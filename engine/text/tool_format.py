@@ -35,11 +35,14 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class CallShape(msgspec.Struct, frozen=True):
-    """One way to write a call: what comes before the arguments, their schema, what comes after."""
+    """One way to write a call: what comes before the arguments, their schema, what comes after.
+
+    name: of the function, for messages."""
 
     begin: str
     schema: dict[str, Any]
     end: str
+    name: str = ""
 
 
 class Otherwise(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -65,6 +68,18 @@ class CallsShape(msgspec.Struct, frozen=True, omit_defaults=True):
     many: bool
     tag: str = ""
     otherwise: Otherwise | None = None
+
+
+class TagsShape(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The source of a grammar of kind 'structural_tag': free text, in which a trigger begins one of the tags.
+
+    triggers: every tag's ``begin`` starts with one.  at_least_one: there must be a tag.  stop_after_first: which ends
+    the output."""
+
+    triggers: list[str]
+    tags: list[CallShape]
+    at_least_one: bool = False
+    stop_after_first: bool = False
 
 
 def explains_tools(template: str) -> bool:

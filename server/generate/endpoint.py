@@ -21,9 +21,12 @@ B = TypeVar("B", bound=msgspec.Struct)
 
 
 class Writer(Protocol):
-    """Writes the answer to one request, whole or as the events of a stream.  id: the answer's own; "" for none."""
+    """Writes the answer to one request, whole or as the events of a stream.  id: the answer's own; "" for none.
+
+    parts: names of some of its choices -> which they are."""
 
     id: str
+    parts: Mapping[str, range] = MappingProxyType({})
 
     def whole(self, outputs: Sequence[Output]) -> object:
         """Returns the answer in one piece, as what its JSON says."""

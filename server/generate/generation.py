@@ -19,12 +19,16 @@ MAX_CHOICES = 128  # in one request
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """One or more prompts, ``num_choices`` outputs for each; choice i * num_choices + k is prompt i's k-th.
 
+    of_prompts: what each prompt asks by itself, where they differ; then ``params`` and ``options`` are the first one's.
+    grammar_field: the request's field that says what the output must look like.
     new_parser: makes the parser of a choice's function calls; None where no call is looked for.
     names_tokens_by_id: log probabilities name tokens by their ids.  request_id: what the client calls the request."""
 
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     options: RequestOptions = DEFAULT_OPTIONS
+    of_prompts: tuple[tuple[SamplingParams, RequestOptions], ...] = ()
+    grammar_field: str = ""
     num_choices: int = 1
     stream: bool = False
     new_parser: Callable[[], ToolCallParser] | None = None

@@ -58,6 +58,13 @@ def stop_reason(delta: Delta) -> str | int | UnsetType:
     return UNSET if delta.stop_reason is None else delta.stop_reason
 
 
+def matched_stop(delta: Delta) -> str | int | UnsetType:
+    """As ``stop_reason``, but an end token that the model chose itself is told as well, as SGLang does."""
+    if delta.finish != Finish.STOP or not delta.token_ids:
+        return stop_reason(delta)
+    return unpacked(delta.token_ids[-TOKEN_ID_BYTES:])[0] if delta.stop_reason is None else delta.stop_reason
+
+
 def ids(packed: bytes, shown: bool = True) -> list[int] | UnsetType:
     """Token ids for JSON; left out unless ``shown``.  packed: int32[n]."""
     return unpacked(packed) if shown else UNSET

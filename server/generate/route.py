@@ -100,11 +100,14 @@ class Choices:
                 await drained()
 
     def _open_next(self) -> None:
-        prompt, k = divmod(len(self._streams), self._generation.num_choices)
-        params = self._generation.params
+        generation = self._generation
+        number, k = divmod(len(self._streams), generation.num_choices)
+        params, options = generation.params, generation.options
+        if generation.of_prompts:
+            params, options = generation.of_prompts[number]
         if k:
             params = params.replace(seed=choice_seed(params.seed, k))
-        self._streams.append(self._client.open(self._generation.prompts[prompt], params, self._generation.options))
+        self._streams.append(self._client.open(generation.prompts[number], params, options))
 
     def _follow(self) -> None:
         """Open choices in the place of those that have ended.
@@ -159,6 +162,7 @@ class GenerateRoute(Generic[B]):
         usage = UsageCounter(generation)
         writer = self._endpoint.writer(body, generation, usage)
         exchange.names |= {writer.id, generation.request_id} - {""}
+        exchange.parts = writer.parts
         try:
             async with Choices(client, generation) as choices:
                 if not generation.stream:
@@ -166,16 +170,18 @@ class GenerateRoute(Generic[B]):
                 events = EventStream(request, named=self._endpoint.names_events)
                 return await events.carry(
                     _send_all(events, writer, choices, generation, usage),
-                    lambda error: writer.failure(self._renamed(error, body)),
+                    lambda error: writer.failure(self._renamed(error, body, generation)),
                 )
         except RequestError as error:
-            raise self._renamed(error, body) from None
+            raise self._renamed(error, body, generation) from None
         finally:
             counts = usage.total()
             exchange.usage = counts.prompt_tokens, counts.completion_tokens
 
-    def _renamed(self, error: RequestError, body: B) -> RequestError:
+    def _renamed(self, error: RequestError, body: B, generation: Generation | None = None) -> RequestError:
         """Returns the error with its field named as this endpoint's clients know it."""
+        if error.param == "grammar" and generation is not None:
+            error.param = generation.grammar_field
         if error.param is not None:
             error.param = self._endpoint.rename(error.param, body)
         return error

@@ -9,7 +9,7 @@ looks right and is wrong, so those are refused by name.
 
 import asyncio
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -26,16 +26,24 @@ NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})  # of any field below
 # Field -> which other values are neutral.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
-        "allowed_token_ids", "audio", "audio_data", "bad_words", "chat_template", "custom_logit_processor",
-        "documents", "echo", "extra_key", "functions", "grammar", "image_data", "input_embeds", "logits_processors",
-        "logprob_token_ids", "lora_path", "max_new_tokens", "min_new_tokens", "no_stop_trim", "prompt_embeds",
-        "prompt_logprobs", "return_hidden_states", "session_params", "stop_regex", "structural_tag", "suffix",
-        "thinking_token_budget", "token_ids_logprob", "tools", "truncate_prompt_tokens", "use_beam_search",
-        "video_data", "web_search_options",
+        "allowed_token_ids", "audio", "audio_data", "bad_words", "chat_template", "container",
+        "custom_logit_processor", "documents", "echo", "extra_key", "functions", "grammar", "image_data",
+        "input_embeds", "logits_processors", "logprob_token_ids", "lora_path", "max_new_tokens", "mcp_servers",
+        "min_new_tokens", "no_stop_trim", "prompt_embeds", "prompt_logprobs", "return_hidden_states",
+        "session_params", "stop_regex", "structural_tag", "suffix", "thinking_token_budget", "token_ids_logprob",
+        "tools", "truncate_prompt_tokens", "use_beam_search", "video_data", "web_search_options",
     ), ()),
     "best_of": (1,), "embed_dtype": ("float32",), "function_call": ("none", "auto"), "modalities": (["text"],),
     "padding": ("do_not_pad",), "truncation_side": ("right",),
 }  # fmt: skip
+# The same for members of objects that are checked as a whole.
+NEUTRAL_MEMBERS = {"disable_fallback": (True,), "stream_interval": (1,)}
+NO_VISION = "not served: models read and write text alone here, no images, sound or video"
+UNSUPPORTED_REASONS = {
+    **dict.fromkeys(("image_data", "audio_data", "video_data"), NO_VISION),
+    "use_beam_search": "not supported: this server samples; best_of picks the likeliest of several outputs",
+    "stop_regex": "not supported: an expression of a client may take exponential time; send strings as stop",
+}
 UNSUPPORTED_PREFIX = "guided_"
 MAX_NESTING = 128
 STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[][{}]')
@@ -46,24 +54,49 @@ LARGE_BODY_BYTES = 64 << 10  # up to here decoding and translating take the even
 def check_unsupported(fields: Mapping[str, msgspec.Raw], known: Collection[str]) -> None:
     """Raise RequestError for the first field that asks for what cannot be done.  known: fields of the body's type."""
     for name, raw in fields.items():
-        if name in known or (name not in UNSUPPORTED and not name.startswith(UNSUPPORTED_PREFIX)):
-            continue
-        value = msgspec.json.decode(raw)
-        # The types are compared too, since False == 0 and True == 1.
-        neutral = (type(value) is type(one) and value == one for one in (*NEUTRAL, *UNSUPPORTED.get(name, ())))
-        if not any(neutral):
-            shown = name[:100]
-            raise FieldError(
-                shown,
-                "not supported by this server, and ignoring it would change the output",
-                code="unsupported_parameter",
-            )
+        if name in UNSUPPORTED or name.startswith(UNSUPPORTED_PREFIX):
+            _check_field(name, raw, known)
+
+
+def check_sealed(outer: str, raw: msgspec.Raw, known: Collection[str]) -> None:
+    """Do so for every field of the objects that ``raw`` is, where clients send what they mean and nothing else.
+
+    outer: the field that holds them."""
+    if not is_given(raw):
+        return
+    for fields in _objects(raw):
+        for name, value in fields.items():
+            _check_field(name, value, known, f"{outer}.")
+
+
+def _objects(raw: msgspec.Raw) -> Sequence[Mapping[str, msgspec.Raw]]:
+    try:
+        given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]])
+    except msgspec.ValidationError:
+        return ()  # of a wrong type, which is said where the type is known
+    return [given] if isinstance(given, dict) else given
+
+
+def _check_field(name: str, raw: msgspec.Raw, known: Collection[str], prefix: str = "") -> None:
+    if name in known:
+        return
+    value = msgspec.json.decode(raw)
+    also_neutral = (*UNSUPPORTED.get(name, ()), *(NEUTRAL_MEMBERS.get(name, ()) if prefix else ()))
+    # The types are compared too, since False == 0 and True == 1.
+    neutral = (type(value) is type(one) and value == one for one in (*NEUTRAL, *also_neutral))
+    if not any(neutral):
+        raise FieldError(
+            prefix + name[:100],
+            UNSUPPORTED_REASONS.get(name, "not supported by this server, and ignoring it would change the output"),
+            code="unsupported_parameter",
+        )
 
 
 class BodyReader(Generic[B, T]):
     """Reads bodies of one type and hands each to ``translate``, which may raise RequestError.
 
-    elsewhere: fields that mean something only inside of another one, which is named."""
+    elsewhere: fields that mean something only inside of another one, which is named.
+    A body's ``sealed`` fields hold objects of these types and are checked as a whole, see ``check_sealed``."""
 
     def __init__(
         self,
@@ -78,6 +111,7 @@ class BodyReader(Generic[B, T]):
         self._fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
         self._struct = msgspec.json.Decoder(body_type)
         self._known = frozenset(body_type.__struct_fields__)
+        self._sealed: Mapping[str, type[msgspec.Struct]] = getattr(body_type, "sealed", {})
         self._server = server
 
     async def read(self, request: web.Request) -> T:
@@ -99,6 +133,8 @@ class BodyReader(Generic[B, T]):
                 if is_given(fields[name]):
                     raise FieldError(name, f"belongs in {self._elsewhere[name]}")
             check_unsupported(fields, self._known)
+            for name in self._sealed.keys() & fields.keys():
+                check_sealed(name, fields[name], self._sealed[name].__struct_fields__)
             understood = self._struct.decode(body)
             check_nesting(body)
         except msgspec.ValidationError as error:

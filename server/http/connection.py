@@ -19,7 +19,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from engine.errors import ConfigError, RequestError
 from engine.sections import ServerSection
-from server.http.exchange import EXCHANGE, Cors, Exchange, OutermostHandler, Traffic
+from server.http.exchange import EXCHANGE, Exchange, OutermostHandler, Traffic
 from server.http.listener import BACKLOG
 from server.http.replies import error_response, raw_response
 
@@ -183,7 +183,7 @@ class ConnectionServer(web.Server):
 
     def __init__(self, plain: web.Server, server: ServerSection, traffic: Traffic) -> None:
         super().__init__(
-            OutermostHandler(plain.request_handler, traffic, Cors(server.cors_origins)).handle,
+            OutermostHandler(plain.request_handler, traffic, server).handle,
             request_factory=plain.request_factory,
             handler_cancellation=plain.handler_cancellation,
             **plain._kwargs,

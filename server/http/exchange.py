@@ -1,30 +1,34 @@
 """One request and its response, whatever the application behind does: the outermost handler.
 
-Owns: the request id, cross-origin headers, turning exceptions into error responses, counts, the access log.
+Owns: the request id, cross-origin headers, which hosts it is asked as, errors as responses, counts, the access log.
 Does not know: routes' meaning, bodies, keys, the engine.
 Every request passes ``OutermostHandler`` once, and no exception leaves it.  Counts are by the route's pattern and by
 status, which are few, so no client can make them grow.
 
-Cross-origin requests are off unless configured: then a browser refuses pages of other sites by itself, since a request
-that does anything carries JSON, about which it must ask first.  A route that acts without a body refuses them with
-``refuse_foreign_page``.
+Cross-origin requests are off unless configured: then a browser keeps pages of other sites out by itself, since a
+request that does anything carries JSON, about which it must ask first.  A route that acts without a body refuses them
+with ``refuse_foreign_page``, and a page whose own name leads to this server by a trick of DNS is refused by ``Hosts``.
 """
 
 import asyncio
+import ipaddress
 import logging
 import string
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Literal
 
 from aiohttp import hdrs, web
+from aiohttp.typedefs import Middleware
 
 from engine.errors import CallboardError, RequestError
 from engine.logs import FIELDS
 from engine.scheduling.meter import LONG_S, Distribution
-from server.http.replies import as_request_error, error_response
+from engine.sections import ServerSection
+from server.http.replies import ErrorFormat, as_request_error, error_body, error_response
 from server.keys import Key
 
 log = logging.getLogger(__name__)
@@ -33,13 +37,14 @@ REQUEST_ID_HEADER = "X-Request-Id"
 MAX_REQUEST_ID_CHARS = 128
 PRINTABLE = frozenset(string.ascii_letters + string.digits + string.punctuation + " ")
 # Asked every second: no news while all is well.
-WATCHED = frozenset({"/health", "/ready", "/metrics", "/stats", "/load"})
+WATCHED = frozenset({"/health", "/ready", "/ping", "/metrics", "/stats", "/load"})
 CLIENT_LEFT = 499  # what nginx logs for a client that left before the response
 COUNTED_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 ANY_ORIGIN = "*"
 CORS_METHODS = "GET, POST, OPTIONS"
-CORS_HEADERS = "Authorization, Content-Type, X-Request-Id"
+CORS_HEADERS = "Authorization, Content-Type, X-Request-Id"  # unless the browser says which the page wants to send
 CORS_MAX_AGE_S = 600
+PRIVATE_NAMES = (".localhost", ".internal")  # no public DNS has names that end so
 OWN_PAGES = frozenset({"none", "same-origin"})  # of Sec-Fetch-Site; 'none' is what a user typed
 
 Cut = Literal["too_many", "header_timeout", "write_timeout", "malformed"]
@@ -51,17 +56,21 @@ class Exchange:
     """What is known of a request besides its body.
 
     id: the client's own if it sent a usable one.  route: the path's pattern, once one was matched.
-    names: what else the client may call it by.  usage: prompt and completion tokens.  Handlers that generate set both.
-    key: which of the API keys it brought, where there are any.  cors: what a browser must be told."""
+    names: what else the client may call it by.  parts: names of some of its choices -> which they are.
+    usage: prompt and completion tokens.  Handlers that generate set these three.
+    key: which of the API keys it brought, where there are any.  cors: what a browser must be told.
+    error_format: what errors look like to the route's clients."""
 
     def __init__(self, request: web.BaseRequest) -> None:
         self.id = _request_id(request.headers.get(REQUEST_ID_HEADER, ""))
         self.route = "-"
         self.usage: tuple[int, int] | None = None
         self.names: set[str] = set()
+        self.parts: Mapping[str, range] = {}
         self.key: Key | None = None
         self._address = request.remote or "-"
         self.cors: dict[str, str] = {}
+        self.error_format: ErrorFormat = error_body
 
     @property
     def headers(self) -> dict[str, str]:
@@ -98,13 +107,19 @@ class Exchange:
 EXCHANGE: web.RequestKey[Exchange] = web.RequestKey("exchange", Exchange)
 
 
-@web.middleware
-async def note_route(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """aiohttp runs this after matching, also when nothing matched."""
-    resource = request.match_info.route.resource
-    if resource is not None:
-        request[EXCHANGE].route = resource.canonical
-    return await handler(request)
+def note_route(error_formats: Mapping[str, ErrorFormat] = MappingProxyType({})) -> Middleware:
+    """Returns a middleware that notes the route.  error_formats: of routes with errors of their own."""
+
+    @web.middleware
+    async def note(request: web.Request, handler: Handler) -> web.StreamResponse:
+        """aiohttp runs this after matching, also when nothing matched."""
+        resource = request.match_info.route.resource
+        if resource is not None:
+            request[EXCHANGE].route = resource.canonical
+            request[EXCHANGE].error_format = error_formats.get(resource.canonical, error_body)
+        return await handler(request)
+
+    return note
 
 
 def _request_id(offered: str) -> str:
@@ -136,14 +151,55 @@ class Cors:
             return None
         if not self.headers(request):
             return None
+        # Any header: clients send their own (the OpenAI one a dozen), and none that is not known here does anything.
+        wanted = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS) or CORS_HEADERS
         return web.Response(
             status=204,
             headers={
                 hdrs.ACCESS_CONTROL_ALLOW_METHODS: CORS_METHODS,
-                hdrs.ACCESS_CONTROL_ALLOW_HEADERS: CORS_HEADERS,
+                hdrs.ACCESS_CONTROL_ALLOW_HEADERS: wanted,
                 hdrs.ACCESS_CONTROL_MAX_AGE: str(CORS_MAX_AGE_S),
             },
         )
+
+
+class Hosts:
+    """Refuses requests for names that cannot be this server's, where no key keeps strangers out.
+
+    The owner of a public name may let it lead to 127.0.0.1 once a browser has loaded a page from it ("DNS rebinding"):
+    to the browser this server is then part of that page's own site.  Only the name gives it away."""
+
+    def __init__(self, server: ServerSection) -> None:
+        names = {name.lower() for name in server.allowed_hosts}
+        self._takes_all = server.needs_key or ANY_ORIGIN in names
+        self._names = names
+
+    def check(self, request: web.BaseRequest) -> None:
+        """Raise RequestError (403) for the public name of another server."""
+        if self._takes_all or (host := request.headers.get(hdrs.HOST)) is None:
+            return
+        name = _host_name(host)
+        if "." in name and not name.endswith(PRIVATE_NAMES) and name not in self._names and not _is_address(name):
+            raise RequestError(
+                f"this server is not known as '{name[:100]}'; name it in server.allowed_hosts, or set server.api_key",
+                status=403,
+                code="unknown_host",
+            )
+
+
+def _host_name(host: str) -> str:
+    """Returns a Host header without its port, in small letters and without the dot that may end a name."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".").lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def refuse_foreign_page(request: web.Request) -> None:
@@ -182,9 +238,10 @@ class Traffic:
 class OutermostHandler:
     """Wraps the application's handler: makes the exchange, answers errors, counts and logs."""
 
-    def __init__(self, inner: BaseHandler, traffic: Traffic, cors: Cors) -> None:
+    def __init__(self, inner: BaseHandler, traffic: Traffic, server: ServerSection) -> None:
         self._inner = inner
-        self._cors = cors
+        self._cors = Cors(server.cors_origins)
+        self._hosts = Hosts(server)
         self._traffic = traffic
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -207,6 +264,7 @@ class OutermostHandler:
 
     async def _respond(self, request: web.BaseRequest, exchange: Exchange) -> web.StreamResponse:
         try:
+            self._hosts.check(request)
             response = self._cors.preflight(request) or await self._inner(request)
         except ConnectionError:
             raise  # aiohttp closes what is left of the connection
@@ -216,7 +274,7 @@ class OutermostHandler:
             refusal = as_request_error(error)
             if refusal.retry_after_s is not None:
                 self._traffic.refusals[refusal.code] += 1
-            response = error_response(refusal)
+            response = error_response(refusal, exchange.error_format)
             if isinstance(error, web.HTTPMethodNotAllowed):
                 response.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
             if response.status in (408, 413):

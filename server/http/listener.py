@@ -45,6 +45,12 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def url_of(listener: socket.socket) -> str:
+    """Returns where clients find the server."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
+
+
 def _reason(error: OSError, host: str, port: int) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"port {port} is in use; stop the process that listens there or set another server.port"

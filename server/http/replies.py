@@ -4,6 +4,7 @@ Owns: the error body, the type that goes with a status, what an unexpected excep
 Does not know: requests, routes, sockets.  A body never carries a traceback or a path, nor a long echo of the input.
 """
 
+from collections.abc import Callable
 from http import HTTPStatus
 
 import msgspec
@@ -20,7 +21,7 @@ TYPES = {
     503: "service_unavailable",
 }
 ROUTING_MESSAGES = {
-    404: ("no such route; the API lives under /v1", "unknown_route"),
+    404: ("no such route; GET /openapi.json lists them, and none ends in '/'", "unknown_route"),
     405: ("this route does not take that method", "method_not_allowed"),
     417: ("the only expectation this server can meet is 100-continue", "expectation_failed"),
 }
@@ -55,9 +56,12 @@ def error_body(error: RequestError) -> ErrorBody:
     return ErrorBody(ErrorDetail(message, kind, error.param, error.code))
 
 
-def error_response(error: RequestError) -> web.Response:
-    """Returns an error as an HTTP response."""
-    response = json_reply(error_body(error), error.status)
+ErrorFormat = Callable[[RequestError], msgspec.Struct]
+
+
+def error_response(error: RequestError, form: ErrorFormat = error_body) -> web.Response:
+    """Returns an error as an HTTP response.  form: what its body looks like."""
+    response = json_reply(form(error), error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
     if error.status == 401:

@@ -3,7 +3,9 @@
 Owns: field names and JSON types.  Does not know: what they mean.
 """
 
-from typing import Annotated
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -16,7 +18,7 @@ MaxNewTokens = Annotated[int, Meta(ge=0, le=MAX_TOKEN_COUNT)]
 Logprob = tuple[float | None, int, str | None]
 
 
-class NativeParams(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NativeParams(SamplingFields, frozen=True, kw_only=True):
     """How to pick tokens and when to stop."""
 
     max_new_tokens: MaxNewTokens | None = None
@@ -27,23 +29,37 @@ class NativeParams(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class NativeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Exactly one of text and input_ids: one prompt, or several.  rid: what the request is called, and the answer.
+    """Exactly one of text and input_ids: one prompt, or several.  What may be a list has an entry for each prompt then.
 
-    request_id: what else the request is called."""
+    rid: what the request is called, and the answer.  request_id: what else the request is called.
+    stream_output: events have what is new, not all there is."""
 
+    sealed: ClassVar[Mapping[str, type[msgspec.Struct]]] = MappingProxyType({"sampling_params": NativeParams})
     text: str | list[str] | None = None
     input_ids: list[TokenId | list[TokenId]] | None = None
-    sampling_params: NativeParams | None = None
+    sampling_params: NativeParams | list[NativeParams] | None = None
     model: str | None = None
-    rid: Short | None = None
+    rid: Short | list[Short] | None = None
     request_id: Short | None = None
     stream: bool | None = None
-    return_logprob: bool | None = None
-    logprob_start_len: Int | None = None
-    top_logprobs_num: TopLogprobs | None = None
+    stream_output: bool | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: Int | list[Int] | None = None
+    top_logprobs_num: TopLogprobs | list[TopLogprobs] | None = None
     return_text_in_logprobs: bool | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
+
+
+class OnePrompt(msgspec.Struct, frozen=True):
+    """What a body asks for one of its prompts.
+
+    prompt_start: from which prompt token on log probabilities are wanted; -1 for none."""
+
+    params: NativeParams
+    logprobs: bool
+    num_top: int
+    prompt_start: int
 
 
 class NativeFinish(msgspec.Struct, frozen=True):
@@ -71,7 +87,7 @@ class NativeInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NativeOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One output, or what is new of it.  index: which, where there are several."""
+    """One output, or what there is of it so far.  index: which, where there are several."""
 
     text: str
     output_ids: list[int]

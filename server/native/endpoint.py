@@ -1,22 +1,23 @@
 """POST /generate: text or token ids in, text and token ids out, as SGLang has it; for routers and training loops.
 
-Owns: what may be asked, and the formats.  Does not know: how text is made.
-An event of a stream has what is new, text as well as tokens, beside the counts so far.
+Owns: what may be asked, for all prompts or for each, and the formats.  Does not know: how text is made.
+An event of a stream is the answer so far, as SGLang's clients read it, or with ``stream_output`` what is new.
 """
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET
 
 from engine.errors import FieldError
 from engine.messages import Delta, TokenLogprobs, TokenText
+from engine.prompt import Prompt
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
-from server.generate.output import Output, UsageCounter, finish_reason, finite, stop_reason, unpacked
-from server.native.bodies import Logprob, NativeBody, NativeFinish, NativeInfo, NativeOutput, NativeParams
+from server.generate.output import Output, UsageCounter, finish_reason, finite, matched_stop, unpacked
+from server.native.bodies import Logprob, NativeBody, NativeFinish, NativeInfo, NativeOutput, NativeParams, OnePrompt
 from server.openai.completions import read_prompts
 from server.openai.requests import GenerationBody, SamplingFields
 from server.openai.translator import Translator
@@ -24,6 +25,7 @@ from server.openai.translator import Translator
 DEFAULT_MAX_NEW_TOKENS = 128
 # What other layers call what this endpoint calls differently.
 RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+PER_PROMPT = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "rid")
 
 
 class Native(Endpoint[NativeBody]):
@@ -43,14 +45,27 @@ class Native(Endpoint[NativeBody]):
         self._translator.check_model(body.model)
         if body.text is not None and body.input_ids is not None:
             raise FieldError("text", "not possible together with input_ids")
-        prompts = body.text if body.text is not None else body.input_ids
-        if prompts is None:
+        given = body.text if body.text is not None else body.input_ids
+        if given is None:
             raise FieldError("text", "required, but not given; or input_ids")
-        params = body.sampling_params or NativeParams()
+        prompts = read_prompts(given, _prompt_field(body))
+        _check_lists(body, len(prompts))
+        first, *others = asked = _asked(body)
+        generation = self._generation(body, first, prompts)
+        if not others:
+            return generation
+        each = [self._generation(body, one, prompts) for one in asked]
+        if {one.num_choices for one in each} != {generation.num_choices}:
+            raise FieldError("n", "must be the same for all prompts")
+        of_prompts = tuple((one.params, one.options) for one in each)
+        return msgspec.structs.replace(generation, of_prompts=of_prompts)
+
+    def _generation(self, body: NativeBody, asked: OnePrompt, prompts: tuple[Prompt, ...]) -> Generation:
+        params = asked.params
         if params.spaces_between_special_tokens is False:
             raise FieldError("spaces_between_special_tokens", "cannot be turned off")
         most = _most_tokens(params)
-        num_top = (body.top_logprobs_num or 0) if body.return_logprob else None
+        num_top = asked.num_top if asked.logprobs else None
         shared = GenerationBody(
             model=self._translator.card.name,
             stream=body.stream,
@@ -64,10 +79,10 @@ class Native(Endpoint[NativeBody]):
         )
         return self._translator.translate(
             shared,
-            read_prompts(prompts, _prompt_field(body)),
+            prompts,
             max_tokens=max(1, most),
             logprobs=num_top,
-            prompt_logprobs=num_top if _first_told(body) >= 0 else None,
+            prompt_logprobs=num_top if asked.prompt_start >= 0 else None,
             prompt_only=most == 0,
         )
 
@@ -85,27 +100,32 @@ class NativeWriter(Writer):
     """Writes an output, or a list of them."""
 
     def __init__(self, body: NativeBody, generation: Generation, usage: UsageCounter) -> None:
-        self.id = body.rid or uuid.uuid4().hex
         self._usage = usage
-        self._body = body
-        self._max_tokens = _most_tokens(body.sampling_params or NativeParams())
-        prompts = body.text if body.text is not None else body.input_ids
-        of_one = isinstance(prompts, str) or (isinstance(prompts, list) and isinstance(prompts[0], int))
-        self._is_single = of_one and generation.num_choices == 1
+        self._asked = _asked(body)
+        self._num_choices = generation.num_choices
+        self._tells_news = bool(body.stream_output)
+        self._shows_text = bool(body.return_text_in_logprobs)
+        self._outputs: dict[int, Output] = {}
+        self._is_single = _is_one(body) and generation.num_choices == 1
+        self.id = "" if isinstance(body.rid, list) else body.rid or uuid.uuid4().hex
+        several = [f"{self.id}_{number}" for number in range(len(generation.prompts))]
+        self._names = body.rid if isinstance(body.rid, list) else [self.id] if _is_one(body) else several
+        self.parts = {
+            name: range(number * self._num_choices, (number + 1) * self._num_choices)
+            for number, name in enumerate(self._names)
+        }
 
     def whole(self, outputs: Sequence[Output]) -> NativeOutput | list[NativeOutput]:
         told = [self._told(output) for output in outputs]
         return told[0] if self._is_single else told
 
     def events(self, index: int, delta: Delta) -> list[msgspec.Struct]:
-        if not delta.token_ids and not delta.finish:
-            return []
-        output = Output(index)
+        output = Output(index) if self._tells_news else self._outputs.setdefault(index, Output(index))
         output.add(delta)
-        return [self._told(output)]
+        return [self._told(output)] if delta.token_ids or delta.finish else []
 
     def _told(self, output: Output) -> NativeOutput:
-        """Returns an output, or what is new of it, in this format."""
+        """Returns an output, or what there is of it, in this format."""
         return NativeOutput(
             text=output.delta.text,
             output_ids=unpacked(output.delta.token_ids),
@@ -114,36 +134,28 @@ class NativeWriter(Writer):
         )
 
     def _info(self, output: Output) -> NativeInfo:
+        number = output.index // self._num_choices
+        asked = self._asked[number % len(self._asked)]  # there is one for all, or one for each
         counts = self._usage.of_choice(output.index)
-        prompt = output.delta.prompt_logprobs[_first_told(self._body) :] if output.delta.prompt_logprobs else ()
+        prompt = output.delta.prompt_logprobs[asked.prompt_start :] if output.delta.prompt_logprobs else ()
         values, top = self._logprobs(prompt), self._top_logprobs(prompt)
-        if prompt and _first_told(self._body) == 0:
+        if prompt and asked.prompt_start == 0:
             # Nothing comes before a prompt's first token.
             values[0] = (None, *values[0][1:])
             top = [None, *top[1:]]
-        asked, asked_top = bool(self._body.return_logprob), bool(self._body.top_logprobs_num)
+        shown = asked.logprobs
+        of_prompt = shown and (bool(prompt) or not self._tells_news)
         return NativeInfo(
-            id=self.id,
-            finish_reason=self._finish(output),
+            id=self._names[number],
+            finish_reason=_finish(output, asked.params),
             prompt_tokens=counts.prompt_tokens if counts else 0,
             completion_tokens=counts.completion_tokens if counts else 0,
             cached_tokens=counts.prompt_tokens_details.cached_tokens if counts else 0,
-            input_token_logprobs=values if prompt else UNSET,
-            input_top_logprobs=top if prompt and asked_top else UNSET,
-            output_token_logprobs=self._logprobs(output.delta.logprobs) if asked else UNSET,
-            output_top_logprobs=self._top_logprobs(output.delta.logprobs) if asked and asked_top else UNSET,
+            input_token_logprobs=values if of_prompt else UNSET,
+            input_top_logprobs=top if of_prompt and asked.num_top else UNSET,
+            output_token_logprobs=self._logprobs(output.delta.logprobs) if shown else UNSET,
+            output_top_logprobs=self._top_logprobs(output.delta.logprobs) if shown and asked.num_top else UNSET,
         )
-
-    def _finish(self, output: Output) -> NativeFinish | None:
-        match finish_reason(output.delta):
-            case None:
-                return None
-            case "stop":
-                return NativeFinish("stop", matched=stop_reason(output.delta))
-            case "length":
-                return NativeFinish("length", length=self._max_tokens)
-            case reason:
-                return NativeFinish(reason)
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> list[Logprob]:
         return [self._logprob(entry.sampled) for entry in entries]
@@ -152,13 +164,52 @@ class NativeWriter(Writer):
         return [[self._logprob(token) for token in entry.top] for entry in entries]
 
     def _logprob(self, token: TokenText) -> Logprob:
-        return finite(token.logprob), token.token_id, token.text if self._body.return_text_in_logprobs else None
+        return finite(token.logprob), token.token_id, token.text if self._shows_text else None
 
 
-def _first_told(body: NativeBody) -> int:
-    """Returns from which prompt token on log probabilities are wanted; -1 for none."""
-    start = -1 if body.logprob_start_len is None else body.logprob_start_len
-    return start if body.return_logprob and start >= 0 else -1
+def _finish(output: Output, params: NativeParams) -> NativeFinish | None:
+    match finish_reason(output.delta):
+        case None:
+            return None
+        case "stop":
+            return NativeFinish("stop", matched=matched_stop(output.delta))
+        case "length":
+            return NativeFinish("length", length=_most_tokens(params))
+        case reason:
+            return NativeFinish(reason)
+
+
+def _check_lists(body: NativeBody, num_prompts: int) -> None:
+    """Raise RequestError for a list that has not an entry for each prompt."""
+    for name in PER_PROMPT:
+        given = getattr(body, name)
+        if not isinstance(given, list):
+            continue
+        if _is_one(body) or len(given) != num_prompts:
+            seen = "one prompt that is no list" if _is_one(body) else f"{num_prompts} prompts"
+            raise FieldError(name, f"a list of {len(given)} for {seen}; send an entry for each, or one for all")
+        if name == "rid" and len(set(given)) < len(given):
+            raise FieldError(name, "two of them are the same")
+
+
+def _is_one(body: NativeBody) -> bool:
+    return isinstance(body.text, str) or (body.input_ids is not None and isinstance(body.input_ids[0], int))
+
+
+def _asked(body: NativeBody) -> list[OnePrompt]:
+    """What is asked for each prompt; one for all, if that is the same."""
+    lengths = {len(given) for name in PER_PROMPT[:-1] if isinstance(given := getattr(body, name), list)}
+
+    def entry(name: str, number: int) -> Any:
+        given = getattr(body, name)
+        return given[number] if isinstance(given, list) else given
+
+    asked = []
+    for number in range(max(lengths, default=1)):
+        params, logprobs, start, num_top = (entry(name, number) for name in PER_PROMPT[:-1])
+        start = start if logprobs and start is not None and start >= 0 else -1
+        asked.append(OnePrompt(params or NativeParams(), bool(logprobs), num_top or 0, start))
+    return asked
 
 
 def _most_tokens(params: NativeParams) -> int:

@@ -37,13 +37,16 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """One output.  stop_reason: the stop string or token id that ended it, where one did."""
+    """One output.  stop_reason: the stop string or token id of the request that ended it, where one did.
+
+    matched_stop: the same, or else the end token of the model's own."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | UnsetType = UNSET
+    matched_stop: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -125,6 +128,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | UnsetType = UNSET
+    matched_stop: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -171,6 +175,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | UnsetType = UNSET
+    matched_stop: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -187,7 +192,9 @@ class ChatChunk(ResponseHead, frozen=True, kw_only=True):
 
 
 class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that can be asked for.  kind: what it is for."""
+    """A model that can be asked for.  root, parent: what an adapter would be made of; this is a model by itself.
+
+    kind: what it is for."""
 
     id: str
     object: Literal["model"] = "model"
@@ -195,6 +202,8 @@ class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
     owned_by: Literal["callboard"] = "callboard"
     max_model_len: int
     kind: Kind = "generate"
+    root: str
+    parent: None = None
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

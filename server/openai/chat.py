@@ -24,6 +24,7 @@ from server.generate.output import (
     UsageCounter,
     finish_reason,
     ids,
+    matched_stop,
     stop_reason,
 )
 from server.openai.answers import (
@@ -65,7 +66,7 @@ class Chat(Endpoint[ChatBody]):
         begins, continues = read_end(body.add_generation_prompt, body.continue_final_message)
         return self._translator.translate(
             body,
-            (read_turns(body.messages),),
+            (read_turns(body.messages, card.template_roles),),
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             tools=tools,
@@ -108,6 +109,7 @@ class ChatWriter(ChoicesWriter):
                     logprobs=_logprobs(output.delta.logprobs),
                     finish_reason=_with_calls(finish_reason(output.delta), bool(calls) and not cut_off),
                     stop_reason=stop_reason(output.delta),
+                    matched_stop=matched_stop(output.delta),
                     token_ids=ids(output.delta.token_ids, self.shows_token_ids),
                 )
             )
@@ -148,6 +150,7 @@ class ChatWriter(ChoicesWriter):
             logprobs=_logprobs(delta.logprobs),
             finish_reason=reason,
             stop_reason=stop_reason(delta),
+            matched_stop=matched_stop(delta),
             token_ids=ids(delta.token_ids, self.shows_token_ids and bool(delta.token_ids)),
         )
         held_back = state.parser is not None and choice == ChatChunkChoice(index=state.index, delta=ChatDelta())

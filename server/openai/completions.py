@@ -21,6 +21,7 @@ from server.generate.output import (
     finish_reason,
     finite,
     ids,
+    matched_stop,
     stop_reason,
 )
 from server.openai.answers import Completion, CompletionChoice, CompletionLogprobs
@@ -87,6 +88,7 @@ class CompletionWriter(ChoicesWriter):
                 logprobs=_logprobs(delta.logprobs, 0, delta.prompt_logprobs) if self._shows_logprobs else None,
                 finish_reason=finish_reason(delta),
                 stop_reason=stop_reason(delta),
+                matched_stop=matched_stop(delta),
                 token_ids=ids(delta.token_ids, self.shows_token_ids),
                 prompt_token_ids=ids(delta.prompt_token_ids, self.shows_token_ids),
             )
@@ -101,6 +103,7 @@ class CompletionWriter(ChoicesWriter):
             logprobs=_logprobs(delta.logprobs, state.num_chars, delta.prompt_logprobs),
             finish_reason=finish_reason(delta),
             stop_reason=stop_reason(delta),
+            matched_stop=matched_stop(delta),
             token_ids=ids(delta.token_ids, self.shows_token_ids),
             prompt_token_ids=ids(delta.prompt_token_ids, bool(delta.prompt_token_ids)),
         )

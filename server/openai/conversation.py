@@ -28,11 +28,15 @@ Choice = str | ToolChoice | None
 HERMES: Final = HermesFormat()
 
 
-def read_turns(messages: Sequence[ChatMessage]) -> tuple[ChatTurn, ...]:
-    """The conversation in the engine's terms.  Raises RequestError for what only other models could read."""
+def read_turns(messages: Sequence[ChatMessage], template_roles: Collection[str] = ()) -> tuple[ChatTurn, ...]:
+    """The conversation in the engine's terms.  template_roles: those that the chat template has beside the usual ones.
+
+    Raises RequestError for what only other models could read."""
     if not messages:
         raise FieldError("messages", "an empty list; expected at least one message")
-    return tuple(_turn(message, f"messages[{index}]") for index, message in enumerate(messages))
+    # What the API calls "developer" is the system to templates of open models, but for those that have the word.
+    roles = {**ROLES, **{role: role for role in template_roles}}
+    return tuple(_turn(message, f"messages[{index}]", roles) for index, message in enumerate(messages))
 
 
 def read_end(add_generation_prompt: bool | None, continue_final_message: bool | None) -> tuple[bool, bool]:
@@ -61,10 +65,10 @@ def read_variables(given: Mapping[str, object] | None, reasoning_effort: str | N
     return msgspec.json.encode(variables).decode() if variables else ""
 
 
-def _turn(message: ChatMessage, path: str) -> ChatTurn:
-    role = ROLES.get(message.role)
+def _turn(message: ChatMessage, path: str, roles: Mapping[str, str]) -> ChatTurn:
+    role = roles.get(message.role)
     if role is None:
-        raise FieldError(f"{path}.role", f"must be one of {', '.join(ROLES)}")
+        raise FieldError(f"{path}.role", f"must be one of {', '.join(roles)}")
     if is_given(message.function_call):
         raise FieldError(
             f"{path}.function_call", "not supported by this server; send tool_calls", code="unsupported_parameter"
@@ -78,7 +82,7 @@ def _turn(message: ChatMessage, path: str) -> ChatTurn:
     reasoning = message.reasoning_content or message.reasoning or ""
     return ChatTurn(
         role,
-        _content(message, path, required=not calls and not reasoning),
+        _content(message, path, required=role != "assistant"),
         reasoning=reasoning,
         tool_calls=tuple(
             read_call(call, f"{path}.tool_calls[{index}].function.arguments") for index, call in enumerate(calls)
@@ -100,8 +104,15 @@ def _content(message: ChatMessage, path: str, *, required: bool) -> str:
 
 def part_text(part: ContentPart, path: str) -> str:
     """The text of a part.  Raises RequestError for images and the like."""
+    if part.type == "refusal":
+        return needed(part.refusal, f"{path}.refusal")
     if part.type not in TEXT_TYPES:
-        raise FieldError(f"{path}.type", "only 'text' is supported by this server", code="unsupported_content")
+        raise FieldError(
+            f"{path}.type",
+            f"'{part.type[:40]}' is not served: models read and write text alone here, no images, sound or files; "
+            "send parts of type 'text'",
+            code="unsupported_content",
+        )
     return needed(part.text, f"{path}.text")
 
 

@@ -16,7 +16,11 @@ class ModelRoutes:
     def __init__(self, translator: Translator) -> None:
         card = translator.card
         self._model = ModelBody(
-            id=card.name, created=card.created, max_model_len=card.max_model_len, kind=card.pooling.kind
+            id=card.name,
+            created=card.created,
+            max_model_len=card.max_model_len,
+            kind=card.pooling.kind,
+            root=card.name,
         )
         self._translator = translator
 

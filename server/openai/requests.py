@@ -4,8 +4,10 @@ Owns: field names and JSON types.  Does not know: ranges (SamplingParams has the
 ``None`` is "not given" throughout: client libraries send explicit nulls.
 """
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -48,22 +50,61 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
+class Structure(msgspec.Struct, frozen=True):
+    """A tag of a structural tag: what begins it, the schema of its content, what ends it."""
+
+    begin: str
+    schema: msgspec.Raw
+    end: str
+
+
+class TagContent(msgspec.Struct, frozen=True):
+    """type: 'json_schema'."""
+
+    type: Short
+    json_schema: msgspec.Raw = msgspec.field(default_factory=not_given)
+
+
+class Tag(msgspec.Struct, frozen=True):
+    """The same, as xgrammar writes it."""
+
+    begin: str
+    content: TagContent
+    end: str
+
+
+class TriggeredTags(msgspec.Struct, frozen=True):
+    """Text in which a trigger begins a tag.  type: 'triggered_tags'."""
+
+    type: Short
+    triggers: list[str] = []
+    tags: list[Tag] = []
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """type: 'text', 'json_object' or 'json_schema'.  schema: of a json_object, as llama.cpp and Together have it."""
+    """type: 'text', 'json_object', 'json_schema' or 'structural_tag', which has structures and triggers, or a format.
+
+    schema: of a json_object, as llama.cpp and Together have it."""
 
     type: Short
     json_schema: JsonSchemaFormat | None = None
     schema: msgspec.Raw = msgspec.field(default_factory=not_given)
+    structures: list[Structure] | None = None
+    triggers: list[str] | None = None
+    format: TriggeredTags | None = None
 
 
-class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's name for the same: exactly one of them."""
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """vLLM's name for the same: exactly one of them.  structural_tag: JSON of a ResponseFormat."""
 
     json: msgspec.Raw = msgspec.field(default_factory=not_given)
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | None = None
 
 
 # ---- generation -----------------------------------------------------------------------------
@@ -88,11 +129,13 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | None = None
+    structural_tag: str | None = None
 
 
 class GenerationBody(SamplingFields, frozen=True, kw_only=True):
-    """Fields that the generating endpoints share."""
+    """Fields that the generating endpoints share.  sealed: fields in which nothing unknown may be asked for."""
 
+    sealed: ClassVar[Mapping[str, type[msgspec.Struct]]] = MappingProxyType({"structured_outputs": StructuredOutputs})
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -100,6 +143,9 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     max_tokens: Int | None = None
     min_tokens: Int | None = None
     include_stop_str_in_output: bool | None = None
+    allowed_token_ids: list[Int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: Int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Priority | None = None
@@ -173,10 +219,11 @@ class CallBody(msgspec.Struct, frozen=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """A piece of a message's content."""
+    """A piece of a message's content.  refusal: of an assistant that refused, in place of its text."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True):

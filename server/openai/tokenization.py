@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: the model's tokenizer for others, such as evaluation harnesses and agents.
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the tokenizer for others, such as evaluation harnesses.
 
 Owns: their bodies.  Does not know: the engine; nothing is generated.
 Encoding runs in a worker thread, after a bound on the number of characters.
@@ -58,8 +58,18 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True):
     prompt: str
 
 
+class TokenizerInfo(msgspec.Struct, frozen=True):
+    """Special tokens as text; null for those that the model does not have.  chat_template: Jinja."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+
+
 class TokenizationRoutes:
-    """Handles both."""
+    """Handles these routes."""
 
     def __init__(self, codec: TextCodec, translator: Translator, server: ServerSection) -> None:
         self._codec = codec
@@ -76,6 +86,18 @@ class TokenizationRoutes:
         body = await self._detokenize_reader.read(request)
         text = await asyncio.to_thread(self._codec.decode, body.tokens, skip_special_tokens=False)
         return json_reply(DetokenizeAnswer(text))
+
+    async def info(self, request: web.Request) -> web.Response:
+        named = self._codec.named_tokens
+        return json_reply(
+            TokenizerInfo(
+                bos_token=named.get("bos_token"),
+                eos_token=named.get("eos_token"),
+                pad_token=named.get("pad_token"),
+                unk_token=named.get("unk_token"),
+                chat_template=self._codec.template_source or None,
+            )
+        )
 
     def _check_tokenize(self, body: TokenizeBody) -> TokenizeBody:
         self._translator.check_model(body.model)
@@ -110,7 +132,7 @@ class TokenizationRoutes:
             special = body.add_special_tokens is not False
             ids: list[int] = self._codec.encode(body.prompt, add_special_tokens=special).tolist()
             return ids
-        turns = read_turns(body.messages or ())
+        turns = read_turns(body.messages or (), self._card.template_roles)
         tools = read_tools(body.tools, None, parallel=None, form=HERMES)
         check_chars(num_chars(turns) + len(tools.described), self._card.max_model_len, "messages")
         begins, continues = read_end(body.add_generation_prompt, body.continue_final_message)

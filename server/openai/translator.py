@@ -20,6 +20,7 @@ from server.http.body import is_given
 from server.model_card import ModelCard
 from server.openai.conversation import HERMES, NO_TOOLS, ToolRequest
 from server.openai.requests import GenerationBody, ResponseFormat, StructuredOutputs
+from server.openai.structural_tags import decode_structural_tag, read_structural_tag
 
 DEFAULT = SamplingParams()
 SAME_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name in GenerationBody.__struct_fields__)
@@ -63,9 +64,12 @@ class Translator:
         if body.stream_options is not None and not body.stream:
             raise FieldError("stream_options", "only allowed together with stream")
         params = self._sampling_params(body, max_tokens=max_tokens, logprobs=logprobs)
-        params = params.replace(grammar=_grammar(body, tools), prompt_logprobs=prompt_logprobs)
+        grammar_field, grammar = _grammar(body, tools)
+        params = params.replace(grammar=grammar, prompt_logprobs=prompt_logprobs)
         params.check(self.card.vocab_size)
+        keep_last = self._keep_last(body.truncate_prompt_tokens)
         options = RequestOptions(
+            keep_last=keep_last,
             echo=echo,
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
@@ -74,10 +78,11 @@ class Translator:
             return_prompt_ids=bool(body.return_token_ids),
         )
         return Generation(
-            prompts=prompts,
+            prompts=tuple(prompt[-keep_last:] if isinstance(prompt, list) else prompt for prompt in prompts),
             params=params,
             options=options,
             num_choices=num_choices,
+            grammar_field=grammar_field,
             stream=bool(body.stream),
             new_parser=tools.new_parser(params.grammar),
             names_tokens_by_id=bool(body.return_tokens_as_token_ids),
@@ -105,6 +110,15 @@ class Translator:
                 param="prompt" if num_choices == 1 and counted == "n" else counted,
             )
 
+    def _keep_last(self, given: int | None) -> int:
+        """Returns how many tokens of a prompt are read; 0 for all.  -1 is as many as the context has, as in vLLM."""
+        most = self.card.max_model_len
+        if given is None:
+            return 0
+        if given != -1 and not 1 <= given <= most:
+            raise FieldError("truncate_prompt_tokens", f"{given}: must be from 1 to {most}, or -1 for that")
+        return most if given == -1 else given
+
     def _sampling_params(self, body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         given = {name: value for name in SAME_FIELDS if (value := getattr(body, name)) is not None}
         given.update(max_tokens=max_tokens, logprobs=logprobs, seed=own_seed(body.seed))
@@ -118,17 +132,20 @@ def own_seed(seed: int | None) -> int | None:
     return seed & MAX_SEED if seed is not None and LEAST_SEED <= seed < 0 else seed
 
 
-def _grammar(body: GenerationBody, tools: ToolRequest) -> Grammar | None:
+def _grammar(body: GenerationBody, tools: ToolRequest) -> tuple[str, Grammar | None]:
+    """(the field that asks for it, the grammar)."""
     named = read_grammar(body)
+    if named is not None and named[1].kind == "structural_tag" and tools.tools:
+        raise FieldError(named[0], "not possible together with tools, which say themselves how calls are written")
     grammar = tools.grammar(None if named is None else named[1])
     if grammar is None:
-        return None
-    field = "tools" if named is None else named[0]
+        return "", None
+    field = "tools" if named is None or tools.forced else named[0]
     if len(grammar.source) > MAX_GRAMMAR_CHARS:
         raise FieldError(field, f"longer than {MAX_GRAMMAR_CHARS} characters")
     if body.ignore_eos:
         raise FieldError("ignore_eos", f"not possible together with {field}, which says where to end")
-    return grammar
+    return field, grammar
 
 
 def read_grammar(body: GenerationBody) -> Named | None:
@@ -157,6 +174,8 @@ def _all(body: GenerationBody) -> Iterator[Named]:
             yield name, Grammar("ebnf", source)
     if body.json_schema:
         yield "json_schema", Grammar("json_schema", body.json_schema)
+    if body.structural_tag:
+        yield "structural_tag", decode_structural_tag(body.structural_tag, "structural_tag")
 
 
 def _of_format(given: ResponseFormat) -> Grammar | None:
@@ -170,8 +189,12 @@ def _of_format(given: ResponseFormat) -> Grammar | None:
             if given.json_schema is None:
                 raise FieldError("response_format.json_schema", "required, but not given")
             return _of_schema(given.json_schema.schema)
+        case "structural_tag":
+            return read_structural_tag(given, "response_format")
     raise FieldError(
-        "response_format.type", "must be 'text', 'json_object' or 'json_schema'", code="unsupported_parameter"
+        "response_format.type",
+        "must be 'text', 'json_object', 'json_schema' or 'structural_tag'",
+        code="unsupported_parameter",
     )
 
 
@@ -187,6 +210,8 @@ def _of_structured(given: StructuredOutputs) -> Iterator[Named]:
         yield f"{prefix}.grammar", Grammar("ebnf", given.grammar)
     if given.json_object:
         yield f"{prefix}.json_object", JSON_OBJECT
+    if given.structural_tag:
+        yield f"{prefix}.structural_tag", decode_structural_tag(given.structural_tag, f"{prefix}.structural_tag")
 
 
 def _of_schema(raw: msgspec.Raw) -> Grammar:

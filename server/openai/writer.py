@@ -51,7 +51,7 @@ class ChoicesWriter(Writer):
         self.generation = generation
         options = body.stream_options or StreamOptions()
         self._includes_usage = bool(options.include_usage)
-        self._continuous_usage = bool(options.continuous_usage_stats)
+        self._continuous_usage = bool(options.continuous_usage_stats) and options.include_usage is not False
         self._states: dict[int, StreamState] = {}
 
     def chunks(self, state: StreamState, delta: Delta, usage: OptionalUsage) -> list[msgspec.Struct]:

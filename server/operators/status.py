@@ -1,4 +1,4 @@
-"""GET /health, /health_generate, /ready, /version, /server_info and /load: asked by orchestrators, routers and people.
+"""GET /health, /health_generate, /ready, /version, /server_info, /model_info and /load: for orchestrators and people.
 
 Owns: what they say.  Does not know: how the server comes into these states; the configuration as a whole, which is not
 a client's business.
@@ -75,6 +75,17 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: float
 
 
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The model as SGLang's clients ask for it.  Paths are a server's own business, so the name stands for them."""
+
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool = True
+    preferred_sampling_params: dict[str, float | int] | None
+    has_image_understanding: bool = False
+    has_audio_understanding: bool = False
+
+
 class Load(msgspec.Struct, frozen=True):
     """How many requests there are.  server_load: open ones, each choice counted; running, waiting: in the engine."""
 
@@ -131,6 +142,11 @@ class StatusRoutes:
                 request_timeout_s=limits.request_timeout_s,
             )
         )
+
+    async def model(self, request: web.Request) -> web.Response:
+        card = self._card
+        defaults = card.chat_defaults or None
+        return json_reply(ModelInfo(model_path=card.name, tokenizer_path=card.name, preferred_sampling_params=defaults))
 
     async def load(self, request: web.Request) -> web.Response:
         gauges = (await self._monitor.look()).gauges

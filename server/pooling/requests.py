@@ -11,9 +11,10 @@ import numpy as np
 from msgspec import Meta
 
 from engine.errors import FieldError, RequestError
-from engine.messages import ChatOptions, Finish, Prompt
+from engine.messages import Finish
 from engine.params import SamplingParams
 from engine.pooling import Float32, PooledRequests
+from engine.prompt import ChatOptions, Prompt
 from server.generate.generation import Generation
 from server.generate.output import Output, UsageCounter
 from server.openai.completions import read_prompts

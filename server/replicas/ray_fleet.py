@@ -51,7 +51,7 @@ class EngineReplica:
         import ray
 
         from engine.system import System
-        from server.http.listener import bind
+        from server.http.listener import bind, url_of
         from server.run.app import create_runner
 
         here = ray.get_runtime_context().get_node_id() == self._on_node
@@ -62,7 +62,7 @@ class EngineReplica:
         with bind(host, 0) as listener:
             runner = create_runner(config.server, config.limits, backend)
             await runner.listen(listener)
-            self._url = f"http://{host}:{listener.getsockname()[1]}"
+            self._url = url_of(listener)
             self._listening.set()
             await system.start()
             await system.wait()

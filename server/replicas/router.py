@@ -125,7 +125,7 @@ async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> Asyn
         routes, proxy = RouterRoutes(replicas), Proxy(server, replicas, session, affinity)
         administration = FleetAdministration(server, replicas, session)
         keys = Keys(server)
-        app = web.Application(middlewares=[note_route, *([require_key(keys)] if server.needs_key else [])])
+        app = web.Application(middlewares=[note_route(), *([require_key(keys)] if server.needs_key else [])])
         app.add_routes(
             [
                 web.get("/health", routes.health),

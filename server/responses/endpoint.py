@@ -31,6 +31,7 @@ from server.responses.item_writer import ItemWriter
 from server.responses.items import read_input
 from server.responses.objects import (
     IncompleteDetails,
+    InputTokensDetails,
     ResponseError,
     ResponseObject,
     ResponseUsage,
@@ -69,7 +70,7 @@ class Responses(Endpoint[ResponsesBody]):
         return self._translator.translate(
             body,
             (read_input(body.input, body.instructions),),
-            max_tokens=body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens,
+            max_tokens=_max_tokens(body),
             logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
             tools=tools,
             chat=ChatOptions(
@@ -149,7 +150,7 @@ class ResponsesWriter(Writer):
             error=None if error is None else ResponseError(error.code, error.message),
             incomplete_details=IncompleteDetails("max_output_tokens") if cut else None,
             instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
+            max_output_tokens=_max_tokens(body),
             model=self._model,
             output=list(self._items.output) if status != "in_progress" else [],
             parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -164,11 +165,15 @@ class ResponsesWriter(Writer):
         )
 
 
+def _max_tokens(body: ResponsesBody) -> int | None:
+    return body.max_tokens if body.max_output_tokens is None else body.max_output_tokens
+
+
 def _usage(counts: UsageBody) -> ResponseUsage:
     details = counts.completion_tokens_details
     return ResponseUsage(
         input_tokens=counts.prompt_tokens,
-        input_tokens_details=counts.prompt_tokens_details,
+        input_tokens_details=InputTokensDetails(counts.prompt_tokens_details.cached_tokens),
         output_tokens=counts.completion_tokens,
         output_tokens_details=CompletionTokensDetails(0) if isinstance(details, UnsetType) else details,
         total_tokens=counts.total_tokens,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from server.generate.output import CompletionTokensDetails, PromptTokensDetails
+from server.generate.output import CompletionTokensDetails
 from server.openai.answers import TokenLogprob
 
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -59,11 +59,18 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 Item = MessageItem | CallItem | ReasoningItem
 
 
+class InputTokensDetails(msgspec.Struct, frozen=True):
+    """How much of the input came from the prefix cache.  Writing to it costs nothing, so it is not counted."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
 class ResponseUsage(msgspec.Struct, frozen=True):
     """Token counts."""
 
     input_tokens: int
-    input_tokens_details: PromptTokensDetails
+    input_tokens_details: InputTokensDetails
     output_tokens: int
     output_tokens_details: CompletionTokensDetails
     total_tokens: int

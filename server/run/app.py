@@ -11,6 +11,8 @@ from aiohttp import web
 from engine.pooling import check_task
 from engine.sections import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
+from server.anthropic.endpoint import CountRoute, Messages
+from server.anthropic.objects import message_error
 from server.backend import Backend
 from server.clients import OPEN_ROUTES, CacheSalts, Clients, require_key
 from server.generate.endpoint import Endpoint
@@ -39,8 +41,10 @@ from server.pooling.requests import PooledTranslator
 from server.responses.endpoint import Responses, refuse_stored
 from server.run.openapi import openapi_handler
 
-STORED = "/v1/responses/{id}"
+STORED = "/v1/responses/{path:.+}"
 DISTRIBUTION = "callboard"
+COUNT = "/v1/messages/count_tokens"
+ERROR_FORMATS = dict.fromkeys(("/v1/messages", COUNT), message_error)
 
 
 def create_runner(
@@ -57,7 +61,7 @@ def create_runner(
     traffic = Traffic()
     keys = Keys(server)
     middlewares = [
-        note_route,
+        note_route(ERROR_FORMATS),
         *([require_key(keys, OPEN_ROUTES | SITE_ROUTES)] if server.needs_key else []),
         clients.middleware,
     ]
@@ -68,6 +72,7 @@ def create_runner(
         "/v1/completions": Completions(translator, fingerprint),
         "/v1/chat/completions": Chat(translator, fingerprint),
         "/v1/responses": Responses(translator),
+        "/v1/messages": Messages(translator),
         "/generate": Native(translator),
         **_pooled_endpoints(PooledTranslator(translator)),
     }
@@ -111,11 +116,11 @@ def _api_routes(server: ServerSection, translator: Translator, codec: TextCodec)
     return [
         web.get("/v1/models", models.all),
         web.get("/v1/models/{id:.+}", models.one),
-        *(web.route(method, STORED, refuse_stored) for method in ("GET", "DELETE")),
-        web.post(f"{STORED}/cancel", refuse_stored),
-        web.get(f"{STORED}/input_items", refuse_stored),
+        web.route("*", STORED, refuse_stored),
         *(web.post(prefix + "/tokenize", tokenization.tokenize) for prefix in ("", "/v1")),
         *(web.post(prefix + "/detokenize", tokenization.detokenize) for prefix in ("", "/v1")),
+        web.get("/tokenizer_info", tokenization.info),
+        web.post(COUNT, CountRoute(codec, translator, server).post),
     ]
 
 
@@ -129,9 +134,11 @@ def _operators_routes(
         web.get("/", site.index),
         web.get(FILES, site.file),
         web.get("/health", status.health),
+        *(web.route(method, "/ping", status.health) for method in ("GET", "POST")),
         web.get("/ready", status.ready),
         web.get("/version", status.version),
-        web.get("/server_info", status.info),
+        *(web.get(path, status.info) for path in ("/server_info", "/get_server_info")),
+        *(web.get(path, status.model) for path in ("/model_info", "/get_model_info")),
         web.get("/load", status.load),
         web.get("/health_generate", ProbeRoute().get),
         web.get("/stats", stats.get),

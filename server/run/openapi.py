@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
+from server.anthropic.objects import MessageError, MessageEvent, MessageObject, TokenCountAnswer
+from server.anthropic.requests import CountBody, MessagesBody
 from server.http.exchange import Handler
 from server.http.replies import ErrorBody
 from server.native.bodies import NativeBody, NativeOutput
 from server.openai.answers import ChatChunk, ChatCompletion, Completion, ModelBody, ModelList
 from server.openai.requests import ChatBody, CompletionBody
-from server.openai.tokenization import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
+from server.openai.tokenization import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody, TokenizerInfo
 from server.operators.administration import AbortAnswer, AbortBody, ResetAnswer
-from server.operators.status import HealthBody, Load, ServerInfo
+from server.operators.status import HealthBody, Load, ModelInfo, ServerInfo
 from server.pooling.classify import ClassificationList, ClassifyBody
 from server.pooling.embeddings import EmbeddingBody, EmbeddingList
 from server.pooling.pairs import Ranking, RerankBody, ScoreBody, ScoreList
@@ -26,6 +28,7 @@ from server.responses.requests import ResponsesBody
 REFERENCE = "#/components/schemas/{name}"
 JSON = "application/json"
 STREAM = "text/event-stream"
+NAMED_EVENTS = (Event, MessageEvent)  # a stream of them ends without a word of its own
 ERRORS = {
     "400": "A value or the body is wrong; param names the field.",
     "401": "The API key is missing or wrong.",
@@ -42,14 +45,17 @@ ERRORS = {
 
 
 class Operation(NamedTuple):
-    """A route.  answer: the type of what comes in one piece.  event: what its stream is made of, if it streams."""
+    """A route.  answer: the type of what comes in one piece.  event: what its stream is made of, if it streams.
+
+    error: the body of its errors."""
 
     method: str
     path: str
     summary: str
     answer: Any
     body: type[msgspec.Struct] | None = None
-    event: type[msgspec.Struct] | None = None
+    event: Any = None
+    error: type[msgspec.Struct] = ErrorBody
 
 
 NATIVE = NativeOutput | list[NativeOutput]
@@ -62,14 +68,26 @@ OPERATIONS = (
     Operation("post", "/v1/score", "How well texts fit another.", ScoreList, ScoreBody),
     Operation("post", "/v1/rerank", "Documents in the order in which they fit a query.", Ranking, RerankBody),
     Operation("post", "/pooling", "Whatever a model gives that is no text.", PoolingList, PoolingBody),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Answer a conversation, as blocks.",
+        MessageObject,
+        MessagesBody,
+        MessageEvent,
+        MessageError,
+    ),
+    Operation("post", "/v1/messages/count_tokens", "Count a prompt.", TokenCountAnswer, CountBody, error=MessageError),
     Operation("post", "/generate", "Continue prompts.", NATIVE, NativeBody, NativeOutput),
     Operation("post", "/tokenize", "Text as tokens.", TokenizeAnswer, TokenizeBody),
     Operation("post", "/detokenize", "Tokens as text.", DetokenizeAnswer, DetokenizeBody),
+    Operation("get", "/tokenizer_info", "Special tokens and the chat template.", TokenizerInfo),
     Operation("get", "/v1/models", "The served model.", ModelList),
     Operation("get", "/v1/models/{id}", "The served model.", ModelBody),
     Operation("post", "/abort_request", "End requests.", AbortAnswer, AbortBody),
     Operation("post", "/reset_prefix_cache", "Forget what is cached.", ResetAnswer),
     Operation("get", "/server_info", "What is served, and its limits.", ServerInfo),
+    Operation("get", "/model_info", "The served model, as SGLang has it.", ModelInfo),
     Operation("get", "/load", "How many requests there are.", Load),
     Operation("get", "/health", "Whether the process can do its work.", HealthBody),
 )
@@ -77,10 +95,11 @@ OPERATIONS = (
 
 def document(version: str) -> dict[str, Any]:
     """The OpenAPI document."""
-    kinds = [kind for one in OPERATIONS for kind in (one.answer, one.body, one.event) if kind is not None]
+    named = (kind for one in OPERATIONS for kind in (one.answer, one.body, one.event, one.error))
+    kinds = list(dict.fromkeys(kind for kind in named if kind is not None))
     # A field that is sent only sometimes is one that need not be there: msgspec's schema says so by itself.
-    references, components = msgspec.json.schema_components([*dict.fromkeys(kinds), ErrorBody], ref_template=REFERENCE)
-    by_kind = dict(zip([*dict.fromkeys(kinds), ErrorBody], references, strict=True))
+    references, components = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
+    by_kind = dict(zip(kinds, references, strict=True))
     paths: dict[str, Any] = {}
     for one in OPERATIONS:
         paths.setdefault(one.path, {})[one.method] = _operation(one, by_kind)
@@ -99,12 +118,12 @@ def document(version: str) -> dict[str, Any]:
 def _operation(one: Operation, by_kind: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     answers = {JSON: {"schema": by_kind[one.answer]}}
     if one.event is not None:
-        content = {"anyOf": [by_kind[one.event], by_kind[ErrorBody]]}
+        content = {"anyOf": [by_kind[one.event], by_kind[one.error]]}
         told = {"type": "string", "contentMediaType": JSON, "contentSchema": content}
-        data = told if one.event is Event else {"anyOf": [{"const": "[DONE]"}, told]}
+        data = told if one.event in NAMED_EVENTS else {"anyOf": [{"const": "[DONE]"}, told]}
         event = {"type": "object", "properties": {"data": data, "event": {"type": "string"}}, "required": ["data"]}
         answers[STREAM] = {"schema": event}
-    failed = {JSON: {"schema": by_kind[ErrorBody]}}
+    failed = {JSON: {"schema": by_kind[one.error]}}
     operation: dict[str, Any] = {
         "summary": one.summary,
         "responses": {

@@ -62,6 +62,7 @@ class EngineServer:
             tool_parser=system.codec.formats.tool_parser,
             template_variables=config.server.allowed_template_variables,
             pooling=system.spec.pooling,
+            template_roles=system.codec.roles,
         )
         await system.start()
         backend = Backend(system.ingress, system.monitor, card, system.codec)

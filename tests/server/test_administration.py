@@ -327,7 +327,7 @@ def test_they_need_the_key(path: str) -> None:
 
 @pytest.mark.parametrize(
     "method, path",
-    [("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")],
+    [("GET", ""), ("DELETE", ""), ("POST", ""), ("POST", "/cancel"), ("GET", "/input_items"), ("POST", "/a/b")],
 )
 def test_a_response_of_before_is_not_there(live: LiveServer, method: str, path: str) -> None:
     reply = ask(live.port, method, f"/v1/responses/resp_1{path}", {})

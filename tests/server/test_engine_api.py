@@ -19,6 +19,7 @@ SCHEMA = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+UNIQUE = {"type": "object", "properties": {"x": {"type": "array", "items": {"uniqueItems": True}}}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": SCHEMA}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
 
@@ -97,6 +98,7 @@ def test_an_echoed_stream_says_what_the_answer_says(client: openai.OpenAI) -> No
             if choice.logprobs is not None:
                 tokens[choice.index] += choice.logprobs.tokens
                 offsets[choice.index] += choice.logprobs.text_offset
+            assert "".join(choice.logprobs.tokens) == choice.text, "an event has the text of its tokens"
     for choice in whole.choices:
         assert texts[choice.index] == choice.text
         assert tokens[choice.index] == choice.logprobs.tokens
@@ -121,7 +123,7 @@ def test_the_best_are_the_likeliest(client: openai.OpenAI) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
-        ({"extra_body": {"guided_regex": "("}}, None),
+        ({"extra_body": {"guided_regex": "("}}, "guided_regex"),
         ({"extra_body": {"guided_regex": "a", "ebnf": "b"}}, "ebnf"),
         ({"extra_body": {"guided_regex": "a", "ignore_eos": True}}, "ignore_eos"),
     ],
@@ -171,7 +173,8 @@ def test_token_ids_are_told_where_asked_for(client: openai.OpenAI) -> None:
     assert choice.logprobs.tokens == [f"token_id:{token}" for token in tokens]
     assert ask(client.base_url.port, "POST", "/detokenize", {"tokens": tokens}).json["prompt"] == choice.text
     streamed, prompts = [], []
-    for chunk in complete(client, prompt=prompt, stream=True, extra_body=extra):
+    for chunk in complete(client, prompt=prompt, logprobs=1, stream=True, extra_body=extra):
+        assert len(chunk.choices[0].model_extra["token_ids"]) == len(chunk.choices[0].logprobs.tokens)
         streamed += chunk.choices[0].model_extra["token_ids"]
         prompts += chunk.choices[0].model_extra.get("prompt_token_ids", [])
     assert (streamed, prompts) == (tokens, choice.model_extra["prompt_token_ids"])
@@ -261,6 +264,30 @@ def test_a_schema_that_cannot_be_followed_is_a_400(client: openai.OpenAI) -> Non
             with pytest.raises(openai.BadRequestError) as refused:
                 chat(client, response_format=bad, stream=stream)
             assert refused.value.code == "invalid_grammar"
+
+
+@pytest.mark.parametrize(
+    "fields, param, place",
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": UNIQUE}}},
+         "response_format", "properties.x.items: Unimplemented keys"),
+        ({"tools": [{"type": "function", "function": {"name": name, "parameters": schema}}
+                    for name, schema in (("f", SCHEMA), ("g", UNIQUE))], "tool_choice": "required"},
+         "tools", "function 'g': parameters.properties.x.items: Unimplemented keys"),
+        ({"response_format": {"type": "structural_tag", "triggers": ["<f"],
+                              "structures": [{"begin": "<f>", "schema": UNIQUE, "end": "</f>"}]}},
+         "response_format", "tag '<f>': schema.properties.x.items: Unimplemented keys"),
+        ({"structured_outputs": {"json": UNIQUE}}, "structured_outputs.json", "properties.x.items"),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_which_field_which_function_and_which_part(
+    served: EngineServer, fields: dict[str, Any], param: str, place: str
+) -> None:
+    for stream in (False, True):
+        body = {"model": "demo", "messages": MESSAGES, "stream": stream, **fields}
+        reply = ask(served.port, "POST", "/v1/chat/completions", body)
+        assert (reply.status, reply.error["param"]) == (400, param)
+        assert place in reply.error["message"]
 
 
 OBJECT = {"type": "object", "required": ["x"]}
@@ -373,6 +400,21 @@ def test_tokens_and_text_are_each_others_inverse(served: EngineServer) -> None:
     assert '"weather"' in shown
     assert shown.endswith("<|im_start|>assistant\n")
     assert ask(served.port, "POST", "/tokenize", {"prompt": ""}).json["tokens"] == []
+
+
+def test_the_tokenizer_tells_its_special_tokens_and_its_template(served: EngineServer) -> None:
+    info = ask(served.port, "GET", "/tokenizer_info").json
+    assert info["eos_token"] in served.system.codec.named_tokens.values()
+    assert "<|im_start|>" in info["chat_template"]
+
+
+def test_a_prompt_is_counted_as_it_is_answered(served: EngineServer) -> None:
+    body = {"model": "demo", "messages": MESSAGES, "system": "s", "tools": [{"name": "f", "input_schema": SCHEMA}]}
+    counted = ask(served.port, "POST", "/v1/messages/count_tokens", body).json["input_tokens"]
+    usage = ask(served.port, "POST", "/v1/messages", {**body, "max_tokens": 1}).json["usage"]
+    assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"] > 20
+    refused = ask(served.port, "POST", "/v1/messages/count_tokens", {**body, "messages": []})
+    assert (refused.status, refused.json["type"]) == (400, "error")
 
 
 @pytest.mark.parametrize(

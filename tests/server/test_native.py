@@ -1,12 +1,14 @@
 """POST /generate with the demo model, beside /v1/completions: the same tokens, told in another way."""
 
+import json
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from tests.server.engine_server import EngineServer
-from tests.server.http_client import Reply, ask
+from tests.server.http_client import RawClient, Reply, ask, http_bytes
 from tests.server.live_server import LiveServer
 
 PROMPT = "def add(a, b):\n"
@@ -55,11 +57,32 @@ def test_prompts_and_choices_are_numbered_prompt_by_prompt(served: EngineServer)
     assert [answer["text"] for answer in answers] == [first, first, second, second]
 
 
-def test_pieces_of_a_stream_add_up(served: EngineServer) -> None:
-    request = {"text": [PROMPT, "import"], "return_logprob": True, "logprob_start_len": 0}
-    whole = generate(served, **request)
-    *events, done = ask(served.port, "POST", "/generate", {"sampling_params": GREEDY, "stream": True, **request}).events
+def stream(served: EngineServer, **fields: Any) -> list[Any]:
+    body = {"sampling_params": GREEDY, "stream": True, **fields}
+    *events, done = ask(served.port, "POST", "/generate", body).events
     assert done == "[DONE]"
+    return events
+
+
+def test_an_event_of_a_stream_is_the_answer_so_far(served: EngineServer) -> None:
+    request = {"text": [PROMPT, "import"], "return_logprob": True, "logprob_start_len": 0, "rid": "r"}
+    whole, events = generate(served, **request), stream(served, **request)
+    for index, answer in enumerate(whole):
+        mine = [event for event in events if event["index"] == index]
+        assert len(mine) > 2
+        for event, later in pairwise(mine):
+            assert later["text"].startswith(event["text"])
+            assert later["output_ids"][: len(event["output_ids"])] == event["output_ids"]
+            same(event["meta_info"]["input_token_logprobs"], answer["meta_info"]["input_token_logprobs"])
+        last, info = mine[-1], answer["meta_info"]
+        assert (last["text"], last["output_ids"]) == (answer["text"], answer["output_ids"])
+        assert (last["meta_info"]["id"], info["id"]) == (f"r_{index}", f"r_{index}")
+        same(last["meta_info"]["output_token_logprobs"], info["output_token_logprobs"])
+
+
+def test_pieces_of_a_stream_add_up_where_they_are_asked_for(served: EngineServer) -> None:
+    request = {"text": [PROMPT, "import"], "return_logprob": True, "logprob_start_len": 0}
+    whole, events = generate(served, **request), stream(served, stream_output=True, **request)
     for index, answer in enumerate(whole):
         mine = [event for event in events if event["index"] == index]
         assert "".join(event["text"] for event in mine) == answer["text"]
@@ -88,7 +111,7 @@ def test_log_probabilities_of_prompt_and_output(served: EngineServer) -> None:
     assert {len(top) for top in info["input_top_logprobs"][1:] + info["output_top_logprobs"]} == {2}
     later = generate(served, text=PROMPT, logprob_start_len=3, **logprobs)["meta_info"]
     assert [one[1:] for one in later["input_token_logprobs"]] == [one[1:] for one in values[3 : len(values) - 8]]
-    assert "input_token_logprobs" not in generate(served, text=PROMPT, **logprobs)["meta_info"]
+    assert generate(served, text=PROMPT, **logprobs)["meta_info"]["input_token_logprobs"] == []
 
 
 def test_scoring_generates_nothing(served: EngineServer) -> None:
@@ -111,7 +134,40 @@ def test_stops_and_grammars(served: EngineServer) -> None:
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
     answer = generate(served, text=PROMPT, sampling_params={**GREEDY, "regex": "[ab]{3}"})
     assert answer["text"].strip("ab") == ""
-    assert answer["meta_info"]["finish_reason"] == {"type": "stop"}
+    # It ended by the model's own end token, which is told as well.
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": answer["output_ids"][-1]}
+
+
+def test_every_prompt_may_have_parameters_of_its_own(served: EngineServer) -> None:
+    params = [{**GREEDY, "max_new_tokens": count} for count in (2, 0, 5)]
+    asked = {"return_logprob": [True, True, False], "logprob_start_len": [-1, 0, -1], "top_logprobs_num": [2, 0, 0]}
+    prompts = [PROMPT, "import", PROMPT]
+    answers = generate(served, text=prompts, sampling_params=params, rid=["a", "b", "c"], **asked)
+    assert [len(one["output_ids"]) for one in answers] == [2, 0, 5]
+    infos = [one["meta_info"] for one in answers]
+    assert [one["id"] for one in infos] == ["a", "b", "c"]
+    assert [len(one.get("input_token_logprobs", ())) for one in infos] == [0, infos[1]["prompt_tokens"], 0]
+    assert ["output_token_logprobs" in one for one in infos] == [True, True, False]
+    assert [len(top) for top in infos[0]["output_top_logprobs"]] == [2, 2]
+    assert [one["finish_reason"]["length"] for one in infos] == [2, 0, 5]
+    for answer, prompt, own in zip(answers, prompts, params, strict=True):
+        assert answer["output_ids"] == generate(served, text=prompt, sampling_params=own)["output_ids"]
+
+
+def test_one_prompt_of_several_ends_by_its_name(live: LiveServer) -> None:
+    with RawClient(live.port) as client:
+        body = {"text": ["!hang", "!hang"], "rid": ["one", "two"], "sampling_params": {"n": 2}}
+        client.send(http_bytes("POST", "/generate", json.dumps(body).encode()))
+        assert live.wait_until(lambda: live.ingress.num_open == 4, 5)
+        for name, left in (("two", 2), ("one", 0)):
+            assert ask(live.port, "POST", "/abort_request", {"rid": name}).json["num_aborted"] == 1
+            assert live.wait_until(lambda left=left: live.ingress.num_open == left, 5)
+        assert [one["meta_info"]["id"] for one in client.read_reply().json] == ["one", "one", "two", "two"]
+
+
+def test_members_that_are_not_set_ask_for_nothing(live: LiveServer) -> None:
+    params = {"stop_regex": None, "custom_params": {}, "stream_interval": 1, "max_new_tokens": 1}
+    assert ask(live.port, "POST", "/generate", {"text": "x", "sampling_params": params}).status == 200
 
 
 @pytest.mark.parametrize(
@@ -132,7 +188,13 @@ def test_stops_and_grammars(served: EngineServer) -> None:
         ({"sampling_params": {"n": 1000}}, "sampling_params.n"),
         ({"sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf"),
         ({"sampling_params": {"regex": "a", "ignore_eos": True}}, "sampling_params.ignore_eos"),
-        ({"sampling_params": {"stop_regex": "a"}}, "sampling_params"),
+        ({"sampling_params": {"stop_regex": "a"}}, "sampling_params.stop_regex"),
+        ({"sampling_params": {"unknown": 1}}, "sampling_params.unknown"),
+        ({"sampling_params": 1}, "sampling_params"),
+        ({"text": ["x", "y"], "sampling_params": [{}]}, "sampling_params"),
+        ({"text": ["x", "y"], "sampling_params": [{"n": 2}, {}]}, "sampling_params.n"),
+        ({"text": ["x", "y"], "rid": ["a", "a"]}, "rid"),
+        ({"return_logprob": [True]}, "return_logprob"),
         ({"sampling_params": {"spaces_between_special_tokens": False}},
          "sampling_params.spaces_between_special_tokens"),
         ({"sampling_params": [{}]}, "sampling_params"),

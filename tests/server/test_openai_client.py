@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Iterator
 
+import msgspec
 import openai
 import pytest
 
 from engine.sections import LimitsSection, ServerSection
 from tests.server.fake_ingress import FakeIngress, as_text
-from tests.server.live_server import MODEL, LiveServer, run_async
+from tests.server.live_server import CARD, MODEL, LiveServer, run_async
 
 pytestmark = pytest.mark.reliability("H5", "the official client: answers, streams, refusals, failures, retries")
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
@@ -150,7 +151,8 @@ def test_sixteen_streams_at_once() -> None:
 
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).owned_by == "callboard"
+    model = client.models.retrieve(MODEL)
+    assert (model.owned_by, model.root, model.parent) == ("callboard", MODEL, None)
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("other")
     assert caught.value.code == "model_not_found"
@@ -251,8 +253,22 @@ def test_conversations_reach_the_engine_in_its_own_words(live: LiveServer, clien
         {"role": "developer", "content": "d"},
         {"role": "user", "content": "u"},
         {"role": "assistant", "content": "a", "name": "x"},
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "r"}]},
         {"role": "tool", "content": "t", "tool_call_id": "1"},
     ]
     client.chat.completions.create(model=MODEL, messages=messages)
     prompt, _, _ = live.call(lambda: live.ingress.asked[-1])
-    assert as_text(prompt) == "system: d\nuser: u\nassistant: a\ntool: t"
+    assert as_text(prompt) == "system: d\nuser: u\nassistant: a\nassistant: \nassistant: r\ntool: t"
+
+
+def test_roles_are_those_that_the_template_has() -> None:
+    card = msgspec.structs.replace(CARD, template_roles=("developer", "critic"))
+    messages = [{"role": "critic", "content": "c"}, {"role": "developer", "content": "d"}]
+    with LiveServer(card=card) as live, openai.OpenAI(base_url=f"{live.url}/v1", api_key="none") as client:
+        client.chat.completions.create(model=MODEL, messages=messages)
+        assert as_text(live.call(lambda: live.ingress.asked[-1])[0]) == "critic: c\ndeveloper: d"
+        messages[0]["role"] = "robot"
+        with pytest.raises(openai.BadRequestError, match="critic") as refused:
+            client.chat.completions.create(model=MODEL, messages=messages)
+        assert refused.value.param == "messages[0].role"

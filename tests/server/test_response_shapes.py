@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from openai.types.responses import Response
+
 from tests.server.http_client import Reply, ask
 from tests.server.live_server import MODEL, LiveServer
 
@@ -24,7 +26,7 @@ def test_completion_has_exactly_these_fields(live: LiveServer) -> None:
     assert answer["object"] == "text_completion"
     assert set(answer["usage"]) == USAGE
     (choice,) = answer["choices"]
-    assert set(choice) == {"index", "text", "logprobs", "finish_reason"}
+    assert set(choice) == {"index", "text", "logprobs", "finish_reason", "matched_stop"}
     assert choice["logprobs"] is None
 
 
@@ -33,7 +35,7 @@ def test_chat_completion_has_exactly_these_fields(live: LiveServer) -> None:
     assert set(answer) == HEAD | {"usage"}
     assert answer["object"] == "chat.completion"
     (choice,) = answer["choices"]
-    assert set(choice) == {"index", "message", "logprobs", "finish_reason"}
+    assert set(choice) == {"index", "message", "logprobs", "finish_reason", "matched_stop"}
     assert set(choice["message"]) == {"role", "content", "refusal"}
 
 
@@ -41,6 +43,7 @@ def test_a_stop_string_is_told_as_stop_reason(live: LiveServer) -> None:
     text = complete(live, max_tokens=12).json["choices"][0]["text"]
     (choice,) = complete(live, max_tokens=12, stop=["never", text[5:8]]).json["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", text[5:8])
+    assert choice["matched_stop"] == text[5:8]
     assert choice["text"] == text[: text.index(text[5:8])]
 
 
@@ -120,6 +123,21 @@ def test_usage_comes_last_and_is_null_before(live: LiveServer) -> None:
         assert last["usage"]["completion_tokens"] == 12
 
 
+def test_usage_that_is_not_wanted_is_not_told_either_way(live: LiveServer) -> None:
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    *chunks, _ = complete(live, stream=True, max_tokens=3, stream_options=options).events
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+def test_a_response_has_all_that_the_official_type_has(live: LiveServer) -> None:
+    body = {"model": MODEL, "input": "p", "max_tokens": 16}
+    reply = ask(live.port, "POST", "/v1/responses", body)
+    response = Response.model_validate_json(reply.body, strict=True)
+    assert response.max_output_tokens == 16
+    assert response.usage is not None
+    assert response.usage.input_tokens_details.cache_write_tokens == 0
+
+
 def test_continuous_usage_is_told_once_it_is_known(live: LiveServer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last, _ = complete(live, stream=True, stream_options=options).events
@@ -154,6 +172,7 @@ def test_models_have_their_context_length(live: LiveServer) -> None:
     body = ask(live.port, "GET", "/v1/models").json
     assert body["object"] == "list"
     model = {"id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "callboard", "max_model_len": 1024}
+    model |= {"root": MODEL, "parent": None}
     assert body["data"] == [model]
     assert ask(live.port, "GET", f"/v1/models/{MODEL}").json == model
 

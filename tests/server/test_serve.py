@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from server.http.listener import ListenError, bind
+from server.http.listener import ListenError, bind, url_of
 from tests.pace import far
 from tests.server.http_client import RawClient, ask, http_bytes
 from tests.server.live_server import MODEL, LiveServer
@@ -148,6 +148,18 @@ def test_a_port_in_use_is_one_line_and_an_exit_code_of_its_own() -> None:
         assert "\n" not in str(caught.value)
         assert isinstance(caught.value, ConfigError)
         assert caught.value.exit_code == 98
+
+
+@pytest.mark.parametrize("host, shown", [("127.0.0.1", "http://127.0.0.1:"), ("::1", "http://[::1]:")])
+def test_the_address_that_is_told_can_be_opened(host: str, shown: str) -> None:
+    if not socket.has_ipv6 and ":" in host:
+        pytest.skip("this machine has no IPv6")
+    try:
+        listener = bind(host, 0)
+    except ListenError:
+        pytest.skip("this machine has no IPv6 address of its own")
+    with listener:
+        assert url_of(listener) == f"{shown}{listener.getsockname()[1]}"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,15 @@ def test_a_ready_server_tells_its_gauges(live: LiveServer) -> None:
     assert set(ask(live.port, "GET", "/version").json) == {"version"}
 
 
+def test_what_other_servers_call_the_same(live: LiveServer) -> None:
+    for method in ("GET", "POST"):
+        assert ask(live.port, method, "/ping").json == ask(live.port, "GET", "/health").json
+    assert ask(live.port, "GET", "/get_server_info").json == ask(live.port, "GET", "/server_info").json
+    for path in ("/model_info", "/get_model_info"):
+        info = ask(live.port, "GET", path).json
+        assert (info["model_path"], info["is_generation"]) == (MODEL, True)
+
+
 @pytest.mark.parametrize("state, code", [("loading", "not_ready"), ("draining", "draining")])
 def test_a_server_that_takes_no_requests_yet_or_any_more(state: str, code: str) -> None:
     ingress = FakeIngress()
@@ -80,6 +89,7 @@ def test_the_key_guards_all_but_health_and_ready() -> None:
         assert ask(live.port, "GET", "/version", headers={"Authorization": "Bearer \xe9"}).status == 401
         assert ask(live.port, "GET", "/version", headers={"Authorization": "bearer s3cret"}).status == 200
         assert ask(live.port, "GET", "/health").status == 200
+        assert ask(live.port, "GET", "/ping").status == 200
         assert ask(live.port, "GET", "/ready").status == 200
 
 

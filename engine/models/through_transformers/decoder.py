@@ -81,6 +81,11 @@ class TransformersDecoder:
         return self._step
 
     @property
+    def generates(self) -> bool:
+        """See ``Model``."""
+        return True
+
+    @property
     def doubled_bytes(self) -> int:
         """See ``Model``."""
         return self._head.linear.weight.nbytes if self._tied else 0
@@ -116,14 +121,18 @@ class TransformersDecoder:
         for _, slices in self._groups():
             yield from slices
 
-    def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    def labels(self, normed_ND: Tensor) -> Tensor:
+        """See ``Model.labels``; a checkpoint that wants this is refused when it is read."""
+        raise NotImplementedError
+
+    def linear_shapes(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """See ``Model.linear_shapes``."""
 
         def shape(one: SwappedLinear) -> tuple[int, int]:
             outputs, inputs = one.linear.weight.shape
             return outputs, inputs
 
-        return [shape(one) for one in self._linears.values()], shape(self._head)
+        return [shape(one) for one in self._linears.values()], [shape(self._head)]
 
     def load(
         self, read: Callable[[Iterator[WeightSlice]], None], kernels: LayerKernels | None, linears: Linears

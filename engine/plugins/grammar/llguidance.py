@@ -3,11 +3,12 @@
 Owns: how a grammar of ours is written in llguidance's Lark, and the limits that bound its time and memory.
 Does not know: requests, devices.
 
-What is not understood is refused, never left out: an unknown keyword of JSON Schema is an error there.  No ``$ref`` is
+What constrains and is not understood is refused, never left out, with the path to where it stands.  No ``$ref`` is
 fetched.  White space between the tokens of JSON is bounded, so that no model can write it for ever.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any, Final
 
 import llguidance
@@ -18,12 +19,12 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.errors import RequestError
 from engine.params import Grammar
-from engine.plugins.grammar import repeats
+from engine.plugins.grammar import repeats, schemas
 from engine.plugins.hookspecs import GrammarContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.text.grammar import GrammarFailure, Mask
 from engine.text.reasoning import CLOSE, OPEN, Thinking
-from engine.text.tool_format import SPACE, CallShape, CallsShape
+from engine.text.tool_format import SPACE, CallShape, CallsShape, TagsShape
 
 CALLBOARD_PLUGIN = {"api": 1, "packages": ["llguidance"]}
 
@@ -37,6 +38,8 @@ _NO_FORCING: Final = '%llguidance {"no_forcing": true}\n\n'
 # Prefixes the name of a special token in llguidance's vocabulary: no text can spell it.
 _SPECIAL: Final = b"\xff"
 _SLASH: Final = "\\/"  # as Lark's expressions want it
+_IN_GRAMMAR: Final = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_PREFIX: Final = "the grammar or schema cannot be used: "
 _BASE_BYTES: Final = 64 << 10
 _BYTES_PER_CHARACTER: Final = 64
 
@@ -105,7 +108,37 @@ class LLGuidance:
         except (msgspec.MsgspecError, RecursionError) as error:
             raise _refused(f"not valid JSON: {error}") from None
         num_bytes = sum(_BASE_BYTES + _BYTES_PER_CHARACTER * len(text) for branch in branches for text in branch)
-        return LLGuidanceGrammar([[self._matcher(text) for text in branch] for branch in branches], num_bytes)
+        try:
+            return LLGuidanceGrammar([[self._matcher(text) for text in branch] for branch in branches], num_bytes)
+        except RequestError as error:
+            raise _refused(self._place(grammar) + error.message.removeprefix(_PREFIX)) from None
+
+    def _place(self, grammar: Grammar) -> str:
+        """Which part of a schema is refused, and of which function, for a message; empty if that is not known."""
+        match grammar.kind:
+            case "json_schema":
+                named = [("", msgspec.json.decode(grammar.source))]
+            case "tool_calls":
+                calls = msgspec.json.decode(grammar.source, type=CallsShape).calls
+                named = [(f"function '{call.name}': parameters", call.schema) for call in calls]
+            case "structural_tag":
+                tags = msgspec.json.decode(grammar.source, type=TagsShape).tags
+                named = [(f"tag {tag.begin!r}: schema", tag.schema) for tag in tags]
+            case _:
+                return ""
+        for name, schema in named:
+            if reason := self._reason(schema):
+                path = schemas.refused_at(schemas.simplified(schema), self._reason, reason)
+                return ".".join(part for part in (name, path) if part) + (": " if name or path else "")
+        return ""
+
+    def _reason(self, schema: Any) -> str:
+        """Why a schema is refused; empty if it is not."""
+        try:
+            self._matcher(self._behind_thoughts(f"start: {_json_rule(_schema(schema))}", "none"))
+        except RequestError as error:
+            return error.message
+        return ""
 
     def _limit(self, times: int) -> None:
         """Raise RequestError for what plainly cannot be satisfied: each repetition takes a state of the lexer."""
@@ -135,6 +168,12 @@ class LLGuidance:
 
     def _written(self, grammar: Grammar) -> list[list[str]]:
         """The branches of ``LLGuidanceMatcher``."""
+        # Text that could begin with a thought would swallow it, as the longer match.
+        thinks = grammar.thinking == "optional" and OPEN not in self._special
+        not_begun = f"{SPACE}{OPEN}" if thinks else ""
+        if grammar.kind == "structural_tag":
+            tags = msgspec.json.decode(grammar.source, type=TagsShape)
+            return [[self._behind_thoughts(self._tags(tags, not_begun), grammar.thinking)]]
         if grammar.kind != "tool_calls":
             lark = self._lark(grammar)
             self._limit(_repeats(grammar, lark))
@@ -142,9 +181,6 @@ class LLGuidance:
         shape = msgspec.json.decode(grammar.source, type=CallsShape)
         if shape.otherwise is None:
             self._limit(min(repeats.of_schema(_object_schema(call.schema)) for call in shape.calls))
-        # Text that could begin with a thought would swallow it, as the longer match.
-        thinks = grammar.thinking == "optional" and OPEN not in self._special
-        not_begun = f"{SPACE}{OPEN}" if thinks else ""
         branches = [[self._calls(shape, not_begun)]]
         if (otherwise := shape.otherwise) is not None and not otherwise.opening:
             branches.append([])
@@ -188,8 +224,8 @@ class LLGuidance:
                     return re.sub(r"^%llguidance.*$", "", str(any_to_lark(grammar.source)), flags=re.MULTILINE)
                 except Exception as error:  # the converter has a tree of its own errors
                     raise _refused(_shortened(str(error))) from None
-            case "tool_calls":
-                raise AssertionError("calls are written by _calls, and cannot be an answer beside calls")
+            case "tool_calls" | "structural_tag":
+                raise AssertionError("they are written by _calls and _tags, and cannot be an answer beside calls")
 
     def _calls(self, shape: CallsShape, not_begun: str) -> str:
         """The grammar of calls alone, or in free text.  not_begun: matches how that text may not begin."""
@@ -214,14 +250,39 @@ class LLGuidance:
             f"TEXT: {_text_but()}",
         ]
 
-    def _each(self, calls: list[CallShape], opening: str = "") -> list[str]:
-        """The rules of ``call``.  opening: what has been written of one already."""
-        names = [f"call_{index}" for index in range(len(calls))]
-        lines = [f"call: {' | '.join(names)}"]
+    def _tags(self, shape: TagsShape, not_begun: str) -> str:
+        """The grammar of free text in which a tag must follow wherever its trigger is written."""
+        lines = [f"FIRST: {_text_but(not_begun)}", f"TEXT: {_text_but()}"]
+        found = []
+        for number, trigger in enumerate(sorted(set(shape.triggers), key=len)):
+            # Of two triggers that begin alike the shorter one is complete first, so it has the tags of both.
+            tags = [tag for tag in shape.tags if tag.begin.startswith(trigger)]
+            shorter = [other for other in shape.triggers if other != trigger and trigger.startswith(other)]
+            if not tags or shorter:
+                continue
+            marker, lazy = self._literal(trigger), "" if trigger in self._special else "[lazy]"
+            lines += [f"first_{number}{lazy}: FIRST {marker}", f"begun_{number}{lazy}: TEXT {marker}"]
+            lines += self._each(tags, trigger, rule=f"tag_{number}", read=_schema)
+            found.append(number)
+        first = " | ".join(f"first_{number} tag_{number}" for number in found)
+        more = " | ".join(f"begun_{number} tag_{number}" for number in found)
+        start = f"start: ({first})" + ("" if shape.stop_after_first else f" ({more})* TEXT")
+        return "\n".join([start if shape.at_least_one else f"{start} | FIRST", *lines])
+
+    def _each(
+        self,
+        calls: list[CallShape],
+        opening: str = "",
+        rule: str = "call",
+        read: Callable[[Any], dict[str, Any]] | None = None,
+    ) -> list[str]:
+        """The rules of a call.  opening: what has been written of one already.  read: makes a schema of what it has."""
+        names = [f"{rule}_{index}" for index in range(len(calls))]
+        lines = [f"{rule}: {' | '.join(names)}"]
         for name, call in zip(names, calls, strict=True):
             begin = self._literal(call.begin.removeprefix(opening))
             lines.append(f"{name}: {begin} {name}_arguments {self._literal(call.end)}")
-            lines.append(f"{name}_arguments: {_json_rule(_object_schema(call.schema))}")
+            lines.append(f"{name}_arguments: {_json_rule((read or _object_schema)(call.schema))}")
         return lines
 
     def _literal(self, text: str) -> str:
@@ -307,7 +368,7 @@ def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _json_rule(schema: dict[str, Any]) -> str:
     guidance = {"whitespace_pattern": _WHITE_SPACE}
-    return f"%json {msgspec.json.encode({**schema, 'x-guidance': guidance}).decode()}"
+    return f"%json {msgspec.json.encode({**schemas.simplified(schema), 'x-guidance': guidance}).decode()}"
 
 
 def _quoted(text: str) -> str:
@@ -317,11 +378,11 @@ def _quoted(text: str) -> str:
 def _shortened(message: str) -> str:
     """The message without the part of the grammar that some quote."""
     first, _, _ = message.replace("<non-verbose/>", "").partition("\n")
-    return " ".join(first.split())[:_MAX_MESSAGE_CHARS]
+    return _IN_GRAMMAR.sub("", " ".join(first.split()))[:_MAX_MESSAGE_CHARS]
 
 
 def _refused(reason: str) -> RequestError:
-    return RequestError(f"the grammar or schema cannot be used: {reason}", code="invalid_grammar")
+    return RequestError(_PREFIX + reason, code="invalid_grammar", param="grammar")
 
 
 @hookimpl

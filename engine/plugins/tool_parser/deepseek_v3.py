@@ -71,8 +71,8 @@ class DeepSeekFormat(ToolFormat):
     def _shape(self, tool: Tool) -> CallShape:
         if self._older:
             begin = f"{BEGIN}{TYPE}{SEPARATOR}{tool.name}\n{FENCE}json\n"
-            return CallShape(begin, tool.parameters, f"\n{FENCE}{END}")
-        return CallShape(f"{BEGIN}{tool.name}{SEPARATOR}", tool.parameters, END)
+            return CallShape(begin, tool.parameters, f"\n{FENCE}{END}", tool.name)
+        return CallShape(f"{BEGIN}{tool.name}{SEPARATOR}", tool.parameters, END, tool.name)
 
 
 @hookimpl

@@ -46,7 +46,9 @@ class HermesFormat(ToolFormat):
     def grammar(self, tools: Sequence[Tool], answer: Grammar | None, *, many: bool, forced: bool) -> Grammar:
         """In the strings of an answer in JSON the quotation mark is escaped, so they may name the marker."""
         calls = [
-            CallShape(f'{OPEN}\n{{"name": {json_name(tool.name)}, "arguments": ', tool.parameters, f"}}\n{CLOSE}")
+            CallShape(
+                f'{OPEN}\n{{"name": {json_name(tool.name)}, "arguments": ', tool.parameters, f"}}\n{CLOSE}", tool.name
+            )
             for tool in tools
         ]
         called = rf'{OPEN}{SPACE}\{{[\s,]*"'

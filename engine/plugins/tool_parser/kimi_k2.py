@@ -55,7 +55,9 @@ class KimiFormat(ToolFormat):
 
     def grammar(self, tools: Sequence[Tool], answer: Grammar | None, *, many: bool, forced: bool) -> Grammar:
         """Every call is written with the index 0, as a grammar of one call does not know of the others."""
-        calls = [CallShape(f"{BEGIN}functions.{tool.name}:0{ARGUMENTS}", tool.parameters, END) for tool in tools]
+        calls = [
+            CallShape(f"{BEGIN}functions.{tool.name}:0{ARGUMENTS}", tool.parameters, END, tool.name) for tool in tools
+        ]
         return marked_calls(calls, BEGIN, answer, many=many, forced=forced)
 
 

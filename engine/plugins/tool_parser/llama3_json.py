@@ -67,7 +67,7 @@ class Llama3Format(ToolFormat):
 
     def grammar(self, tools: Sequence[Tool], answer: Grammar | None, *, many: bool, forced: bool) -> Grammar:
         """An answer cannot begin as a call does."""
-        calls = [CallShape(f'{_start(tool.name)}, "parameters": ', tool.parameters, "}") for tool in tools]
+        calls = [CallShape(f'{_start(tool.name)}, "parameters": ', tool.parameters, "}", tool.name) for tool in tools]
         if forced:
             return shaped_calls(calls, SEPARATOR, many=many)
         kind, source = ("text", "") if answer is None else (answer.kind, answer.source)

@@ -76,7 +76,7 @@ class MistralFormat(ToolFormat):
         return MistralParser()
 
     def grammar(self, tools: Sequence[Tool], answer: Grammar | None, *, many: bool, forced: bool) -> Grammar:
-        calls = [CallShape(f"{OPEN}{tool.name}{ARGUMENTS}", tool.parameters, "") for tool in tools]
+        calls = [CallShape(f"{OPEN}{tool.name}{ARGUMENTS}", tool.parameters, "", tool.name) for tool in tools]
         return marked_calls(calls, OPEN, answer, many=many, forced=forced)
 
 

@@ -1,0 +1,121 @@
+"""JSON Schemas as llguidance takes them: without words that ask for nothing, and which part of one is refused.
+
+Owns: which words those are, where a schema has schemas in it.  Does not know: grammars, requests.
+
+A word that JSON Schema does not define is an annotation, and so is a format that llguidance has no expression for, as
+the specification has it by default.  What constrains and cannot be followed is left in, so that it is refused.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+FORMATS: Final = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"}
+)
+_SCHEMAS: Final = (
+    "items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
+)  # fmt: skip
+_LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_DEFINITIONS: Final = ("$defs", "definitions")
+_EMPTY: Final = ("dependencies", "dependentRequired", "dependentSchemas")
+_ANNOTATIONS: Final = frozenset({"type", "title", "description", "$comment", "format", "examples", "default"})
+_MAX_TRIALS: Final = 64
+
+
+def simplified(schema: Any) -> Any:
+    """The schema without what asks for nothing, and with property names as patterns."""
+    if not isinstance(schema, dict):
+        return schema
+    plain = {key: value for key, value in schema.items() if not _asks_nothing(key, value, schema)}
+    for key in _SCHEMAS:
+        if isinstance(plain.get(key), dict):
+            plain[key] = simplified(plain[key])
+    for key in _LISTS:
+        if isinstance(plain.get(key), list):
+            plain[key] = [simplified(one) for one in plain[key]]
+    for key in _MAPS:
+        if isinstance(plain.get(key), dict):
+            plain[key] = {name: simplified(one) for name, one in plain[key].items()}
+    return _with_named_properties(plain) if "propertyNames" in plain else plain
+
+
+def _asks_nothing(key: str, value: Any, schema: dict[str, Any]) -> bool:
+    match key:
+        case "format":
+            return value not in FORMATS
+        case "uniqueItems":
+            return value is False
+        case "minContains" | "maxContains":
+            return "contains" not in schema
+        case "then" | "else":
+            return "if" not in schema
+        case "propertyNames":
+            types = isinstance(value, dict) and value.get("type", "string") == "string" and set(value) <= _ANNOTATIONS
+            return value is True or types
+        case _:
+            return key in _EMPTY and value == {}
+
+
+def _with_named_properties(schema: dict[str, Any]) -> dict[str, Any]:
+    """An object whose names are constrained and none of whose properties is described, with those that it may have."""
+    names = schema["propertyNames"]
+    if schema.get("properties") or schema.get("patternProperties") or not isinstance(names, dict):
+        return schema
+    value = schema.get("additionalProperties", {})
+    words = set(names) - _ANNOTATIONS
+    if names.get("type", "string") != "string" or value is False:
+        return schema
+    rest = {key: one for key, one in schema.items() if key != "propertyNames"}
+    if words in ({"enum"}, {"const"}):
+        listed = names["enum"] if "enum" in names else [names["const"]]
+        described = {"properties": {name: value for name in listed if isinstance(name, str)}}
+    elif words == {"pattern"}:
+        described = {"patternProperties": {names["pattern"]: value}}
+    elif words and words <= {"minLength", "maxLength"}:
+        span = f"{names.get('minLength', 0)},{names.get('maxLength', '')}"
+        described = {"patternProperties": {f"^[\\s\\S]{{{span}}}$": value}}
+    else:
+        return schema
+    return {**rest, **described, "additionalProperties": False}
+
+
+def refused_at(schema: Any, reason_of: Callable[[Any], str], reason: str) -> str:
+    """The path to the innermost part that is refused for this reason; empty for the schema itself.
+
+    reason_of: why a schema is refused; empty if it is not."""
+    definitions = {key: schema[key] for key in _DEFINITIONS if isinstance(schema, dict) and key in schema}
+    path: list[str] = []
+    num_trials = 0
+    deeper = True
+    while deeper:
+        deeper = False
+        for name, part in _parts(schema):
+            num_trials += 1
+            if num_trials > _MAX_TRIALS:
+                break
+            if reason_of({**definitions, **part}) == reason and part != schema:
+                path.append(name)
+                schema, deeper = part, True
+                break
+    return "".join(path).removeprefix(".")
+
+
+def _parts(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas in a schema, and how a path names each."""
+    if not isinstance(schema, dict):
+        return
+    for key in _MAPS:
+        if isinstance(schema.get(key), dict):
+            for name, part in schema[key].items():
+                if isinstance(part, dict):
+                    yield f".{key}.{name}" if re.fullmatch(r"\w+", name) else f".{key}[{name!r}]", part
+    for key in _LISTS:
+        if isinstance(schema.get(key), list):
+            for index, part in enumerate(schema[key]):
+                if isinstance(part, dict):
+                    yield f".{key}[{index}]", part
+    for key in _SCHEMAS:
+        if isinstance(schema.get(key), dict):
+            yield f".{key}", schema[key]

@@ -1,0 +1,51 @@
+"""Which tokens an output may take whatever it says: a list of them, and words that must not be spelt.
+
+Owns: a mask of what is allowed, and how far the output has come with each word.  Does not know: text, rows, devices.
+It is a matcher like that of a grammar, in front of one or alone, so every way of sampling obeys it.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from engine.params import SamplingParams
+from engine.text.grammar import GrammarFailure, Mask, Matcher
+
+_WORD_BITS = 32
+
+
+class TokenLimits:
+    """Follows one output.  inner: the matcher of its grammar, if it has one."""
+
+    def __init__(self, params: SamplingParams, num_words: int, inner: Matcher | None = None) -> None:
+        """num_words: int32 words of a mask."""
+        self._inner = inner
+        self._allowed = _mask_of(params.allowed_token_ids, num_words) if params.allowed_token_ids else None
+        self._banned = params.bad_token_ids
+        # As much of the output as decides whether the next token would complete a word.
+        self._last: deque[int] = deque(maxlen=max(map(len, self._banned), default=1))
+
+    def consume(self, token_id: int) -> None:
+        if self._inner is not None:
+            self._inner.consume(token_id)
+        self._last.append(token_id)
+
+    def fill(self, mask: Mask) -> None:
+        if self._inner is not None:
+            self._inner.fill(mask)
+        else:
+            mask.fill(-1)
+        if self._allowed is not None:
+            mask &= self._allowed
+        last = tuple(self._last)
+        for *before, token_id in self._banned:
+            if tuple(before) == last[len(last) - len(before) :]:
+                mask[token_id // _WORD_BITS] &= ~np.left_shift(np.int32(1), np.int32(token_id % _WORD_BITS))
+        if not mask.any():
+            raise GrammarFailure("allowed_token_ids and bad_words leave no token")
+
+
+def _mask_of(token_ids: tuple[int, ...], num_words: int) -> Mask:
+    bits = np.zeros(num_words * _WORD_BITS, dtype=np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -1,0 +1,169 @@
+"""Answers and events that clients of /v1/messages get.
+
+Owns: field names and which are always there.  Does not know: where the values come from.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from engine.errors import RequestError
+from server.http.replies import MAX_MESSAGE_CHARS
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn"]
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class Event(msgspec.Struct, frozen=True):
+    """What is announced by its ``type``."""
+
+    @property
+    def type(self) -> str:
+        """The event's name."""
+        return str(self.__struct_config__.tag)
+
+
+class TextBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    """What the assistant says."""
+
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
+    """What the model thought.  signature: nothing is signed here, and none is asked for when thoughts come back."""
+
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
+    """A call of a function."""
+
+    id: str
+    name: str
+    input: dict[str, Any] = {}
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessageUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts.  input_tokens: without those from the prefix cache, which are cache_read_input_tokens."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageObject(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
+    """The answer."""
+
+    id: str
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[Block]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCountAnswer(msgspec.Struct, frozen=True):
+    """How many tokens a prompt has."""
+
+    input_tokens: int
+
+
+class MessageErrorDetail(msgspec.Struct, frozen=True):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class MessageError(Event, frozen=True, kw_only=True, tag_field="type", tag="error"):
+    """The whole body of an error response, and an event."""
+
+    error: MessageErrorDetail
+
+
+def message_error(error: RequestError) -> MessageError:
+    """Returns an error as this API has it."""
+    kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return MessageError(error=MessageErrorDetail(kind, error.message[:MAX_MESSAGE_CHARS]))
+
+
+# ---- events ---------------------------------------------------------------------------------
+
+
+class MessageStart(Event, frozen=True, kw_only=True, tag_field="type", tag="message_start"):
+    """The answer before it has content."""
+
+    message: MessageObject
+
+
+class BlockStart(Event, frozen=True, kw_only=True, tag_field="type", tag="content_block_start"):
+    """A block begins, empty."""
+
+    index: int
+    content_block: Block
+
+
+class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="text_delta"):
+    """More text."""
+
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="thinking_delta"):
+    """More thoughts."""
+
+    thinking: str
+
+
+class InputDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="input_json_delta"):
+    """More of a call's arguments, as JSON."""
+
+    partial_json: str
+
+
+class BlockDelta(Event, frozen=True, kw_only=True, tag_field="type", tag="content_block_delta"):
+    """More of a block."""
+
+    index: int
+    delta: TextDelta | ThinkingDelta | InputDelta
+
+
+class BlockStop(Event, frozen=True, kw_only=True, tag_field="type", tag="content_block_stop"):
+    """A block ends."""
+
+    index: int
+
+
+class MessageEnd(msgspec.Struct, frozen=True):
+    """How the answer ended."""
+
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+
+
+class MessageDelta(Event, frozen=True, kw_only=True, tag_field="type", tag="message_delta"):
+    """The answer's end and its token counts."""
+
+    delta: MessageEnd
+    usage: MessageUsage
+
+
+class MessageStop(Event, frozen=True, kw_only=True, tag_field="type", tag="message_stop"):
+    """No more events come."""
+
+
+MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | MessageError

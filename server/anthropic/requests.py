@@ -1,0 +1,99 @@
+"""Bodies of POST /v1/messages and /v1/messages/count_tokens, as Anthropic's API names them.
+
+Owns: field names and JSON types.  Does not know: what blocks mean, ranges.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from server.openai.requests import FunctionName, Int, Priority, Salt, Scalar, Short, TokenCount, not_given
+
+
+class BlockBody(msgspec.Struct, frozen=True):
+    """A part of a message, by ``type``: text, thinking, tool_use or tool_result."""
+
+    type: Short
+    text: str | None = None
+    thinking: str | None = None
+    id: Short | None = None
+    name: Short | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: Short | None = None
+    content: "str | list[BlockBody] | None" = None
+    is_error: bool | None = None
+
+
+class MessageBody(msgspec.Struct, frozen=True):
+    """A turn of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[BlockBody]
+
+
+class MessageTool(msgspec.Struct, frozen=True):
+    """A function that the model may call.  type: any other than 'custom' would be run by Anthropic."""
+
+    name: FunctionName
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: Short | None = None
+    strict: bool | None = None
+
+
+class MessageToolChoice(msgspec.Struct, frozen=True):
+    """any: some function must be called; tool: that one."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Short | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingOptions(msgspec.Struct, frozen=True):
+    """Whether to think first, told to the chat template.  budget_tokens: a wish, which nothing enforces."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Int | None = None
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    """What the answer must look like."""
+
+    type: Literal["json_schema"]
+    schema: msgspec.Raw
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    """effort: told to the chat template as reasoning_effort."""
+
+    format: OutputFormat | None = None
+    effort: Short | None = None
+
+
+class CountBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/messages/count_tokens: what a prompt is made of."""
+
+    model: str
+    messages: list[MessageBody]
+    system: str | list[BlockBody] | None = None
+    tools: Annotated[list[MessageTool], Meta(max_length=128)] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingOptions | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[Short, Scalar] | None = None
+
+
+class MessagesBody(CountBody, frozen=True, kw_only=True):
+    """POST /v1/messages.  output_format: the older place of output_config.format."""
+
+    max_tokens: TokenCount
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    output_format: OutputFormat | None = None
+    metadata: msgspec.Raw = msgspec.field(default_factory=not_given)
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
