@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from engine.errors import RequestError
-from engine.messages import ChatTurn, ToolCall
+from engine.prompt import ChatTurn, ToolCall
 from engine.sections import ServerSection
 from server.anthropic.objects import message_error
 from server.model_card import ModelCard
