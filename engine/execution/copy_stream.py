@@ -48,7 +48,8 @@ class CudaCopies:
     def wait(self, mark: Mark) -> None:
         """See ``CopyStream``."""
         if mark is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(mark)
+            model = torch.cuda.current_stream(self._stream.device)
+            model.wait_event(mark)
 
 
 class DirectCopies:

@@ -96,7 +96,7 @@ def rotate_heads(
     queries = q_out + token * (QUERIES * 2 * HALF)
     tl.store(queries + place_PR, first_PR, mask=is_query_PR)
     tl.store(queries + HALF + place_PR, second_PR, mask=is_query_PR)
-    if LIMIT:
+    if LIMIT > 0:
         first_PR = tl.where(first_PR > LIMIT, LIMIT, tl.where(first_PR < -LIMIT, -LIMIT, first_PR))  # NaN stays NaN
         second_PR = tl.where(second_PR > LIMIT, LIMIT, tl.where(second_PR < -LIMIT, -LIMIT, second_PR))
     last_stored = tl.where(slot >= 0, QUERIES + 2 * KEYS, 0)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
+
 STORED = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -63,7 +65,12 @@ class PageFormat:
         return LARGEST.get(self.kv_dtype, 0.0)
 
     def record_size(self, head_size: int) -> int:
-        """R, in elements of ``memory``."""
+        """R, in elements of ``memory``.  Raises ConfigError if a scale cannot stand behind so many numbers."""
+        if self.scaled and head_size % SCALE.itemsize:
+            raise ConfigError(
+                f"kv.dtype={self.kv_dtype}: heads of {head_size} leave no room for their scale, it takes multiples of "
+                f"{SCALE.itemsize}; set kv.dtype to 'auto' or 'bfloat16'"
+            )
         return head_size + (SCALE.itemsize if self.scaled else 0)
 
     def numbers(self, records: Tensor) -> Tensor:

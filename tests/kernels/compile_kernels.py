@@ -56,6 +56,8 @@ def layers(dtype: torch.dtype) -> None:
         slots_SGH = torch.zeros((32, num_keys, head_size), dtype=dtype)
         weight = torch.ones((num_heads - num_keys, head_size), dtype=dtype) if normalised else None
         rotate_and_store(qkv_TAH, weight, 1e-6, angles_TH, slots_SGH, slots_SGH.clone(), positions_T)
+        bytes_SGH = slots_SGH.to(torch.float8_e4m3fn)
+        rotate_and_store(qkv_TAH, weight, 1e-6, angles_TH, bytes_SGH, bytes_SGH.clone(), positions_T, 448.0)
 
 
 def experts(dtype: torch.dtype) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.layers.kv_pool import KVPool, Layout
 from engine.layers.page_format import STORED, PageFormat
 from engine.sections import KVSection
@@ -51,6 +52,11 @@ def test_zeros_stay_zeros_and_nan_stays_nan(kv_dtype: str) -> None:
     found = through(form, x_TGH)
     assert not found[0].any()
     assert found[1].isnan().all()
+
+
+def test_heads_without_room_for_a_scale_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"kv\.dtype=int8: heads of 6 .* multiples of 4; set kv\.dtype to 'auto'"):
+        KVPool(1, 1, 1, 1, 6, torch.float32, CPU, kv_dtype="int8")
 
 
 @pytest.mark.parametrize(("kv_dtype", "largest"), [("float16", 65504.0), ("fp8_e4m3", 448.0)])

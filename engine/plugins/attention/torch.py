@@ -179,7 +179,10 @@ class TorchAttention:
             found_LGH = self._found(part, slots_SGR, copy_SGH)
         else:
             found_LGR = self._found(part, slots_SGR.view(self.pool.format.memory), self._record_copy_SGR)
-            found_LGH = self.pool.format.decode(found_LGR, copy_SGH[: len(found_LGR)])
+            found_LGH = copy_SGH[: len(found_LGR)]
+            size = max(1, CACHED_BYTES // self.slot_bytes)  # decoding passes over its result more than once
+            for records_LGR, part_LGH in zip(found_LGR.split(size), found_LGH.split(size), strict=True):
+                self.pool.format.decode(records_LGR, part_LGH)
         if isinstance(part, DecodeGroup):
             return found_LGH.unflatten(0, (-1, part.num_keys)).transpose(1, 2)
         return found_LGH.transpose(0, 1)[None]
