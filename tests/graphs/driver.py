@@ -33,7 +33,9 @@ class KeepingRecorder(SegmentRecorder):
 
 
 class PiecewiseDriver(Driver):
-    """See ``Driver``.  compiler: None for captures of the model itself, else how its pieces are compiled."""
+    """See ``Driver``.  compiler: None for captures of the model itself, else how its pieces are compiled.
+
+    compiling: what else ``CompiledModel`` is given."""
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class PiecewiseDriver(Driver):
         passes: Sequence[Any] = (),
         page_size: int = 4,
         num_pages: int = 100,
+        **compiling: Any,
     ) -> None:
         super().__init__(model, page_size, num_pages)
         self.device = device or RecordingDevice()
@@ -68,6 +71,7 @@ class PiecewiseDriver(Driver):
                 recorder=self.recorder,
                 compiler=compiler,
                 autotuned=autotuned,
+                **compiling,
                 passes=passes,
                 named=named,
             )
