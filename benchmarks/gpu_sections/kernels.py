@@ -26,6 +26,7 @@ from engine.layers.rotary import Rotary
 from engine.layers.step import DecodeInputs
 from engine.messages import Step
 from engine.plugins.attention.flashinfer.lists import list_pages
+from engine.plugins.linear.torch_fp8 import rounded
 from gpu_sections.rows import UNCACHED_BYTES, Row, device_seconds
 
 HIDDEN, INTERMEDIATE, VOCAB = 1024, 3072, 151_936  # those of Qwen3-0.6B
@@ -79,6 +80,7 @@ def section(device: torch.device) -> Iterator[Row]:
             yield {**row, "gb_per_s": rate / 1e9, "of_copy": rate / copied}
     yield from _inputs(kernels, device)
     yield from _page_lists(kernels, device)
+    yield from _rounding(kernels, device)
 
 
 def _row(case: Case, num_tokens: int, dtype: torch.dtype, kernels: FusedKernels, device: torch.device) -> Row:
@@ -245,6 +247,19 @@ def _page_lists(kernels: FusedKernels, device: torch.device) -> Iterator[Row]:
         differing = sum(int((one != other).sum()) for one, other in zip(*made, strict=True))
         ours, plain = (device_seconds(call, device) for call in calls)
         row = {"case": f"page lists, {num_rows} rows", "ok": differing == 0, "error": differing}
+        yield {**row, "us": ours * 1e6, "of_plain": plain / ours}
+
+
+def _rounding(kernels: FusedKernels, device: torch.device) -> Iterator[Row]:
+    """Rows in float8, which torch rounds to the same bits; the interpreter, on a CPU, rounds otherwise."""
+    for num_rows in (1, 64, 2048) if device.type == "cuda" else (3,):
+        x_TI = torch.randn((num_rows, INTERMEDIATE), device=device).bfloat16()
+        found, expected = kernels.round_rows(x_TI), rounded(x_TI)
+        differing = int((found[1] != expected[1]).sum())
+        if device.type == "cuda":
+            differing += int((found[0].view(torch.uint8) != expected[0].view(torch.uint8)).sum())
+        ours, plain = (device_seconds(partial(way, x_TI), device) for way in (kernels.round_rows, rounded))
+        row = {"case": f"rows in float8, {num_rows} rows", "ok": differing == 0, "error": differing}
         yield {**row, "us": ours * 1e6, "of_plain": plain / ours}
 
 

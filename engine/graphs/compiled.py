@@ -16,6 +16,7 @@ Owns: the trace and the compiled pieces.  Does not know: capturing, which sizes 
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -43,6 +44,7 @@ from engine.models.model import Model
 log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+AUTOTUNING_S = 600.0  # of one rank, for all sizes; on a GPU they are all met at start
 TRACED_TOKENS = 7  # any number but 0 and 1, which tracing takes for constants
 Compiled = Callable[..., Any]
 # Tracing and compilers keep state of the whole process, and it may run an engine in each of several threads.
@@ -54,6 +56,7 @@ class CompiledModel:
 
     compiler: a torch.compile backend: 'inductor', or 'eager' for the split alone.
     autotuned: numbers of tokens that are compiled for by themselves; the others share what serves any, from two on.
+    autotuning_s: when these took so long together, those that are left share it as well.  clock: seconds.
     passes: for each piece before it is compiled, with their names.
     """
 
@@ -69,6 +72,8 @@ class CompiledModel:
         autotuned: Collection[int] = (),
         passes: Sequence[tuple[str, GraphPass]] = (),
         named: Sequence[str] = (),
+        autotuning_s: float = AUTOTUNING_S,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.num_compilations = 0
         self._model = model
@@ -78,6 +83,8 @@ class CompiledModel:
         self._recorder = recorder
         self._compiler = compiler
         self._autotuned = frozenset(autotuned)
+        self._autotuning_s, self._spent_s = autotuning_s, 0.0
+        self._clock = clock
         ours = [("of packed products", hide_packed_products)] if compiler != "eager" else []
         self._passes = PassManager([*ours, *passes])
         self._named = tuple(named)
@@ -88,6 +95,13 @@ class CompiledModel:
         self._inputs: tuple[int, int, int] = (0, 0, 0)
         self.num_tokens = 0
         keep_compilations()
+        if autotuned:
+            log.info(
+                "graphs: each of %d sizes is autotuned when it is first met, for at most %g s in all; later starts "
+                "find what these have compiled",
+                len(self._autotuned),
+                autotuning_s,
+            )
 
     def hidden(self, step: StepTensors) -> Tensor:
         """See ``Model.hidden``; ``step.attention`` and ``step.pool`` are those given at the start."""
@@ -109,8 +123,8 @@ class CompiledModel:
         return () if self._stitched is None else tuple(self._stitched.children())
 
     def autotunes(self, num_tokens: int) -> bool:
-        """Whether so many are compiled for by themselves."""
-        return num_tokens in self._autotuned
+        """Whether so many are compiled for by themselves, and there is time left for it."""
+        return num_tokens in self._autotuned and self._spent_s < self._autotuning_s
 
     def compiled(self, key: object, piece: GraphModule, arguments: Sequence[Any], autotune: bool = False) -> Compiled:
         """The piece's function for ``arguments``, real or traced ones, compiled if it has not been."""
@@ -121,8 +135,20 @@ class CompiledModel:
             # Packed weights have no strides to assert.
             options = {"size_asserts": False, "max_autotune": autotune, "coordinate_descent_tuning": autotune}
             with _compiling, torch._inductor.config.patch(options):
+                began = self._clock()
                 self._compiled[key] = lookup_backend(self._compiler)(piece, list(arguments))
+                self._spend(self._clock() - began if autotune else 0.0)
         return self._compiled[key]
+
+    def _spend(self, seconds: float) -> None:
+        had_time = self._spent_s < self._autotuning_s
+        self._spent_s += seconds
+        if had_time and self._spent_s >= self._autotuning_s:
+            log.warning(
+                "graphs: autotuning has taken its %g s; the sizes that are left run what was compiled for any, and the "
+                "next start goes on with them",
+                self._autotuning_s,
+            )
 
     def _trace(self) -> None:
         """Phases 1 and 2.  Raises GraphError if the model cannot be traced as one graph."""
@@ -206,10 +232,10 @@ class Piece(nn.Module):
     def forward(self, *arguments: Any) -> Any:
         owner = self._owner
         num_tokens = owner.num_tokens
-        if not owner.autotunes(num_tokens):
-            return self._traced(*arguments)
         function = self._autotuned.get(num_tokens)
         if function is None:
+            if not owner.autotunes(num_tokens):
+                return self._traced(*arguments)
             function = owner.compiled((self._key, num_tokens), self._module, arguments, autotune=True)
             self._autotuned[num_tokens] = function
         return function(*arguments)

@@ -447,6 +447,20 @@ def test_pages_of_8_bits_are_read_by_fa2_and_written_by_the_pool(gpu: Any, monke
     assert {(one["q_data_type"], one["kv_data_type"]) for one in plans} == {(torch.bfloat16, torch.float8_e4m3fn)}
 
 
+def test_a_page_first_pool_is_written_by_torch_and_read_by_the_library(gpu: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plugin, "choose_kernels", lambda device: None)
+    case = paged(spec_of(4, 2, 64), MIXED, 16, seed=24, layout="page_first")
+    case.pool.data[:, :, case.pool.dump_page] = 0
+    backend = callboard_attention_backend(context(kv_layout="page_first"))(case.spec, case.pool)
+    assert not append_is_called(gpu, case.pool)
+    with torch.inference_mode():
+        backend.plan_step(case.batch)
+        gpu.stream.run()
+        out = backend.attend(1, case.q_TNH)
+        gpu.stream.run()
+    assert (out.double() - case.expected(1)).abs().max() <= 2e-6
+
+
 def test_a_store_that_fails_at_start_is_a_plugin_error_and_leaves_the_pool_its_own(gpu: Any):
     def fails(**arguments: object) -> None:
         raise RuntimeError("no module page")

@@ -36,7 +36,8 @@ class KeepingRecorder(SegmentRecorder):
 class PiecewiseDriver(Driver):
     """See ``Driver``.  compiler: None for captures of the model itself, else how its pieces are compiled.
 
-    hidden: what is captured of a model that is not compiled; its own if None."""
+    hidden: what is captured of a model that is not compiled; its own if None.
+    compiling: what else ``CompiledModel`` is given."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class PiecewiseDriver(Driver):
         page_size: int = 4,
         num_pages: int = 100,
         hidden: Callable[[StepTensors], Tensor] | None = None,
+        **compiling: Any,
     ) -> None:
         super().__init__(model, page_size, num_pages)
         self.device = device or RecordingDevice()
@@ -72,6 +74,7 @@ class PiecewiseDriver(Driver):
                 recorder=self.recorder,
                 compiler=compiler,
                 autotuned=autotuned,
+                **compiling,
                 passes=passes,
                 named=named,
             )

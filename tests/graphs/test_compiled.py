@@ -97,6 +97,18 @@ def test_a_size_that_is_autotuned_is_compiled_by_itself_when_it_is_first_met(dir
     assert options == [False] * 3 + [True] * 6
 
 
+def test_sizes_that_are_met_when_autotuning_has_taken_its_time_share_what_serves_any(direct, caplog):
+    seconds = iter(range(1000))  # from one look at the clock to the next
+    driver = direct(autotuned=(5, 8, 9), autotuning_s=4.0, clock=lambda: float(next(seconds)))
+    with caplog.at_level("WARNING", "engine.graphs.compiled"):
+        for number, (count, known) in enumerate(((5, 6), (8, 7), (9, 7), (8, 7), (5, 7))):
+            driver.step({f"s{number}": random_tokens(count, 1)})
+            assert driver.compiled.num_compilations == known
+    (said,) = (record.message for record in caplog.records)
+    assert said.startswith("graphs: autotuning has taken its 4 s; the sizes that are left run what")
+    compare(driver, [5, 8, 9], 0)
+
+
 def test_a_step_past_the_largest_size_runs_the_compiled_pieces(cases: Cases, monkeypatch):
     driver = PiecewiseDriver(cases["qwen3-tied"].model, compiler="eager")
     driver.piecewise.capture()
