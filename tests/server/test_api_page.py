@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from server.anthropic.requests import CountBody, MessagesBody
 from server.http.body import UNSUPPORTED
 from server.native.bodies import NativeBody, NativeParams
 from server.openai.embeddings import EmbeddingBody
@@ -19,7 +20,7 @@ API = (DOCS / "api.md").read_text()
 STRUCTURED = (DOCS / "structured_output.md").read_text()
 BODIES = (
     CompletionBody, ChatBody, ResponsesBody, EmbeddingBody, TokenizeBody, DetokenizeBody, StreamOptions, NativeBody,
-    NativeParams, AbortBody,
+    NativeParams, AbortBody, CountBody, MessagesBody,
 )  # fmt: skip
 
 
