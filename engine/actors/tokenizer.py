@@ -122,8 +122,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
 
     async def _encode(self, request: Tokenize) -> _Encoded:
         try:
-            params = request.params
-            if request.token_ids is not None and params.grammar is None and not params.bad_words:
+            if request.token_ids is not None and not request.params.needs_vocabulary:
                 return _Encoded(request, np.frombuffer(request.token_ids, dtype=np.int32), request.params)
             return await asyncio.to_thread(self._understand, request)
         except RequestError as error:
@@ -144,15 +143,12 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             token_ids = self._codec.encode(request.text)
         self._check_known(token_ids, "messages" if request.turns is not None else "prompt")
         token_ids = token_ids[-request.options.truncate_to :]
-        params = request.params
-        if params.bad_words:
-            params = params.replace(bad_token_ids=self._codec.spellings(params.bad_words))
+        params = self._codec.spelt(request.params)
         if params.grammar is not None:
             if self._grammars is None:
                 raise RequestError("structured output: this engine has no grammar plugin", code="unsupported_parameter")
-            grammar = msgspec.structs.replace(
-                params.grammar, thinking=self._codec.formats.thinking_of_grammar(thinking)
-            )
+            begins = self._codec.formats.thinking_of_grammar(thinking)
+            grammar = msgspec.structs.replace(params.grammar, thinking=begins)
             self._grammars.check(grammar)
             params = params.replace(grammar=grammar)
         return _Encoded(request, token_ids, params, thinking if request.options.chat.split_reasoning else "none")

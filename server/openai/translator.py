@@ -66,7 +66,8 @@ class Translator:
         grammar_field, grammar = _grammar(body, tools)
         params = params.replace(grammar=grammar, prompt_logprobs=prompt_logprobs)
         params.check(self.card.vocab_size)
-        truncate_to = self._truncate_to(body.truncate_prompt_tokens)
+        if truncate_to := self._truncate_to(body.truncate_prompt_tokens):
+            prompts = tuple(prompt[-truncate_to:] if isinstance(prompt, list) else prompt for prompt in prompts)
         options = RequestOptions(
             truncate_to=truncate_to,
             echo=echo,
@@ -77,7 +78,7 @@ class Translator:
             return_prompt_ids=bool(body.return_token_ids),
         )
         return Generation(
-            prompts=tuple(prompt[-truncate_to:] if isinstance(prompt, list) else prompt for prompt in prompts),
+            prompts=prompts,
             params=params,
             options=options,
             num_choices=num_choices,
