@@ -83,7 +83,7 @@ class RequestOptions(Message, frozen=True):
     echo: repeat the prompt's text in front of the output.  chat: how to read a conversation.
     prompt_only: the prompt is all that is wanted, so the token that its last step samples is dropped.
     return_prompt_ids: the first delta tells the prompt's token ids.
-    truncate_to: the last so many tokens of a prompt that is text are all that is read of it; 0 for all.
+    keep_last: the last so many tokens of a prompt that is text are all that is read of it; 0 for all.
     """
 
     echo: bool = False
@@ -92,7 +92,7 @@ class RequestOptions(Message, frozen=True):
     chat: ChatOptions = ChatOptions()
     prompt_only: bool = False
     return_prompt_ids: bool = False
-    truncate_to: int = 0
+    keep_last: int = 0
 
 
 DEFAULT_OPTIONS: Final = RequestOptions()

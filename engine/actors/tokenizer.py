@@ -142,7 +142,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             assert request.text is not None, f"request {request.request_id} has no prompt of any kind"
             token_ids = self._codec.encode(request.text)
         self._check_known(token_ids, "messages" if request.turns is not None else "prompt")
-        token_ids = token_ids[-request.options.truncate_to :]
+        token_ids = token_ids[-request.options.keep_last :]
         params = self._codec.spelt(request.params)
         if params.grammar is not None:
             if self._grammars is None:
@@ -182,7 +182,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                 text.prompt_logprobs = PromptLogprobTexts(self._codec, encoded.token_ids)
             if options.echo or options.return_prompt_ids:
                 prompt = request.text
-                if prompt is None or options.truncate_to:
+                if prompt is None or options.keep_last:
                     prompt = self._codec.decode(encoded.token_ids)
                 ids = encoded.token_ids.tobytes() if options.return_prompt_ids else b""
                 text.opening = Delta(request.request_id, prompt if options.echo else "", prompt_token_ids=ids)

@@ -66,10 +66,10 @@ class Translator:
         grammar_field, grammar = _grammar(body, tools)
         params = params.replace(grammar=grammar, prompt_logprobs=prompt_logprobs)
         params.check(self.card.vocab_size)
-        if truncate_to := self._truncate_to(body.truncate_prompt_tokens):
-            prompts = tuple(prompt[-truncate_to:] if isinstance(prompt, list) else prompt for prompt in prompts)
+        if keep_last := self._keep_last(body.truncate_prompt_tokens):
+            prompts = tuple(prompt[-keep_last:] if isinstance(prompt, list) else prompt for prompt in prompts)
         options = RequestOptions(
-            truncate_to=truncate_to,
+            keep_last=keep_last,
             echo=echo,
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
@@ -110,7 +110,7 @@ class Translator:
                 param="prompt" if num_choices == 1 and counted == "n" else counted,
             )
 
-    def _truncate_to(self, given: int | None) -> int:
+    def _keep_last(self, given: int | None) -> int:
         """Returns how many tokens of a prompt are read; 0 for all.  -1 is as many as the context has, as in vLLM."""
         most = self.card.max_model_len
         if given is None:
