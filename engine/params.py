@@ -101,6 +101,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
+    def needs_vocabulary(self) -> bool:
+        """Whether the text of tokens must be known before the first is picked: for a grammar, or for words."""
+        return self.grammar is not None or bool(self.bad_words)
+
+    @property
     def limits_tokens(self) -> bool:
         """Whether some tokens must not be picked, whatever a grammar says."""
         return bool(self.allowed_token_ids or self.bad_token_ids)

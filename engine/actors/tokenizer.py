@@ -124,7 +124,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
     async def _encode(self, request: Tokenize) -> _Encoded:
         try:
             token_ids, params, options = request.token_ids, request.params, request.options
-            if token_ids is not None and params.grammar is None and not params.bad_words:
+            if token_ids is not None and not params.needs_vocabulary:
                 return _Encoded(request, self._codec.trimmed(token_ids, options.truncate_to), params)
             return await asyncio.to_thread(self._understand, request)
         except RequestError as error:
@@ -145,15 +145,12 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             token_ids = self._codec.encode(request.text, truncate_to=request.options.truncate_to)
         self._check_known(token_ids, "messages" if request.turns is not None else "prompt")
         token_ids = token_ids[-request.options.keep_last :]
-        params = request.params
-        if params.bad_words:
-            params = params.replace(bad_token_ids=self._codec.spellings(params.bad_words))
+        params = self._codec.spelt(request.params)
         if params.grammar is not None:
             if self._grammars is None:
                 raise RequestError("structured output: this engine has no grammar plugin", code="unsupported_parameter")
-            grammar = msgspec.structs.replace(
-                params.grammar, thinking=self._codec.formats.thinking_of_grammar(thinking)
-            )
+            begins = self._codec.formats.thinking_of_grammar(thinking)
+            grammar = msgspec.structs.replace(params.grammar, thinking=begins)
             self._grammars.check(grammar)
             params = params.replace(grammar=grammar)
         return _Encoded(request, token_ids, params, thinking if request.options.chat.split_reasoning else "none")

@@ -325,11 +325,15 @@ class TextCodec:
         continued = turns[-1].content if options.continue_final else ""
         return EncodedChat(token_ids, reasoning.thinking_at_end(text, continued))
 
-    def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token ids of words, each as it is and behind a space.  Raises RequestError (param bad_words)."""
-        texts = [text for word in words for text in (word.strip(), f" {word.strip()}")]
+    def spelt(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with the token ids of their bad words, each as it is and behind a space.
+
+        Raises RequestError (param bad_words)."""
+        if not params.bad_words:
+            return params
+        texts = [text for word in params.bad_words for text in (word.strip(), f" {word.strip()}")]
         encoded = (self._encode(text, add_special_tokens=False, param="bad_words").tolist() for text in texts)
-        return tuple(dict.fromkeys(map(tuple, encoded)))
+        return params.replace(bad_token_ids=tuple(dict.fromkeys(map(tuple, encoded))))
 
     def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> Int32:
         if self._tokenizer is None:

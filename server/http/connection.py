@@ -14,6 +14,7 @@ import struct
 from typing import Any, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import RequestHandler
 
@@ -161,12 +162,15 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Bytes that the parser refused (400), or a failure in aiohttp itself."""
+        """Bytes that the parser refused (400, or 431 for too many of them), or a failure in aiohttp itself."""
         if request.writer.output_size > 0:
             raise ConnectionError("an error after the response has begun")
         if status >= 500:
             log.error("request failed outside of its handler", exc_info=exc)
             error = RequestError("internal error; the server log has the details", status=500, code="internal_error")
+        elif isinstance(exc, LineTooLong):
+            why = f"the request line or a header is longer than {exc.args[1]} bytes"
+            error = RequestError(why, status=431, code="headers_too_large")
         else:
             error = _unreadable()
         self._traffic.cuts["malformed"] += 1

@@ -67,7 +67,8 @@ class Translator:
         grammar_field, grammar = _grammar(body, tools)
         params = params.replace(grammar=grammar, prompt_logprobs=prompt_logprobs)
         params.check(self.card.vocab_size)
-        keep_last = self._keep_last(body.truncate_prompt_tokens)
+        if keep_last := self._keep_last(body.truncate_prompt_tokens):
+            prompts = tuple(prompt[-keep_last:] if isinstance(prompt, list) else prompt for prompt in prompts)
         options = RequestOptions(
             keep_last=keep_last,
             echo=echo,
@@ -78,7 +79,7 @@ class Translator:
             return_prompt_ids=bool(body.return_token_ids),
         )
         return Generation(
-            prompts=tuple(prompt[-keep_last:] if isinstance(prompt, list) else prompt for prompt in prompts),
+            prompts=prompts,
             params=params,
             options=options,
             num_choices=num_choices,

@@ -18,7 +18,7 @@ from server.operators.administration import AbortAnswer
 from server.replicas.replica import CHECK_TIMEOUT_S, Replica, Replicas, State, unavailable
 
 JSON = "application/json"
-SENT_ON = ("Authorization", "Content-Type")
+SENT_ON = ("Authorization", "X-Api-Key", "Content-Type")
 
 
 class _Answer(NamedTuple):

@@ -51,7 +51,8 @@ class Proxy:
         """Send the request on.  Raises RequestError if no replica can answer."""
         body = await collect(request, self._server)
         # With keys, requests share cached prefixes only among those of one key.
-        tenant = request.headers.get("Authorization", "") if self._server.needs_key else ""
+        headers = request.headers
+        tenant = headers.get("Authorization", headers.get("X-Api-Key", "")) if self._server.needs_key else ""
         blocks = self._affinity.blocks(body, tenant) if body else []
         tried: list[Replica] = []
         refusal: web.Response | None = None

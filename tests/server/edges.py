@@ -146,6 +146,15 @@ class Dice:
                 {"guided_choice": [self.one(TEXTS) for _ in range(self.one((0, 1, 2, 128)))]},
                 {"guided_grammar": self.one(("root ::= ", 'root ::= "a"', "", "start: x"))},
                 {"response_format": {"type": "json_schema", "json_schema": {"schema": self.one(SCHEMAS)}}},
+                {"allowed_token_ids": self.one((self.ids(), [0, VOCAB - 1], self.one(OTHERS)))},
+                {"bad_words": [self.one(TEXTS) for _ in range(self.one((0, 1, 2, 128, 129)))]},
+                {
+                    "response_format": {
+                        "type": "structural_tag",
+                        "triggers": [self.one(("<", "a", ""))],
+                        "structures": [{"begin": "<f", "schema": self.one(SCHEMAS), "end": self.one((">", ""))}],
+                    }
+                },
                 {"structured_outputs": {self.one(("regex", "choice", "grammar", "json")): self.one(OTHERS)}},
             )
         )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from server.anthropic.requests import CountBody, MessagesBody
 from server.http.body import UNSUPPORTED
 from server.native.bodies import NativeBody, NativeParams
 from server.openai.requests import ChatBody, CompletionBody, StreamOptions, StructuredOutputs
@@ -22,7 +23,7 @@ API = (DOCS / "api.md").read_text()
 STRUCTURED = (DOCS / "structured_output.md").read_text()
 BODIES = (
     CompletionBody, ChatBody, ResponsesBody, EmbeddingBody, ClassifyBody, ScoreBody, RerankBody, PoolingBody,
-    TokenizeBody, DetokenizeBody, StreamOptions, NativeBody, NativeParams, AbortBody,
+    TokenizeBody, DetokenizeBody, StreamOptions, NativeBody, NativeParams, AbortBody, CountBody, MessagesBody,
 )  # fmt: skip
 
 

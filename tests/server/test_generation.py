@@ -136,7 +136,7 @@ def test_any_bytes_are_understood_or_refused(body: bytes) -> None:
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+@pytest.mark.parametrize("name", sorted(set(UNSUPPORTED) - set(GenerationBody.__struct_fields__)))
 def test_neutral_values_of_unsupported_fields_pass(name: str) -> None:
     reader = BodyReader(GenerationBody, lambda body: body, ServerSection())
     for value in (None, False, "", [], {}, *UNSUPPORTED[name]):

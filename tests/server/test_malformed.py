@@ -59,14 +59,20 @@ ANY_FIELDS: dict[str, list[str]] = {
     "guided_json": ["[1,", json.dumps("x" * 70_000)],
     "guided_anything": ["1"],
     "guided_decoding_backend": ['"outlines"'],
-    "structured_outputs": ['{"regex": 1}', '{"unknown": 1}', '{"choice": "a"}', '{"regex": "a", "grammar": "b"}', "1"],
+    "structured_outputs": ['{"regex": 1}', '{"unknown": 1}', '{"whitespace_pattern": "a"}',
+                           '{"choice": "a"}', '{"regex": "a", "grammar": "b"}', "1"],
     "regex": ["1", "[]"],
     "ebnf": ["1", "{}"],
     "json_schema": ["1", "{}"],
     "functions": ["[{}]"],
     "function_call": ['{"name": "f"}'],
-    "bad_words": ['["a"]'],
+    "bad_words": ["1", '"a"', "[1]", '[" "]', json.dumps(["a"] * 129), '["\\udfff"]'],
+    "allowed_token_ids": ["1", '["1"]', "[-1]", "[1000]", "[1.5]"],
+    "truncate_prompt_tokens": [*INTEGERS, "0", "-2", "1025"],
+    "structural_tag": ["1", '"{"', '"{}"', "{}"],
     "use_beam_search": ["true"],
+    "stop_regex": ['"a"'],
+    "logprob_token_ids": ["[1]"],
     "prompt_logprobs": ["1"],
     "chat_template": ['"{{ 1 }}"'],
     "zzz": ["NaN", DEEP, "[1,", '"\\ud800"', "01"],
@@ -327,6 +333,7 @@ def test_what_is_not_http_is_refused_and_closed(live: LiveServer, name: str) -> 
         client.send(NOT_HTTP[name])
         reply = client.read_reply()
         check_refusal(reply, name)
+        assert reply.status == (431 if name.startswith("long ") else 400)
         assert client.seconds_until_closed() < 5
     assert ask(live.port, "GET", "/health").status == 200
 
