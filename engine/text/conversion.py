@@ -23,8 +23,10 @@ log = logging.getLogger(__name__)
 CONVERTER = "engine.formats.tokenizer_json"
 WRITTEN = "tokenizer.json"
 # Vocabularies of sentencepiece, tiktoken, Mistral and plain text; the first two are read by packages of these names.
-SOURCES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "tekken.json")
-SOURCES += ("vocab.json", "vocab.txt")
+SOURCES = (
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "tekken.json"),
+    *("vocab.json", "vocab.txt"),
+)
 BESIDE = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 ADVICE = "pip install 'callboard[transformers]'"
 TIMEOUT_S = 300.0

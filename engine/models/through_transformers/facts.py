@@ -94,7 +94,7 @@ def _width(body: nn.Module) -> int:
 
 def _stored_name(module: PreTrainedModel, part: nn.Module) -> str:
     name = next(name for name, one in module.named_modules() if one is part)
-    (stored,) = in_checkpoint(module, {f"{name}.weight": part.weight})
+    (stored,) = in_checkpoint(module, {f"{name}.weight": part.get_parameter("weight")})
     return stored.removesuffix(".weight")
 
 
