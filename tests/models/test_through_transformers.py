@@ -83,7 +83,7 @@ def test_what_cannot_be_served_is_refused_by_name_at_start(what: str, tmp_path: 
     reference = build_kind(kind, **changes)
     reference.config.architectures = [type(reference).__name__]
     reference.config.save_pretrained(tmp_path)
-    with pytest.raises(WeightsError, match=f"^{type(reference).__name__}.*{said}"):
+    with pytest.raises(WeightsError, match=f"config.json: {type(reference).__name__}.*{said}"):
         read_model(tmp_path)
 
 
