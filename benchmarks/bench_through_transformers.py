@@ -1,7 +1,8 @@
 """What does it cost that transformers computes a decoder on our pages, and what does a family of its own save?
 
 One random model is stepped in three ways, in turns: by transformers alone (its SDPA attention and growing cache), by
-transformers on our pages, and by callboard's own family.  A turn's times are divided by each other.
+transformers on our pages, and by callboard's own family, each with the linear kernels that a start would choose for
+the checkpoint.  Times are of the CPU, so that a busy machine changes little; a turn's are divided by each other.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_through_transformers.py
     python benchmarks/bench_through_transformers.py --hidden 256 --layers 4 --batch 1 --json results.json
@@ -22,13 +23,15 @@ from rich.table import Table
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
+from engine.config import Config
 from engine.models.loader import load_model
-from engine.models.model import Model
+from engine.models.model import Model, build_model
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
-from engine.plugins.linear.onednn import onednn_linears
+from engine.plugins.manager import Plugins
 from engine.plugins.testing.steps import Driver
 from engine.sections import PluginsSection
+from engine.startup.linears import choose_linears
 
 VOCAB = 8192
 PAGE_SIZE = 16
@@ -36,11 +39,12 @@ Step = Callable[[], object]
 
 
 def load(directory: Path, families: list[str]) -> Model:
-    """The model as a rank has it."""
+    """The model as a rank has it, with the linear kernels that are measured to be the fastest."""
     spec = read_model(directory, PluginsSection(models=families))
-    device, dtype = torch.device("cpu"), torch.float32
-    linears = onednn_linears(dtype)
-    return load_model(spec, LocalComm(), device, dtype, "safetensors", 0, progress=False, linears=linears)
+    device, dtype, comm = torch.device("cpu"), torch.float32, LocalComm()
+    plan = build_model(spec.shape, comm, torch.device("meta"), dtype)
+    linears = choose_linears(Config(), spec, Plugins({"linear": "auto"}), plan, device)
+    return load_model(spec, comm, device, dtype, "safetensors", 0, progress=False, linears=linears)
 
 
 def steps_of(reference: Qwen3ForCausalLM, models: dict[str, Model], batch: int, context: int) -> dict[str, Step]:
@@ -75,14 +79,14 @@ def prompts_of(reference: Qwen3ForCausalLM, models: dict[str, Model], batch: int
 
 
 def measure(ways: dict[str, Step], turns: int) -> dict[str, list[float]]:
-    """Seconds of each way, turn by turn."""
+    """Seconds of CPU of each way, turn by turn."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(turns + 1):
         for name, step in ways.items():
-            start = time.perf_counter()
+            start = time.process_time()
             step()
             if turn:  # the first one warms up
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(time.process_time() - start)
     return seconds
 
 
@@ -94,6 +98,7 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt that is measured")
+    parser.add_argument("--stored", default="bfloat16", choices=["bfloat16", "float32"], help="dtype of the checkpoint")
     parser.add_argument("--turns", type=int, default=25)
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     arguments = parser.parse_args()
@@ -112,7 +117,8 @@ def main() -> None:
     results = []
     table = Table("step", "batch", "transformers ms", "through it ms", "native ms", "through it", "native")
     with tempfile.TemporaryDirectory() as directory, torch.inference_mode():
-        reference.save_pretrained(directory)
+        reference.to(getattr(torch, arguments.stored)).save_pretrained(directory)
+        reference.to(torch.float32)
         models = {"through": load(Path(directory), ["transformers"]), "native": load(Path(directory), [])}
         for batch in arguments.batch:
             for what, ways in (

@@ -294,7 +294,7 @@ class PluginsSection(Section, frozen=True):
     ] = []
     models: Annotated[
         list[str],
-        Meta(description="Model families of other packages, by name; they are asked before the built-in ones"),
+        Meta(description="Model families that are asked before the built-in ones; 'transformers' reads all decoders"),
     ] = []
     options: Annotated[
         dict[str, dict[str, Any]], Meta(description="Option table per plugin, e.g. [plugins.options.'attention.torch']")

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from engine.config import Config, json_schema, load_config, render_toml
 from engine.errors import CallboardError, ConfigError, PluginError, RequestError
 from engine.logs import FIELDS, JSONFormatter, LogSettings
 from engine.params import SamplingParams
-from engine.plugins.families import list_families
+from engine.plugins.families import THROUGH, list_families
 from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
 from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
@@ -374,6 +375,8 @@ def _models(parsed: argparse.Namespace, config: Config) -> None:
     for row in list_families(config.plugins):
         served = "natively" if row.serves else f"once plugins.models names {row.info.short}"
         table.add_row(row.architecture, row.info.name, f"{row.info.distribution} {row.info.version}", served)
+    missing = "" if find_spec("transformers") else ", if it is installed: pip install 'callboard[transformers]'"
+    table.add_row("most other decoders", THROUGH, "callboard", f"through transformers{missing}")
     Console().print(table)
 
 

@@ -63,6 +63,9 @@ SECTIONS: Mapping[str, Section] = {
     "stored_pages": Section("gpu_sections.stored_pages:stored_pages", {"num_layers": 2, "num_pages": 5}),
     "nccl": Section("gpu_sections.nccl:section"),
     "greedy": Section("gpu_sections.greedy:greedy", {"num_prompts": 2, "num_out": 12, "graphs": {"mode": "off"}}),
+    "through_transformers": Section(
+        "gpu_sections.greedy:through_transformers", {"num_prompts": 2, "num_out": 12, "graphs": {"mode": "off"}}
+    ),
     "graph_tokens": Section("gpu_sections.graphs:tokens", {"max_tokens": 4, "num_prompts": 2, "num_out": 8}),
     # Two sizes, as each is compiled by itself, and longer, as the compiler is Inductor.
     "graph_tokens_compiled": Section(

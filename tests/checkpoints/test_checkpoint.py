@@ -14,6 +14,7 @@ from engine.checkpoints import checkpoint
 from engine.checkpoints.checkpoint import SamplingDefaults, resolve_checkpoint
 from engine.checkpoints.shape import RotaryShape
 from engine.errors import WeightsError
+from engine.plugins import declaration
 from engine.plugins.families import read_model
 
 CONFIG = {
@@ -159,7 +160,7 @@ def test_sliding_windows(tmp_path: Path, changes: dict[str, Any], window: tuple[
 BROKEN_CONFIGS: list[tuple[dict[str, Any], str]] = [
     (
         {"architectures": ["BloomForCausalLM"]},
-        'architectures is "BloomForCausalLM", expected one of GPT2LMHeadModel, G',
+        "BloomForCausalLM (model_type None) is no causal language model of transformers",
     ),
     ({"architectures": None}, "architectures is null"),
     ({"architectures": [3]}, "architectures is"),
@@ -199,6 +200,15 @@ def test_broken_config_names_file_and_field(tmp_path: Path, changes: dict[str, A
         read_model(write(tmp_path, changes))
     assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
     assert reason in str(caught.value)
+
+
+def test_without_transformers_an_unknown_architecture_is_named_with_those_that_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(declaration, "_installed", lambda package: package != "transformers")
+    known = 'architectures is "BloomForCausalLM", expected one of GPT2LMHeadModel, G'
+    with pytest.raises(WeightsError, match=rf"config\.json: {known}.*pip install 'callboard\[transformers\]'"):
+        read_model(write(tmp_path, {"architectures": ["BloomForCausalLM"]}))
 
 
 @pytest.mark.parametrize(

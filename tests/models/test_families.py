@@ -62,9 +62,9 @@ THROUGH = """
 
 A decoder that none of these families knows is made of its class in transformers, whose attention calls and linear
 layers are then ours: pages, prefix cache, chunked prompts, quantised weights, kernels and the scheduler are the same,
-and the log says `served through transformers`. It costs more than a family of its own
-([benchmarks/results](https://github.com/callboard/callboard/tree/main/benchmarks/results/through_transformers.md)).
-`plugins.models = ["transformers"]` serves the families above like this, too.
+and the log says `served through transformers`. A family of its own is faster, as
+`benchmarks/bench_through_transformers.py` measures. `plugins.models = ["transformers"]` serves the families above like
+this, too.
 
 What a class does is found out by running it without weights, once for each `config.json`: it must call transformers'
 attention interface once for each layer, with masks that are causal or have one sliding window, and with keys and
@@ -72,7 +72,7 @@ values of the step's own tokens. All others are refused at start, with the reaso
 (Falcon, Bloom, GPT-J, MPT), recurrent and hybrid models, encoders, layers with different heads. Code that a repository
 brings along is not run. With several ranks, what transformers' tensor-parallel plan cuts by columns and rows is cut,
 and the rest, such as experts, is held by every rank; without a plan one rank serves. Experts are multiplied by
-transformers' own kernels, and are not rounded by `model.quantization`.
+transformers' own kernels, and are not rounded by `model.quantization`. GPUs have not been tried yet.
 
 Checked like the families above, on one tiny checkpoint each:
 

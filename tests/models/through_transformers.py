@@ -53,7 +53,7 @@ PLAIN = [
         "minimax_m2", "ministral", "ministral3", "nanochat", "nemotron", "olmo", "olmo3", "olmoe", "opt", "persimmon",
         "phi", "phimoe", "qwen2_moe", "solar_open", "stablelm", "starcoder2", "vaultgemma",
 ]  # fmt: skip
-LATENT = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"]
+LATENT = ["glm4_moe_lite", "minicpm3", "youtu"]
 KINDS = [*PLAIN, *LATENT]
 
 

@@ -32,7 +32,8 @@ def find_facts(architecture: str, config: dict[str, Any]) -> Facts:
         head, body = head_of(module), body_of(module)
         calls = probe(module, body, max_len)
         _check_calls(module, calls)
-        table = module.get_input_embeddings().weight
+        embedding = module.get_input_embeddings()
+        table = embedding.weight
         return Facts(
             vocab_size=table.shape[0],
             hidden_size=table.shape[1],
@@ -40,8 +41,8 @@ def find_facts(architecture: str, config: dict[str, Any]) -> Facts:
             width=_width(body),
             layers=tuple(_facts(one) for one in calls),
             tied=bool(head.weight is table),
-            embedding=_stored_name(module, table),
-            head=_stored_name(module, head.weight),
+            embedding=_stored_name(module, embedding),
+            head=_stored_name(module, head),
             unread=tuple(sorted(module._keys_to_ignore_on_load_unexpected or ())),
         )
 
@@ -91,9 +92,9 @@ def _width(body: nn.Module) -> int:
     return max([*widths, *(one.out_features for one in body.modules() if isinstance(one, nn.Linear)), 1])
 
 
-def _stored_name(module: PreTrainedModel, weight: torch.Tensor) -> str:
-    name = next(name for name, one in module.named_parameters(remove_duplicate=False) if one is weight)
-    (stored,) = in_checkpoint(module, {name: weight})
+def _stored_name(module: PreTrainedModel, part: nn.Module) -> str:
+    name = next(name for name, one in module.named_modules() if one is part)
+    (stored,) = in_checkpoint(module, {f"{name}.weight": part.get_parameter("weight")})
     return stored.removesuffix(".weight")
 
 

@@ -43,7 +43,10 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     path = _place(hashlib.sha256(f"{FORM} {installed} ".encode() + request).hexdigest())
     facts = _kept(path)
     if facts is None:
-        facts = _find(context.architecture, config, request)
+        try:
+            facts = _find(context.architecture, config, request)
+        except WeightsError as error:
+            raise WeightsError(f"{context.fields.origin}: {error}") from error
         _keep(path, facts)
     return shape_of(facts, context.architecture, config)
 
