@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SECTIONS = ["kernels", "kernel_sampler", "attention_triton", "attention_triton_speed", "attention_triton_prompts"]
+SECTIONS = [
+    "experts",
+    "kernels",
+    "kernel_sampler",
+    "attention_triton",
+    "attention_triton_speed",
+    "attention_triton_prompts",
+]
 
 pytestmark = [
     pytest.mark.slow,

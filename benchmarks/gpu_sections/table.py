@@ -51,6 +51,10 @@ SECTIONS: Mapping[str, Section] = {
     "flash_attn": Section("gpu_sections.attention_libraries:flash_attn", LIBRARY),
     "attention_race": Section("gpu_sections.race:section", {"models": ((2, 1, 1),)}, limit_s=300.0),
     "kernels": Section("gpu_sections.kernels:section"),
+    "experts": Section(
+        "gpu_sections.experts:section",
+        {"num_experts": 8, "hidden_size": 32, "expert_size": 16, "batches": (1, 3)},
+    ),
     "linears": Section("gpu_sections.linears:section"),
     "sampler": Section("gpu_sections.sampler:sampler"),
     "kernel_sampler": Section("gpu_sections.kernel_sampler:section", {"vocab_size": 200, "batches": (2,)}),
