@@ -1,7 +1,9 @@
 """What plugins declare: read without running them, checked before they are, and every flaw named."""
 
 import sys
+from dataclasses import replace
 
+import msgspec
 import pytest
 
 from engine.config import Config
@@ -112,6 +114,18 @@ def test_a_module_without_source_declares_by_its_constant(install: Install) -> N
 )
 def test_what_does_not_fit_is_a_reason(declaration: Declaration, reason: str) -> None:
     assert declaration.misfits(HERE) == [reason]
+
+
+def test_latents_are_declared_by_name_whatever_sizes_keys_may_have() -> None:
+    told = replace(HERE, num_heads=128, num_kv_heads=1, head_size=576, needs=("latents",))
+    narrow = Declaration(api=1, head_sizes=(64,), heads_per_kv_head=(4,))
+    without = "the model needs values that are a part of their keys (latent attention), which it does not do"
+    assert narrow.misfits(told) == [without]
+    assert msgspec.structs.replace(narrow, supports=("latents",)).misfits(told) == []
+    for library in ("flashinfer", "flash_attn"):
+        declared = read_declaration(BUILTIN[f"attention.{library}"])
+        assert declared is not None
+        assert without in declared.misfits(told)
 
 
 def test_what_fits_or_is_not_known_is_none() -> None:
