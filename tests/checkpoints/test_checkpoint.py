@@ -159,7 +159,7 @@ def test_sliding_windows(tmp_path: Path, changes: dict[str, Any], window: tuple[
 BROKEN_CONFIGS: list[tuple[dict[str, Any], str]] = [
     (
         {"architectures": ["BloomForCausalLM"]},
-        'architectures is "BloomForCausalLM", expected one of GPT2LMHeadModel, G',
+        'architectures is "BloomForCausalLM", expected one of DeepseekV2ForCausalLM',
     ),
     ({"architectures": None}, "architectures is null"),
     ({"architectures": [3]}, "architectures is"),
@@ -184,7 +184,7 @@ BROKEN_CONFIGS: list[tuple[dict[str, Any], str]] = [
         'rope_scaling is "proportional", expected one set of rotary settings',
     ),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
-    ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 1}}, "mscale is 1"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": -1, "mscale_all_dim": 1}}, "mscale is -1"),
     ({"rope_scaling": "linear"}, 'rope_scaling is "linear", expected an object'),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "expected one set of rotary settings"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
