@@ -5,6 +5,7 @@ ignored, so that both produce exactly the asked-for tokens.  The table shows med
 
     python benchmarks/bench_offline.py                      # demo model and a Qwen3-0.6B shape, batch 1 and 8
     python benchmarks/bench_offline.py --models demo --turns 5
+    python benchmarks/bench_offline.py --models qwen3-moe           # a mixture of experts
     python benchmarks/bench_offline.py --job qwen3-0.6b qwen3-14b   # on a GPU: the standard job beside its roofline
 """
 
@@ -26,7 +27,14 @@ from offline_job import SHAPES, run_job
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils import logging as transformers_logging
 
 from callboard import LLM, SamplingParams
@@ -35,7 +43,7 @@ DEMO_MODEL = Path(__file__).parent.parent / "examples" / "demo_model"
 
 
 def qwen3_06b_shape(directory: Path) -> None:
-    """A checkpoint of random weights with the shape of Qwen3-0.6B; 1.2 GB."""
+    """A checkpoint with the shape of Qwen3-0.6B; 1.2 GB."""
     config = Qwen3Config(
         vocab_size=151936,
         hidden_size=1024,
@@ -49,7 +57,32 @@ def qwen3_06b_shape(directory: Path) -> None:
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
     torch.manual_seed(0)
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    save(Qwen3ForCausalLM(config), directory)
+
+
+def qwen3_moe_shape(directory: Path) -> None:
+    """The same with the experts of Qwen3-30B-A3B, 8 of 128 for each token: half as wide, in 3 layers of 48; 1 GB."""
+    config = Qwen3MoeConfig(
+        vocab_size=32768,
+        hidden_size=1024,
+        moe_intermediate_size=384,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        num_hidden_layers=3,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    torch.manual_seed(0)
+    save(Qwen3MoeForCausalLM(config), directory)
+
+
+def save(model: PreTrainedModel, directory: Path) -> None:
+    """In bfloat16, with the demo model's tokenizer; the weights are random."""
+    model.to(torch.bfloat16).save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).write_bytes((DEMO_MODEL / name).read_bytes())
 
@@ -131,7 +164,9 @@ def run_jobs(names: list[str], device: str, num_sequences: int, longest: int) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=["demo", "qwen3-0.6b"], default=["demo", "qwen3-0.6b"])
+    parser.add_argument(
+        "--models", nargs="+", choices=["demo", "qwen3-0.6b", "qwen3-moe"], default=["demo", "qwen3-0.6b"]
+    )
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="batch sizes (default: 1 8)")
     parser.add_argument("--turns", type=int, default=3, help="timed turns for each engine (default: 3)")
     cores = len(os.sched_getaffinity(0))
@@ -152,10 +187,11 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     if "demo" in arguments.models:
         rows += compare(DEMO_MODEL, "demo", prompt_len=128, output_len=128, **shared)
-    if "qwen3-0.6b" in arguments.models:
-        with tempfile.TemporaryDirectory() as directory:
-            qwen3_06b_shape(Path(directory))
-            rows += compare(Path(directory), "qwen3-0.6b", prompt_len=32, output_len=32, **shared)
+    for name, write in {"qwen3-0.6b": qwen3_06b_shape, "qwen3-moe": qwen3_moe_shape}.items():
+        if name in arguments.models:
+            with tempfile.TemporaryDirectory() as directory:
+                write(Path(directory))
+                rows += compare(Path(directory), name, prompt_len=32, output_len=32, **shared)
     table = Table(title="Output tokens per second, prefill included (float32, greedy)")
     for column in ("model", "batch", "in/out", "callboard", "transformers", "ratio"):
         table.add_column(column, justify="left" if column == "model" else "right")

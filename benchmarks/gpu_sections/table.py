@@ -55,6 +55,10 @@ SECTIONS: Mapping[str, Section] = {
     "attention_race": Section("gpu_sections.race:section", {"models": ((2, 1, 1),)}, limit_s=300.0),
     "kernels": Section("gpu_sections.kernels:section"),
     "dependent_launch": Section("gpu_sections.dependent_launch:section", {"num_links": 2, "sizes": (4,)}),
+    "experts": Section(
+        "gpu_sections.experts:section",
+        {"num_experts": 8, "hidden_size": 32, "expert_size": 16, "batches": (1, 3)},
+    ),
     "linears": Section("gpu_sections.linears:section"),
     "sampler": Section("gpu_sections.sampler:sampler"),
     "kernel_sampler": Section("gpu_sections.kernel_sampler:section", {"vocab_size": 200, "batches": (2,)}),

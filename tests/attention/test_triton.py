@@ -167,6 +167,18 @@ def test_it_refuses_what_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
         callboard_attention_backend(context())
 
 
+def test_latents_that_are_too_wide_are_refused_and_heads_share_out_what_a_program_holds() -> None:
+    pool = KVPool(1, 2, 16, 1, 1088, torch.float32, torch.device("cpu"), latent_size=1024)
+    factory = callboard_attention_backend(context(device="cpu"))
+    with pytest.raises(PluginError, match="latents of 1024 numbers, it takes multiples of 8 up to 512"):
+        factory(AttentionSpec(1, 128, 1, 1088, 1.0, latent_size=1024), pool)
+    pool = KVPool(1, 2, 16, 1, 576, torch.float32, torch.device("cpu"), latent_size=512)
+    for num_heads, group in ((128, 16), (20, 10), (4, 4)):
+        backend = TritonAttention(AttentionSpec(1, num_heads, 1, 576, 1.0, latent_size=512), pool, H200)
+        assert backend._constants(backend._default_decode, 0)["GROUP"] == group
+        assert backend._num_groups == num_heads // group
+
+
 def test_on_a_gpu_auto_takes_it_where_no_library_fits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

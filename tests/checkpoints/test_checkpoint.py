@@ -185,7 +185,7 @@ BROKEN_CONFIGS: list[tuple[dict[str, Any], str]] = [
         'rope_scaling is "proportional", expected one set of rotary settings',
     ),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
-    ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 1}}, "mscale is 1"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": -1, "mscale_all_dim": 1}}, "mscale is -1"),
     ({"rope_scaling": "linear"}, 'rope_scaling is "linear", expected an object'),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "expected one set of rotary settings"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),

@@ -21,7 +21,7 @@ from engine.plugins.families import read_model
 from engine.plugins.linear.onednn import onednn_linears
 from engine.plugins.testing.steps import Driver
 from engine.plugins.testing.threads import ThreadComm, on_ranks
-from tests.models.checkpoints import LINEAR, LLAMA3, SIZES, VOCAB, YARN, random_tokens
+from tests.models.checkpoints import LINEAR, LLAMA3, SIZES, VOCAB, YARN, build, random_tokens, save
 from tests.models.conftest import Cases, load
 
 PROMPT = random_tokens(40, 5)
@@ -251,6 +251,16 @@ def test_a_head_that_is_missing_or_does_not_fit_is_refused(
     rewrite(checkpoint, {HEAD: head})
     with pytest.raises(WeightsError, match=reason):
         load(read_model(checkpoint))
+
+
+def test_what_predicts_several_tokens_is_not_read(tmp_path: Path):
+    """Released files of DeepSeek-V3 have it as one more layer."""
+    directory = save(build("deepseek-v3"), tmp_path)
+    rewrite(directory, {"model.layers.3.eh_proj.weight": torch.ones(2, 2)})
+    load(read_model(directory))
+    rewrite(directory, {"model.layers.4.eh_proj.weight": torch.ones(2, 2)})
+    with pytest.raises(WeightsError, match=r"model\.layers\.4\.eh_proj.weight' has no place"):
+        load(read_model(directory))
 
 
 def test_a_single_file_counts_before_shards_from_before(checkpoint: Path):

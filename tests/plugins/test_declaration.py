@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from engine.config import Config
@@ -121,6 +122,18 @@ def test_pages_of_another_type_have_to_be_declared() -> None:
     eight_bits = Declaration(api=1, kv_dtypes=("fp8_e4m3",))
     assert eight_bits.misfits(int8) == ["kv.dtype int8, it takes float32, fp8_e4m3"]
     assert eight_bits.misfits(replace(int8, kv_dtype="fp8_e4m3")) == []
+
+
+def test_latents_are_declared_by_name_whatever_sizes_keys_may_have() -> None:
+    told = replace(HERE, num_heads=128, num_kv_heads=1, head_size=576, needs=("latents",))
+    narrow = Declaration(api=1, head_sizes=(64,), heads_per_kv_head=(4,))
+    without = "the model needs values that are a part of their keys (latent attention), which it does not do"
+    assert narrow.misfits(told) == [without]
+    assert msgspec.structs.replace(narrow, supports=("latents",)).misfits(told) == []
+    for library in ("flashinfer", "flash_attn"):
+        declared = read_declaration(BUILTIN[f"attention.{library}"])
+        assert declared is not None
+        assert without in declared.misfits(told)
 
 
 def test_what_fits_or_is_not_known_is_none() -> None:

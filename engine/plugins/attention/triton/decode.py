@@ -100,7 +100,9 @@ def decode_attention(
     place_M = head * GROUP + m_M
     place_MH = place_M[:, None] * HEAD_SIZE + h_H[None, :]
     query_MH = place_M[:, None] * (HEAD_SIZE + TAIL) + h_H[None, :]
-    place_1H = (head * HEAD_SIZE * (TAIL == 0) + h_H)[None, :]
+    place_1H = h_H[None, :]
+    if TAIL == 0:
+        place_1H = (head * HEAD_SIZE + h_H)[None, :]
     r_R = tl.arange(0, BLOCK_R)
     live_1R = (r_R < TAIL)[None, :]
     if SINKS:

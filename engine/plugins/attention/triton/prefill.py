@@ -122,7 +122,9 @@ def prefill_attention(
         live_MR = live_M[:, None] & (r_R < TAIL)[None, :]
         q_MR = tl.load(q + q_M[:, None] + HEAD_SIZE + r_R[None, :], mask=live_MR, other=0.0)
     position_M = length - num_queries + query_M
-    place_1H = (head * HEAD_SIZE * (TAIL == 0) + h_H)[None, :]
+    place_1H = h_H[None, :]
+    if TAIL == 0:
+        place_1H = (head * HEAD_SIZE + h_H)[None, :]
     pages = page_table + row.to(tl.int64) * table_stride
 
     first_position = length - num_queries + first_query

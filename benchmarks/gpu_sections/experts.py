@@ -1,0 +1,59 @@
+"""A layer of experts by the kernel for all of them, captured, beside one product for each, which waits for values.
+
+Sizes are of Qwen3-30B-A3B.  GB/s counts the weights of the experts that are visited, each once.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from engine.checkpoints.shape import ExpertsShape, RouterShape
+from engine.kernels.choice import choose_kernels
+from engine.layers.experts import Experts
+from engine.plugins.comm.local import LocalComm
+from gpu_sections.kernels import no_kernels
+from gpu_sections.rows import Row, device_seconds, seconds_of
+
+BOUND = 3e-2  # of results around 1: both sides round to bfloat16 between the products and after each expert
+
+
+def section(
+    device: torch.device,
+    num_experts: int = 128,
+    hidden_size: int = 2048,
+    expert_size: int = 768,
+    batches: tuple[int, ...] = (1, 8, 64, 512, 4096),
+) -> Iterator[Row]:
+    """A row per number of tokens."""
+    kernels = choose_kernels(device)
+    if kernels is None:
+        yield from no_kernels(device)
+        return
+    shape = ExpertsShape(
+        num_experts=num_experts, num_chosen=8, expert_size=expert_size, activation="silu", router=RouterShape()
+    )
+    layer = Experts(shape, hidden_size, LocalComm(), device, torch.bfloat16)
+    for number, one in enumerate(layer.slices("")):
+        generator = torch.Generator(device).manual_seed(number)
+        one.target.normal_(0, one.target.shape[-1] ** -0.5 * 2, generator=generator)
+    steps = []
+    for num_tokens in batches:
+        generator = torch.Generator(device).manual_seed(num_tokens)
+        x_TD = torch.randn((num_tokens, hidden_size), generator=generator, device=device).bfloat16()
+        plain = seconds_of(lambda x_TD=x_TD: layer(x_TD, None), device)
+        steps.append((x_TD, layer(x_TD, None), plain))
+    layer.on_gpu = True  # where the section tries itself on a CPU
+    layer.pack(kernels)
+    for x_TD, expected_TD, plain in steps:
+        error = float((layer(x_TD, kernels) - expected_TD).abs().max() / expected_TD.abs().max())
+        seconds = device_seconds(lambda x_TD=x_TD: layer(x_TD, kernels), device)
+        visited = layer.router(x_TD)[1].unique().numel()
+        num_bytes = visited * 3 * hidden_size * expert_size * torch.bfloat16.itemsize
+        yield {
+            "case": f"{num_experts} experts, {len(x_TD)} tokens",
+            "ok": error <= BOUND,
+            "error": error,
+            "us": seconds * 1e6,
+            "of_plain": plain / seconds,
+            "gb_per_s": num_bytes / seconds / 1e9,
+        }
