@@ -117,9 +117,8 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
     async def _encode(self, request: Tokenize) -> _Encoded:
         try:
             if request.token_ids is not None and request.params.grammar is None:
-                return _Encoded(
-                    request, self._codec.trimmed(request.token_ids, request.options.truncate_to), request.params
-                )
+                token_ids = self._codec.trimmed(request.token_ids, request.options.truncate_to)
+                return _Encoded(request, token_ids, request.params)
             return await asyncio.to_thread(self._understand, request)
         except RequestError as error:
             return _Encoded(request, None, request.params, error=error)

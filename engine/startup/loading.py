@@ -170,7 +170,7 @@ def load_runner(
         rows=rows,
         constraints=Constraints(grammars or _own_grammars(config, spec, plugins), spec.vocab_size, device),
         sampler=sampler,
-        eos_token_ids=spec.eos_token_ids if model.head is not None else (),
+        eos_token_ids=spec.eos_token_ids if spec.shape.pooled_head is None else (),
     )
 
 
