@@ -24,6 +24,7 @@ from engine.checkpoints.reading import (
 )
 from engine.checkpoints.shape import (
     AttentionShape,
+    ClassifierShape,
     DecoderShape,
     ExpertsShape,
     GatedShape,
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from engine.layers.linear import ColumnLinear, Linear, RowLinear
     from engine.layers.packing import LinearKernel, PackedWeight
     from engine.layers.part import FeedForward, Norm, Part
+    from engine.layers.pooled_head import PooledHead
     from engine.layers.weights import WeightSlice
 
 __all__ = [
@@ -94,6 +96,7 @@ __all__ = [
     "CallReader",
     "CallShape",
     "Candidate",
+    "ClassifierShape",
     "ColumnLinear",
     "Comm",
     "CommContext",
@@ -140,6 +143,7 @@ __all__ = [
     "PartShape",
     "PluginError",
     "PolicyContext",
+    "PooledHead",
     "RMSNormShape",
     "Reading",
     "ReasoningFormat",
@@ -189,6 +193,7 @@ _NEED_TORCH = {
         ("AttentionBackend", "AttentionBatch", "AttentionFactory", "AttentionSpec"), "engine.layers.attention"
     ),
     **dict.fromkeys(("ColumnLinear", "Linear", "RowLinear"), "engine.layers.linear"),
+    "PooledHead": "engine.layers.pooled_head",
     **dict.fromkeys(("LinearKernel", "PackedWeight"), "engine.layers.packing"),
     **dict.fromkeys(("FeedForward", "Norm", "Part"), "engine.layers.part"),
 }

@@ -131,7 +131,7 @@ def _operators_routes(
         web.get("/version", status.version),
         web.get("/server_info", status.info),
         web.get("/load", status.load),
-        web.get("/health_generate", ProbeRoute().get),
+        web.get("/health_generate", ProbeRoute(backend.card.pooling).get),
         web.get("/stats", stats.get),
         *administration_routes(administration.abort, administration.reset),
         web.get("/openapi.json", openapi_handler(version)),
