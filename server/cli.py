@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvloop
@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine import __version__
+from engine.checkpoints.pooling import Kind
 from engine.config import Config, json_schema, load_config, render_toml
 from engine.errors import CallboardError, ConfigError, PluginError, RequestError
 from engine.logs import LogSettings
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
 
 Run = Callable[[argparse.Namespace, Config], None]
 FRONT_MODULE = "server.run.frontend_process"  # the engine starts it, and knows it by name alone
+FIRST_REQUESTS: dict[Kind, tuple[str, dict[str, Any]]] = {
+    "generate": ("/v1/completions", {"prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0}),
+    **dict.fromkeys(("embed", "classify"), ("/pooling", {"input": "def fibonacci(n):"})),
+}
 EPILOG = """\
 examples:
   callboard serve Qwen/Qwen3-0.6B
@@ -261,10 +266,11 @@ async def _run_engine(system: "System", url: str) -> None:
     # What loading has left lives as long as the process: the collector need not look at it again and again.
     gc.collect()
     gc.freeze()
-    body = json.dumps({"model": system.model_name, "prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0})
+    path, fields = FIRST_REQUESTS[system.spec.pooling.kind]
+    body = json.dumps({"model": system.model_name, **fields})
     print(
         f"\n{system.model_name} is ready after {time.perf_counter() - started:.1f} s at {url}\n"
-        f"try:\n  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n",
+        f"try:\n  curl {url}{path} -H 'Content-Type: application/json' -d '{body}'\n",
         flush=True,
     )
     await system.wait()
