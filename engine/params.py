@@ -24,6 +24,7 @@ MAX_SEED = (1 << 63) - 1
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite in float16 as well
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "tool_calls", "structural_tag"]
+Method = Literal["", "last", "mean", "classify"]
 GRAMMAR_KINDS: tuple[str, ...] = get_args(GrammarKind)
 
 
@@ -84,7 +85,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words: tuple[str, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
-    pooling: Literal["", "last", "mean", "classify"] = ""
+    pooling: Method = ""
 
     def __post_init__(self) -> None:
         """Bring what Python callers write into each field's own type: lists, NumPy's numbers, 5.0 for 5, None for ().
@@ -257,7 +258,7 @@ def _grammar(field: str, value: Any) -> Grammar:
 
 
 def _pooling(field: str, value: Any) -> str:
-    if not isinstance(value, str) or value not in ("", "last", "mean", "classify"):
+    if not isinstance(value, str) or value not in get_args(Method):
         raise _refused(field, _shown(value), "'last', 'mean', 'classify' or ''")
     return str.__str__(value)
 

@@ -62,11 +62,11 @@ def pooled_params(pooling: Pooling, params: SamplingParams) -> SamplingParams:
 
 
 class PooledRequests:
-    """What a model's requests ask of the engine.  max_len: longest prompt plus output in tokens."""
+    """What a model's requests ask of the engine.  max_len: longest prompt in tokens, with any output."""
 
     def __init__(self, pooling: Pooling, max_len: int) -> None:
         self.pooling = pooling
-        self._longest = max_len - 1  # the end of a prompt takes the place of a token
+        self._longest = max_len - 1 if pooling.kind == "generate" else max_len
 
     def params(self, method: str | None = None) -> SamplingParams:
         """method: 'last' or 'mean', None for the model's own.  Raises RequestError for a model that has no choice."""

@@ -80,6 +80,8 @@ class System:
             stored_tensors(directory)  # headers only: a damaged file must not cost the time of importing torch
         self.model_name = config.model.name or Path(config.model.path).name
         self.max_len = _max_len(config, self.spec)
+        # What is sampled behind a prompt that is all of a request takes a place that no state is computed for.
+        self._row_len = self.max_len + (self.spec.pooling.kind != "generate")
         self._codec = plugin_codec(config, directory, self.spec.pooling)
         log.info("%s: %s", self.model_name, self.spec.pooling)
         warn_of_unknown_tokens(self._codec, self.spec.vocab_size)
@@ -228,7 +230,7 @@ class System:
 
             return ProcessExecutors(
                 config=self.config,
-                max_len=self.max_len,
+                max_len=self._row_len,
                 num_ranks=num_ranks,
                 capacity=capacity,
                 progress=self._progress,
@@ -242,7 +244,7 @@ class System:
         runner = load_runner(
             self.config,
             self.spec,
-            self.max_len,
+            self._row_len,
             self._plugins,
             rank=rank,
             rendezvous=rendezvous,
@@ -260,7 +262,7 @@ class System:
             prefill_chunk=scheduler.prefill_chunk,
             page_size=kv.page_size,
             num_pages=num_pages,
-            max_len=self.max_len,
+            max_len=self._row_len,
             eos_token_ids=self.spec.eos_token_ids,
             num_host_pages=kv.num_host_pages,
             itl_target_s=scheduler.itl_target_ms / 1000,

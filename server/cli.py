@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvloop
@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine import __version__
+from engine.checkpoints.pooling import Kind
 from engine.config import Config, json_schema, load_config, render_toml
 from engine.errors import CallboardError, ConfigError, PluginError, RequestError
 from engine.logs import FIELDS, JSONFormatter, LogSettings
@@ -45,6 +46,10 @@ log = logging.getLogger(__name__)
 
 Run = Callable[[argparse.Namespace, Config], None]
 FRONT_MODULE = "server.run.frontend_process"  # the engine starts it, and knows it by name alone
+FIRST_REQUESTS: dict[Kind, tuple[str, dict[str, Any]]] = {
+    "generate": ("/v1/completions", {"prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0}),
+    **dict.fromkeys(("embed", "classify"), ("/pooling", {"input": "def fibonacci(n):"})),
+}
 EPILOG = """\
 examples:
   callboard serve Qwen/Qwen3-0.6B
@@ -263,10 +268,11 @@ async def _run_engine(system: "System", url: str, needs_key: bool) -> None:
     # What loading has left lives as long as the process: the collector need not look at it again and again.
     gc.collect()
     gc.freeze()
-    body = json.dumps({"model": system.model_name, "prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0})
+    path, fields = FIRST_REQUESTS[system.spec.pooling.kind]
+    body = json.dumps({"model": system.model_name, **fields})
     ready = f"{system.model_name} is ready after {took_s:.1f} s at {url}"
     key = ' -H "Authorization: Bearer $CALLBOARD_KEY"' if needs_key else ""
-    curl = f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    curl = f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
     if LogSettings.here().style == "json":
         # Who reads standard output with standard error gets nothing but objects.
         said = log.makeRecord(log.name, logging.INFO, "", 0, ready, (), None, extra={FIELDS: {"url": url, "try": curl}})

@@ -24,6 +24,7 @@ from engine.checkpoints.reading import (
 )
 from engine.checkpoints.shape import (
     AttentionShape,
+    ClassifierShape,
     DecoderShape,
     ExpertsShape,
     GatedShape,
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from engine.layers.linear import ColumnLinear, Linear, RowLinear
     from engine.layers.packing import LinearKernel, PackedWeight
     from engine.layers.part import FeedForward, Norm, Part
+    from engine.layers.pooled_head import PooledHead
     from engine.layers.weights import WeightSlice
 
 __all__ = [
@@ -96,6 +98,7 @@ __all__ = [
     "CallReader",
     "CallShape",
     "Candidate",
+    "ClassifierShape",
     "ColumnLinear",
     "Comm",
     "CommContext",
@@ -143,6 +146,7 @@ __all__ = [
     "PartShape",
     "PluginError",
     "PolicyContext",
+    "PooledHead",
     "RMSNormShape",
     "Reading",
     "ReasoningFormat",
@@ -193,6 +197,7 @@ _NEED_TORCH = {
         ("AttentionBackend", "AttentionBatch", "AttentionFactory", "AttentionSpec"), "engine.layers.attention"
     ),
     **dict.fromkeys(("ColumnLinear", "Linear", "RowLinear"), "engine.layers.linear"),
+    "PooledHead": "engine.layers.pooled_head",
     **dict.fromkeys(("LinearKernel", "PackedWeight"), "engine.layers.packing"),
     **dict.fromkeys(("FeedForward", "Norm", "Part"), "engine.layers.part"),
 }

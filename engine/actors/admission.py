@@ -11,7 +11,11 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from engine.checkpoints.pooling import Pooling
 from engine.errors import FieldError, RequestError
+from engine.messages import RequestOptions
+from engine.params import SamplingParams
+from engine.pooling import pooled_params
 from engine.prompt import ChatTurn, Prompt
 
 RETRY_AFTER_S = 1  # a queue place can free up with the next step
@@ -67,34 +71,30 @@ def queue_full(reason: str) -> RequestError:
     return RequestError(f"{reason}; try again later", status=429, code="queue_full", retry_after_s=RETRY_AFTER_S)
 
 
+def read_params(params: SamplingParams, pooling: Pooling, vocab_size: int) -> SamplingParams:
+    """What is sampled.  Raises RequestError for a value out of range, and for what the model is not for."""
+    params.check(vocab_size)
+    if params.pooling or pooling.kind != "generate":
+        return pooled_params(pooling, params)
+    return params
+
+
 def read_prompt(
-    prompt: Prompt, tools: str, max_model_len: int, vocab_size: int
+    prompt: Prompt, options: RequestOptions, max_model_len: int, vocab_size: int
 ) -> tuple[str | None, bytes | None, tuple[ChatTurn, ...] | None]:
-    """(text, token ids, turns), exactly one of them set.  tools: what a chat template is told of them.
+    """(text, token ids, turns), exactly one of them set.
 
     Raises RequestError for a prompt that cannot fit the context, or is none."""
+    if options.truncate_to:
+        prompt = _shortened(prompt, options.truncate_to, max_model_len)
     if isinstance(prompt, str):
         check_chars(len(prompt), max_model_len)
         return str.__str__(prompt), None, None  # without what a subclass, such as NumPy's, adds to it
     if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], ChatTurn):
         turns: tuple[ChatTurn, ...] = prompt
-        check_chars(num_chars(turns) + len(tools), max_model_len)
+        check_chars(num_chars(turns) + len(options.chat.tools), max_model_len)
         return None, None, turns
     return None, _token_ids(prompt, max_model_len, vocab_size).tobytes(), None  # type: ignore[arg-type]
-
-
-def shortened(prompt: Prompt, truncate_to: int, max_model_len: int) -> Prompt:
-    """The prompt without so much of its end that no tokenizer can be asked for it; the tokenizer cuts it to size.
-
-    truncate_to: as ``RequestOptions`` has it, not 0."""
-    most = MAX_CHARS_PER_TOKEN * max_model_len
-    if isinstance(prompt, str):
-        return prompt[:most]
-    if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], ChatTurn):
-        *turns, last = prompt
-        room = max(0, most - num_chars(turns))
-        return (*turns, msgspec.structs.replace(last, content=last.content[:room]))
-    return prompt[:truncate_to]
 
 
 def prompt_cost(text: str | None, token_ids: bytes | None, turns: Iterable[ChatTurn] | None) -> int:
@@ -121,6 +121,18 @@ def check_chars(count: int, max_model_len: int, param: str = "prompt") -> None:
             code="context_length_exceeded",
             param=param,
         )
+
+
+def _shortened(prompt: Prompt, truncate_to: int, max_model_len: int) -> Prompt:
+    """The prompt without so much of its end that no tokenizer can be asked for it; the tokenizer cuts it to size."""
+    most = MAX_CHARS_PER_TOKEN * max_model_len
+    if isinstance(prompt, str):
+        return prompt[:most]
+    if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], ChatTurn):
+        *turns, last = prompt
+        room = max(0, most - num_chars(turns))
+        return (*turns, msgspec.structs.replace(last, content=last.content[:room]))
+    return prompt[:truncate_to]
 
 
 def _token_ids(prompt: Sequence[int], max_model_len: int, vocab_size: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Literal, assert_never
 
 from engine.actors.actor import Actor, Link
-from engine.actors.admission import RETRY_AFTER_S, check_admission, prompt_cost, queue_full, read_prompt, shortened
+from engine.actors.admission import RETRY_AFTER_S, check_admission, prompt_cost, queue_full, read_params, read_prompt
 from engine.actors.stream import Stream
 from engine.checkpoints.pooling import GENERATING, Pooling
 from engine.errors import EngineDied, RequestError
@@ -35,7 +35,6 @@ from engine.messages import (
     TokenizersReady,
 )
 from engine.params import MAX_SEED, SamplingParams
-from engine.pooling import pooled_params
 from engine.prompt import Prompt
 from engine.sections import LimitsSection
 
@@ -80,7 +79,6 @@ class Ingress(Actor[IngressInbox]):
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._pooling = pooling
-        self._generates = pooling.kind == "generate"
         self._rng = rng
         self._tokenizer = tokenizer
         self._ids = itertools.count(first_id)
@@ -116,12 +114,8 @@ class Ingress(Actor[IngressInbox]):
         Raises RequestError: 503 when not serving, 429 when full, 400 when a value is out of range.
         """
         check_admission(self, self._limits.max_requests)
-        params.check(self._vocab_size)
-        if params.pooling or not self._generates:
-            params = pooled_params(self._pooling, params)
-        if options.truncate_to:
-            prompt = shortened(prompt, options.truncate_to, self._max_model_len)
-        text, token_ids, turns = read_prompt(prompt, options.chat.tools, self._max_model_len, self._vocab_size)
+        params = read_params(params, self._pooling, self._vocab_size)
+        text, token_ids, turns = read_prompt(prompt, options, self._max_model_len, self._vocab_size)
         estimated = prompt_cost(text, token_ids, turns)
         self._check_room(estimated)
         if params.seed is None:

@@ -106,12 +106,12 @@ def read_spec(
     architecture = _architecture(fields)
     quantization = read_quantization(fields)
     shape = read_shape(architecture, fields)
-    pooling = read_pooling(directory, architecture, fields, score_tokens, token_id)
-    if shape.pooled_head is None:  # else the family has a head of its own
-        if pooling.kind != "generate" and shape.built_by != DecoderShape.built_by:
-            raise WeightsError(
-                f"{directory}: {architecture} is no family of ours, and transformers' only generate here"
-            )
+    has_labels = shape.pooled_head is not None
+    pooling = read_pooling(directory, architecture, fields, score_tokens, token_id, has_labels=has_labels)
+    if pooling.kind != "generate" and shape.built_by != DecoderShape.built_by:
+        what = f"{architecture} is no family of ours, and transformers' classes only generate here"
+        raise WeightsError(f"{directory}: {what}")
+    if not has_labels:
         shape = msgspec.structs.replace(shape, pooled_head=_pooled_head(shape, pooling))
     if quantization is not None and shape.unlike_rounded:
         expected = f"none: {architecture} has {shape.unlike_rounded}, which is read only as it is"

@@ -17,7 +17,7 @@ Kind = Literal["generate", "embed", "classify"]
 Task = Literal["generate", "embed", "classify", "score", "pool"]
 Activation = Literal["identity", "sigmoid", "softmax"]
 
-CLASSIFIER, BARE = "ForSequenceClassification", "Model"
+CLASSIFIER, BARE, LM_HEAD = "ForSequenceClassification", "Model", "LMHeadModel"
 METHODS: dict[str, Literal["last", "mean"]] = {"lasttoken": "last", "mean": "mean"}
 LEGACY = "pooling_mode_"
 LEGACY_NAMES = {"lasttoken": "lasttoken", "mean_tokens": "mean"}
@@ -70,22 +70,29 @@ GENERATING: Final = Pooling()
 def causal_names(architecture: str) -> tuple[str, ...]:
     """The architectures whose decoder one has under another head, or under none; () if it names no such."""
     for suffix in (CLASSIFIER, BARE):
-        if architecture.endswith(suffix):
+        if architecture.endswith(suffix) and not architecture.endswith(LM_HEAD):
             stem = architecture.removesuffix(suffix).removesuffix("Text")
-            return f"{stem}ForCausalLM", f"{stem}LMHeadModel"
+            return f"{stem}ForCausalLM", f"{stem}{LM_HEAD}"
     return ()
 
 
 def read_pooling(
-    directory: Path, architecture: str, fields: Fields, score_tokens: tuple[str, ...], token_id: Callable[[str], int]
+    directory: Path,
+    architecture: str,
+    fields: Fields,
+    score_tokens: tuple[str, ...],
+    token_id: Callable[[str], int],
+    *,
+    has_labels: bool = False,
 ) -> Pooling:
     """What the files say.  score_tokens: those of ``model.score_tokens``, whose ids ``token_id`` knows.
+    has_labels: whether the family has a head for them, whatever the architecture is called.
 
     Raises WeightsError naming the file, what it says and what is known."""
     if score_tokens:
         ids = tuple(map(token_id, score_tokens))
         return _classifier(directory, fields, ("score",), "sigmoid", score_ids=ids)
-    if architecture.endswith(CLASSIFIER):
+    if has_labels or architecture.endswith(CLASSIFIER):
         labels = _labels(fields)
         return _classifier(directory, fields, labels, _by_problem(fields, labels))
     modules = _modules(directory)

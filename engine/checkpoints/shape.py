@@ -319,7 +319,8 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     learned_positions: rows of a table of positions that is added to the embedding; 0 for none.
     logit_scale multiplies logits, and logit_cap caps them, as ``AttentionShape.soft_cap`` does scores.
     unread: patterns of the names of tensors that a checkpoint may have and that nothing here reads.
-    pooled_head: what stands in the LM head's place in a model that generates nothing; None for the LM head.
+    pooled_head: what stands in the LM head's place; a family says it of labels by another name than transformers', of
+    any other model the checkpoint's files do.  None for the LM head.
     """
 
     built_by: ClassVar[str] = "engine.models.decoder:Decoder"

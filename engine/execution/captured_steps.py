@@ -78,6 +78,10 @@ class CapturedModel(Protocol):
         """logits_NV; see ``Decoder.forward``."""
         ...
 
+    def hidden(self, step: StepTensors, wanted_N: Tensor) -> Tensor:
+        """x_ND of the wanted rows; see ``Decoder.hidden``."""
+        ...
+
 
 class Captures(Protocol):
     """Everything that was captured on a device."""

@@ -5,7 +5,7 @@ Legend: T new tokens in the step · N sampled rows · E prompt positions whose l
 Owns: which positions of a step these are, and sums over the steps of one prompt.  Does not know: sampling, the model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.batch import Batch
+from engine.layers.pooled_head import PooledHead
 from engine.messages import Admission, PromptLogprobs, Step
 from engine.models.model import Model
 from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, joined_logprobs
@@ -163,17 +164,17 @@ class Prompts:
                 logits_eV, num_top = model.logits(scored_ED[part]), wanted.num_top_E[part]
                 parts.append(batch_logprobs(logits_eV, next_ids_E[part], np.arange(len(num_top)), num_top))
             logprobs = joined_logprobs(parts)
-        ended = self._pool(wanted.pooled, model.normed(states_PD), model.labels)
+        ended = self._pool(wanted.pooled, model.normed(states_PD), model.pooled_head)
         if not ended:
             return PromptResults(logprobs, wanted.scored)
         return PromptResults(logprobs, wanted.scored, tuple(ended), torch.stack(list(ended.values())))
 
-    def _pool(
-        self, pooled: Sequence[_Pooled], normed_PD: Tensor, labels: Callable[[Tensor], Tensor]
-    ) -> dict[int, Tensor]:
+    def _pool(self, pooled: Sequence[_Pooled], normed_PD: Tensor, head: PooledHead | None) -> dict[int, Tensor]:
         """Row -> float32[W], of prompts that end.  A model has labels for all of its requests or for none."""
-        classified = any(self._wanting[one.row].params.pooling == "classify" for one in pooled)
-        states_PW = labels(normed_PD) if classified else normed_PD.to(torch.float32)
+        states_PW = normed_PD.to(torch.float32)
+        if any(self._wanting[one.row].params.pooling == "classify" for one in pooled):
+            assert head is not None, "a request for labels came to a model that has none"
+            states_PW = head.labels(normed_PD)
         ended: dict[int, Tensor] = {}
         for one, part in zip(pooled, states_PW.split([one.count for one in pooled]), strict=True):
             total = part.sum(dim=0)

@@ -119,11 +119,10 @@ class ModelRunner:
         self._attention = attention
         self._model = model
         self._decode_graphs = decode_graphs
-        self._forward_decodes = self._forward_prefills = model.forward
-        if piecewise is not None:
-            self._forward_prefills = piecewise.forward
-            if decode_graphs is None and piecewise.captured:
-                self._forward_decodes = piecewise.forward  # the model between attention calls is better than nothing
+        self._prefilling: Model | CapturedModel = model if piecewise is None else piecewise
+        # Where no graph has a whole step, the model between attention calls is better than nothing.
+        captured = piecewise is not None and piecewise.captured and decode_graphs is None
+        self._decoding = self._prefilling if captured else model
         self._rows = rows
         self._constraints = constraints
         self._prompts = Prompts()
@@ -224,8 +223,8 @@ class ModelRunner:
         if wanted is not None:
             logits_NV, prompts = self._forward_with_prompt_outputs(tensors, wanted)
         else:
-            forward = self._forward_prefills if step.prefill_rows else self._forward_decodes
-            logits_NV = forward(tensors)
+            model = self._prefilling if step.prefill_rows else self._decoding
+            logits_NV = model.forward(tensors)
         if not len(batch.sample_rows_N):
             # Only chunks in the middle of prompts: the K/V they stored are the step's result.
             nothing = SampledTokens(logits_NV.new_empty(0, dtype=torch.int64), None)
@@ -275,11 +274,11 @@ class ModelRunner:
     def _forward_with_prompt_outputs(
         self, tensors: StepTensors, wanted: PromptOutputs
     ) -> tuple[torch.Tensor, PromptResults]:
-        """logits_NV and what is wanted of prompts.  Without graphs: these steps are few, and need more rows' output."""
+        """logits_NV and what is wanted of prompts, which are more rows than are sampled."""
         sample_at_N = tensors.sample_at_N
         more_at = self._rows.upload(np.concatenate((wanted.scored_at_E, wanted.pooled_at_P)))
         num_sampled, num_scored = len(sample_at_N), len(wanted.scored_at_E)
-        states = self._model.hidden(tensors, torch.cat((sample_at_N, more_at)))
+        states = self._prefilling.hidden(tensors, torch.cat((sample_at_N, more_at)))
         scored_ED, pooled_PD = states[num_sampled:].split((num_scored, len(wanted.pooled_at_P)))
         prompts = self._prompts.results(wanted, scored_ED, pooled_PD, self._model)
         return self._model.logits(states[:num_sampled]), prompts

@@ -82,14 +82,18 @@ class Piecewise:
 
     def forward(self, step: StepTensors) -> Tensor:
         """See ``Model.forward``."""
+        return self._model.logits(self.hidden(step, step.sample_at_N))
+
+    def hidden(self, step: StepTensors, wanted_N: Tensor) -> Tensor:
+        """x_ND of the wanted rows of T; see ``Model.hidden``."""
         num_tokens = len(step.token_ids_T)
         size = round_up(self.sizes, num_tokens)
         if size is None or not self._device.captures:
-            return self._run_directly(step)
+            return self._run_directly(step, wanted_N)
         self._fill(size, (step.token_ids_T, step.positions_T, step.slots_T), num_tokens)
         recording = self._recordings.get(size)
         result_TD = self._capture_late(size) if recording is None else recording.replay()
-        return self._model.logits(result_TD.index_select(0, step.sample_at_N))
+        return result_TD.index_select(0, wanted_N)
 
     @torch.inference_mode()
     def capture(self, progress: bool = False) -> None:
@@ -142,15 +146,15 @@ class Piecewise:
         token_ids_T, positions_T, slots_T = self.inputs_3M[:, :size]
         return self._hidden(StepTensors(token_ids_T, positions_T, slots_T, self._rows_0, self._attention, self._pool))
 
-    def _run_directly(self, step: StepTensors) -> Tensor:
+    def _run_directly(self, step: StepTensors, wanted_N: Tensor) -> Tensor:
         num_tokens = len(step.token_ids_T)
         if num_tokens < FEWEST_DIRECT or not self._any_size:
-            return self._model.forward(step)
+            return self._model.hidden(step, wanted_N)
         self._recorder.num_tokens = num_tokens
         x_TD = self._hidden(
             StepTensors(step.token_ids_T, step.positions_T, step.slots_T, step.sample_at_N, self._attention, self._pool)
         )
-        return self._model.logits(x_TD.index_select(0, step.sample_at_N))
+        return x_TD.index_select(0, wanted_N)
 
     def _fill(self, size: int, inputs: Sequence[Tensor], num_tokens: int) -> None:
         """Real tokens first; padding has token 0 at position 0 and belongs in the dump page."""

@@ -177,7 +177,7 @@ class RankGraphs:
     def _new_decode(self, parts: StepParts, scheduler: SchedulerSection) -> DecodeGraphs | None:
         if self._recorder is None or not self.device.captures or not can_capture(parts.attention):
             return None
-        if not parts.model.generates:
+        if parts.model.pooled_head is not None:
             return None  # it generates nothing, so no step decodes
         return DecodeGraphs(
             model=parts.model,

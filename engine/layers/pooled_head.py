@@ -1,11 +1,10 @@
 """What stands in the LM head's place in a model that generates nothing: a classifier, two rows of the LM head, nothing.
 
-Legend: N rows of normed states · D model dim · L labels
+Legend: N rows of normed states · D model dim · L labels · R rows of the weight
 Owns: those products, whole on every rank, since they are small.  Does not know: how a prompt is pooled, requests.
 """
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,70 +13,76 @@ from torch import Tensor
 from engine.checkpoints.shape import ClassifierShape, NoHeadShape, TokenScoreShape
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
-from engine.layers.part import Part
+from engine.layers.packing import LinearKernel
 from engine.layers.weights import WeightSlice, parameter, whole
 
 
-class PooledHead(Part, Protocol):
-    """What makes logits of labels from the model's last states."""
+class PooledHead:
+    """Its weight, of R rows, is plain: a handful of rows gains nothing by a layout."""
 
-    def __call__(self, states_ND: Tensor) -> Tensor:
-        """[N, L] in float32."""
-        ...
+    def __init__(self, rows: int, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.weight = parameter(rows, hidden_size, device=device, dtype=dtype)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weight."""
+        return self.weight.nbytes
 
-class NoHead:
-    """The states are the result."""
+    def labels(self, states_ND: Tensor) -> Tensor:
+        """Logits [N, L] in float32."""
+        return F.linear(states_ND, self.weight).float()
 
-    def __init__(
-        self, shape: NoHeadShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        """See ``Part``."""
-
-    def __call__(self, states_ND: Tensor) -> Tensor:
-        return states_ND.float()
-
-    def pack(self, kernels: LayerKernels | None) -> None:
-        """See ``Part``."""
+    def logits(self, x_ND: Tensor, as_float32: bool = True) -> Tensor:
+        """[N, 1]: nothing is generated, so there is one choice, whose logit is finite if the row is."""
+        return (x_ND.float() * 0.0).sum(dim=1, keepdim=True)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """It reads nothing."""
         return iter(())
 
+    def pack(self, kernel: LinearKernel | LayerKernels | None, keep_weight: bool = False) -> None:
+        """It stays as it is."""
 
-class Classifier(NoHead):
+
+class NoHead(PooledHead):
+    """The states are the result."""
+
+    def __init__(
+        self, shape: NoHeadShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(0, hidden_size, device, dtype)
+
+
+class Classifier(PooledHead):
     """One row of weights for each label, without a bias."""
 
     def __init__(
         self, shape: ClassifierShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
+        super().__init__(shape.num_labels, hidden_size, device, dtype)
         self._name = shape.name
-        self._weight_LD = parameter(shape.num_labels, hidden_size, device=device, dtype=dtype)
-
-    def __call__(self, states_ND: Tensor) -> Tensor:
-        return F.linear(states_ND, self._weight_LD).float()
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What this head reads from a checkpoint."""
-        yield whole(f"{self._name}.weight", self._weight_LD)
+        """All of its weight."""
+        yield whole(f"{self._name}.weight", self.weight)
 
 
-class TokenScore(NoHead):
+class TokenScore(PooledHead):
     """The logit of one token, less that of another: sigmoid makes of it what softmax makes of the two."""
 
     def __init__(
         self, shape: TokenScoreShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
+        super().__init__(len(shape.token_ids), hidden_size, device, dtype)
         self._shape = shape
-        self._weight_LD = parameter(len(shape.token_ids), hidden_size, device=device, dtype=dtype)
 
-    def __call__(self, states_ND: Tensor) -> Tensor:
-        yes_N, *no_N = F.linear(states_ND, self._weight_LD).float().unbind(1)
+    def labels(self, states_ND: Tensor) -> Tensor:
+        yes_N, *no_N = super().labels(states_ND).unbind(1)
         return (yes_N - no_N[0] if no_N else yes_N)[:, None]
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """A row for each token, of what would be the LM head."""
-        table = (self._shape.vocab_size, self._weight_LD.shape[1])
+        table = (self._shape.vocab_size, self.weight.shape[1])
         for row, token_id in enumerate(self._shape.token_ids):
-            target = self._weight_LD[row : row + 1]
+            target = self.weight[row : row + 1]
             yield WeightSlice(f"{self._shape.name}.weight", table, 0, token_id, 1, target)

@@ -102,11 +102,9 @@ class Decoder:
             self.layers.append(DecoderLayer(layer, shape.hidden_size, number, comm, device, dtype))
         self.rotaries = [_rotary(turn, shape.head_size, device, dtype) for turn in rotaries]
         self.norm = build(Norm, shape.norm, shape.hidden_size, comm, device, dtype)
-        self.head: VocabLinear | None = self.embedding
-        self._pooled_head: PooledHead | None = None
+        self.head: VocabLinear | PooledHead = self.embedding
         if shape.pooled_head is not None:
-            self.head = None
-            self._pooled_head = build(PooledHead, shape.pooled_head, shape.hidden_size, comm, device, dtype)
+            self.head = build(PooledHead, shape.pooled_head, shape.hidden_size, comm, device, dtype)
         elif not shape.tied:
             self.head = VocabLinear(shape.vocab_size, shape.hidden_size, comm, device, dtype)
         self.attention_spec = _attention_spec(shape, self.layers)
@@ -116,9 +114,9 @@ class Decoder:
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if shape.rounded_scale else scale
 
     @property
-    def generates(self) -> bool:
+    def pooled_head(self) -> PooledHead | None:
         """See ``Model``."""
-        return self.head is not None
+        return self.head if isinstance(self.head, PooledHead) else None
 
     @property
     def doubled_bytes(self) -> int:
@@ -159,12 +157,8 @@ class Decoder:
         return x_TD if update_TD is None else x_TD.add_(update_TD)
 
     def logits(self, x_ND: Tensor) -> Tensor:
-        """logits_NV of rows that ``hidden`` has returned; float32, but where kernels sample: they read any dtype.
-
-        Without an LM head V is 1, and the only logit is finite if the row is."""
+        """logits_NV of rows that ``hidden`` has returned; float32, but where kernels sample: they read any dtype."""
         normed_ND = self.norm(x_ND)
-        if self.head is None:
-            return (normed_ND.float() * 0.0).sum(dim=1, keepdim=True)
         if self.shape.logit_scale != 1.0:
             normed_ND = normed_ND * self.shape.logit_scale
         logits_NV = self.head.logits(normed_ND, as_float32=self._kernels is None)
@@ -176,11 +170,6 @@ class Decoder:
         """What the LM head reads of rows that ``hidden`` has returned: the model's last representation of them."""
         return self.norm(x_ND)
 
-    def labels(self, normed_ND: Tensor) -> Tensor:
-        """logits_NL of a model that has a head for labels; float32.  normed_ND: see ``normed``."""
-        assert self._pooled_head is not None, "a request for labels came to a model that has none"
-        return self._pooled_head(normed_ND)
-
     def slices(self) -> Iterator[WeightSlice]:
         """What this rank reads from a checkpoint.  Together the targets are all parameters, each element once."""
         names = self.shape.names
@@ -188,18 +177,17 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             yield from layer.slices(f"{names.layers}.{index}")
         yield from self.norm.slices("")
-        yield from self._head_slices()
+        if self.head is not self.embedding:
+            yield from self.head.slices(names.head)
 
-    def linear_shapes(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(outputs, inputs) of all weights of the layers in their order, and of the LM head if there is one; before
-        they are packed."""
+    def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+        """(outputs, inputs) of all weights of the layers in their order, and of the LM head; before they are packed."""
 
-        def shape(linear: Linear) -> tuple[int, int]:
+        def shape(linear: Linear | PooledHead) -> tuple[int, int]:
             outputs, inputs = linear.weight.shape
             return outputs, inputs
 
-        heads = [] if self.head is None else [shape(self.head)]
-        return [shape(linear) for layer in self.layers for linear in layer.linears], heads
+        return [shape(linear) for layer in self.layers for linear in layer.linears], shape(self.head)
 
     def load(
         self, read: Callable[[Iterator[WeightSlice]], None], kernels: LayerKernels | None, linears: Linears
@@ -218,20 +206,13 @@ class Decoder:
             layer.pack(kernels, linears.layers)
         read(self.norm.slices(""))
         self.norm.pack(kernels)
-        read(self._head_slices())
-        if self.head is not None:
-            self.head.pack(linears.head, keep_weight=self.head is self.embedding)
+        if self.head is not self.embedding:
+            read(self.head.slices(self.shape.names.head))
+        self.head.pack(linears.head, keep_weight=self.head is self.embedding)
         self.weight_bytes += self._linear_bytes() - plain_bytes
 
     def _linear_bytes(self) -> int:
-        head = self.head.nbytes if self.head is not None else 0
-        return head + sum(linear.nbytes for layer in self.layers for linear in layer.linears)
-
-    def _head_slices(self) -> Iterator[WeightSlice]:
-        if self._pooled_head is not None:
-            yield from self._pooled_head.slices("")
-        elif self.head is not None and self.head is not self.embedding:
-            yield from self.head.slices(self.shape.names.head)
+        return self.head.nbytes + sum(linear.nbytes for layer in self.layers for linear in layer.linears)
 
     def _table_slices(self) -> Iterator[WeightSlice]:
         yield from self.embedding.slices(self.shape.names.embedding)

@@ -16,6 +16,7 @@ from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.packing import Linears
+from engine.layers.pooled_head import PooledHead
 from engine.layers.step import StepTensors
 from engine.layers.weights import WeightSlice
 
@@ -36,8 +37,8 @@ class Model(Protocol):
     weight_bytes: int
 
     @property
-    def generates(self) -> bool:
-        """Whether it has an LM head; without one it computes representations and labels."""
+    def pooled_head(self) -> PooledHead | None:
+        """What stands in the LM head's place in a model that generates nothing; None in one that does."""
         ...
 
     @property
@@ -62,17 +63,12 @@ class Model(Protocol):
         """What the LM head reads of rows that ``hidden`` has returned: the model's last representation of them."""
         ...
 
-    def labels(self, normed_ND: Tensor) -> Tensor:
-        """logits_NL of a model that has a head for labels; float32.  normed_ND: see ``normed``."""
-        ...
-
     def slices(self) -> Iterator[WeightSlice]:
         """What this rank reads from a checkpoint.  Together the targets are all parameters, each element once."""
         ...
 
-    def linear_shapes(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(outputs, inputs) of all weights of the layers in their order, and of the LM head if there is one; before
-        they are packed."""
+    def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+        """(outputs, inputs) of all weights of the layers in their order, and of the LM head; before they are packed."""
         ...
 
     def load(

@@ -65,6 +65,8 @@ class Race:
         room = MEASURED_BYTES
         # From both ends: layers are alike, and the LM head is last.
         for outputs, inputs in [shapes[-1], *shapes[:-1]]:
+            if not outputs:
+                continue  # the head of a model that has none
             chosen.append((min(outputs, MAX_OUTPUTS), inputs))
             room -= chosen[-1][0] * inputs * self._dtype.itemsize
             if room < 0:

@@ -37,16 +37,16 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
     if spec.quantization is not None:
         log.info("weights: %s", told(spec.quantization, context.quantization))
     race = Race(device, plan.dtype)
-    layers, heads = plan.linear_shapes()
+    layers, head = plan.linear_shapes()
     if context.quantization == "none":
-        kernel = choose_linear(plugins, context, lambda kernels: race.seconds(kernels, [*layers, *heads]))
+        kernel = choose_linear(plugins, context, lambda kernels: race.seconds(kernels, [*layers, head]))
         return Linears(kernel, kernel)
     # 'auto' for the head: a kernel that was named for rounded weights need not know others.
     exact = replace(context, quantization="none")
     unnamed = Plugins({"linear": "auto"}, options=plugins.options)
     return Linears(
         choose_linear(plugins, context, lambda kernels: race.seconds(kernels, layers)),
-        choose_linear(unnamed, exact, lambda kernels: race.seconds(kernels, heads)),
+        choose_linear(unnamed, exact, lambda kernels: race.seconds(kernels, [head])),
     )
 
 

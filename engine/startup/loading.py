@@ -197,7 +197,7 @@ def load_runner(
         rows=rows,
         constraints=Constraints(grammars or _own_grammars(config, spec, plugins), spec.vocab_size, device),
         sampler=sampler,
-        eos_token_ids=spec.eos_token_ids if model.generates else (),
+        eos_token_ids=spec.eos_token_ids if model.pooled_head is None else (),
     )
 
 

@@ -16,9 +16,10 @@ from msgspec import UNSET, UnsetType
 
 from engine.actors.admission import RETRY_LATER_S, unavailable
 from engine.actors.snapshot import Gauges
+from engine.checkpoints.pooling import GENERATING, Kind, Pooling
 from engine.errors import RequestError
 from engine.messages import Finish, RequestOptions
-from engine.params import SamplingParams
+from engine.params import Method, SamplingParams
 from engine.sections import LimitsSection
 from server.backend import Backend, Ingress, Stream
 from server.clients import CLIENT
@@ -176,16 +177,20 @@ def trouble(ingress: Ingress, gauges: Gauges) -> RequestError | None:
 
 
 class ProbeRoute:
-    """Handles the probe."""
+    """Handles the probe.  pooling: what the model is for."""
 
-    def __init__(self, limit_s: float = PROBE_LIMIT_S) -> None:
+    def __init__(self, pooling: Pooling = GENERATING, limit_s: float = PROBE_LIMIT_S) -> None:
+        methods: dict[Kind, Method] = {"generate": "", "embed": "last", "classify": "classify"}
+        self._params = ONE_TOKEN.replace(pooling=methods[pooling.kind])
         self._limit_s = limit_s
 
     async def get(self, request: web.Request) -> web.Response:
-        """Generate a token.  Raises RequestError: 503 if no token came, 429 if the queue is full."""
+        """Generate a token, or what the model gives in its place.
+
+        Raises RequestError: 503 if nothing came, 429 if the queue is full."""
         client = request[CLIENT]
         client.check_admission()
-        stream = client.open(PROBE_PROMPT, ONE_TOKEN, FIRST)
+        stream = client.open(PROBE_PROMPT, self._params, FIRST)
         try:
             async with asyncio.timeout(self._limit_s):
                 finish = await _end_of(stream)

@@ -140,7 +140,7 @@ def _operators_routes(
         *(web.get(path, status.info) for path in ("/server_info", "/get_server_info")),
         *(web.get(path, status.model) for path in ("/model_info", "/get_model_info")),
         web.get("/load", status.load),
-        web.get("/health_generate", ProbeRoute().get),
+        web.get("/health_generate", ProbeRoute(backend.card.pooling).get),
         web.get("/stats", stats.get),
         *administration_routes(administration.abort, administration.reset),
         web.get("/openapi.json", openapi_handler(version)),

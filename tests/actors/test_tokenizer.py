@@ -84,9 +84,9 @@ def test_a_token_that_the_model_does_not_have_is_its_requests_error(
     unknown = np.append(known, np.int32(vocab_size))
     assert vocab_size < text_codec.vocab_size, "the tokenizer has more tokens than the model"
     prompts = {"good": known, "bad": unknown}
-    monkeypatch.setattr(text_codec, "encode", lambda text: prompts[text])
+    monkeypatch.setattr(text_codec, "encode", lambda text, **options: prompts[text])
     monkeypatch.setattr(
-        text_codec, "encode_chat", lambda turns, options: EncodedChat(prompts[turns[0].content], "none")
+        text_codec, "encode_chat", lambda turns, *options: EncodedChat(prompts[turns[0].content], "none")
     )
 
     async def scenario(tokenizer: Tokenizer, ingress: Sent, scheduler: Sent) -> None:

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from engine.checkpoints.checkpoint import ModelSpec
-from engine.checkpoints.pooling import GENERATING, Pooling
+from engine.checkpoints.checkpoint import ModelSpec, read_spec
+from engine.checkpoints.pooling import GENERATING, Pooling, causal_names
 from engine.checkpoints.shape import ClassifierShape, NoHeadShape, TokenScoreShape
 from engine.errors import WeightsError
 from engine.plugins.families import read_model
@@ -43,6 +44,12 @@ def test_a_causal_model_generates(tmp_path: Path) -> None:
     assert spec.pooling == GENERATING
     assert spec.shape.pooled_head is None
     assert spec.shape.num_outputs == spec.vocab_size
+
+
+def test_names_of_architectures_say_what_head_there_is() -> None:
+    assert causal_names("Qwen3ForCausalLM") == causal_names("GPT2LMHeadModel") == ()
+    assert causal_names("GPT2Model") == ("GPT2ForCausalLM", "GPT2LMHeadModel")
+    assert causal_names("Gemma3TextForSequenceClassification")[0] == "Gemma3ForCausalLM"
 
 
 @pytest.mark.parametrize(
@@ -165,3 +172,11 @@ def test_labels_must_have_every_number(tmp_path: Path) -> None:
 def test_an_unknown_model_under_another_head_is_refused_as_before(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match='architectures is "BertForSequenceClassification", expected one of'):
         read(write(tmp_path, "BertForSequenceClassification"))
+
+
+def test_a_family_may_have_a_head_of_its_own(tmp_path: Path) -> None:
+    head = ClassifierShape(num_labels=1, name="reward_head")
+    shape = msgspec.structs.replace(read(write(tmp_path, num_labels=1)).shape, pooled_head=head)
+    spec = read_spec(tmp_path, lambda architecture, fields: shape)
+    assert spec.shape.pooled_head == head
+    assert (spec.pooling.kind, spec.pooling.labels) == ("classify", ("LABEL_0",))

@@ -189,7 +189,10 @@ def test_texts_are_joined_cut_and_named_as_the_tokenizer_does(reranker: tuple[Pa
         (cut,) = vectors(llm, [text], truncate_prompt_tokens=5)
         assert cut == pytest.approx(reference_vector(text, truncation=True, max_length=5), abs=1e-5)
         (huge,) = llm.embed([text * 2000], truncate_prompt_tokens=-1)
-        assert huge.usage.prompt_tokens == llm.max_model_len - 1
+        assert huge.usage.prompt_tokens == llm.max_model_len == 512
+        ids = RAGGED[-1] * 5 + RAGGED[-1][:62]
+        (whole,) = vectors(llm, [ids])
+        assert whole == pytest.approx(normalize(states(embedder, ids)[-1], dim=0).numpy(), abs=1e-5)
         (similar,) = llm.score(text, "import")
         assert similar == pytest.approx(float(reference_vector(text) @ reference_vector("import")), abs=1e-5)
         with pytest.raises(RequestError, match="prompt_name='other': must be one of 'query'"):

@@ -12,6 +12,7 @@ from engine.actors.step_splitting import StepSplitter
 from engine.graphs.piecewise import Piecewise
 from engine.sampling.sampler import Sampler
 from tests.graphs.engines import install
+from tests.models import pooled
 from tests.models.checkpoints import build, random_tokens, save
 
 PROMPT_LENGTHS = (1, 5, 16, 17, 40)
@@ -137,3 +138,23 @@ def test_a_step_without_room_goes_on_from_where_it_began(engines, room, asked, n
     assert outputs(captured, ASKED[asked], first) == expected
     assert room.failures
     assert device.replays
+
+
+def test_prompts_are_pooled_and_scored_by_graphs(engines):
+    captured, plain, device = engines
+    device.replays.clear()
+    for one, other in zip(captured.embed(prompts(500)), plain.embed(prompts(500)), strict=True):
+        assert one.data == pytest.approx(other.data, abs=1e-5)
+    assert len(device.replays) >= len(PROMPT_LENGTHS)
+
+
+def test_a_model_that_generates_nothing_has_no_decode_graphs(tmp_path, monkeypatch):
+    devices = install(monkeypatch)
+    pooled.build("Qwen3", "ForSequenceClassification", num_labels=2).save_pretrained(tmp_path)
+    with engine(tmp_path, "breakable") as captured:
+        captures = len(devices[0].replays)
+        first = captured.classify(prompts())
+        assert len(devices[0].replays) > captures
+    with engine(tmp_path, "off") as plain:
+        for one, other in zip(first, plain.classify(prompts()), strict=True):
+            assert one.data == pytest.approx(other.data, abs=1e-5)

@@ -435,7 +435,7 @@ def test_a_prompt_is_counted_as_it_is_answered(served: EngineServer) -> None:
         ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
         ("/detokenize", {}, "tokens"),
         ("/v1/embeddings", {"model": "demo", "input": []}, "input"),
-        ("/v1/embeddings", {"model": "demo", "input": ["x"] * 129}, "input"),
+        ("/v1/embeddings", {"model": "demo", "input": ["x"] * 2049}, "input"),
         ("/v1/embeddings", {"model": "demo", "input": ""}, "input"),
         ("/v1/embeddings", {"model": "demo", "input": "x" * 100_000}, "input"),
         ("/v1/embeddings", {"model": "demo", "input": "x", "pooling": "max"}, "pooling"),

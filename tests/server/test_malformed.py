@@ -145,14 +145,17 @@ RESPONSES_FIELDS: dict[str, list[str]] = {
     "conversation": ['"c"', "{}"],
 }  # fmt: skip
 EMBEDDING_FIELDS: dict[str, list[str]] = {
-    "model": ANY_FIELDS["model"],
-    "input": ["null", "1", "{}", "[]", "[[]]", '["a", 1]', "[true]", "[-1]", "[1000]", json.dumps(["a"] * 129)],
+    "model": ['"other"', "1"],
+    "input": ["null", "1", "{}", "[]", "[[]]", '["a", 1]', "[true]", "[-1]", "[1000]", json.dumps(["a"] * 2049)],
     "encoding_format": ["1", '"int8"'],
     "dimensions": [*INTEGERS, "0", "-1", str(1 << 21)],
     "pooling": ["1", '"max"', '"cls"'],
     "priority": [*INTEGERS, str(1 << 31)],
     "cache_salt": [*STRINGS, json.dumps("x" * 1025)],
-    "truncate_prompt_tokens": ["5"],
+    "truncate_prompt_tokens": [*INTEGERS, "0", "-2", "1025"],
+    "prompt_name": [*STRINGS, '"query"'],
+    "use_activation": ["1", '"no"'],
+    "truncation_side": ['"left"'],
 }  # fmt: skip
 TOKENIZE_FIELDS: dict[str, list[str]] = {
     "prompt": ["null", "1", "[]", "{}", '"\\ud800"', json.dumps("x" * 9000)],

@@ -140,6 +140,7 @@ def test_a_classifier_names_its_labels(classifier: EngineServer) -> None:
 def test_models_say_what_they_are_for(embedder: EngineServer, classifier: EngineServer) -> None:
     for server, kind in ((embedder, "embed"), (classifier, "classify")):
         assert ask(server.port, "GET", "/v1/models").json["data"][0]["kind"] == kind
+        assert ask(server.port, "GET", "/health_generate").status == 200
     error = refused(classifier, "/v1/chat/completions", model="m", messages=CONVERSATION)
     assert error["code"] == "unsupported_task"
     assert error["message"].startswith("this is a classifier of 2 labels, and it generates no text; what works is")
@@ -181,7 +182,7 @@ def test_a_text_that_is_too_long_is_refused_unless_it_may_be_cut(reranker: Engin
     assert (error["code"], error["param"]) == ("context_length_exceeded", "text_2")
     cut = post(reranker, "/v1/score", text_1="x", text_2=long, truncate_prompt_tokens=-1)
     # The last token is the pad token as well, which transformers leaves out.
-    assert cut["usage"]["prompt_tokens"] == reranker.system.max_len - 2
+    assert cut["usage"]["prompt_tokens"] == reranker.system.max_len - 1
     assert refused(reranker, "/rerank", query=long, documents=["x"], truncate_prompt_tokens=-1)["param"]
 
 

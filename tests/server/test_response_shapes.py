@@ -172,7 +172,7 @@ def test_models_have_their_context_length(live: LiveServer) -> None:
     body = ask(live.port, "GET", "/v1/models").json
     assert body["object"] == "list"
     model = {"id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "callboard", "max_model_len": 1024}
-    model |= {"root": MODEL, "parent": None}
+    model |= {"root": MODEL, "parent": None, "kind": "generate"}
     assert body["data"] == [model]
     assert ask(live.port, "GET", f"/v1/models/{MODEL}").json == model
 

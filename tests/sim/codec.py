@@ -28,15 +28,15 @@ class SimCodec(TextCodec):
         super().__init__(None)
         self.vocabulary = Vocabulary(_PIECES, eos_token_ids)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> npt.NDArray[np.int32]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, truncate_to: int = 0) -> npt.NDArray[np.int32]:
         """A token per character."""
         if not text:
             raise RequestError("prompt: empty, there is nothing to continue", param="prompt")
-        return np.array([_TOKEN_OF[character] for character in text], dtype=np.int32)
+        return np.array([_TOKEN_OF[character] for character in text[: truncate_to or None]], dtype=np.int32)
 
-    def encode_chat(self, turns: Sequence[ChatTurn], options: ChatOptions = PLAIN) -> EncodedChat:
+    def encode_chat(self, turns: Sequence[ChatTurn], options: ChatOptions = PLAIN, truncate_to: int = 0) -> EncodedChat:
         """The contents, one after another."""
-        return EncodedChat(self.encode("".join(turn.content for turn in turns)), "none")
+        return EncodedChat(self.encode("".join(turn.content for turn in turns), truncate_to=truncate_to), "none")
 
 
 def text_of(tokens: Sequence[int]) -> str:

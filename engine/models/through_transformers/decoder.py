@@ -24,6 +24,7 @@ from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.packing import Linears
+from engine.layers.pooled_head import PooledHead
 from engine.layers.step import StepTensors
 from engine.layers.weights import WeightSlice, whole
 from engine.models.through_transformers.attention import ANSWERER, Call, probe
@@ -81,9 +82,9 @@ class TransformersDecoder:
         return self._step
 
     @property
-    def generates(self) -> bool:
-        """See ``Model``."""
-        return True
+    def pooled_head(self) -> PooledHead | None:
+        """See ``Model``; a checkpoint that has one is refused when it is read."""
+        return None
 
     @property
     def doubled_bytes(self) -> int:
@@ -121,18 +122,14 @@ class TransformersDecoder:
         for _, slices in self._groups():
             yield from slices
 
-    def labels(self, normed_ND: Tensor) -> Tensor:
-        """See ``Model.labels``; a checkpoint that wants this is refused when it is read."""
-        raise NotImplementedError
-
-    def linear_shapes(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
         """See ``Model.linear_shapes``."""
 
         def shape(one: SwappedLinear) -> tuple[int, int]:
             outputs, inputs = one.linear.weight.shape
             return outputs, inputs
 
-        return [shape(one) for one in self._linears.values()], [shape(self._head)]
+        return [shape(one) for one in self._linears.values()], shape(self._head)
 
     def load(
         self, read: Callable[[Iterator[WeightSlice]], None], kernels: LayerKernels | None, linears: Linears
