@@ -26,7 +26,8 @@ class ThreadComm:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum in rank order, so that every rank gets the same bits."""
-        return tensor.copy_(torch.stack(self._exchange(tensor)).sum(0))
+        everyone = self._exchange(tensor)
+        return tensor.copy_(torch.stack(everyone).sum(0))
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """Concatenation in rank order."""
