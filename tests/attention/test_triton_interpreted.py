@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Mapping[str, subprocess.Popen[str]]]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    # Of no use to them, and two seconds each: what other packages add to pytest.
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     processes = {
         module: subprocess.Popen(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(INTERPRETED / module)],

@@ -70,13 +70,14 @@ class RecordedEvent:
 
 @dataclass
 class RecordedGraph:
-    """See ``Graph``."""
+    """See ``Graph``.  statics, touched: addresses of static tensors, and of memory of captures, that it works on."""
 
     device: "RecordingDevice"
     size: int
     began: int
     operations: list[Operation] = field(default_factory=list)
     statics: set[int] = field(default_factory=set)
+    touched: set[int] = field(default_factory=set)
     last_made: int = 0
     discarded: bool = False
 
@@ -88,6 +89,7 @@ class RecordedGraph:
             raise RecordingError("a graph is replayed that was given up")
         for address in self.statics:
             self.device.check_static(address)
+        self.device.touched |= self.touched
         self.device.overwrite_dead(self.began)
         for operation in tuple(self.operations):
             results = tree_flatten(operation.func(*operation.args, **operation.kwargs))[0]
@@ -103,6 +105,7 @@ class RecordingDevice:
     descending: every capture must be of at most the size of the one before; else only the first must be the largest.
     replays: sizes of the graphs that were replayed, one entry for each.
     copies_in, copies_out: bytes of each copy to and from the device.  events, syncs: recorded, waited for.
+    touched: addresses of memory of captures that may hold something else than poison.
     """
 
     captures = True
@@ -112,6 +115,7 @@ class RecordingDevice:
         self.replays: list[int] = []
         self.clock = 0
         self.memories: dict[int, Memory] = {}
+        self.touched: set[int] = set()
         self._descending = descending
         self.statics: dict[int, weakref.ref[Tensor]] = {}
         self._opaque: set[int] = set()
@@ -246,15 +250,18 @@ class RecordingDevice:
         if address not in self.memories:
             self.clock += 1
             self.memories[address] = Memory(size, tensor.untyped_storage(), tensor.dtype)
+        self.touched.add(address)
         memory = self.memories[address]
         memory.living += 1
         weakref.finalize(tensor, self._drop, memory).atexit = False
 
     def overwrite_dead(self, before: int) -> None:
         """Poison memory that was free when the clock stood there: a replay has given it to others by then."""
-        for memory in self.memories.values():
+        for address in tuple(self.touched):
+            memory = self.memories[address]
             if memory.died is not None and memory.died < before:
                 poison(memory.storage, memory.dtype)
+                self.touched.remove(address)
 
     def _drop(self, memory: Memory) -> None:
         memory.living -= 1
@@ -300,6 +307,7 @@ class _Recorder(TorchDispatchMode):
                 self._own.add(address_of(one))
             if not self._device.is_static(one):
                 self._device.made(one, self.graph.size)
+                self.graph.touched.add(address_of(one))
         if made:
             self.graph.last_made = self._device.clock
         weak_args, weak_kwargs = tree_map_only(Tensor, alias, (args, kwargs))
@@ -317,6 +325,8 @@ class _Recorder(TorchDispatchMode):
             raise RecordingError(
                 f"{func} reads a tensor {tuple(tensor.shape)} that was made {whose}: at replay it will be stale"
             )
+        if memory is not None:
+            self.graph.touched.add(address_of(tensor))
 
     def _save(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

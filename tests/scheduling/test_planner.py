@@ -316,9 +316,9 @@ def random_traffic(seed: int, strategy: EvictionStrategy) -> Counter[str]:
 def test_random_traffic_under_pressure_gives_the_oracles_tokens() -> None:
     """Arrivals, shared stems, salts, aborts, tiny pools, both depths; every page accounted for after every event."""
     counts: Counter[str] = Counter()
-    for seed in range(200):
+    for seed in range(80):
         counts += random_traffic(seed, LeastRecentlyUsed() if seed % 2 else FirstInFirstOut())
-    assert min(counts.values()) > 50, counts
+    assert min(counts.values()) > 20, counts
 
 
 def test_the_tokens_message_has_one_line_per_token() -> None:

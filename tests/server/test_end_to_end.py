@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import openai
 import pytest
 
 from tests.pace import far
+from tests.workers.executors import within
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 MODEL = "callboard-demo"
@@ -155,7 +155,7 @@ def test_sixteen_at_once_get_what_each_would_get_alone(server: Server, client: o
     assert asyncio.run(together()) == alone
 
 
-def test_a_client_that_vanishes_gives_every_page_back_within_a_second(server: Server) -> None:
+def test_a_client_that_vanishes_gives_every_page_back(server: Server) -> None:
     body = json.dumps({"model": MODEL, "prompt": "x" * 200, "max_tokens": 1500, "stream": True, "ignore_eos": True})
     fields = ("Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}")
     head = "\r\n".join(("POST /v1/completions HTTP/1.1", *fields, "", ""))
@@ -168,9 +168,7 @@ def test_a_client_that_vanishes_gives_every_page_back_within_a_second(server: Se
     assert server.health()["pages"]["used"] > 0
     for client in clients:
         client.close()
-    deadline = time.monotonic() + 1
-    while server.health()["pages"]["used"]:
-        assert time.monotonic() < deadline, server.health()
+    within(1, lambda: not server.health()["pages"]["used"])
     pages = server.health()["pages"]
     assert pages["free"] + pages["cached"] == pages["total"] == 512
 

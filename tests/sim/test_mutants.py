@@ -7,12 +7,13 @@ from tests.sim.run import play_seed
 from tests.sim.world import Outcome
 
 NUM_SEEDS = 200
+TELLING = (47, 42)  # tried first: what breaks executors, or damages stored pages, is rare among the others
 
 
 def first_failure(mutant: Mutant) -> Outcome | None:
-    """Of the first seeds, the first that fails while the bug is there."""
+    """Of the telling seeds and the first ones, the first that fails while the bug is there."""
     with planted(mutant):
-        for seed in range(NUM_SEEDS):
+        for seed in (*TELLING, *range(NUM_SEEDS)):
             outcome, _ = play_seed(seed)
             if outcome.failure is not None:
                 return outcome

@@ -26,7 +26,7 @@ class ThreadComm:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum in rank order, so that every rank gets the same bits."""
-        everyone = self._exchange(tensor.clone())
+        everyone = self._exchange(tensor)
         return tensor.copy_(torch.stack(everyone).sum(0))
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
@@ -37,7 +37,8 @@ class ThreadComm:
         """Nothing is held."""
 
     def _exchange(self, tensor: Tensor) -> list[Tensor]:
-        self._posted[self.rank] = tensor
+        # A copy: a rank that goes on may overwrite its tensor before the others have read it.
+        self._posted[self.rank] = tensor.clone()
         self._barrier.wait(TIMEOUT_S)
         everyone = [one for one in self._posted if one is not None]
         self._barrier.wait(TIMEOUT_S)
