@@ -45,6 +45,13 @@ class ModelSection(Section, frozen=True):
             "and 'int8' on a CPU, 'int8' and 'fp8' on a GPU, or what a plugin offers"
         ),
     ] = "none"
+    numerics: Annotated[
+        Literal["fast", "invariant"],
+        Meta(
+            description="'invariant': a request gets the same tokens and log probabilities, to the bit, whatever else runs; "
+            "on CPUs, checked at start"
+        ),
+    ] = "fast"
     max_model_len: Annotated[
         int, Meta(ge=0, description="Longest prompt plus output in tokens; 0 for what the model was trained for")
     ] = 0

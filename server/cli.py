@@ -1,4 +1,4 @@
-"""The ``callboard`` command: serve, generate, chat, config, plugins, models, tune, doctor.
+"""The ``callboard`` command: serve, generate, chat, config, plugins, models, tune, verify, doctor.
 
 Owns: arguments, exit codes, what a person at a terminal sees.  Does not know: how the engine does any of it.
 torch is imported only by the commands that run a model, and by the one that says which plugins could run here.
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, run: Run, help_text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         command = commands.add_parser(name, parents=[*parents], help=help_text)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, target=None)
         return command
 
     command = add("serve", _serve, "serve a model over HTTP", _target(), _shared("info"))
@@ -104,7 +104,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--on", choices=["ray"], help="what runs the replicas: Ray, on all machines of its cluster")
     command = add("generate", _generate, "complete a prompt and print the text", _shared("warning"), _sampling())
     command.add_argument("prompt", help="the text to go on from; - reads it from standard input")
-    command.set_defaults(target=None)
     command = add("chat", _chat, "talk to the model in the terminal", _target(), _shared("warning"), _sampling())
     command.add_argument("--system", help="instructions that open the conversation")
     command = add("config", _config, "print the effective configuration as TOML", _target(), _shared("warning"))
@@ -113,6 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     add("models", _models, "list the architectures that can be served", _target(), _shared("warning"))
     tune = "measure the attention backends that can run here on the model's heads, for later starts to choose by"
     add("tune", _tune, tune, _target(), _shared("warning"))
+    command = add("verify", _verify, "run requests in many ways: every bit must be the same", _shared("warning"))
+    command.add_argument("subject", choices=["numerics"])
     command = add(
         "doctor", _doctor, "look for what a start would lack, and say how to get it", _target(), _shared("warning")
     )
@@ -362,6 +363,12 @@ def _tune(parsed: argparse.Namespace, config: Config) -> None:
     Console().print(report.table())
     if not report.fastest():
         raise PluginError("no attention backend came through; the table says why")
+
+
+def _verify(parsed: argparse.Namespace, config: Config) -> None:
+    from server.operators.verify import WAYS, verify_numerics
+
+    verify_numerics(config, WAYS)
 
 
 def _models(parsed: argparse.Namespace, config: Config) -> None:

@@ -20,7 +20,12 @@ from engine.plugins.selection import NOT_MEASURED, Measured, choose_attention
 
 
 def context_of(
-    spec: AttentionSpec, page_size: int, device: torch.device, dtype: torch.dtype, layout: Layout = "layer_first"
+    spec: AttentionSpec,
+    page_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: Layout = "layer_first",
+    invariant: bool = False,
 ) -> AttentionContext:
     """What a rank's attention plugins are told, for both phases and without options."""
     return AttentionContext(
@@ -33,6 +38,7 @@ def context_of(
         window=spec.window,
         needs=spec.needs,
         kv_layout=layout,
+        invariant=invariant,
     )
 
 
@@ -48,11 +54,12 @@ class RankAttention:
         dtype: torch.dtype,
         layout: Layout = "layer_first",
         measured: Measured = NOT_MEASURED,
+        invariant: bool = False,
     ) -> None:
         self._plugins = plugins
         self._spec = spec
         self._measured = measured
-        self._context = context_of(spec, page_size, device, dtype, layout)
+        self._context = context_of(spec, page_size, device, dtype, layout, invariant)
         self._choices = choose_attention(plugins, self._context, measured=measured)
         for choice in self._choices:
             if not choice.info.built_in:

@@ -45,6 +45,7 @@ class AttentionContext:
     window: sliding window in tokens, 0 for none.  phases: what it is to serve, 'prefill', 'decode' or both.
     needs: what the model's attention has beside that, of what ``Declaration.supports`` may name.
     kv_layout: of the pool, 'layer_first' or 'page_first'; '' if that is not known yet.
+    invariant: whether a token's result must have the same bits in every step, see ``Declaration.invariant``.
     options: the plugin's own table from the configuration."""
 
     device: str
@@ -57,6 +58,7 @@ class AttentionContext:
     phases: tuple[str, ...] = ("prefill", "decode")
     needs: tuple[str, ...] = ()
     kv_layout: str = ""
+    invariant: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -89,7 +91,8 @@ class LinearContext:
     'float16'.  quantization: what it is to keep weights in, 'none' for what rounds no more than products in dtype do.
     checkpoint_dtype: what the weights were saved in; their values fit it exactly.
     instruction_sets: of this CPU, of 'avx2', 'avx512' and 'amx'; None if they are not known.
-    traced: whether a compiler will trace products.  options: the plugin's own table from the configuration."""
+    traced: whether a compiler will trace products.  invariant: whether a row's result must have the same bits whatever
+    other rows there are.  options: the plugin's own table from the configuration."""
 
     device: str
     dtype: str
@@ -97,6 +100,7 @@ class LinearContext:
     checkpoint_dtype: str = ""
     instruction_sets: tuple[str, ...] | None = None
     traced: bool = False
+    invariant: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -53,6 +53,7 @@ def check_linear(
                 dtype,
                 quantization,
                 checkpoint_dtype=(declares.checkpoint_dtypes or (dtype,))[0],
+                invariant=declares.invariant,
                 options=dict(options or {}),
             )
             _check_context(hook, context, declares, findings)
