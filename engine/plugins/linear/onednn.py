@@ -28,12 +28,14 @@ COMPILED_BYTES = 640 << 10
 class BlockedWeight:
     """W[O, I] in oneDNN's blocked layout, for products on a CPU; a small one also transposed, for a single row.
 
-    A product with the blocks gives a row the same bits at every number of rows; the transposed one gives others.
+    A product with the blocks gives a row the same bits at every number of rows from two on; a single row has others
+    with AVX-512 and 2048 inputs or more, and from the transposed weight in any case.
     1.1 to 3.5 times faster than torch's own product at every number of rows (``benchmarks/bench_linear.py``).
     """
 
     def __init__(self, weight_OI: Tensor, invariant: bool) -> None:
         self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight_OI, ROWS)
+        self._fewest_rows = 2 if invariant else 1
         self._transposed_IO: Tensor | None = None
         if weight_OI.dtype == torch.float32 and weight_OI.nbytes <= SMALL_BYTES and not invariant:
             self._transposed_IO = weight_OI.t().contiguous()
@@ -49,13 +51,13 @@ class BlockedWeight:
         if torch.compiler.is_dynamo_compiling():
             y_TO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_TI, self._blocked, bias_O, "none", [], "")
             return y_TO
-        return padded_product(x_TI, self._blocked, bias_O)
+        return padded_product(x_TI, self._blocked, bias_O, self._fewest_rows)
 
 
-def padded_product(x_TI: Tensor, blocked_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """x W^T + bias, by a product of one of few numbers of rows."""
+def padded_product(x_TI: Tensor, blocked_OI: Tensor, bias_O: Tensor | None, fewest_rows: int = 1) -> Tensor:
+    """x W^T + bias, by a product of one of few numbers of rows, and of no fewer than ``fewest_rows``."""
     num_rows = x_TI.shape[0]
-    padding = padded_rows(num_rows) - num_rows
+    padding = padded_rows(max(num_rows, fewest_rows)) - num_rows
     x_PI = F.pad(x_TI, (0, 0, 0, padding)) if padding else x_TI
     y_PO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_PI, blocked_OI, bias_O, "none", [], "")
     return y_PO[:num_rows]
