@@ -60,6 +60,13 @@ class ModelSection(Section, frozen=True):
             "document; empty for the checkpoint's chat template if it knows these roles"
         ),
     ] = ""
+    numerics: Annotated[
+        Literal["fast", "invariant"],
+        Meta(
+            description="'invariant': a request gets the same tokens and log probabilities, to the bit, whatever else runs; "
+            "on CPUs, checked at start"
+        ),
+    ] = "fast"
     max_model_len: Annotated[
         int, Meta(ge=0, description="Longest prompt plus output in tokens; 0 for what the model was trained for")
     ] = 0

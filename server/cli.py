@@ -1,4 +1,4 @@
-"""The ``callboard`` command: serve, generate, chat, config, plugins, models, tune, doctor.
+"""The ``callboard`` command: serve, generate, chat, config, plugins, models, tune, verify, doctor.
 
 Owns: arguments, exit codes, what a person at a terminal sees.  Does not know: how the engine does any of it.
 torch is imported only by the commands that run a model, and by the one that says which plugins could run here.
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
@@ -23,10 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from engine import __version__
-from engine.checkpoints.pooling import Kind
 from engine.config import Config, json_schema, load_config, render_toml
 from engine.errors import CallboardError, ConfigError, PluginError, RequestError
-from engine.logs import FIELDS, JSONFormatter, LogSettings
+from engine.logs import LogSettings
 from engine.params import SamplingParams
 from engine.plugins.families import THROUGH, list_families
 from engine.plugins.hookspecs import API_VERSION
@@ -35,6 +34,7 @@ from engine.workers.cluster.environment import Cluster, check_cluster, read_clus
 from server.backend import Backend
 from server.http.listener import bind, url_of
 from server.model_card import ModelCard
+from server.run.greeting import greet
 from server.run.serve import serve, serve_from_process
 
 if TYPE_CHECKING:
@@ -42,14 +42,8 @@ if TYPE_CHECKING:
     from engine.system import System
     from engine.workers.cluster.head import Head
 
-log = logging.getLogger(__name__)
-
 Run = Callable[[argparse.Namespace, Config], None]
 FRONT_MODULE = "server.run.frontend_process"  # the engine starts it, and knows it by name alone
-FIRST_REQUESTS: dict[Kind, tuple[str, dict[str, Any]]] = {
-    "generate": ("/v1/completions", {"prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0}),
-    **dict.fromkeys(("embed", "classify"), ("/pooling", {"input": "def fibonacci(n):"})),
-}
 EPILOG = """\
 examples:
   callboard serve Qwen/Qwen3-0.6B
@@ -102,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, run: Run, help_text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         command = commands.add_parser(name, parents=[*parents], help=help_text)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, target=None)
         return command
 
     command = add("serve", _serve, "serve a model over HTTP", _target(), _shared("info"))
@@ -112,7 +106,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--on", choices=["ray"], help="what runs the replicas: Ray, on all machines of its cluster")
     command = add("generate", _generate, "complete a prompt and print the text", _shared("warning"), _sampling())
     command.add_argument("prompt", help="the text to go on from; - reads it from standard input")
-    command.set_defaults(target=None)
     command = add("chat", _chat, "talk to the model in the terminal", _target(), _shared("warning"), _sampling())
     command.add_argument("--system", help="instructions that open the conversation")
     command = add("config", _config, "print the effective configuration as TOML", _target(), _shared("warning"))
@@ -121,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     add("models", _models, "list the architectures that can be served", _target(), _shared("warning"))
     tune = "measure the attention backends that can run here on the model's heads, for later starts to choose by"
     add("tune", _tune, tune, _target(), _shared("warning"))
+    command = add("verify", _verify, "run requests in many ways: every bit must be the same", _shared("warning"))
+    command.add_argument("subject", choices=["numerics"])
     command = add(
         "doctor", _doctor, "look for what a start would lack, and say how to get it", _target(), _shared("warning")
     )
@@ -268,17 +263,7 @@ async def _run_engine(system: "System", url: str, needs_key: bool) -> None:
     # What loading has left lives as long as the process: the collector need not look at it again and again.
     gc.collect()
     gc.freeze()
-    path, fields = FIRST_REQUESTS[system.spec.pooling.kind]
-    body = json.dumps({"model": system.model_name, **fields})
-    ready = f"{system.model_name} is ready after {took_s:.1f} s at {url}"
-    key = ' -H "Authorization: Bearer $CALLBOARD_KEY"' if needs_key else ""
-    curl = f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
-    if LogSettings.here().style == "json":
-        # Who reads standard output with standard error gets nothing but objects.
-        said = log.makeRecord(log.name, logging.INFO, "", 0, ready, (), None, extra={FIELDS: {"url": url, "try": curl}})
-        print(JSONFormatter().format(said), flush=True)
-    else:
-        print(f"\n{ready}\ntry:\n  {curl}\n", flush=True)
+    greet(system, url, needs_key=needs_key, took_s=took_s)
     await system.wait()
 
 
@@ -374,6 +359,12 @@ def _tune(parsed: argparse.Namespace, config: Config) -> None:
     Console().print(report.table())
     if not report.fastest():
         raise PluginError("no attention backend came through; the table says why")
+
+
+def _verify(parsed: argparse.Namespace, config: Config) -> None:
+    from server.operators.verify import WAYS, verify_numerics
+
+    verify_numerics(config, WAYS)
 
 
 def _models(parsed: argparse.Namespace, config: Config) -> None:

@@ -3,11 +3,14 @@
 Owns: the name clients ask for and what the checkpoint says about its use.  Does not know: weights, tokenizers, HTTP.
 """
 
+import hashlib
 import time
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from engine.checkpoints.fingerprint import fingerprint
 from engine.checkpoints.pooling import GENERATING, Pooling
 from engine.sections import ServerSection
 
@@ -26,6 +29,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser, reasoning_parser: the names of what reads its function calls and its thoughts.
     template_variables: what clients may tell its chat template.  template_roles: whom it knows by name.
     pooling: what the model is for.
+    fingerprint: hash of the weights and of what they are computed with; empty if that is not known.
     """
 
     name: str
@@ -38,6 +42,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     template_variables: tuple[str, ...] = ()
     pooling: Pooling = GENERATING
     template_roles: tuple[str, ...] = ()
+    fingerprint: str = ""
 
     @classmethod
     def of(cls, system: "System", server: ServerSection) -> "ModelCard":
@@ -53,4 +58,14 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
             template_variables=server.allowed_template_variables,
             pooling=system.spec.pooling,
             template_roles=system.codec.roles,
+            fingerprint=_fingerprint(system),
         )
+
+
+def _fingerprint(system: "System") -> str:
+    """Of samples of the weights, the kernels by the names that are configured, torch's version and the numerics."""
+    config, model = system.config, system.config.model
+    weights = fingerprint(system.spec, model.load_format)
+    kernels = (config.plugins.linear, config.plugins.attention, config.graphs.mode, metadata.version("torch"))
+    numerics = (model.numerics, model.dtype, model.quantization, config.device.kind, config.device.tensor_parallel)
+    return hashlib.sha256(msgspec.json.encode((weights, kernels, numerics))).hexdigest()[:16]

@@ -26,6 +26,7 @@ def context_of(
     dtype: torch.dtype,
     layout: Layout = "layer_first",
     kv_dtype: str = "",
+    invariant: bool = False,
 ) -> AttentionContext:
     """What a rank's attention plugins are told, for both phases and without options."""
     return AttentionContext(
@@ -39,6 +40,7 @@ def context_of(
         needs=spec.needs,
         kv_layout=layout,
         kv_dtype=kv_dtype,
+        invariant=invariant,
     )
 
 
@@ -55,11 +57,12 @@ class RankAttention:
         layout: Layout = "layer_first",
         kv_dtype: str = "",
         measured: Measured = NOT_MEASURED,
+        invariant: bool = False,
     ) -> None:
         self._plugins = plugins
         self._spec = spec
         self._measured = measured
-        self._context = context_of(spec, page_size, device, dtype, layout, kv_dtype)
+        self._context = context_of(spec, page_size, device, dtype, layout, kv_dtype, invariant)
         self._choices = choose_attention(plugins, self._context, measured=measured)
         for choice in self._choices:
             if not choice.info.built_in:

@@ -4,7 +4,7 @@ Legend: T new tokens in the step · D model dim · I intermediate features of th
 Owns: the order of operations, the activations' formulas in torch.  Does not know: which model it is in, files.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,10 @@ from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
 from engine.layers.weights import WeightSlice, joined, merged, transposed
 
+# torch divides an operation on so many elements among threads, at places that depend on how many there are; what is
+# left at the end of a thread's part it computes by other instructions.
+DIVIDED = 32768
+
 
 def activated(x_TI: Tensor, kind: str) -> Tensor:
     """[T, I].  kind: see ``GatedShape.activation``."""
@@ -24,12 +28,25 @@ def activated(x_TI: Tensor, kind: str) -> Tensor:
     return F.gelu(x_TI, approximate="tanh" if kind == "gelu_pytorch_tanh" else "none")
 
 
-def gated(gate_up_T2I: Tensor, kind: str, kernels: LayerKernels | None) -> Tensor:
+def activated_by_rows(x_TI: Tensor, kind: str) -> Tensor:
+    """``activated``, with the same bits for a row whatever other rows there are: no thread begins within one."""
+    rows = max(1, (DIVIDED - 1) // x_TI.shape[1])
+    if len(x_TI) <= rows:
+        return activated(x_TI, kind)
+    return torch.cat([activated(part, kind) for part in x_TI.split(rows)])
+
+
+def gated(
+    gate_up_T2I: Tensor,
+    kind: str,
+    kernels: LayerKernels | None,
+    activate: Callable[[Tensor, str], Tensor] = activated,
+) -> Tensor:
     """[T, I] from the merged projections, first all of gate.  kind: see ``GatedShape.activation``."""
     if kernels is not None:
         return kernels.gated(gate_up_T2I, kind)
     gate_TI, up_TI = gate_up_T2I.chunk(2, -1)
-    return activated(gate_TI, kind).mul_(up_TI)
+    return activate(gate_TI, kind).mul_(up_TI)
 
 
 def clamped_swish(gate_up_TI2: Tensor, limit: float, slope: float) -> Tensor:
@@ -50,9 +67,14 @@ class GatedMLP:
         self.gate_up = ColumnLinear(hidden_size, parts, shape.bias, comm, device, dtype)
         self.down = RowLinear(shape.intermediate_size, hidden_size, shape.bias, comm, device, dtype)
         self.linears = (self.gate_up, self.down)
+        self._activate = activated
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
-        return self.down(gated(self.gate_up(x_TD), self.shape.activation, kernels))
+        return self.down(gated(self.gate_up(x_TD), self.shape.activation, kernels, self._activate))
+
+    def by_rows(self) -> None:
+        """See ``RowwisePart``."""
+        self._activate = activated_by_rows
 
     def pack(self, kernels: LayerKernels | None) -> None:
         """Nothing to prepare beside the linear layers."""
@@ -73,9 +95,14 @@ class MLP:
         self.up = ColumnLinear(hidden_size, [(shape.up, shape.intermediate_size)], shape.bias, comm, device, dtype)
         self.down = RowLinear(shape.intermediate_size, hidden_size, shape.bias, comm, device, dtype)
         self.linears = (self.up, self.down)
+        self._activate = activated
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
-        return self.down(activated(self.up(x_TD), self.shape.activation))
+        return self.down(self._activate(self.up(x_TD), self.shape.activation))
+
+    def by_rows(self) -> None:
+        """See ``RowwisePart``."""
+        self._activate = activated_by_rows
 
     def pack(self, kernels: LayerKernels | None) -> None:
         """Nothing to prepare beside the linear layers."""

@@ -5,7 +5,7 @@ Owns: that look-up, and what every part can do.  Does not know: which parts ther
 
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -87,6 +87,15 @@ class FeedForward(Part, Protocol):
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
         """[T, D], a tensor of its own, whole on every rank."""
+        ...
+
+
+@runtime_checkable
+class RowwisePart(Protocol):
+    """What a part has beside, if torch computes a row otherwise where there are many."""
+
+    def by_rows(self) -> None:
+        """Give a row the same bits whatever other rows there are; called once, at the latest before the first step."""
         ...
 
 

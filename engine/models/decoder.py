@@ -17,7 +17,7 @@ from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import Linear, VocabLinear
 from engine.layers.packing import LinearKernel, Linears
-from engine.layers.part import Attention, FeedForward, Norm, build
+from engine.layers.part import Attention, FeedForward, Norm, RowwisePart, build
 from engine.layers.pooled_head import PooledHead
 from engine.layers.rotary import Rotary
 from engine.layers.step import StepTensors
@@ -179,6 +179,13 @@ class Decoder:
         yield from self.norm.slices("")
         if self.head is not self.embedding:
             yield from self.head.slices(names.head)
+
+    def by_rows(self) -> None:
+        """Let every part that can give a token the same bits whatever else is in a step; see ``model.numerics``."""
+        for layer in self.layers:
+            for part in layer.parts:
+                if isinstance(part, RowwisePart):
+                    part.by_rows()
 
     def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
         """(outputs, inputs) of all weights of the layers in their order, and of the LM head; before they are packed."""

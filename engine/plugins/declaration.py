@@ -74,10 +74,11 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     padding: whether decode rows of length 0, which pad a captured batch, are fine.
     variants: options that 'auto' measures beside the defaults, [{"phase": ..., "options": {...}}, ...].
     graph_breaks: operations that it registers with torch and that must not be captured, as 'library::operation'.
-    The last are for linear kernels.  quantizations: what they keep weights in, 'none' for as exact as the dtype.
+    The next are for linear kernels.  quantizations: what they keep weights in, 'none' for as exact as the dtype.
     checkpoint_dtypes: from which they can be as exact.  instruction_sets: of which the CPU must have one.
-    traceable: whether a compiler can trace their products.  invariant: whether a row's result has the same bits
-    whatever other rows there are.
+    traceable: whether a compiler can trace their products.
+    invariant: of an attention backend or linear kernel: whether, where its context asks for that, a token's result has
+    the same bits whatever else is in the step, and however its sequence was cut into steps.
     """
 
     api: int
@@ -110,6 +111,8 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Return why the plugin cannot run here, or [].  It ignores what the context leaves empty or 0."""
         reasons = [f"package {name} is not installed" for name in self.missing_packages()]
         reasons += _outside(("device", context.device, self.devices), ("dtype", context.dtype, self.dtypes))
+        if context.invariant and not self.invariant:
+            reasons.append("model.numerics is invariant, its results depend on what else is in a step")
         if isinstance(context, LinearContext):
             return reasons + self._linear_misfits(context)
         return reasons + self._attention_misfits(context)

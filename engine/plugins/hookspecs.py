@@ -47,6 +47,7 @@ class AttentionContext:
     kv_layout: of the pool, 'layer_first' or 'page_first'; '' if that is not known yet.
     kv_dtype: what the pool's pages keep instead of dtype: 'float32', 'bfloat16', 'float16', 'int8' or 'fp8_e4m3';
     '' for dtype.
+    invariant: whether a token's result must have the same bits in every step, see ``Declaration.invariant``.
     options: the plugin's own table from the configuration."""
 
     device: str
@@ -60,6 +61,7 @@ class AttentionContext:
     needs: tuple[str, ...] = ()
     kv_layout: str = ""
     kv_dtype: str = ""
+    invariant: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -92,7 +94,8 @@ class LinearContext:
     'float16'.  quantization: what it is to keep weights in, 'none' for what rounds no more than products in dtype do.
     checkpoint_dtype: what the weights were saved in; their values fit it exactly.
     instruction_sets: of this CPU, of 'avx2', 'avx512' and 'amx'; None if they are not known.
-    traced: whether a compiler will trace products.  options: the plugin's own table from the configuration."""
+    traced: whether a compiler will trace products.  invariant: whether a row's result must have the same bits whatever
+    other rows there are.  options: the plugin's own table from the configuration."""
 
     device: str
     dtype: str
@@ -100,6 +103,7 @@ class LinearContext:
     checkpoint_dtype: str = ""
     instruction_sets: tuple[str, ...] | None = None
     traced: bool = False
+    invariant: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -32,6 +32,7 @@ def linear_context(
         checkpoint_dtype=checkpoint_dtype,
         instruction_sets=instruction_sets,
         traced=config.graphs.mode == "compiled",
+        invariant=config.model.numerics == "invariant",
     )
 
 
@@ -67,6 +68,7 @@ def linear_refusal(known: Mapping[str, PluginInfo], context: LinearContext) -> s
         }
     choices = ", ".join(map(repr, sorted(offered)))
     where = f"on {context.device or 'any device'} for {context.dtype or 'any dtype'}"
+    where += " with model.numerics=invariant" if context.invariant else ""
     return (
         f"model.quantization={context.quantization!r}: no built-in kernel {where} keeps weights so; these do here: "
         f"{choices}, or name a plugin that does in plugins.linear"

@@ -40,6 +40,7 @@ OBSERVER, GRAPH_PASS = "observer", "graph_pass"  # the kinds of which any number
 BUILTIN: Mapping[str, str] = {
     "attention.flash_attn": "engine.plugins.attention.flash_attn",
     "attention.flashinfer": "engine.plugins.attention.flashinfer",
+    "attention.tiles": "engine.plugins.attention.tiles",
     "attention.torch": "engine.plugins.attention.torch",
     "attention.triton": "engine.plugins.attention.triton",
     "attention.xqa": "engine.plugins.attention.xqa",

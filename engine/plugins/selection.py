@@ -31,6 +31,8 @@ PREFERRED: Mapping[str, tuple[str, ...]] = {
     "cuda": ("flashinfer", "flash_attn", "triton", "xqa", "torch"),
     "cpu": ("torch",),
 }
+# The same where the context asks for invariant results.
+INVARIANT = ("tiles",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ def contenders(plugins: Plugins, context: AttentionContext) -> tuple[list[Conten
     found: list[Contender] = []
     passed_over: dict[str, str] = {}
     named = {plugins.attention.prefill, plugins.attention.decode} - {"auto"}
-    preferred = PREFERRED.get(context.device, PREFERRED["cpu"])
+    preferred = _preferred(context)
     for name in (*preferred, *sorted(named.difference(preferred))):
         info = plugins.known.get(f"{ATTENTION}.{name}")
         if info is None or not (info.built_in or name in named):
@@ -158,6 +160,7 @@ def expected_context(
         kv_layout=config.kv.layout,
         kv_dtype=config.kv.kept_as(dtype),
         needs=shape.attention_needs if shape else (),
+        invariant=config.model.numerics == "invariant",
     )
 
 
@@ -187,7 +190,7 @@ def first_fit(
 
     It imports no plugin.  refused: short name -> reason, for backends that were asked and said no."""
     passed_over: list[str] = []
-    for name in PREFERRED.get(context.device, PREFERRED["cpu"]):
+    for name in _preferred(context):
         info = known.get(f"{ATTENTION}.{name}")
         if info is None or not info.built_in:  # what others publish is imported only if the configuration names it
             continue
@@ -223,7 +226,8 @@ def _choose(
     while True:
         fitting, passed_over = first_fit(plugins.known, context, said_no)
         if fitting is None:
-            raise PluginError(f"no attention backend can run on {context.device}: {' / '.join(passed_over)}")
+            where = context.device + (" with model.numerics=invariant" if context.invariant else "")
+            raise PluginError(f"no attention backend can run on {where}: {' / '.join(passed_over)}")
         try:
             reason = " / ".join([f"auto on {context.device}", *passed_over])
             return replace(ask(plugins, Contender(fitting.short), context, reason), auto=True)
@@ -250,6 +254,10 @@ def ask(plugins: Plugins, contender: Contender, context: AttentionContext, reaso
             f"(spec, pool), not {factory!r}"
         )
     return AttentionChoice(info, declaration, factory, context.phases, False, reason, contender.options)
+
+
+def _preferred(context: AttentionContext) -> tuple[str, ...]:
+    return INVARIANT if context.invariant else PREFERRED.get(context.device, PREFERRED["cpu"])
 
 
 def _check_fit(info: PluginInfo, declaration: Declaration, context: AttentionContext) -> None:

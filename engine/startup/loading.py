@@ -17,6 +17,7 @@ from engine.execution.copy_stream import copies_on
 from engine.execution.device import choose_device, choose_dtype, fair_share, free_bytes, host_place, set_threads
 from engine.execution.host_pool import HostPool
 from engine.execution.landings import LandedAttention, Landings
+from engine.execution.ordered_comm import OrderedComm
 from engine.execution.rows import DeviceRows
 from engine.execution.runner import ModelRunner
 from engine.execution.stored_pages import StoredPages
@@ -26,6 +27,7 @@ from engine.host_memory import available_bytes
 from engine.kv.store import DIGEST_BYTES, KVStore, PageRecords
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
+from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.models.model import build_model
 from engine.plugins.hookspecs import CommContext, KVStoreContext
@@ -34,6 +36,7 @@ from engine.plugins.parsers import plugin_codec
 from engine.plugins.structured import plugin_grammars
 from engine.sampling.constraints import Constraints
 from engine.sampling.sampler import Sampler
+from engine.startup.invariance import prove_invariance
 from engine.startup.linears import choose_linears
 from engine.startup.memory import (
     MAX_CPU_POOL_BYTES,
@@ -74,9 +77,12 @@ def load_runner(
 
     Raises ConfigError, WeightsError, PluginError, GraphError with a message for the user."""
     device = choose_device(config.device, rank if local_rank is None else local_rank)
-    _check_placement(config, device)
+    _check_device(config, device)
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
+    invariant = config.model.numerics == "invariant"
     comm = _connect(config, plugins, rank, device, rendezvous)
+    if invariant and comm.size > 2:  # two numbers have one sum
+        comm = OrderedComm(comm)
     graphs = RankGraphs(config.graphs, device, comm, build_passes(plugins, device, dtype))
     seed, load_format = config.device.seed, config.model.load_format
     on_cpu = device.type == "cpu"
@@ -112,8 +118,15 @@ def load_runner(
         kv_dtype=kv_dtype,
     )
     measured = measured_attention(race, comm, device, progress)
-    attention = RankAttention(plugins, attention_spec, page_size, device, dtype, layout, kv_dtype, measured)
-    max_rows = config.scheduler.max_running
+    attention = RankAttention(plugins, attention_spec, page_size, device, dtype, layout, kv_dtype, measured, invariant)
+    max_rows, max_tokens = config.scheduler.max_running, config.scheduler.max_step_tokens
+    if invariant:
+        if not isinstance(model, Decoder) or model.pooled_head is not None:
+            what = "that generate and are served by a family of callboard's own; set model.numerics=fast"
+            raise ConfigError(f"model.numerics=invariant is for models {what}")
+        model.by_rows()
+        sizes = {"page_size": page_size, "max_tokens": max_tokens, "max_rows": max_rows}
+        prove_invariance(model, attention, comm, layout=layout, **sizes)
     latent_size = attention_spec.latent_size
     page_stride = KVPool.page_stride_of(layout, attention_spec.num_layers, page_size, latent_size)
     rows = DeviceRows(max_rows, max_len, page_size, device, page_stride)
@@ -201,8 +214,21 @@ def load_runner(
     )
 
 
-def _check_placement(config: Config, device: torch.device) -> None:
-    """A thread that waits on a GPU for a rank that is gone cannot be ended, nor can what it holds be freed."""
+def _check_device(config: Config, device: torch.device) -> None:
+    """Raise ConfigError for settings that this device has no use for.
+
+    A thread that waits on a GPU for a rank that is gone cannot be ended, nor can what it holds be freed."""
+    if config.model.numerics == "invariant":
+        if device.type != "cpu":
+            raise ConfigError(
+                f"model.numerics=invariant runs on CPUs only, not on {device.type}: set device.kind=cpu, or "
+                "model.numerics=fast"
+            )
+        if config.graphs.mode == "compiled":
+            raise ConfigError(
+                "model.numerics=invariant with graphs.mode=compiled: compilers order sums as they like; set "
+                "graphs.mode=off, or model.numerics=fast"
+            )
     num_ranks, placement = config.device.tensor_parallel, config.placement.executor
     if device.type == "cuda" and num_ranks > 1 and placement == "inline":
         raise ConfigError(

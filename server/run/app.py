@@ -54,7 +54,7 @@ def create_runner(
 
     salts: None for new ones."""
     version = _version()
-    fingerprint = f"{DISTRIBUTION}-{version}"
+    fingerprint = "-".join(filter(None, (DISTRIBUTION, version, backend.card.fingerprint)))
     translator = Translator(backend.card, backend.codec.formats.tools)
     clients = Clients(backend.ingress, server, limits, salts)
     traces = Traces(open_provider(server.traces, version), backend.card.name) if server.traces else None

@@ -162,7 +162,7 @@ def test_what_cannot_run_is_named_with_what_can(
     publish: Publish, body: str, declared: dict[str, object], said: str
 ) -> None:
     publish("bad", body, **declared)
-    with pytest.raises(PluginError, match=f"plugin attention.bad .*{said}.*; can run here: torch"):
+    with pytest.raises(PluginError, match=f"plugin attention.bad .*{said}.*; can run here: tiles, torch"):
         choose("bad")
 
 
@@ -182,8 +182,8 @@ def test_what_is_known_early_is_checked_early(publish: Publish) -> None:
     assert (context.device, context.dtype, context.page_size, context.head_size) == ("cpu", "", 16, 0)
     check_named(Plugins({"attention": "torch"}), context)
     check_named(Plugins({"attention": "auto"}), context)
-    with pytest.raises(PluginError, match=r"attention\.paged .*page size 16, it takes 64; can run here: torch"):
+    with pytest.raises(PluginError, match=r"attention\.paged .*page size 16, it takes 64; can run here: tiles, torch"):
         check_named(Plugins({"attention": AttentionNames(prefill="torch", decode="paged")}), context)
-    with pytest.raises(PluginError, match=r"attention\.gpu .*device cpu, it takes cuda; can run here: torch"):
+    with pytest.raises(PluginError, match=r"attention\.gpu .*device cpu, it takes cuda; can run here: tiles, torch"):
         check_named(Plugins({"attention": "gpu"}), context)
     check_named(Plugins({"attention": "gpu"}), expected_context(Config(), None))

@@ -12,7 +12,7 @@ from engine.layers.packing import Linears
 from engine.plugins.hookspecs import LinearContext, hookimpl
 from engine.plugins.options import Options, decode_options
 
-CALLBOARD_PLUGIN = {"api": 1, "devices": ["cpu"], "traceable": True}
+CALLBOARD_PLUGIN = {"api": 1, "devices": ["cpu"], "traceable": True, "invariant": True}
 
 # oneDNN picks a layout for about this many rows; 8 to 512 give the same one, which is best at 1 row as well.
 ROWS = 64
@@ -28,13 +28,16 @@ COMPILED_BYTES = 640 << 10
 class BlockedWeight:
     """W[O, I] in oneDNN's blocked layout, for products on a CPU; a small one also transposed, for a single row.
 
+    A product with the blocks gives a row the same bits at every number of rows from two on; a single row has others
+    with AVX-512 and 2048 inputs or more, and from the transposed weight in any case.
     1.1 to 3.5 times faster than torch's own product at every number of rows (``benchmarks/bench_linear.py``).
     """
 
-    def __init__(self, weight_OI: Tensor) -> None:
+    def __init__(self, weight_OI: Tensor, invariant: bool) -> None:
         self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight_OI, ROWS)
+        self._fewest_rows = 2 if invariant else 1
         self._transposed_IO: Tensor | None = None
-        if weight_OI.dtype == torch.float32 and weight_OI.nbytes <= SMALL_BYTES:
+        if weight_OI.dtype == torch.float32 and weight_OI.nbytes <= SMALL_BYTES and not invariant:
             self._transposed_IO = weight_OI.t().contiguous()
         self.nbytes = weight_OI.nbytes * (1 if self._transposed_IO is None else 2)
 
@@ -48,13 +51,13 @@ class BlockedWeight:
         if torch.compiler.is_dynamo_compiling():
             y_TO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_TI, self._blocked, bias_O, "none", [], "")
             return y_TO
-        return padded_product(x_TI, self._blocked, bias_O)
+        return padded_product(x_TI, self._blocked, bias_O, self._fewest_rows)
 
 
-def padded_product(x_TI: Tensor, blocked_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """x W^T + bias, by a product of one of few numbers of rows."""
+def padded_product(x_TI: Tensor, blocked_OI: Tensor, bias_O: Tensor | None, fewest_rows: int = 1) -> Tensor:
+    """x W^T + bias, by a product of one of few numbers of rows, and of no fewer than ``fewest_rows``."""
     num_rows = x_TI.shape[0]
-    padding = padded_rows(num_rows) - num_rows
+    padding = padded_rows(max(num_rows, fewest_rows)) - num_rows
     x_PI = F.pad(x_TI, (0, 0, 0, padding)) if padding else x_TI
     y_PO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_PI, blocked_OI, bias_O, "none", [], "")
     return y_PO[:num_rows]
@@ -71,26 +74,27 @@ def num_padded_sizes(most_rows: int) -> int:
     return len({padded_rows(rows) for rows in range(1, most_rows + 1)})
 
 
-def pack(weight_OI: Tensor) -> BlockedWeight | None:
-    """The weight in blocks; None if oneDNN cannot multiply by it here."""
+def pack(weight_OI: Tensor, invariant: bool = False) -> BlockedWeight | None:
+    """The weight in blocks; None if oneDNN cannot multiply by it here.  invariant: see ``LinearContext``."""
     if weight_OI.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return None
     if weight_OI.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
     if weight_OI.dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
         return None
-    return BlockedWeight(weight_OI)
+    return BlockedWeight(weight_OI, invariant)
 
 
 class OneDNN:
     """Weights in the dtype of the input.  What oneDNN cannot multiply by stays as it is."""
 
-    def __init__(self, element_bytes: int) -> None:
+    def __init__(self, element_bytes: int, invariant: bool = False) -> None:
         self.element_bytes = element_bytes
+        self._invariant = invariant
 
     def pack(self, weight_OI: Tensor) -> BlockedWeight | None:
         """See ``LinearKernel.pack``."""
-        return pack(weight_OI)
+        return pack(weight_OI, self._invariant)
 
 
 def onednn_linears(dtype: torch.dtype) -> Linears:
@@ -103,4 +107,4 @@ def onednn_linears(dtype: torch.dtype) -> Linears:
 def callboard_linear(context: LinearContext) -> OneDNN:
     """oneDNN's products, in the dtype of the input."""
     decode_options("linear.onednn", context.options, Options)
-    return OneDNN(getattr(torch, context.dtype).itemsize)
+    return OneDNN(getattr(torch, context.dtype).itemsize, context.invariant)

@@ -34,6 +34,7 @@ from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.support.paging import batch_on
 from engine.plugins.testing.attention_cases import AttentionCase, Sequence, attention_cases
 from engine.plugins.testing.findings import Findings
+from engine.plugins.testing.invariance import layers_needed, pages_needed, require_same_bits
 from engine.plugins.testing.reference import attend
 
 NUM_LAYERS = 2
@@ -60,7 +61,39 @@ def check_attention_backend(factory: AttentionFactory, declares: Declaration, de
             assert has_ended, f"was not done after {CASE_TIMEOUT_S:g} s; cases behind it have not been tried"
         if not has_ended:
             break
+    if declares.invariant and has_ended:
+        for dtype in declares.dtypes or tuple(TOLERANCES):
+            with findings.case(f"{dtype}: the same bits in every step"):
+                require_invariance(factory, declares, dtype, device)
     findings.conclude()
+
+
+def require_invariance(factory: AttentionFactory, declares: Declaration, dtype: str, device: str = "cpu") -> None:
+    """Cut the same sequences into other steps.  Raises AssertionError that names the first token with other bits."""
+    head_size = next((size for size in (64, 128, 80) if not declares.head_sizes or size in declares.head_sizes), 64)
+    page_size = next((size for size in (16, 64, 256, 1) if not declares.page_sizes or size in declares.page_sizes), 16)
+    for num_kv_heads, ratio in ((2, 2), (1, 3), (3, 1)):
+        if declares.heads_per_kv_head and ratio not in declares.heads_per_kv_head:
+            continue
+        spec = AttentionSpec(
+            num_layers=NUM_LAYERS,
+            num_heads=num_kv_heads * ratio,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            scale=UNUSUAL_SCALE * head_size**-0.5,
+            window=70 if declares.window else 0,
+            first_window_layer=1 if declares.window else 0,
+        )
+        pool = KVPool(
+            num_layers=layers_needed(spec),
+            num_pages=pages_needed(page_size),
+            page_size=page_size,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            dtype=getattr(torch, dtype),
+            device=torch.device(device),
+        )
+        require_same_bits(factory(spec, pool), spec, pool)
 
 
 def through_hook(

@@ -1,0 +1,273 @@
+"""Attention whose results do not depend on what else is computed: the same bits for a token in every step.
+
+Legend: T new tokens in the step (ragged, packed) · B query tiles of a run · R rows of a tile: its positions times the
+        query heads of a group · K keys of a tile · S slots · N query heads · G KV heads · H head size
+Owns: the tiles, the masks, the order of sums.  Does not know: models, the scheduler.
+
+Positions and keys are cut into tiles from position 0 on, wherever a chunk of the prompt begins.  A query tile meets one
+key tile after the other, in a product of always the same shape, and at the same row of it; what each gives is added up
+in the order of positions.  Rows and keys that are not there take part and are hidden.  So how a sequence was chunked,
+cached or batched cannot change a result, as long as products of one shape are the same each time; ``torch`` promises
+that of one machine, and the start checks it (``engine/startup/invariance.py``).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.layers.attention import AttentionBatch, AttentionFactory, AttentionSpec
+from engine.layers.kv_pool import KVPool
+from engine.plugins.hookspecs import AttentionContext, hookimpl
+from engine.plugins.options import Options, decode_options
+
+CALLBOARD_PLUGIN = {
+    "api": 1,
+    "devices": ["cpu"],
+    "dtypes": ["float32", "bfloat16", "float16"],
+    "kv_layouts": ["layer_first", "page_first"],
+    "supports": ["layer_windows"],
+    "invariant": True,
+}
+KEYS = 128  # of a key tile
+# A query tile has a multiple of so many rows.  One row would cost a decode step as much as four; and each thread's
+# scratch space begins at a multiple of 32 bytes with them, without which products come out differently.
+ROWS = 4
+# Keys up to this size stay in a core's cache from their copy to their use.
+CACHED_BYTES = 1 << 20
+# Instead of minus infinity: a row that sees nothing of a tile then has a weight of 0 for it, and no NaN.
+HIDDEN = -1e30
+
+Int32 = npt.NDArray[np.int32]
+_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTile:
+    """One key tile of each of the query tiles first:last of a run, or one for them all.
+
+    slots: K of each, where the keys lie.  mask_B1RK: hides keys behind the query, before its window, and no keys."""
+
+    first: int
+    last: int
+    slots: Tensor
+    mask_B1RK: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Query tiles that are computed together.
+
+    rows_X: which of T stand in the tiles, position after position, one after the other; a position that is not computed
+    in this step has any.  kept_Y: which of these positions are wanted.  written_Y: where in T they go.
+    """
+
+    rows_X: Tensor
+    kept_Y: Tensor
+    written_Y: Tensor
+    key_tiles: tuple[KeyTile, ...]
+
+
+class TiledAttention:
+    """See ``AttentionBackend``."""
+
+    def __init__(self, spec: AttentionSpec, pool: KVPool) -> None:
+        self.spec = spec
+        self.pool = pool
+        self._heads = spec.num_heads // spec.num_kv_heads
+        self._positions = max(1, ROWS // self._heads)  # of a query tile
+        self._used_rows = self._positions * self._heads
+        self._rows = -(-self._used_rows // ROWS) * ROWS
+        slots_SGH = pool.keys(0)
+        tile_bytes = KEYS * spec.num_kv_heads * spec.head_size * slots_SGH.element_size()
+        self._together = max(1, CACHED_BYTES // tile_bytes)  # decode rows of a run
+        copies = slots_SGH.new_empty((2, self._together * KEYS, *slots_SGH.shape[1:]))
+        self._key_copy_SGH, self._value_copy_SGH = copies
+        self._whole: list[Run] = []
+        self._windowed: list[Run] = []
+
+    def plan_step(self, batch: AttentionBatch) -> None:
+        """Find every sequence's tiles, once for all layers."""
+        table_BP = batch.page_table_BP.numpy()
+        if not self.spec.window or self.spec.first_window_layer or self.spec.full_layers:
+            self._whole = self._plan(batch, table_BP, 0)
+        if self.spec.window:
+            self._windowed = self._plan(batch, table_BP, self.spec.window)
+
+    def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
+        """See ``AttentionBackend.attend``."""
+        keys_SGH, values_SGH = self.pool.keys(layer), self.pool.values(layer)
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
+        for run in self._windowed if self.spec.window_of(layer) else self._whole:
+            grouped = (-1, self._positions, self.spec.num_kv_heads, self._heads, self.spec.head_size)
+            q_BGRH = q_TNH.index_select(0, run.rows_X).view(grouped).transpose(1, 2).flatten(2, 3)
+            q_BGRH = F.pad(q_BGRH, (0, 0, 0, self._rows - self._used_rows))
+            out_BGRH = self._attend_run(run, q_BGRH, keys_SGH, values_SGH)
+            by_position = out_BGRH[:, :, : self._used_rows].unflatten(2, (self._positions, self._heads)).transpose(1, 2)
+            out_XNH = by_position.reshape(-1, *q_TNH.shape[1:])
+            out_TNH.index_copy_(0, run.written_Y, out_XNH.index_select(0, run.kept_Y).to(q_TNH.dtype))
+        return out_TNH
+
+    def _attend_run(self, run: Run, q_BGRH: Tensor, keys_SGH: Tensor, values_SGH: Tensor) -> Tensor:
+        """out_BGRH: of each key tile's result as much as its softmax has of the whole, added up in their order."""
+        total: _Total | None = None
+        for tile in run.key_tiles:
+            k_BGKH = self._copied(tile, keys_SGH, self._key_copy_SGH)
+            v_BGKH = self._copied(tile, values_SGH, self._value_copy_SGH)
+            out_BGRH, size_BGR = self._attend_tiles(q_BGRH[tile.first : tile.last], k_BGKH, v_BGKH, tile.mask_B1RK)
+            if len(run.key_tiles) == 1:
+                return out_BGRH
+            total = total or _Total(q_BGRH)
+            total.add(tile, out_BGRH, size_BGR[..., None])
+        assert total is not None, "every query sees itself"
+        return total.mean()
+
+    def _attend_tiles(self, *operands: Tensor) -> tuple[Tensor, Tensor]:
+        """out_BGRH, and size_BGR: the logarithm of the sum of exponentials.  operands: queries, keys, values, mask.
+
+        With a single tile and head there is one product, which torch would divide among its threads: then twice."""
+        num_tiles, num_heads = operands[0].shape[:2]
+        if num_tiles * num_heads == 1:
+            operands = tuple(one.expand(2, -1, -1, -1) for one in operands)
+        q_BGRH, k_BGKH, v_BGKH, mask_B1RK = operands
+        out_BGRH, size_BGR = _attend(q_BGRH, k_BGKH, v_BGKH, 0.0, False, attn_mask=mask_B1RK, scale=self.spec.scale)
+        return out_BGRH[:num_tiles], size_BGR[:num_tiles]
+
+    def _copied(self, tile: KeyTile, slots_SGH: Tensor, copy_SGH: Tensor) -> Tensor:
+        """[B, G, K, H]: always from one place and with the same strides, so that products find the same each time."""
+        copied_SGH = copy_SGH[: len(tile.slots)]
+        torch.index_select(slots_SGH, 0, tile.slots, out=copied_SGH)
+        tiles_BGKH = copied_SGH.unflatten(0, (-1, KEYS)).transpose(1, 2)
+        return tiles_BGKH.expand(tile.last - tile.first, -1, -1, -1)
+
+    def _plan(self, batch: AttentionBatch, table_BP: Int32, window: int) -> list[Run]:
+        starts = np.concatenate(([0], np.cumsum(batch.host_query_lengths)))
+        single = np.flatnonzero(batch.host_query_lengths == 1)
+        lengths = batch.host_lengths.astype(np.int64)
+        positions = lengths - 1
+        # Most tiles first: those that share a step with fewer of them are then the first rows.
+        firsts = self._first_key_tile(positions, window)
+        single = single[np.argsort(firsts[single] - positions[single] // KEYS, kind="stable")]
+        runs = [
+            self._decode_run(table_BP, rows, starts[rows], lengths[rows], firsts[rows], window)
+            for rows in (single[at : at + self._together] for at in range(0, len(single), self._together))
+        ]
+        for row in np.flatnonzero(batch.host_query_lengths > 1).tolist():
+            count = int(batch.host_query_lengths[row])
+            runs.append(self._prefill_run(table_BP[row], int(starts[row]), count, int(lengths[row]), window))
+        return runs
+
+    def _first_key_tile(self, position: npt.NDArray[np.int64], window: int) -> npt.NDArray[np.int64]:
+        """The first key tile that any position of a position's query tile sees."""
+        if not window:
+            return np.zeros_like(position)
+        return np.maximum(0, position // self._positions * self._positions + 1 - window) // KEYS
+
+    def _decode_run(
+        self,
+        table_BP: Int32,
+        rows: npt.NDArray[np.int64],
+        at_B: npt.NDArray[np.int64],
+        lengths_B: npt.NDArray[np.int64],
+        firsts_B: npt.NDArray[np.int64],
+        window: int,
+    ) -> Run:
+        """rows: sequences with one query each, those with most key tiles first.  at_B: where in T."""
+        counts_B = (lengths_B - 1) // KEYS + 1 - firsts_B
+        tiles = []
+        for number in range(int(counts_B[0])):
+            last = int((counts_B > number).sum())
+            keys_BK = (firsts_B[:last, None] + number) * KEYS + np.arange(KEYS)
+            ends_B1 = lengths_B[:last, None]
+            hidden_BK = keys_BK >= ends_B1
+            if window:
+                hidden_BK |= keys_BK < ends_B1 - window
+            # What the other rows of the tile are does not matter: they all get this row's query and mask.
+            mask_BK = torch.from_numpy(np.where(hidden_BK, np.float32(HIDDEN), np.float32(0))).to(self.pool.data.dtype)
+            mask_B1RK = mask_BK[:, None, None].expand(-1, 1, self._rows, -1)
+            slots = self._slots(table_BP, rows[:last, None], np.minimum(keys_BK, ends_B1 - 1))
+            tiles.append(KeyTile(0, last, slots, mask_B1RK))
+        at = torch.from_numpy(at_B)
+        own_row = np.arange(len(rows)) * self._positions + (lengths_B - 1) % self._positions
+        return Run(at.repeat_interleave(self._positions), torch.from_numpy(own_row), at, tuple(tiles))
+
+    def _prefill_run(self, table_P: Int32, first_row: int, count: int, length: int, window: int) -> Run:
+        """One sequence's chunk of a prompt: rows first_row on of T, which are the last ``count`` of its positions.
+
+        The last query tile comes first, so that a mask, which moves on by a tile's positions each time, can be a view
+        of one strip."""
+        size = self._positions
+        start = length - count
+        first_tile, last_tile = start // size, (length - 1) // size
+        tile_starts = np.arange(last_tile, first_tile - 1, -1) * size
+        positions_X = (tile_starts[:, None] + np.arange(size)).ravel()
+        wanted = np.flatnonzero((positions_X >= start) & (positions_X < length))
+        rows_X = np.clip(positions_X - start, 0, count - 1) + first_row
+        newest = int(tile_starts[0])
+        strip_RX, zero = self._strip(newest + KEYS, window)
+        tiles = []
+        first_keys = self._first_key_tile(tile_starts, window)
+        for number in range(int(first_keys[-1]), (length - 1) // KEYS + 1):
+            key = number * KEYS
+            last = int((tile_starts + size - 1 >= key).sum())
+            first = int((first_keys > number).sum())
+            slots = self._slots(table_P[None], np.zeros(1, np.int64), np.minimum(key + np.arange(KEYS), length - 1))
+            # In the strip, column zero + x is what a tile's first position sees of the key x places behind it.
+            offset = zero + key - (newest - first * size)
+            shape, strides = (last - first, 1, len(strip_RX), KEYS), (size, 0, strip_RX.stride(0), 1)
+            tiles.append(KeyTile(first, last, slots, strip_RX.as_strided(shape, strides, offset)))
+        rows, written = torch.from_numpy(rows_X), torch.from_numpy(rows_X[wanted])
+        return Run(rows, torch.from_numpy(wanted), written, tuple(tiles))
+
+    def _strip(self, longest: int, window: int) -> tuple[Tensor, int]:
+        """What the rows of a query tile see of keys from ``longest`` before its first position to a key tile behind it.
+
+        Returned with the column of the first position itself."""
+        position_R1 = np.minimum(np.arange(self._rows) // self._heads, self._positions - 1)[:, None]
+        distance_RX = np.arange(-longest, KEYS + self._positions) - position_R1
+        hidden_RX = distance_RX > 0
+        if window:
+            hidden_RX |= distance_RX <= -window
+        strip_RX = np.where(hidden_RX, np.float32(HIDDEN), np.float32(0))
+        return torch.from_numpy(strip_RX).to(self.pool.data.dtype), longest
+
+    def _slots(self, table_BP: Int32, row: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Tensor:
+        """Flat: where the positions of the table's rows lie."""
+        size, stride = self.pool.page_size, self.pool.page_stride
+        pages = table_BP[row, positions // size].astype(np.int64)
+        return torch.from_numpy((pages * stride + positions % size).ravel())
+
+
+class _Total:
+    """A weighted mean that grows tile by tile; each row by its own numbers, in operations that are exact or the same
+    for every place of an element."""
+
+    def __init__(self, q_BGRH: Tensor) -> None:
+        shape = (*q_BGRH.shape[:-1], 1)
+        self._sum_BGRH = torch.zeros(q_BGRH.shape)
+        self._weight_BGR1 = torch.zeros(shape)
+        self._largest_BGR1 = torch.full(shape, -torch.inf)
+
+    def add(self, tile: KeyTile, out_BGRH: Tensor, size_BGR1: Tensor) -> None:
+        """size: the logarithm of the tile's sum of exponentials."""
+        part = slice(tile.first, tile.last)
+        before = self._largest_BGR1[part]
+        largest = torch.maximum(before, size_BGR1)
+        kept, added = before.sub_(largest).exp_(), size_BGR1.sub(largest).exp_()
+        self._sum_BGRH[part].mul_(kept).add_(out_BGRH.float().mul_(added))
+        self._weight_BGR1[part].mul_(kept).add_(added)
+        before.copy_(largest)
+
+    def mean(self) -> Tensor:
+        """out_BGRH, float32."""
+        return self._sum_BGRH.div_(self._weight_BGR1)
+
+
+@hookimpl
+def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
+    """Any head size, page size and window, on the CPU."""
+    decode_options("attention.tiles", context.options, Options)
+    return TiledAttention

@@ -1,0 +1,170 @@
+"""Proof that a rank gives a token the same bits whatever else is in a step, on this machine and with these weights.
+
+Legend: T rows of a step · D model dim · Q query heads · H head size · V vocabulary
+Owns: which parts are tried, with how many rows at a time.  Does not know: kernels, why a part would differ.
+
+Every part is run on random rows, once on all of them together and once on pieces of every size that it meets.  What is
+not exactly equal is named, and the start ends: nothing is served that does not hold.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.execution.attention import RankAttention
+from engine.layers.attention import AttentionBackend, AttentionSpec
+from engine.layers.comm import Comm
+from engine.layers.kv_pool import KVPool, Layout
+from engine.layers.part import Norm
+from engine.layers.step import StepTensors
+from engine.models.decoder import Decoder, DecoderLayer
+from engine.plugins.testing.invariance import layers_needed, pages_needed, require_same_bits
+from engine.sampling.draw import draw, padded_scores, uniforms, weights
+from engine.sampling.logprobs import batch_logprobs
+
+log = logging.getLogger(__name__)
+
+# From rows first:last to their results, as the part gives them when it gets these alone.
+Rows = Callable[[int, int], Tensor]
+SEED = 5
+
+
+@torch.inference_mode()
+def prove_invariance(
+    model: Decoder,
+    attention: RankAttention,
+    comm: Comm,
+    *,
+    page_size: int,
+    layout: Layout,
+    max_tokens: int,
+    max_rows: int,
+) -> None:
+    """Raise ConfigError that names the parts that differ.  All ranks together, with the threads that they run with.
+
+    max_tokens: most rows of a step.  max_rows: most that sample in one."""
+    start = time.perf_counter()
+    spec = model.attention_spec
+    pool = KVPool(
+        num_layers=layers_needed(spec),
+        num_pages=max(pages_needed(page_size), -(-max_tokens // page_size)),
+        page_size=page_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=model.dtype,
+        device=torch.device("cpu"),
+        layout=layout,
+    )
+    backend = attention.build(pool)
+    differing = [_attention_difference(backend, spec, pool)]
+    for name, num_rows, part in _parts(model, backend, pool, max_tokens, max_rows):
+        differing.append(_difference(name, num_rows, part))
+    found = [one for one in differing if one]
+    # Ranks have other weights and other results; none may start alone.
+    others = comm.all_gather(torch.tensor([len(found)]), 0).tolist()
+    if any(others):
+        elsewhere = f"on ranks {[rank for rank, count in enumerate(others) if count]}"
+        threads = torch.get_num_threads()
+        advice = "set model.numerics=fast" if threads == 1 else "set device.threads=1, or model.numerics=fast"
+        raise ConfigError(
+            f"model.numerics=invariant does not hold for this model on this machine with device.threads={threads}: "
+            f"{'; '.join(found) or elsewhere}; {advice}"
+        )
+    capability = torch.backends.cpu.get_cpu_capability()
+    what = "numerics: invariant, %d parts proved with up to %d rows on %s, %d threads, in %.1f s"
+    log.info(what, len(differing), max_tokens, capability, torch.get_num_threads(), time.perf_counter() - start)
+
+
+def pieces(num_rows: int) -> list[tuple[int, int]]:
+    """Neighbouring (first, last) of growing sizes: one of each up to 8, then a quarter larger each time."""
+    found, first, size = [], 0, 1
+    while first + size <= num_rows:
+        found.append((first, first + size))
+        first, size = first + size, size + max(1, size // 4)
+    return [*found, (first, num_rows)] if first < num_rows else found
+
+
+def _difference(name: str, num_rows: int, part: Rows) -> str:
+    """'' if every piece gives what all rows give together."""
+    together = part(0, num_rows)
+    for first, last in pieces(num_rows):
+        if not torch.equal(part(first, last), together[first:last]):
+            return f"{name} gives a row other bits among {last - first} than among {num_rows}"
+    return ""
+
+
+def _attention_difference(backend: AttentionBackend, spec: AttentionSpec, pool: KVPool) -> str:
+    try:
+        require_same_bits(backend, spec, pool)
+    except AssertionError as error:
+        return f"attention: {error}"
+    return ""
+
+
+def _parts(
+    model: Decoder, backend: AttentionBackend, pool: KVPool, max_tokens: int, max_rows: int
+) -> Iterator[tuple[str, int, Rows]]:
+    """(name, most rows, the part) of each kind of layer, and of what is behind the layers."""
+    x_TD = _random(max_tokens, model.shape.hidden_size, dtype=model.dtype)
+    seen = []
+    for index, layer in enumerate(model.layers):
+        shape = model.shape.layers[index]
+        if shape not in seen:
+            seen.append(shape)
+            for name, part in _layer_parts(model, layer, backend, pool, x_TD):
+                yield f"layer {index}'s {name}", max_tokens, part
+    yield "the LM head", max_rows, lambda first, last: model.logits(x_TD[first:last].clone())
+    logits_NV = model.logits(x_TD[:max_rows].clone())
+    yield "the sampler", max_rows, lambda first, last: _sampled(logits_NV[first:last])
+
+
+def _layer_parts(
+    model: Decoder, layer: DecoderLayer, backend: AttentionBackend, pool: KVPool, x_TD: Tensor
+) -> Iterator[tuple[str, Rows]]:
+    for name in ("before_attention", "behind_attention", "before_mlp", "behind_mlp"):
+        yield f"norm {name.replace('_', ' ')}", _norm(getattr(layer, name), x_TD)
+    yield "queries, keys and values", _projection(model, layer, backend, pool, x_TD)
+    attention = layer.attention
+    spec = model.attention_spec
+    attended_TQH = _random(len(x_TD), spec.num_heads, spec.value_size, dtype=model.dtype)
+    yield "attention's output", lambda first, last: attention.output(attended_TQH[first:last])
+    yield "MLP", lambda first, last: layer.mlp(x_TD[first:last].clone(), None)
+
+
+def _norm(norm: Norm, x_TD: Tensor) -> Rows:
+    return lambda first, last: norm(x_TD[first:last].clone())
+
+
+def _projection(model: Decoder, layer: DecoderLayer, backend: AttentionBackend, pool: KVPool, x_TD: Tensor) -> Rows:
+    """Queries, and what is in the pool afterwards, side by side."""
+    positions_T = torch.arange(len(x_TD))
+    slots_T = positions_T // pool.page_size * pool.page_stride + positions_T % pool.page_size
+    rotary = None if layer.rotary is None else model.rotaries[layer.rotary]
+
+    def project(first: int, last: int) -> Tensor:
+        at_T, to_T = positions_T[first:last], slots_T[first:last]
+        step = StepTensors(at_T, at_T, to_T, at_T, backend, pool)
+        angles = () if rotary is None else rotary.angles(at_T)
+        q_TQH = layer.attention.project(0, x_TD[first:last].clone(), rotary, angles, step, None)
+        return torch.cat((q_TQH, pool.keys(0)[to_T], pool.values(0)[to_T]), 1)
+
+    return project
+
+
+def _sampled(logits_NV: Tensor) -> Tensor:
+    """Per row its log probabilities, and the token that one number draws."""
+    num_rows = len(logits_NV)
+    top_N = logits_NV.amax(-1)
+    drawn_N = draw(
+        weights(padded_scores(logits_NV, top_N, torch.ones(num_rows))), uniforms(*torch.ones(2, num_rows).long())
+    )
+    found = batch_logprobs(logits_NV, drawn_N, torch.arange(num_rows).numpy(), torch.ones(num_rows).long().numpy())
+    return torch.cat((found.chosen_L[:, None].double(), found.top_LK.double(), drawn_N[:, None].double()), 1)
+
+
+def _random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(SEED)).to(dtype)

@@ -1,0 +1,36 @@
+"""What ``callboard serve`` prints once it is ready: where it is, and a first request to copy.
+
+Owns: the words.  Does not know: how the engine was started.
+"""
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+from engine.checkpoints.pooling import Kind
+from engine.logs import FIELDS, JSONFormatter, LogSettings
+
+if TYPE_CHECKING:
+    from engine.system import System
+
+log = logging.getLogger(__name__)
+
+FIRST_REQUESTS: dict[Kind, tuple[str, dict[str, Any]]] = {
+    "generate": ("/v1/completions", {"prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0}),
+    **dict.fromkeys(("embed", "classify"), ("/pooling", {"input": "def fibonacci(n):"})),
+}
+
+
+def greet(system: "System", url: str, *, needs_key: bool, took_s: float) -> None:
+    """Print it to standard output, as an object where logs are objects."""
+    path, fields = FIRST_REQUESTS[system.spec.pooling.kind]
+    body = json.dumps({"model": system.model_name, **fields})
+    ready = f"{system.model_name} is ready after {took_s:.1f} s at {url}"
+    key = ' -H "Authorization: Bearer $CALLBOARD_KEY"' if needs_key else ""
+    curl = f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
+    if LogSettings.here().style == "json":
+        # Who reads standard output with standard error gets nothing but objects.
+        said = log.makeRecord(log.name, logging.INFO, "", 0, ready, (), None, extra={FIELDS: {"url": url, "try": curl}})
+        print(JSONFormatter().format(said), flush=True)
+    else:
+        print(f"\n{ready}\ntry:\n  {curl}\n", flush=True)

@@ -1,0 +1,61 @@
+"""The same bits whatever else runs: one digest for mixed requests in many ways, and ``callboard verify numerics``."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.config import Config, build_config
+from engine.errors import CallboardError
+from engine.llm import Completion
+from engine.messages import Usage
+from server.operators import verify
+from server.operators.verify import WAYS, Request, Way, mixed_requests, verify_numerics
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+BASE = build_config(
+    Config(),
+    {
+        "model": {"path": str(DEMO)},
+        "device": {"threads": 1},
+        "scheduler": {"max_step_tokens": 256, "prefill_chunk": 256},
+        "kv": {"num_pages": 512},
+    },
+)
+BY_NAME = {way.name: way for way in WAYS}
+
+
+def test_the_same_bits_alone_in_chunks_cached_retracted_and_restored() -> None:
+    names = ("alone", "in chunks of 32", "pages back from the host")
+    verify_numerics(BASE, [BY_NAME[name] for name in names], number=10)
+
+
+def test_the_same_bits_from_a_process_that_was_killed() -> None:
+    killed = replace(BY_NAME["in a process, killed and recomputed"], kills=1)
+    verify_numerics(BASE, [BY_NAME["together"], killed], number=3)
+
+
+def test_the_same_bits_in_int8() -> None:
+    rounded = build_config(BASE, {"model": {"quantization": "int8"}})
+    verify_numerics(rounded, [BY_NAME["together"], BY_NAME["in chunks of 32"]], number=4)
+
+
+def test_the_command_fails_where_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers(config: Config, way: Way, requests: Sequence[Request]) -> list[Completion]:
+        assert config.model.numerics == "invariant"
+        tokens = [1, 2] if way.alone else [1, 3]
+        return [Completion("", "", tokens, "length", None, Usage(1, 2, 0), ()) for _ in requests]
+
+    monkeypatch.setattr(verify, "run", answers)
+    with pytest.raises(CallboardError, match=r"other bits than alone: together$"):
+        verify_numerics(BASE, [BY_NAME["alone"], BY_NAME["together"]], number=1)
+
+
+def test_requests_are_of_every_kind() -> None:
+    params = [one for _, one in mixed_requests(200)]
+    prompts = [prompt for prompt, _ in mixed_requests(200)]
+    assert len(set(prompts)) < len(prompts)
+    assert {one.temperature for one in params} == {0.0, 0.8}
+    assert any(one.grammar for one in params)
+    assert all(one.logprobs for one in params)

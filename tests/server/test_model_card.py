@@ -1,0 +1,24 @@
+"""The fingerprint that answers carry: the same for the same weights and numerics, another for others."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from engine.config import Config, build_config
+from engine.plugins.families import read_model
+from server.model_card import _fingerprint
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+
+
+def fingerprint(tables: dict[str, Any]) -> str:
+    config = build_config(Config(), tables)
+    return _fingerprint(SimpleNamespace(config=config, spec=read_model(DEMO, config.plugins)))  # type: ignore[arg-type]
+
+
+def test_it_tells_what_may_change_an_answer_and_nothing_else() -> None:
+    plain = fingerprint({})
+    assert plain == fingerprint({"kv": {"num_pages": 77}, "scheduler": {"max_running": 3}})
+    others = ({"numerics": "invariant"}, {"quantization": "int8"}, {"load_format": "dummy"})
+    found = {plain, *(fingerprint({"model": one}) for one in others), fingerprint({"plugins": {"linear": "torch"}})}
+    assert len(found) == 5

@@ -1,0 +1,171 @@
+"""model.numerics=invariant: a start proves every part, and names the one that does not hold."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.config import Config, build_config
+from engine.errors import ConfigError, PluginError
+from engine.execution.attention import RankAttention
+from engine.execution.ordered_comm import OrderedComm
+from engine.execution.split_attention import SplitAttention
+from engine.layers.attention import AttentionBackend, AttentionSpec
+from engine.layers.comm import Comm
+from engine.layers.kv_pool import KVPool
+from engine.layers.mlp import DIVIDED, GatedMLP, activated_by_rows
+from engine.layers.packing import LinearKernel, Linears
+from engine.models.decoder import Decoder
+from engine.models.loader import load_model
+from engine.plugins.attention.tiles import TiledAttention
+from engine.plugins.attention.torch import TorchAttention
+from engine.plugins.comm.local import LocalComm
+from engine.plugins.families import read_model
+from engine.plugins.linear.onednn import OneDNN
+from engine.plugins.manager import Plugins
+from engine.sections import PluginsSection
+from engine.startup import invariance
+from engine.startup.invariance import pieces, prove_invariance
+from engine.startup.loading import _check_device
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+CPU = torch.device("cpu")
+Factory = Callable[[AttentionSpec, KVPool], AttentionBackend]
+
+
+class OneScale:
+    """Rounds its input to 8 bits by one scale for the whole batch."""
+
+    element_bytes = 4.0
+
+    def pack(self, weight_OI: torch.Tensor) -> "OneScaleWeight":
+        return OneScaleWeight(weight_OI)
+
+
+class OneScaleWeight:
+    def __init__(self, weight_OI: torch.Tensor) -> None:
+        self._exact = OneDNN(4, invariant=True).pack(weight_OI.clone())
+        self.nbytes = weight_OI.nbytes
+
+    def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        assert self._exact is not None
+        scale = x_TI.abs().max() / 127
+        return self._exact((x_TI / scale).round() * scale, bias_O)
+
+
+def model(kernel: LinearKernel | None = None) -> Decoder:
+    linears = Linears(kernel or OneDNN(4, invariant=True), OneDNN(4, invariant=True))
+    spec = read_model(DEMO, PluginsSection())
+    decoder = load_model(spec, LocalComm(), CPU, torch.float32, "dummy", 1, False, linears)
+    decoder.by_rows()
+    return decoder
+
+
+class Attention(RankAttention):
+    """A backend that no plugin has."""
+
+    def __init__(self, factory: Factory, spec: AttentionSpec) -> None:
+        self._factory, self._own_spec = factory, spec
+
+    def build(self, pool: KVPool) -> AttentionBackend:
+        return self._factory(self._own_spec, pool)
+
+
+def prove(decoder: Decoder, factory: Factory = TiledAttention, comm: Comm | None = None) -> None:
+    attention = Attention(factory, decoder.attention_spec)
+    sizes = {"page_size": 16, "max_tokens": 200, "max_rows": 16}
+    prove_invariance(decoder, attention, comm or LocalComm(), layout="layer_first", **sizes)
+
+
+def test_what_auto_takes_holds() -> None:
+    decoder = model()
+    rank = RankAttention(Plugins({"attention": "auto"}), decoder.attention_spec, 16, CPU, torch.float32, invariant=True)
+    assert isinstance(rank.build(KVPool(5, 8, 16, 2, 64, torch.float32, CPU)), TiledAttention)
+    prove(decoder)
+
+
+@pytest.mark.parametrize(
+    ("factory", "named"),
+    [
+        (
+            lambda spec, pool: SplitAttention(prefill=TorchAttention(spec, pool), decode=TiledAttention(spec, pool)),
+            "chunk",
+        ),
+        (
+            lambda spec, pool: SplitAttention(prefill=TiledAttention(spec, pool), decode=TorchAttention(spec, pool)),
+            "padded",
+        ),
+    ],
+    ids=["blocks that begin with the chunk", "decodes padded to the longest"],
+)
+def test_attention_that_depends_on_the_step_is_named(factory: Factory, named: str) -> None:
+    with pytest.raises(ConfigError, match=r"invariant does not hold .*: attention: layer 0, sequence .*numerics=fast"):
+        prove(model(), factory)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [(OneDNN(4), "queries, keys and values"), (OneScale(), "MLP")],
+    ids=["another product for one row", "one scale for the batch"],
+)
+def test_a_product_that_depends_on_the_batch_is_named(kernel: LinearKernel, part: str) -> None:
+    with pytest.raises(ConfigError, match=f"layer 0's {part} gives a row other bits among 1 than among 200"):
+        prove(model(kernel))
+
+
+def test_a_sampler_that_depends_on_the_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = invariance.batch_logprobs
+
+    def rounded_by_batch(logits_NV: torch.Tensor, *others: torch.Tensor) -> object:
+        return exact(logits_NV - logits_NV.mean(), *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(invariance, "batch_logprobs", rounded_by_batch)
+    with pytest.raises(ConfigError, match=r"the sampler gives a row other bits among [12] than among 16"):
+        prove(model())
+
+
+def test_every_small_number_of_rows_is_tried_and_every_row_once() -> None:
+    found = pieces(200)
+    assert [last - first for first, last in found][:10] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12]
+    assert [row for first, last in found for row in range(first, last)] == list(range(200))
+    assert pieces(1) == [(0, 1)]
+
+
+def test_activations_are_cut_where_no_thread_begins() -> None:
+    width = 432
+    x_TI = torch.randn(200, 2 * width).chunk(2, -1)[0]
+    assert x_TI.numel() > DIVIDED
+    assert torch.equal(activated_by_rows(x_TI, "silu"), F.silu(x_TI))
+    assert isinstance(model().layers[0].mlp, GatedMLP)
+
+
+def test_sums_of_ranks_are_in_the_order_of_ranks() -> None:
+    parts = torch.tensor([1.0, 1e8, -1e8, 1.0]).view(4, 1)
+
+    class Gathered(LocalComm):
+        rank, size = 0, 4
+
+        def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+            assert tensor.shape == (1, 1)
+            assert dim == 0
+            return parts
+
+    assert OrderedComm(Gathered()).all_reduce(torch.ones(1)).item() == 1.0  # 1 + 1e8 loses the one
+
+
+@pytest.mark.parametrize(
+    ("device", "graphs", "said"),
+    [("cuda", "off", "runs on CPUs only, not on cuda"), ("cpu", "compiled", "graphs")],
+)
+def test_where_nothing_is_proved_it_is_refused(device: str, graphs: str, said: str) -> None:
+    config = build_config(Config(), {"model": {"numerics": "invariant"}, "graphs": {"mode": graphs}})
+    with pytest.raises(ConfigError, match=f"model.numerics=invariant .*{said}"):
+        _check_device(config, torch.device(device))
+
+
+def test_a_backend_that_declares_nothing_is_refused_before_anything_is_loaded() -> None:
+    spec = model().attention_spec
+    with pytest.raises(PluginError, match=r"numerics is invariant, its results depend on what else is in a step"):
+        RankAttention(Plugins({"attention": "torch"}), spec, 16, CPU, torch.float32, invariant=True)
