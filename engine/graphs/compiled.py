@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch._dynamo import lookup_backend
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from engine.cache_folder import cache_folder
 from engine.errors import GraphError
@@ -175,7 +176,7 @@ class CompiledModel:
         try:
             with _compiling, self._comm.traced() if isinstance(self._comm, BreakingComm) else nullcontext():
                 torch.compile(own, backend=take, fullgraph=True, dynamic=False)(*inputs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except (torch._dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode) as error:
             self._stitched = None
             cause = getattr(error, "inner_exception", error)
             if isinstance(cause, GraphError):

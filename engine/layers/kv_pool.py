@@ -51,6 +51,7 @@ class KVPool:
         self.format = PageFormat(dtype, kv_dtype)
         self.dtype = dtype
         self.head_size = head_size
+        self._latent_size = latent_size
         self.page_stride = self.page_stride_of(layout, num_layers, page_size, latent_size)
         num_kinds = self.num_kinds(latent_size)
         self.num_pages = num_pages
@@ -86,11 +87,12 @@ class KVPool:
         return self._values[layer]
 
     def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
-        """k_TGH and v_TGH, copies of what pages keep of these tokens; of latents the second is the first."""
+        """k_TGH and v_TGH, copies of what pages keep of these tokens; a latent's value is its first numbers."""
         k_TGR, v_TGR = self._key_slots[layer][slots_T], self._value_slots[layer][slots_T]
         shape = (*k_TGR.shape[:-1], self.head_size)
         k_TGH, v_TGH = k_TGR.new_empty(shape, dtype=self.dtype), v_TGR.new_empty(shape, dtype=self.dtype)
-        return self.format.decode(k_TGR, k_TGH), self.format.decode(v_TGR, v_TGH)
+        v_TGH = self.format.decode(v_TGR, v_TGH)[..., : self._latent_size or self.head_size]
+        return self.format.decode(k_TGR, k_TGH), v_TGH
 
     def store_latents(self, layer: int, latents_T1H: Tensor, slots_T: Tensor) -> None:
         """Write a step's new latents, keys whose first numbers are the values, to their slots."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.execution.attention import RankAttention
+from engine.execution.prompts import SCORED_ROWS
 from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool, Layout
@@ -61,7 +62,9 @@ def prove_invariance(
     )
     backend = attention.build(pool)
     differing = [_attention_difference(backend, spec, pool)]
-    for name, num_rows, part in _parts(model, backend, pool, max_tokens, max_rows):
+    # Log probabilities of prompts have more rows at a time.
+    max_scored = max(max_rows, min(max_tokens, SCORED_ROWS))
+    for name, num_rows, part in _parts(model, backend, pool, max_tokens, max_scored):
         differing.append(_difference(name, num_rows, part))
     found = [one for one in differing if one]
     # Ranks have other weights and other results; none may start alone.
@@ -106,7 +109,7 @@ def _attention_difference(backend: AttentionBackend, spec: AttentionSpec, pool: 
 
 
 def _parts(
-    model: Decoder, backend: AttentionBackend, pool: KVPool, max_tokens: int, max_rows: int
+    model: Decoder, backend: AttentionBackend, pool: KVPool, max_tokens: int, max_scored: int
 ) -> Iterator[tuple[str, int, Rows]]:
     """(name, most rows, the part) of each kind of layer, and of what is behind the layers."""
     x_TD = _random(max_tokens, model.shape.hidden_size, dtype=model.dtype)
@@ -117,9 +120,9 @@ def _parts(
             seen.append(shape)
             for name, part in _layer_parts(model, layer, backend, pool, x_TD):
                 yield f"layer {index}'s {name}", max_tokens, part
-    yield "the LM head", max_rows, lambda first, last: model.logits(x_TD[first:last].clone())
-    logits_NV = model.logits(x_TD[:max_rows].clone())
-    yield "the sampler", max_rows, lambda first, last: _sampled(logits_NV[first:last])
+    yield "the LM head", max_scored, lambda first, last: model.logits(x_TD[first:last].clone())
+    logits_NV = model.logits(x_TD[:max_scored].clone())
+    yield "the sampler", max_scored, lambda first, last: _sampled(logits_NV[first:last])
 
 
 def _layer_parts(

@@ -294,7 +294,8 @@ def _stored_pages(config: Config, spec: ModelSpec, plugins: Plugins, pool: KVPoo
     load_format = config.model.load_format
     seed = config.device.seed if load_format == "dummy" else None
     shape = (str(pool.dtype), pool.format.kv_dtype, tuple(page.shape))
-    what = (2, fingerprint(spec, load_format), seed, *shape, comm.rank, comm.size)
+    arithmetic = (config.model.quantization, config.model.numerics)
+    what = (2, fingerprint(spec, load_format), seed, *arithmetic, *shape, comm.rank, comm.size)
     namespace = hashlib.sha256(repr(what).encode()).digest()
     context = KVStoreContext(
         record_bytes=DIGEST_BYTES + page.nbytes,

@@ -58,6 +58,13 @@ def test_two_ranks_find_their_own_halves(checkpoint: Path, tmp_path: Path) -> No
     assert from_the_start == [64] * 12
 
 
+def test_pages_of_other_weights_or_numerics_are_not_taken(checkpoint: Path, tmp_path: Path) -> None:
+    serve(checkpoint, tmp_path)
+    for other in ({"quantization": "int8"}, {"numerics": "invariant"}):
+        model = {"dtype": "float32", "tokenizer": "none", **other}
+        assert serve(checkpoint, tmp_path, model=model)[1] == [0] * 6 + [64] * 6, other
+
+
 def test_damaged_files_change_no_token(checkpoint: Path, tmp_path: Path) -> None:
     expected, _ = serve(checkpoint, tmp_path)
     for number, path in enumerate(sorted(tmp_path.glob("??/*"))):

@@ -207,9 +207,14 @@ def test_a_model_without_its_attention_calls_is_refused(direct, monkeypatch):
         driver.step({"a": random_tokens(5, 1)})
 
 
-def test_a_model_that_cannot_be_traced_says_what_to_do(direct, monkeypatch):
+@pytest.mark.parametrize(
+    "goes_on",
+    [lambda x_TD: x_TD.sum() > 0, lambda x_TD: any(x_TD.argmax(-1).bincount(minlength=2).tolist())],
+    ids=["a branch", "counts of experts"],
+)
+def test_a_model_that_cannot_be_traced_says_what_to_do(direct, monkeypatch, goes_on):
     finish = DecoderLayer.finish
-    monkeypatch.setattr(DecoderLayer, "finish", lambda *args: finish(*args) if args[1].sum() > 0 else args[1])
+    monkeypatch.setattr(DecoderLayer, "finish", lambda *args: finish(*args) if goes_on(args[1]) else args[1])
     with pytest.raises(GraphError, match=r"graphs.mode=compiled: the model cannot be compiled .*graphs.mode=off"):
         direct().step({"a": random_tokens(5, 1)})
 

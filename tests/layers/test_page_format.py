@@ -84,6 +84,16 @@ def test_a_pool_reads_what_was_stored_and_counts_its_bytes(kv_dtype: str, layout
     assert int((pool.by_page.view(torch.uint8) != 0).flatten(3).any(-1).sum()) == 6, "other tokens were written"
 
 
+@pytest.mark.parametrize("kv_dtype", ["", "int8"])
+def test_a_latent_is_read_whole_as_a_key_and_its_first_numbers_as_a_value(kv_dtype: str) -> None:
+    pool = KVPool(1, 2, 4, 1, HEAD_SIZE, torch.float32, CPU, kv_dtype=kv_dtype, latent_size=HEAD_SIZE - 4)
+    latents_T1H, slots_T = drawn(2, torch.float32)[:, :1], torch.tensor([5, 0])
+    pool.store_latents(0, latents_T1H, slots_T)
+    keys_T1H, values_T1C = pool.read(0, slots_T)
+    assert torch.equal(keys_T1H, through(pool.format, latents_T1H))
+    assert torch.equal(values_T1C, keys_T1H[..., : HEAD_SIZE - 4])
+
+
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
 def test_a_compiler_traces_the_store_as_one_graph(kv_dtype: str) -> None:
     eager, compiled = (KVPool(1, 2, 4, HEADS, HEAD_SIZE, torch.float32, CPU, kv_dtype=kv_dtype) for _ in range(2))

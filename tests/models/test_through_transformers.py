@@ -41,7 +41,7 @@ def test_the_reference_and_transformers_on_our_pages_agree(kind: str, tmp_path: 
 
 
 def test_a_native_family_gives_the_same_tokens_when_it_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """Through the engine: prompts in chunks that share a prefix, and rounded layers."""
+    """Through the engine: prompts in chunks that share a prefix, two ranks, and rounded layers."""
     reference = build("qwen2-tied-upper-window")
     checkpoint = save(reference, tmp_path / "checkpoint")
     prefix = random_tokens(40, 3)
@@ -60,8 +60,10 @@ def test_a_native_family_gives_the_same_tokens_when_it_is_named(tmp_path: Path, 
 
     through = {"plugins": {"models": ["transformers"]}}
     with caplog.at_level("INFO"):
-        assert served(**through) == served()
+        expected = served()
+        assert served(**through) == expected
     assert "Qwen2ForCausalLM is served through transformers" in caplog.text
+    assert served(**through, device={"kind": "cpu", "tensor_parallel": 2}) == expected
     rounded = served(**through, model=config["model"] | {"quantization": "int8"})
     assert [len(one) for one in rounded] == [12] * len(prompts)
 

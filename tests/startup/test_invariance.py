@@ -122,7 +122,7 @@ def test_a_sampler_that_depends_on_the_batch_is_named(monkeypatch: pytest.Monkey
         return exact(logits_NV - logits_NV.mean(), *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(invariance, "batch_logprobs", rounded_by_batch)
-    with pytest.raises(ConfigError, match=r"the sampler gives a row other bits among [12] than among 16"):
+    with pytest.raises(ConfigError, match=r"the sampler gives a row other bits among [12] than among 128"):
         prove(model())
 
 

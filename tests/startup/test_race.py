@@ -90,7 +90,9 @@ def race(
 
     plugins = Plugins({"attention": attention}, options=options.pop("tables", None))
     clock = lambda: acme_clock.now  # noqa: E731
-    return Race(plugins, SPEC, 16, CPU, torch.float32, limit_s=limit_s, loads=loads, clock=clock, **options)
+    return Race(
+        plugins, options.pop("spec", SPEC), 16, CPU, torch.float32, limit_s=limit_s, loads=loads, clock=clock, **options
+    )
 
 
 def problems(one: Race) -> dict[str, dict[str, str]]:
@@ -233,6 +235,17 @@ def test_an_engine_is_built_with_what_was_measured_and_says_so(
     with LLM(config=config, progress=False) as llm:
         assert llm.generate(["a"], SamplingParams(max_tokens=2, temperature=0))
     assert "plugin: attention.b for prefill and decode (auto: b was measured the fastest)" in caplog.messages
+
+
+@pytest.mark.parametrize("kv_dtype", ["", "int8"])
+def test_results_over_latents_are_compared_too(enter: Enter, kv_dtype: str) -> None:
+    declared = {"supports": ["latents"], "kv_dtypes": ["int8"]}
+    enter("right", 2, 2, **declared)
+    enter("wrong", 1, 1, change="out = out * 1.1", **declared)
+    latents = AttentionSpec(num_layers=3, num_heads=4, num_kv_heads=1, head_size=24, scale=0.25, latent_size=16)
+    found = problems(race(spec=latents, kv_dtype=kv_dtype))
+    assert {phase: names["right"] for phase, names in found.items()} == {"prefill": "", "decode": ""}
+    assert all("is off by" in names["wrong"] for names in found.values())
 
 
 def test_the_command_prints_the_table(enter: Enter, capsys: pytest.CaptureFixture[str]) -> None:

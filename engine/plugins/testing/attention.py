@@ -217,7 +217,7 @@ class _Step:
             slots.append(pages[position_L // page_size] * pool.page_stride + position_L % page_size)
         all_slots = torch.cat(slots).to(device)
         for layer in range(NUM_LAYERS):
-            for records in (pool.keys(layer), pool.values(layer)):
+            for records in (pool.keys(layer),) if spec.latent_size else (pool.keys(layer), pool.values(layer)):
                 drawn = _normal((len(all_slots), spec.num_kv_heads, spec.head_size), pool, generator)
                 records.view(pool.format.memory)[all_slots] = pool.format.encode(drawn)
         host_lengths = np.array([length for length, _ in sequences], dtype=np.int32)
