@@ -25,6 +25,11 @@ def pair(query: str, document: str) -> tuple[ChatTurn, ...]:
     return ChatTurn(QUERY, query), ChatTurn(DOCUMENT, document)
 
 
+def is_pair(turns: Sequence[ChatTurn]) -> bool:
+    """Whether a prompt is what ``pair`` makes; conversations of clients may have documents among other messages."""
+    return tuple(turn.role for turn in turns) == (QUERY, DOCUMENT)
+
+
 def knows_pairs(template: ChatTemplate | None) -> bool:
     """Whether a chat template names the roles that a pair has."""
     return template is not None and all(
