@@ -150,6 +150,7 @@ def test_the_template_file_stands_above_the_configuration_and_default_above_othe
 
 
 def test_a_document_is_a_message_like_others_where_the_template_knows_that_role(tmp_path):
-    ours = codec(byte_level(), tmp_path, chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    named = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    ours = codec(byte_level(), tmp_path, chat_template=named)
     conversation = turns([("user", "what does it say?"), ("document", "fish swim")])
     assert ours.decode(ours.encode_chat(conversation).token_ids) == "<user>what does it say?<document>fish swim"
