@@ -63,9 +63,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _fingerprint(system: "System") -> str:
-    """Of samples of the weights, the kernels by the names that are configured, torch's version and the numerics."""
+    """Of samples of the weights, the kernels by the names that are configured, torch's version and the numerics.
+
+    What pages keep is part of those: rounded keys and values give other logits."""
     config, model = system.config, system.config.model
     weights = fingerprint(system.spec, model.load_format)
     kernels = (config.plugins.linear, config.plugins.attention, config.graphs.mode, metadata.version("torch"))
-    numerics = (model.numerics, model.dtype, model.quantization, config.device.kind, config.device.tensor_parallel)
-    return hashlib.sha256(msgspec.json.encode((weights, kernels, numerics))).hexdigest()[:16]
+    numerics = (model.numerics, model.dtype, model.quantization, config.kv.dtype)
+    ranks = (config.device.kind, config.device.tensor_parallel)
+    return hashlib.sha256(msgspec.json.encode((weights, kernels, numerics, ranks))).hexdigest()[:16]

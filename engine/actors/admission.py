@@ -88,6 +88,8 @@ def read_prompt(
     if options.truncate_to:
         prompt = _shortened(prompt, options.truncate_to, max_model_len)
     if isinstance(prompt, str):
+        if options.keep_last:
+            prompt = prompt[-MAX_CHARS_PER_TOKEN * max_model_len :]
         check_chars(len(prompt), max_model_len)
         return str.__str__(prompt), None, None  # without what a subclass, such as NumPy's, adds to it
     if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], ChatTurn):

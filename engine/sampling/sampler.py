@@ -164,7 +164,11 @@ class Sampler:
             adjustments.penalties.apply(logits_nV, self._state.counts)
         if adjustments.hold_at is not None:
             # The lowest finite number, not -inf: a row that allows nothing but EOS then ends instead of failing.
-            logits_nV.view(-1).index_fill_(0, adjustments.hold_at, torch.finfo(torch.float32).min)
+            logits = logits_nV.view(-1)
+            held = logits.index_select(0, adjustments.hold_at)
+            # One that is forbidden stays so.
+            held = torch.where(held.isfinite(), torch.finfo(torch.float32).min, held)
+            logits.index_copy_(0, adjustments.hold_at, held)
         return logits_nV
 
 

@@ -31,7 +31,7 @@ from engine.prompt import ChatOptions, ChatTurn
 from engine.sections import ModelSection
 from engine.text.chat import PLAIN
 from engine.text.files import TokenizerFiles, read_template
-from engine.text.pairs import DOCUMENT, Pairs, cut_text, knows_pairs
+from engine.text.pairs import ROLES, Pairs, cut_text, knows_pairs
 from engine.text.reasoning import ReasoningFormat, ReasoningParser, Thinking
 from engine.text.stops import StopMatcher
 from engine.text.tool_calls import ToolFormat
@@ -306,7 +306,7 @@ class TextCodec:
 
         turns may be a query and a document, see ``pairs.py``.  truncate_to: as ``encode`` has it.
         Raises RequestError if the model has no template or the template refuses."""
-        if turns[-1].role == DOCUMENT:  # no client's message has this role
+        if tuple(turn.role for turn in turns) == ROLES:
             if self._pairs is None:
                 raise RequestError("this model has no tokenizer, so it cannot take a query and documents as text")
             return EncodedChat(self.trimmed(self._pairs.encode(turns, truncate_to).tobytes()), "none")

@@ -17,6 +17,7 @@ from engine.text.chat import ChatTemplate
 
 QUERY: Final = "query"
 DOCUMENT: Final = "document"
+ROLES: Final = (QUERY, DOCUMENT)  # of a pair's messages; conversations may have documents among other messages
 Int32 = npt.NDArray[np.int32]
 
 
@@ -28,7 +29,7 @@ def pair(query: str, document: str) -> tuple[ChatTurn, ...]:
 def knows_pairs(template: ChatTemplate | None) -> bool:
     """Whether a chat template names the roles that a pair has."""
     return template is not None and all(
-        f"'{role}'" in template.source or f'"{role}"' in template.source for role in (QUERY, DOCUMENT)
+        f"'{role}'" in template.source or f'"{role}"' in template.source for role in ROLES
     )
 
 

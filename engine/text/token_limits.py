@@ -21,7 +21,8 @@ class TokenLimits:
         """num_words: int32 words of a mask."""
         self._inner = inner
         self._allowed = _mask_of(params.allowed_token_ids, num_words) if params.allowed_token_ids else None
-        self._banned = params.bad_token_ids
+        # A tokenizer may know more tokens than the model has: a word with one of those never comes.
+        self._banned = [ids for ids in params.bad_token_ids if ids and max(ids) < num_words * _WORD_BITS]
         # As much of the output as decides whether the next token would complete a word.
         self._last: deque[int] = deque(maxlen=max(map(len, self._banned), default=1))
 

@@ -28,7 +28,12 @@ from server.openai.translator import Translator
 
 # What templates call the switch for thoughts.
 THINKING_VARIABLES = ("enable_thinking", "thinking")
-RENAMED = {"prompt": "messages", "stop": "stop_sequences", "continue_final_message": "messages"}
+RENAMED = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "continue_final_message": "messages",
+    "tool_choice.function.name": "tool_choice.name",
+}
 
 
 class Messages(Endpoint[MessagesBody]):

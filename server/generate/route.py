@@ -179,11 +179,14 @@ class GenerateRoute(Generic[B]):
             exchange.usage = counts.prompt_tokens, counts.completion_tokens
 
     def _renamed(self, error: RequestError, body: B, generation: Generation | None = None) -> RequestError:
-        """Returns the error with its field named as this endpoint's clients know it."""
+        """Returns the error with its field named as this endpoint's clients know it, in its message as well."""
         if error.param == "grammar" and generation is not None:
             error.param = generation.grammar_field
         if error.param is not None:
-            error.param = self._endpoint.rename(error.param, body)
+            name = self._endpoint.rename(error.param, body)
+            if error.message.startswith((f"{error.param}:", f"{error.param}=")):
+                error.message = name + error.message.removeprefix(error.param)
+            error.param = name
         return error
 
 

@@ -57,8 +57,13 @@ class Native(Endpoint[NativeBody]):
         each = [self._generation(body, one, prompts) for one in asked]
         if {one.num_choices for one in each} != {generation.num_choices}:
             raise FieldError("n", "must be the same for all prompts")
-        of_prompts = tuple((one.params, one.options) for one in each)
-        return msgspec.structs.replace(generation, of_prompts=of_prompts)
+        fields = {one.grammar_field for one in each} - {""}
+        return msgspec.structs.replace(
+            generation,
+            of_prompts=tuple((one.params, one.options) for one in each),
+            # Whose grammar is refused is not known, so their common name must do.
+            grammar_field=fields.pop() if len(fields) == 1 else "sampling_params" if fields else "",
+        )
 
     def _generation(self, body: NativeBody, asked: OnePrompt, prompts: tuple[Prompt, ...]) -> Generation:
         params = asked.params

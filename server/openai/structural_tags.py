@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import FieldError, RequestError
+from engine.errors import FieldError
 from engine.params import Grammar
 from engine.text.tool_format import CallShape, TagsShape
-from server.http.body import name_field
+from server.http.body import is_given, name_field
 from server.openai.requests import ResponseFormat, TriggeredTags
 
 MAX_TAGS = 128
@@ -24,7 +24,10 @@ def read_structural_tag(given: ResponseFormat, path: str) -> Grammar:
         shape = TagsShape(triggers, tags, given.format.at_least_one, given.format.stop_after_first)
         path += ".format"
     elif given.structures is not None and given.triggers is not None:
-        tags = [CallShape(one.begin, _schema(one.schema), one.end) for one in given.structures]
+        tags = [
+            CallShape(one.begin, _schema(one.schema, f"{path}.structures[{index}].schema"), one.end)
+            for index, one in enumerate(given.structures)
+        ]
         shape = TagsShape(given.triggers, tags)
     else:
         raise FieldError(path, "a structural tag needs structures and triggers, or a format")
@@ -54,11 +57,10 @@ def _triggered(given: TriggeredTags, path: str) -> list[CallShape]:
         )
     shapes = []
     for index, tag in enumerate(given.tags):
+        where = f"{path}.tags[{index}].content"
         if tag.content.type != "json_schema":
-            raise FieldError(
-                f"{path}.tags[{index}].content.type", "only 'json_schema' is supported", code="unsupported_parameter"
-            )
-        shapes.append(CallShape(tag.begin, _schema(tag.content.json_schema), tag.end))
+            raise FieldError(f"{where}.type", "only 'json_schema' is supported", code="unsupported_parameter")
+        shapes.append(CallShape(tag.begin, _schema(tag.content.json_schema, f"{where}.json_schema"), tag.end))
     return shapes
 
 
@@ -78,8 +80,10 @@ def _begins(text: str, triggers: Sequence[str]) -> bool:
     return any(text.startswith(trigger) for trigger in triggers)
 
 
-def _schema(raw: msgspec.Raw) -> Any:
+def _schema(raw: msgspec.Raw, path: str) -> Any:
+    if not is_given(raw):
+        raise FieldError(path, "required, but not given")
     schema = msgspec.json.decode(raw)
     if not isinstance(schema, dict | bool):
-        raise RequestError("a schema of a structural tag is an object or a boolean", code="invalid_grammar")
+        raise FieldError(path, "a JSON Schema is an object or a boolean", code="invalid_grammar")
     return schema if isinstance(schema, dict) else {} if schema else {"not": {}}

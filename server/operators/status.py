@@ -81,7 +81,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     model_path: str
     tokenizer_path: str
-    is_generation: bool = True
+    is_generation: bool
     preferred_sampling_params: dict[str, float | int] | None
     has_image_understanding: bool = False
     has_audio_understanding: bool = False
@@ -147,7 +147,14 @@ class StatusRoutes:
     async def model(self, request: web.Request) -> web.Response:
         card = self._card
         defaults = card.chat_defaults or None
-        return json_reply(ModelInfo(model_path=card.name, tokenizer_path=card.name, preferred_sampling_params=defaults))
+        return json_reply(
+            ModelInfo(
+                model_path=card.name,
+                tokenizer_path=card.name,
+                is_generation="generate" in card.pooling.tasks,
+                preferred_sampling_params=defaults,
+            )
+        )
 
     async def load(self, request: web.Request) -> web.Response:
         gauges = (await self._monitor.look()).gauges

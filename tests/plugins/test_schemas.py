@@ -96,6 +96,24 @@ def test_a_refusal_says_where(engine: LLGuidance, schema: dict[str, Any], place:
     assert refused.value.param == "grammar"
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"format": ["date"]},
+        {"format": {}},
+        {"propertyNames": {"enum": 5}},
+        {"propertyNames": {"pattern": ["a"]}},
+        {"propertyNames": {"pattern": 5}},
+        {"propertyNames": {"minLength": "1"}},
+    ],
+    ids=json.dumps,
+)
+def test_a_word_with_a_value_of_a_wrong_type_is_refused(engine: LLGuidance, schema: dict[str, Any]) -> None:
+    for part in (schema, {"type": "object", "properties": {"x": schema}}):
+        with pytest.raises(RequestError, match="the grammar or schema cannot be used"):
+            engine.compile(grammar(part))
+
+
 TAGS = TagsShape(
     ["<f=", "<g>"],
     [

@@ -147,6 +147,15 @@ def test_min_tokens_holds_off_eos_and_stop_tokens_until_enough_are_there(tempera
     assert all(token in (EOS, 7) for token in found[3:])
 
 
+@pytest.mark.parametrize("allowed", [[EOS], [7], [7, 9]])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_min_tokens_never_brings_back_what_is_forbidden(temperature: float, allowed: list[int]) -> None:
+    logits_V = torch.full((V,), -torch.inf)
+    logits_V[allowed] = 1.0
+    params = SamplingParams(temperature=temperature, seed=1, min_tokens=30, stop_token_ids=(3, 7))
+    assert {sample_alone(params, logits_V, position, tokens=[1]) for position in range(1, 20)} == {max(allowed)}
+
+
 def test_min_tokens_leaves_eos_alone_when_eos_does_not_stop():
     logits_V = torch.zeros(V)
     logits_V[EOS] = 20.0

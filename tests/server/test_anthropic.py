@@ -176,7 +176,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice.name"),
         ({"temperature": -1}, "temperature"),
-        ({"stop_sequences": [""]}, "stop"),
+        ({"stop_sequences": [""]}, "stop_sequences="),
+        ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [TOOL]}, "tool_choice.name"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     ],
 )

@@ -277,6 +277,9 @@ def test_a_schema_that_cannot_be_followed_is_a_400(client: openai.OpenAI) -> Non
         ({"response_format": {"type": "structural_tag", "triggers": ["<f"],
                               "structures": [{"begin": "<f>", "schema": UNIQUE, "end": "</f>"}]}},
          "response_format", "tag '<f>': schema.properties.x.items: Unimplemented keys"),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f"],
+            "tags": [{"begin": "<f>", "content": {"type": "json_schema"}, "end": "</f>"}]}}},
+         "response_format.format.tags[0].content.json_schema", "required, but not given"),
         ({"structured_outputs": {"json": UNIQUE}}, "structured_outputs.json", "properties.x.items"),
     ],
 )  # fmt: skip

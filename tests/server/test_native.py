@@ -154,6 +154,16 @@ def test_every_prompt_may_have_parameters_of_its_own(served: EngineServer) -> No
         assert answer["output_ids"] == generate(served, text=prompt, sampling_params=own)["output_ids"]
 
 
+@pytest.mark.parametrize(
+    "others, param",
+    [({}, "sampling_params.json_schema"), ({"regex": "a"}, "sampling_params")],
+)
+def test_a_refused_grammar_of_one_prompt_is_named(served: EngineServer, others: dict[str, Any], param: str) -> None:
+    params = [others, {"json_schema": '{"type": "strin"}'}]
+    error = ask(served.port, "POST", "/generate", {"text": ["a", "b"], "sampling_params": params}).error
+    assert (error["code"], error["param"]) == ("invalid_grammar", param)
+
+
 def test_one_prompt_of_several_ends_by_its_name(live: LiveServer) -> None:
     with RawClient(live.port) as client:
         body = {"text": ["!hang", "!hang"], "rid": ["one", "two"], "sampling_params": {"n": 2}}

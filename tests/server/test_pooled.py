@@ -140,6 +140,7 @@ def test_a_classifier_names_its_labels(classifier: EngineServer) -> None:
 def test_models_say_what_they_are_for(embedder: EngineServer, classifier: EngineServer) -> None:
     for server, kind in ((embedder, "embed"), (classifier, "classify")):
         assert ask(server.port, "GET", "/v1/models").json["data"][0]["kind"] == kind
+        assert ask(server.port, "GET", "/model_info").json["is_generation"] is False
         assert ask(server.port, "GET", "/health_generate").status == 200
     error = refused(classifier, "/v1/chat/completions", model="m", messages=CONVERSATION)
     assert error["code"] == "unsupported_task"

@@ -62,6 +62,13 @@ def test_only_the_end_of_a_prompt_is_read(served: EngineServer) -> None:
     assert complete(served, prompt=PROMPT, truncate_prompt_tokens=-1)["prompt_token_ids"] == ids
 
 
+def test_the_end_of_a_text_is_read_however_long_it_is(served: EngineServer) -> None:
+    expected = complete(served, truncate_prompt_tokens=3)
+    answer = complete(served, prompt="x " * 100_000 + PROMPT, truncate_prompt_tokens=3)
+    assert answer["prompt_token_ids"] == expected["prompt_token_ids"]
+    assert answer["token_ids"] == expected["token_ids"]
+
+
 @pytest.mark.parametrize(
     "fields",
     [

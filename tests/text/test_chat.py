@@ -147,3 +147,10 @@ def test_the_template_file_stands_above_the_configuration_and_default_above_othe
     only_named = codec(byte_level(), tmp_path / "named", chat_template=named[:1])
     with pytest.raises(RequestError, match="no chat template"):
         only_named.encode_chat([user])
+
+
+def test_a_document_is_a_message_like_others_where_the_template_knows_that_role(tmp_path):
+    named = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    ours = codec(byte_level(), tmp_path, chat_template=named)
+    conversation = turns([("user", "what does it say?"), ("document", "fish swim")])
+    assert ours.decode(ours.encode_chat(conversation).token_ids) == "<user>what does it say?<document>fish swim"

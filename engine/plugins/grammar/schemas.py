@@ -44,7 +44,7 @@ def simplified(schema: Any) -> Any:
 def _asks_nothing(key: str, value: Any, schema: dict[str, Any]) -> bool:
     match key:
         case "format":
-            return value not in FORMATS
+            return isinstance(value, str) and value not in FORMATS
         case "uniqueItems":
             return value is False
         case "minContains" | "maxContains":
@@ -68,16 +68,18 @@ def _with_named_properties(schema: dict[str, Any]) -> dict[str, Any]:
     if names.get("type", "string") != "string" or value is False:
         return schema
     rest = {key: one for key, one in schema.items() if key != "propertyNames"}
-    if words in ({"enum"}, {"const"}):
-        listed = names["enum"] if "enum" in names else [names["const"]]
-        described = {"properties": {name: value for name in listed if isinstance(name, str)}}
-    elif words == {"pattern"}:
-        described = {"patternProperties": {names["pattern"]: value}}
-    elif words and words <= {"minLength", "maxLength"}:
-        span = f"{names.get('minLength', 0)},{names.get('maxLength', '')}"
-        described = {"patternProperties": {f"^[\\s\\S]{{{span}}}$": value}}
-    else:
-        return schema
+    match names:
+        case {"enum": list(listed)} if words == {"enum"}:
+            described = {"properties": {name: value for name in listed if isinstance(name, str)}}
+        case {"const": name} if words == {"const"}:
+            described = {"properties": {name: value} if isinstance(name, str) else {}}
+        case {"pattern": str(pattern)} if words == {"pattern"}:
+            described = {"patternProperties": {pattern: value}}
+        case _ if words and words <= {"minLength", "maxLength"} and all(type(names[word]) is int for word in words):
+            span = f"{names.get('minLength', 0)},{names.get('maxLength', '')}"
+            described = {"patternProperties": {f"^[\\s\\S]{{{span}}}$": value}}
+        case _:
+            return schema
     return {**rest, **described, "additionalProperties": False}
 
 
