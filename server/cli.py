@@ -33,6 +33,7 @@ from engine.plugins.listing import list_plugins
 from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
 from server.backend import Backend
 from server.http.listener import bind, url_of
+from server.keys import read_keys
 from server.model_card import ModelCard
 from server.run.greeting import greet
 from server.run.serve import serve, serve_from_process
@@ -207,6 +208,7 @@ def _serve_replicas(parsed: argparse.Namespace, config: Config) -> None:
 
     if parsed.on is None or (parsed.replicas or 0) < 1:
         raise ConfigError("--replicas N needs an N of at least 1 and --on ray")
+    read_keys(config.server)
     if config.placement.ingress == "process":
         raise ConfigError("placement.ingress = 'process': a replica has its HTTP with it; use 'inline' here")
     with bind(config.server.host, config.server.port) as listener:
@@ -236,6 +238,7 @@ async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> No
     from engine.system import System
     from engine.workers.frontend import FrontendCommand, RemoteIngress
 
+    read_keys(config.server)  # a file that cannot be used is said before a model is loaded
     # The port first: finding it taken must not cost the time of loading a model.
     with bind(config.server.host, config.server.port) as listener:
         frontend = FrontendCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None

@@ -49,80 +49,81 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     operators: dict[str, str] = {}
 
 
+def read_keys(server: ServerSection) -> list[Key]:
+    """All keys of now.  Raises ConfigError for a file that cannot be used."""
+    given = [server.api_key] if isinstance(server.api_key, str) else server.api_key
+    keys = [_key(f"key {number}", key) for number, key in enumerate(key for key in given if key)]
+    if not server.key_file:
+        return keys
+    said = f"server.key_file={server.key_file}"
+    try:
+        with Path(server.key_file).open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise ConfigError(f"{said}: larger than {MAX_FILE_BYTES} bytes")
+        found = msgspec.convert(tomllib.loads(text.decode()), KeyFile)
+    except OSError as error:
+        raise ConfigError(f"{said}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:  # of UTF-8, TOML and msgspec
+        wanted = "expected TOML with [clients] and [operators], each with lines of name = 'key'"
+        raise ConfigError(f"{said}: {error}; {wanted}") from None
+    keys += [_key(name, key) for name, key in found.clients.items()]
+    keys += [_key(name, key, is_operator=True) for name, key in found.operators.items()]
+    if not all((*found.clients.values(), *found.operators.values())):
+        raise ConfigError(f"{said}: a key is empty; take its line out to lock its client out")
+    if not keys:
+        raise ConfigError(f"{said}: holds no key; nobody could send a request")
+    if len({key.digest for key in keys}) < len(keys) or len({key.name for key in keys}) < len(keys):
+        raise ConfigError(f"{said}: two lines have the same name or the same key")
+    return keys
+
+
 class Keys:
-    """The keys of now.  clock: seconds that only grow.  Raises ConfigError for a file that cannot be used."""
+    """The keys of now.  clock: seconds that only grow.
+
+    A file that cannot be used is an error at the server's start, where ``read_keys`` is asked first.  Later it changes
+    nothing; a frontend that starts anew meanwhile has none of its keys until it is mended.
+    """
 
     def __init__(self, server: ServerSection, clock: Callable[[], float] = time.monotonic) -> None:
-        given = [server.api_key] if isinstance(server.api_key, str) else server.api_key
-        self._configured = [_key(f"key {number}", key) for number, key in enumerate(key for key in given if key)]
-        self._path = Path(server.key_file) if server.key_file else None
+        self.has_operators = False
+        self._server = server
         self._clock = clock
         self._looked_at = clock()
         self._mark = self._marked()
-        self._keys = self._read()
-
-    @property
-    def has_operators(self) -> bool:
-        """Whether what operators use needs a key of theirs."""
-        return any(key.is_operator for key in self._keys)
+        self._keys: list[Key] = []
+        self._read()
 
     def find(self, given: bytes) -> Key | None:
         """The key that equals ``given``; None if there is none."""
-        self._look()
+        if self._server.key_file and self._clock() - self._looked_at >= LOOK_EVERY_S:
+            self._looked_at = self._clock()
+            if (mark := self._marked()) != self._mark:
+                self._mark = mark
+                self._read()
         digest = hashlib.sha256(given).digest()
         # All of them, whichever it is: the time says neither how much of a key was right nor which one.
         matches = [hmac.compare_digest(digest, key.digest) for key in self._keys]
         return self._keys[matches.index(True)] if any(matches) else None
 
-    def _look(self) -> None:
-        """Read the file again if it was written since."""
-        if self._path is None or self._clock() - self._looked_at < LOOK_EVERY_S:
-            return
-        self._looked_at = self._clock()
-        if (mark := self._marked()) == self._mark:
-            return
-        self._mark = mark
-        try:
-            self._keys = self._read()
-        except ConfigError as error:
-            log.error("the keys stay as they were: %s", error)
-        else:
-            log.info("%s was read again: %d keys", self._path, len(self._keys))
-
     def _marked(self) -> tuple[int, ...]:
         """What changes with the file; also if another one takes its place, as with Kubernetes' mounted secrets."""
         try:
-            status = os.stat(self._path) if self._path is not None else None
+            status = os.stat(self._server.key_file)
         except OSError:
             return ()
-        return () if status is None else (status.st_ino, status.st_mtime_ns, status.st_size)
+        return status.st_ino, status.st_mtime_ns, status.st_size
 
-    def _read(self) -> list[Key]:
-        if self._path is None:
-            return self._configured
+    def _read(self) -> None:
         try:
-            with self._path.open("rb") as file:
-                text = file.read(MAX_FILE_BYTES + 1)
-            if len(text) > MAX_FILE_BYTES:
-                raise ConfigError(f"server.key_file={self._path}: larger than {MAX_FILE_BYTES} bytes")
-            found = msgspec.convert(tomllib.loads(text.decode()), KeyFile)
-        except OSError as error:
-            raise ConfigError(f"server.key_file={self._path}: {error.strerror or error}") from None
-        except (ValueError, RecursionError) as error:  # of UTF-8, TOML and msgspec
-            wanted = "expected TOML with [clients] and [operators], each with lines of name = 'key'"
-            raise ConfigError(f"server.key_file={self._path}: {error}; {wanted}") from None
-        keys = [
-            *self._configured,
-            *(_key(name, key) for name, key in found.clients.items()),
-            *(_key(name, key, is_operator=True) for name, key in found.operators.items()),
-        ]
-        if not all((*found.clients.values(), *found.operators.values())):
-            raise ConfigError(f"server.key_file={self._path}: a key is empty; take its line out to lock its client out")
-        if not keys:
-            raise ConfigError(f"server.key_file={self._path}: holds no key; nobody could send a request")
-        if len({key.digest for key in keys}) < len(keys) or len({key.name for key in keys}) < len(keys):
-            raise ConfigError(f"server.key_file={self._path}: two lines have the same name or the same key")
-        return keys
+            self._keys = read_keys(self._server)
+        except ConfigError as error:
+            log.error("the keys stay as they were: %s", error)
+            return
+        # What operators see never falls open because their keys are gone.
+        self.has_operators |= any(key.is_operator for key in self._keys)
+        if self._server.key_file:
+            log.info("%s was read: %d keys", self._server.key_file, len(self._keys))
 
 
 def _key(name: str, key: str, *, is_operator: bool = False) -> Key:

@@ -9,7 +9,7 @@ import pytest
 from engine.errors import ConfigError, RequestError
 from engine.sections import LimitsSection, ServerSection
 from server.clients import Rates
-from server.keys import LOOK_EVERY_S, Keys
+from server.keys import LOOK_EVERY_S, Keys, read_keys
 from tests.server.http_client import RawClient, Reply, ask, http_bytes
 from tests.server.live_server import MODEL, LiveServer
 
@@ -82,13 +82,32 @@ def test_a_file_that_cannot_be_used_ends_the_start(tmp_path: Path, text: str, sa
     path = tmp_path / "keys.toml"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError, match="key_file") as failed:
-        Keys(ServerSection(key_file=str(path)))
+        read_keys(ServerSection(key_file=str(path)))
     assert said in str(failed.value)
 
 
 def test_a_file_that_is_not_there_ends_the_start() -> None:
     with pytest.raises(ConfigError, match="No such file"):
-        Keys(ServerSection(key_file="/nowhere/keys.toml"))
+        read_keys(ServerSection(key_file="/nowhere/keys.toml"))
+
+
+def test_who_starts_anew_beside_a_broken_file_waits_for_a_better_one(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "keys.toml"
+    keys = Keys(ServerSection(key_file=str(path), api_key="inline"), clock)
+    assert keys.find(b"inline") is None
+    path.write_text(BOTH)
+    clock.now += LOOK_EVERY_S
+    assert [keys.find(one) is None for one in (b"inline", b"a", b"x")] == [False, False, True]
+
+
+def test_what_operators_see_stays_closed_when_their_keys_are_gone(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "keys.toml"
+    path.write_text(BOTH)
+    keys = Keys(ServerSection(key_file=str(path)), clock)
+    path.write_text("[clients]\nalice = 'a'\n")
+    clock.now += LOOK_EVERY_S
+    assert keys.find(b"o") is None
+    assert keys.has_operators
 
 
 def test_what_operators_see_needs_their_key_and_the_log_names_clients(
