@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from engine.checkpoints.through_transformers import ThroughTransformers
 from engine.errors import ConfigError
 from engine.layers.attention import AttentionSpec
-from engine.layers.comm import Comm
+from engine.layers.comm import Comm, Unconnected
 from engine.layers.kernels import LayerKernels
 from engine.layers.packing import Linears
 from engine.layers.pooled_head import PooledHead
@@ -50,7 +50,7 @@ class TransformersDecoder:
         self.dtype = dtype
         self.vocab_size = shape.vocab_size
         meta = torch.device("meta")
-        plan = _Plan(shape, comm, meta, meta, dtype)
+        plan = _Plan(shape, Unconnected(comm.rank, comm.size), meta, meta, dtype)
         calls = plan.calls(shape)
         names = {id(one): name for name, one in (*plan.module.named_modules(), *plan.module.named_parameters())}
         if device.type != "meta":
