@@ -98,8 +98,8 @@ def test_a_backend_that_lacks_what_the_model_needs_is_refused_by_name(tmp_path: 
     from engine.plugins.selection import check_named, expected_context
 
     spec = read_model(save(build("gpt-oss"), tmp_path / "checkpoint"))
-    context = expected_context(build_config(Config(), {"device": {"kind": "cuda"}}), spec.shape)
+    context = expected_context(build_config(Config(), {"device": {"kind": "cpu"}}), spec.shape)
     assert context.needs == ("sinks", "layer_windows")
-    plugins = Plugins({"attention": "triton"})
-    with pytest.raises(PluginError, match=r"triton .*needs attention sinks, which it does not do; can run .*torch"):
+    plugins = Plugins({"attention": "tiles"})
+    with pytest.raises(PluginError, match=r"tiles .*needs attention sinks, which it does not do; can run .*torch"):
         check_named(plugins, context)
