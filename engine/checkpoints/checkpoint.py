@@ -109,7 +109,10 @@ def read_spec(
     has_labels = shape.pooled_head is not None
     pooling = read_pooling(directory, architecture, fields, score_tokens, token_id, has_labels=has_labels)
     if pooling.kind != "generate" and shape.built_by != DecoderShape.built_by:
-        what = f"{architecture} is no family of ours, and transformers' classes only generate here"
+        what = f"{pooling} is served by callboard's own families only, and {architecture} is computed by another"
+        raise WeightsError(f"{directory}: {what}")
+    if unknown := [one for one in pooling.score_ids if one >= shape.vocab_size]:
+        what = f"a score is read from the logit of token {unknown[0]}, but the model's last is {shape.vocab_size - 1}"
         raise WeightsError(f"{directory}: {what}")
     if not has_labels:
         shape = msgspec.structs.replace(shape, pooled_head=_pooled_head(shape, pooling))
@@ -137,7 +140,13 @@ def _pooled_head(shape: DecoderShape, pooling: Pooling) -> PartShape | None:
     """What the model has in the LM head's place, by what it is for."""
     if pooling.score_ids:
         name = shape.names.embedding if shape.tied else shape.names.head
-        return TokenScoreShape(token_ids=pooling.score_ids, vocab_size=shape.vocab_size, name=name)
+        return TokenScoreShape(
+            token_ids=pooling.score_ids,
+            vocab_size=shape.vocab_size,
+            name=name,
+            scale=shape.logit_scale,
+            cap=shape.logit_cap,
+        )
     if pooling.kind == "classify":
         return ClassifierShape(num_labels=len(pooling.labels))
     return NoHeadShape() if pooling.kind == "embed" else None

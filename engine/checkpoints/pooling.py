@@ -98,7 +98,7 @@ def read_pooling(
     modules = _modules(directory)
     if "LogitScore" in modules:
         score = read_fields(directory / modules["LogitScore"] / "config.json")
-        names = [name for name in ("true_token_id", "false_token_id") if score.has(name)]
+        names = ("true_token_id", "false_token_id") if score.has("false_token_id") else ("true_token_id",)
         ids = tuple(score.integer(name, minimum=0) for name in names)
         return _classifier(directory, fields, ("score",), "sigmoid", score_ids=ids)
     if modules or causal_names(architecture):

@@ -282,12 +282,15 @@ class ClassifierShape(PartShape, frozen=True, kw_only=True):
 class TokenScoreShape(PartShape, frozen=True, kw_only=True):
     """In the LM head's place: the logit of one token, less that of a second where there is one.
 
-    name: of the table of ``vocab_size`` rows that would be the LM head."""
+    name: of the table of ``vocab_size`` rows that would be the LM head.  scale, cap: ``logit_scale`` and ``logit_cap``
+    of the decoder."""
 
     built_by: ClassVar[str] = "engine.layers.pooled_head:TokenScore"
     token_ids: tuple[int, ...]
     vocab_size: int
     name: str = "lm_head"
+    scale: float = 1.0
+    cap: float = 0.0
 
 
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,10 +13,17 @@ from transformers import AutoTokenizer
 
 def main(source: Path, directory: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and the chat template of ``source`` into ``directory``."""
-    if source.is_file():
-        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(directory)
-    else:
-        AutoTokenizer.from_pretrained(source, local_files_only=True).save_pretrained(directory)
+    folder, file = (source.parent, source.name) if source.is_file() else (source, None)
+    try:
+        # Not told, transformers asks on the terminal whether to run code that a checkpoint brings along.
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, gguf_file=file, local_files_only=True, trust_remote_code=False
+        )
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        sys.exit("it has code of its own, which is not run")
+    tokenizer.save_pretrained(directory)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What a layer needs from the communication library: the Protocol that comm plugins implement."""
+"""What a layer needs from the communication library, as a Protocol; and a place in a group that is not there."""
 
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 
@@ -32,3 +33,22 @@ class CapturableComm(Protocol):
     """What a library has beside, if it knows whether its collectives can be recorded into a CUDA graph."""
 
     capturable: bool
+
+
+class Unconnected:
+    """A rank's place in a group that is not there: for a plan of a model, on the meta device, nobody need answer."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """What it is given: a sum has the same shape."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """Of the shape that all ranks' parts have together."""
+        return torch.cat([tensor] * self.size, dim)
+
+    def close(self) -> None:
+        """Do nothing: nothing is held."""

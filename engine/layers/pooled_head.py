@@ -77,7 +77,10 @@ class TokenScore(PooledHead):
         self._shape = shape
 
     def labels(self, states_ND: Tensor) -> Tensor:
-        yes_N, *no_N = super().labels(states_ND).unbind(1)
+        logits_NR = super().labels(states_ND) * self._shape.scale
+        if cap := self._shape.cap:
+            logits_NR = logits_NR.div_(cap).tanh_().mul_(cap)
+        yes_N, *no_N = logits_NR.unbind(1)
         return (yes_N - no_N[0] if no_N else yes_N)[:, None]
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:

@@ -12,9 +12,9 @@ from engine.config import Config
 from engine.errors import PluginError, WeightsError
 from engine.execution.device import choose_device, choose_dtype, free_bytes
 from engine.layers.attention import AttentionSpec
+from engine.layers.comm import Unconnected
 from engine.models.loader import loading_bytes
 from engine.models.model import build_model
-from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import Plugins
@@ -43,7 +43,7 @@ def preview_weights(config: Config, spec: ModelSpec) -> tuple[int, int]:
     device = choose_device(config.device, 0)
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
     ranks = config.device.tensor_parallel
-    plan = build_model(spec.shape, _FirstOf(ranks), torch.device("meta"), dtype)
+    plan = build_model(spec.shape, Unconnected(0, ranks), torch.device("meta"), dtype)
     plugins = Plugins({"linear": config.plugins.linear}, options=config.plugins.options)
     kernel = choose_linear(plugins, rank_context(config, spec, device, dtype), lambda kernels: {})
     needed = loading_bytes(plan, device, config.model.load_format, kernel.element_bytes)
@@ -61,15 +61,8 @@ def preview_attention(config: Config) -> tuple[AttentionSpec, torch.device, torc
     device = choose_device(config.device, 0)
     spec = read_model(resolve_checkpoint(config.model.path, config.model.revision), config.plugins, config.model)
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
-    plan = build_model(spec.shape, _FirstOf(config.device.tensor_parallel), torch.device("meta"), dtype)
+    plan = build_model(spec.shape, Unconnected(0, config.device.tensor_parallel), torch.device("meta"), dtype)
     return plan.attention_spec, device, dtype
-
-
-class _FirstOf(LocalComm):
-    """The first rank of several, which never calls the others: what it holds is known without them."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
 
 
 def _spec_at_hand(config: Config) -> ModelSpec | None:

@@ -157,6 +157,17 @@ def test_tokens_make_a_reranker_of_a_language_model(tmp_path: Path) -> None:
             },
             'default_prompt_name is "q", expected one of query',
         ),
+        (
+            {"modules.json": modules("Transformer", "LogitScore"), "1_LogitScore/config.json": {"false_token_id": 7}},
+            "1_LogitScore/config.json: true_token_id is missing",
+        ),
+        (
+            {
+                "modules.json": modules("Transformer", "LogitScore"),
+                "1_LogitScore/config.json": {"true_token_id": 7, "false_token_id": 99999},
+            },
+            "a score is read from the logit of token 99999, but the model's last is 3071",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_named(files: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from callboard import LLM, RequestError, SamplingParams
 from engine.text.files import read_template
 from engine.text.pairs import knows_pairs, pair
+from tests.models import checkpoints
 from tests.models.pooled import PAD, RAGGED, build, label_logits, states, with_tokenizer, write_modules
 
 SMALL = {"scheduler": {"max_step_tokens": 64, "prefill_chunk": 7}}
@@ -151,6 +152,21 @@ def test_a_language_model_scores_pairs_by_two_tokens(reranker: tuple[Path, Any, 
         assert cut == pytest.approx(llm.score("sum", ["def add"]), abs=1e-6)
         with pytest.raises(RequestError, match="the query and what goes around it have more tokens"):
             llm.score("sum", documents, truncate_prompt_tokens=3)
+
+
+@pytest.mark.parametrize("variant", ["granite", "gemma2"])
+def test_a_score_is_of_the_logits_that_the_model_gives(variant: str, tmp_path: Path) -> None:
+    """Granite's are scaled, Gemma 2's are capped."""
+    reference = checkpoints.build(variant)
+    reference.save_pretrained(tmp_path)
+    (tmp_path / "modules.json").write_text('[{"type": "LogitScore", "path": "score"}]')
+    (tmp_path / "score").mkdir()
+    (tmp_path / "score" / "config.json").write_text('{"true_token_id": 7, "false_token_id": 11}')
+    with opened(tmp_path) as llm:
+        found = [one.data[0] for one in llm.classify(RAGGED[:4], use_activation=False)]
+    for one, prompt in zip(found, RAGGED, strict=False):
+        logits = checkpoints.reference_logits(reference, prompt)[-1]
+        assert one == pytest.approx(float(logits[7] - logits[11]), abs=1e-4)
 
 
 def test_the_template_of_qwen3_reranker_is_the_published_format() -> None:

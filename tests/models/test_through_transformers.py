@@ -1,5 +1,6 @@
 """Families that only transformers computes: the same tokens through our pages, or a refusal that says why."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,22 @@ def test_without_a_plan_ranks_are_refused(tmp_path: Path):
     shape = read_model(tmp_path).shape
     with pytest.raises(ConfigError, match="tensor_parallel=2: transformers has no tensor-parallel plan for OPTForCaus"):
         build_model(shape, ThreadComm(0, [None] * 2, None), torch.device("meta"), torch.float32)
+
+
+def test_what_generates_nothing_is_refused(tmp_path: Path):
+    save(build("llama"), tmp_path)
+    (tmp_path / "modules.json").write_text('[{"type": "Transformer", "path": ""}]')
+    assert read_model(tmp_path).pooling.kind == "embed"
+    with pytest.raises(WeightsError, match="an embedding model is served by callboard's own families only, and Llama"):
+        read_model(tmp_path, THROUGH)
+
+
+def test_an_answer_that_was_kept_gives_the_same_shape(tmp_path: Path):
+    """Machines compare their shapes; transformers writes new names into the older rotary settings."""
+    reference = build_kind("cohere2")
+    config = reference.config.to_dict() | {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Cohere2ForCausalLM"]}))
+    assert read_model(tmp_path).shape == read_model(tmp_path).shape
 
 
 ASKED = """

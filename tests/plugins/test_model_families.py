@@ -88,7 +88,7 @@ def test_a_named_one_goes_before_the_built_in_and_must_give_a_shape(install: Ins
         read_model(checkpoint, PluginsSection(models=["one"]))
     with pytest.raises(PluginError, match="one and other both read LlamaForCausalLM; name one of them"):
         read_model(checkpoint, PluginsSection(models=["one", "other"]))
-    with pytest.raises(PluginError, match="no model plugin named 'nobody'; available: gemma2"):
+    with pytest.raises(PluginError, match="no model plugin named 'nobody'; available: deepseek_v2"):
         read_model(checkpoint, PluginsSection(models=["nobody"]))
     assert read_model(checkpoint).architecture == "LlamaForCausalLM"
 
@@ -98,8 +98,8 @@ def test_a_backend_that_lacks_what_the_model_needs_is_refused_by_name(tmp_path: 
     from engine.plugins.selection import check_named, expected_context
 
     spec = read_model(save(build("gpt-oss"), tmp_path / "checkpoint"))
-    context = expected_context(build_config(Config(), {"device": {"kind": "cuda"}}), spec.shape)
+    context = expected_context(build_config(Config(), {"device": {"kind": "cpu"}}), spec.shape)
     assert context.needs == ("sinks", "layer_windows")
-    plugins = Plugins({"attention": "triton"})
-    with pytest.raises(PluginError, match=r"triton .*needs attention sinks, which it does not do; can run .*torch"):
+    plugins = Plugins({"attention": "tiles"})
+    with pytest.raises(PluginError, match=r"tiles .*needs attention sinks, which it does not do; can run .*torch"):
         check_named(plugins, context)

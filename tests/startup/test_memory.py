@@ -17,11 +17,12 @@ from engine.errors import ConfigError, GraphError
 from engine.graphs.capturing import Capturing
 from engine.graphs.decode import DecodeGraphs
 from engine.graphs.device import DeviceMemory
+from engine.layers.comm import Unconnected
 from engine.models import loader
 from engine.models.decoder import Decoder
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
-from engine.startup import loading, memory, preview
+from engine.startup import loading, memory
 from engine.startup.memory import Needs, host_needs, pool_pages
 from engine.system import System
 from engine.workers.executor_main import load_rank
@@ -92,7 +93,7 @@ def test_a_sampler_that_works_in_parts_is_not_estimated_as_one_that_does_not():
 )
 def test_loading_takes_a_copy_of_the_largest_tensor_where_it_makes_one(device, load_format, ranks, extra):
     shape = msgspec.structs.replace(read_model(DEMO).shape, tied=False)
-    plan = Decoder(shape, preview._FirstOf(ranks), torch.device("meta"), torch.bfloat16)
+    plan = Decoder(shape, Unconnected(0, ranks), torch.device("meta"), torch.bfloat16)
     largest = 4 * shape.vocab_size * shape.hidden_size
     more = loader.loading_bytes(plan, torch.device(device), load_format, 2) - plan.parameter_bytes
     assert more == {"part": largest // ranks, "whole": largest, "none": 0}[extra]
@@ -100,7 +101,7 @@ def test_loading_takes_a_copy_of_the_largest_tensor_where_it_makes_one(device, l
 
 def test_layers_that_are_rounded_one_by_one_take_less_on_a_cpu():
     shape = read_model(DEMO).shape
-    plan = Decoder(shape, preview._FirstOf(1), torch.device("meta"), torch.float32)
+    plan = Decoder(shape, Unconnected(0, 1), torch.device("meta"), torch.float32)
     layer = sum(weight.numel() for one in plan.layers[0].linears for weight in [one.weight])
     for device, saved in (("cpu", 3 * layer * (shape.num_layers - 1)), ("cuda", 0)):
         whole, rounded = (loader.loading_bytes(plan, torch.device(device), "safetensors", size) for size in (4, 1))

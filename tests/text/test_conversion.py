@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.errors import WeightsError
+from engine.formats import tokenizer_json
 from engine.text import conversion
 from engine.text.codec import TextCodec
 from engine.text.files import TokenizerFiles
@@ -75,6 +76,13 @@ def test_what_transformers_cannot_convert_is_said_with_its_reason(
     monkeypatch.setattr(conversion, "find_spec", lambda name: None)
     with pytest.raises(WeightsError, match=r"converted by transformers: pip install 'callboard\[transformers\]'"):
         TokenizerFiles(tmp_path)
+
+
+def test_code_that_a_checkpoint_brings_along_is_not_run(checkpoint: Path, tmp_path: Path):
+    (checkpoint / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", null]}}')
+    (checkpoint / "own.py").write_text("raise SystemExit('it was run')")
+    with pytest.raises(SystemExit, match="it has code of its own, which is not run"):
+        tokenizer_json.main(checkpoint, tmp_path)
 
 
 def test_without_any_of_its_files_the_error_is_of_tokenizer_json(tmp_path: Path):

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from engine.checkpoints.through_transformers import ThroughTransformers
 from engine.errors import ConfigError
 from engine.layers.attention import AttentionSpec
-from engine.layers.comm import Comm
+from engine.layers.comm import Comm, Unconnected
 from engine.layers.kernels import LayerKernels
 from engine.layers.packing import Linears
 from engine.layers.pooled_head import PooledHead
@@ -50,7 +50,7 @@ class TransformersDecoder:
         self.dtype = dtype
         self.vocab_size = shape.vocab_size
         meta = torch.device("meta")
-        plan = _Plan(shape, _PlaceOf(comm), meta, meta, dtype)
+        plan = _Plan(shape, Unconnected(comm.rank, comm.size), meta, meta, dtype)
         calls = plan.calls(shape)
         names = {id(one): name for name, one in (*plan.module.named_modules(), *plan.module.named_parameters())}
         if device.type != "meta":
@@ -159,24 +159,6 @@ class TransformersDecoder:
             stored = in_checkpoint(self._module, {name: one.target for name, one in slices.items()})
             cut = {id(one.target): one for one in slices.values()}
             yield group, [_renamed(cut.get(id(tensor)), name, tensor) for name, tensor in stored.items()]
-
-
-class _PlaceOf:
-    """See ``Comm``: a rank's place among several for a run on the meta device, which no library sends anywhere."""
-
-    def __init__(self, comm: Comm) -> None:
-        self.rank, self.size = comm.rank, comm.size
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See ``Comm``."""
-        return tensor
-
-    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """See ``Comm``."""
-        return torch.cat([tensor] * self.size, dim)
-
-    def close(self) -> None:
-        """See ``Comm``."""
 
 
 class _Plan:

@@ -6,6 +6,7 @@ Owns: which classes are taken, how they are made, what of them must not run here
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -147,9 +148,11 @@ def _make_config(architecture: str, table: dict[str, Any]) -> Any:
     if architecture not in _classes(str(kind)):
         expected = " or ".join(_classes(str(kind)))
         raise WeightsError(f"{architecture}: not the causal language model of model_type {kind!r}, which is {expected}")
-    # What weights were rounded by is the reader's.
+    # What weights were rounded by is the reader's.  A copy: transformers writes its own names into the inner objects.
     given = {
-        name: value for name, value in table.items() if name not in ("quantization_config", "dtype", "torch_dtype")
+        name: deepcopy(value)
+        for name, value in table.items()
+        if name not in ("quantization_config", "dtype", "torch_dtype")
     }
     try:
         return CONFIG_MAPPING[kind].from_dict(given)

@@ -90,6 +90,9 @@ def read_experts(
     expert_size = fields.integer("moe_intermediate_size", size, maximum=MAX_WIDTH)
     if num_experts % router.num_groups:
         raise fields.error("n_group", router.num_groups, f"a divisor of n_routed_experts={num_experts}")
+    if router.corrected and num_experts == router.num_groups > router.num_chosen_groups:
+        expected = f"at most {num_experts // 2}: a group is chosen by its two best of n_routed_experts={num_experts}"
+        raise fields.error("n_group", router.num_groups, expected)
     most = num_experts // router.num_groups * router.num_chosen_groups
     return ExpertsShape(
         num_experts=num_experts,
