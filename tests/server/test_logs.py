@@ -32,16 +32,17 @@ def test_a_request_is_one_object_with_its_fields(live: LiveServer, lines: io.Str
     (entry,) = [json.loads(line) for line in lines.getvalue().splitlines()]
     assert entry["time"].endswith("+00:00")
     assert entry.pop("duration_ms") >= 0
-    assert {key: entry[key] for key in ("level", "logger", "request", "method", "route", "status")} == {
+    assert {key: entry[key] for key in ("level", "logger", "request", "client", "method", "route", "status")} == {
         "level": "info",
         "logger": "server.http.exchange",
         "request": 'a"b',
+        "client": "127.0.0.1",
         "method": "POST",
         "route": "/v1/completions",
         "status": 200,
     }
     assert (entry["prompt_tokens"], entry["completion_tokens"]) == (2, 3)
-    assert 'request=a"b POST /v1/completions status=200' in entry["message"]
+    assert 'request=a"b client=127.0.0.1 POST /v1/completions status=200' in entry["message"]
 
 
 def test_a_traceback_and_odd_characters_stay_on_their_line(live: LiveServer, lines: io.StringIO) -> None:

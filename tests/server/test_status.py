@@ -99,9 +99,11 @@ def test_each_request_is_one_line_in_the_log(live: LiveServer, caplog: pytest.Lo
         ask(live.port, "GET", "/no\\where")
     first, second = (record.getMessage() for record in caplog.records)
     assert re.fullmatch(
-        r"request=mine POST /v1/completions status=200 duration_ms=\d+\.\d prompt_tokens=2 completion_tokens=12", first
+        r"request=mine client=127.0.0.1 POST /v1/completions status=200 "
+        r"duration_ms=\d+\.\d prompt_tokens=2 completion_tokens=12",
+        first,
     )
-    assert re.match(r"request=req-\w+ GET - status=404 ", second)
+    assert re.match(r"request=req-\w+ client=127.0.0.1 GET - status=404 ", second)
 
 
 def test_an_engine_that_does_not_answer_is_neither_ready_nor_healthy_nor_measured() -> None:
