@@ -1,6 +1,7 @@
 """The sections of callboard.toml: every key, its type, its range, its default and its one-line doc.
 
 Owns: the tables.  Does not know: where values come from, devices, checkpoints; plugins decode their own option tables.
+It is long because a setting and what is said of it stand together.
 """
 
 from typing import Annotated, Any, Literal

@@ -4,6 +4,7 @@ Each part is a record without torch; ``built_by`` names the class that computes 
 together, ``engine/plugins/model/`` has one for each, and a family of another package may bring parts of its own.
 
 Owns: the parts, and how a decoder is made of them.  Does not know: torch, weights, ranks, config.json.
+It is long because the parts refer to each other, and a family's author finds them in one place.
 """
 
 from typing import ClassVar, Literal

@@ -292,8 +292,7 @@ class TextCodec:
 
     def trimmed(self, token_ids: bytes, truncate_to: int = 0) -> Int32:
         """A prompt of token ids, int32, without what is too much or no part of it."""
-        ids = np.frombuffer(token_ids, dtype=np.int32)
-        ids = ids[:truncate_to] if truncate_to else ids
+        ids = np.frombuffer(token_ids, dtype=np.int32)[: truncate_to or None]
         return ids if self._pad_token_id is None else self._without_padding(ids)
 
     def _without_padding(self, ids: Int32) -> Int32:
@@ -311,11 +310,8 @@ class TextCodec:
                 raise RequestError("this model has no tokenizer, so it cannot take a query and documents as text")
             return EncodedChat(self.trimmed(self._pairs.encode(turns, truncate_to).tobytes()), "none")
         if self._template is None:
-            raise RequestError(
-                "this model has no chat template, so it cannot take messages; send a prompt instead",
-                code="no_chat_template",
-                param="messages",
-            )
+            reason = "this model has no chat template, so it cannot take messages; send a prompt instead"
+            raise RequestError(reason, code="no_chat_template", param="messages")
         text = self._template.render(turns, options)
         token_ids = self._encode(text, add_special_tokens=False, param="messages")
         if truncate_to or self._pad_token_id is not None:
