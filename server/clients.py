@@ -119,6 +119,7 @@ class Rates:
         self._limits = {"requests": limits.requests_per_minute, "tokens": limits.tokens_per_minute}
         self._clock = clock
         self._allowances: dict[tuple[str, str], Allowance] = {}
+        self._sweep_at = MAX_IDLE_ALLOWANCES
 
     @property
     def num_remembered(self) -> int:
@@ -147,11 +148,13 @@ class Rates:
 
     def _of(self, client: str, what: str) -> Allowance:
         now = self._clock()
-        if len(self._allowances) > MAX_IDLE_ALLOWANCES:
+        if len(self._allowances) > self._sweep_at:
             # Addresses come and go; one that has used nothing for a minute needs no memory.
             for one in self._allowances.values():
                 one.refill(now)
             self._allowances = {key: one for key, one in self._allowances.items() if not one.is_full}
+            # Twice as many until the next look, so that looking costs little for each client.
+            self._sweep_at = max(MAX_IDLE_ALLOWANCES, 2 * len(self._allowances))
         allowance = self._allowances.setdefault((client, what), Allowance(self._limits[what], now))
         allowance.refill(now)
         return allowance
