@@ -169,6 +169,7 @@ class ClientRequest:
         self.exchange = exchange
         self.streams: list[Stream] = []
         self.opened: Callable[[Stream], None] | None = None
+        self._num_open = 0
         self._clients = clients
         self._client = client
         self._salt = salt
@@ -187,15 +188,21 @@ class ClientRequest:
             options = msgspec.structs.replace(options, cache_salt=f"{self._salt}:{options.cache_salt}")
         stream = self._clients.ingress.open(prompt, params, options)
         self._clients.num_open[self._client] += 1
+        self._num_open += 1
         self.streams.append(stream)
         if self.opened is not None:
             self.opened(stream)
         return stream
 
+    def choice_ended(self) -> None:
+        """Give the place of one choice back, for another that follows it."""
+        self._clients.num_open[self._client] -= 1
+        self._num_open -= 1
+
     def close(self) -> None:
         """Give the client's share back."""
         num_open = self._clients.num_open
-        num_open[self._client] -= len(self.streams)
+        num_open[self._client] -= self._num_open
         if not num_open[self._client]:
             del num_open[self._client]
         self._clients.rates.spend(self._client, sum(self.exchange.usage or ()))

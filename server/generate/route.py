@@ -69,7 +69,8 @@ class Choices:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     async def next(self) -> Item | None:
-        """Returns (choice index, new output), or None when all have ended.  Raises what a choice failed with."""
+        """Returns (choice index, new output), or None when all have ended.  Raises what a choice failed with, and
+        RequestError (409) for one that was aborted before all were opened."""
         if self._num_running == 0:
             return None
         if self._pumps:
@@ -81,6 +82,9 @@ class Choices:
         if item[1].finish != Finish.RUNNING:
             self._num_running -= 1
             if len(self._streams) < self.num_choices:
+                if item[1].finish == Finish.ABORT:
+                    raise RequestError("the request was aborted", status=409, code="aborted")
+                self._client.choice_ended()
                 self._follow()
         return item
 

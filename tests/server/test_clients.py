@@ -1,11 +1,21 @@
 """What belongs to one client: its share of the queue, its cached prefixes, its keys."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
+from engine.errors import RequestError
+from engine.messages import Finish
+from engine.params import SamplingParams
 from engine.sections import LimitsSection, ServerSection
+from server.clients import CLIENT, Clients
+from server.generate.generation import MAX_CHOICES, Generation
+from server.generate.route import Choices
+from server.http.exchange import EXCHANGE, Exchange
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, Reply, ask, http_bytes
 from tests.server.live_server import MODEL, LiveServer
@@ -43,6 +53,43 @@ def test_every_choice_counts_and_a_request_that_is_refused_leaves_none_open() ->
         assert complete(live, n=4).status == 429
         assert live.call(lambda: live.ingress.num_open) == 0
         assert complete(live, n=3).status == 200
+
+
+def answered(clients: Clients, prompt: str, count: int) -> int:
+    """How many choices of a request with so many prompts have ended whole."""
+
+    async def handler(request: web.Request) -> web.Response:
+        generation = Generation(prompts=(prompt,) * count, params=SamplingParams(max_tokens=1))
+        ended = 0
+        async with Choices(request[CLIENT], generation) as choices:
+            while (item := await choices.next()) is not None:
+                ended += item[1].finish != Finish.RUNNING
+        return web.Response(status=ended)
+
+    async def scenario() -> int:
+        request = make_mocked_request("POST", "/v1/embeddings")
+        request[EXCHANGE] = Exchange(request)
+        if prompt == "!hang":
+            asyncio.get_running_loop().call_later(0.01, clients.abort, None)
+        try:
+            return (await clients.middleware(request, handler)).status
+        finally:
+            assert not clients.num_open
+
+    return asyncio.run(scenario())
+
+
+def test_choices_that_follow_take_the_places_of_those_that_have_ended() -> None:
+    limits = LimitsSection(max_requests_per_client=MAX_CHOICES)
+    assert answered(Clients(FakeIngress(), ServerSection(), limits), "p", 3 * MAX_CHOICES) == 3 * MAX_CHOICES
+
+
+def test_none_follows_those_that_were_aborted() -> None:
+    ingress = FakeIngress()
+    with pytest.raises(RequestError) as ended:
+        answered(Clients(ingress, ServerSection(), LimitsSection()), "!hang", 2 * MAX_CHOICES)
+    assert (ended.value.status, ended.value.code) == (409, "aborted")
+    assert len(ingress.asked) == MAX_CHOICES
 
 
 def salts(api_key: str | Sequence[str], **server: object) -> list[object]:
