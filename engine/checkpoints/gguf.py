@@ -74,7 +74,7 @@ def open_gguf(path: Path) -> "GGUFReader":
         return Bounded(path)
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
+    except (ValueError, IndexError, KeyError, OverflowError, TypeError, RecursionError) as error:
         raise WeightsError(f"{path}: not a GGUF file that can be read: {error}") from None
 
 
@@ -135,10 +135,13 @@ def _config(path: Path, reader: "GGUFReader") -> dict[str, Any]:
 
     def value(key: str) -> Any:
         field = reader.get_field(key)
-        return None if field is None else field.contents()
+        try:
+            return None if field is None else field.contents()
+        except ValueError as error:
+            raise WeightsError(f"{path}: {key} cannot be read: {error}") from None
 
     family = value("general.architecture")
-    if family not in ARCHITECTURES:
+    if family not in tuple(ARCHITECTURES):  # which may be anything, a list too
         expected = ", ".join(ARCHITECTURES)
         raise WeightsError(f"{path}: general.architecture is {family!r}, expected one of {expected}")
     if experts := value(f"{family}.expert_count"):
@@ -150,9 +153,10 @@ def _config(path: Path, reader: "GGUFReader") -> dict[str, Any]:
         elif key not in OPTIONAL:
             raise WeightsError(f"{path}: {family}.{key} is missing")
     tensors = read_tensors(path, reader)
-    if "model.embed_tokens.weight" not in tensors:
-        raise WeightsError(f"{path}: tensor 'token_embd.weight' is missing")
-    config["vocab_size"] = tensors["model.embed_tokens.weight"][0].shape[0]
+    table = tensors.get("model.embed_tokens.weight")
+    if table is None or len(table[0].shape) != 2:
+        raise WeightsError(f"{path}: there is no matrix 'token_embd.weight'")
+    config["vocab_size"] = table[0].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     config["attention_bias"] = "model.layers.0.self_attn.o_proj.bias" in tensors
     config["hidden_act"] = "silu"

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -271,6 +272,49 @@ def test_truncated_and_foreign_files_are_refused_in_one_line(tmp_path: Path, cac
             resolve_checkpoint(str(path), "")
         assert "\n" not in str(refused.value)
     assert not cache.exists() or not list(cache.iterdir())
+
+
+def text(one: bytes) -> bytes:
+    return struct.pack("<Q", len(one)) + one
+
+
+def file_of(kind: int, architecture: bytes, tensor: bytes = b"") -> bytes:
+    """A file with an architecture of that type of value, the sizes of a model, and one tensor's entry."""
+    sizes = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+    facts = [text(f"llama.{name}".encode()) + struct.pack("<II", 4, 64) for name in sizes]
+    facts.append(text(b"llama.attention.layer_norm_rms_epsilon") + struct.pack("<If", 6, 1e-5))
+    facts.append(text(b"general.architecture") + struct.pack("<I", kind) + architecture)
+    start = b"GGUF" + struct.pack("<IQQ", 3, bool(tensor), len(facts)) + b"".join(facts) + tensor
+    return start + bytes(-len(start) % 32 + 4096)
+
+
+LIST = struct.pack("<IQ", 9, 1)  # of one list
+LLAMA = text(b"llama")
+
+
+def entry(name: bytes, *sizes: int) -> bytes:
+    return text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, 0, 0)
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        (file_of(9, LIST * 5000 + struct.pack("<IQI", 4, 1, 1)), "not a GGUF file that can be read: maximum recursion"),
+        (file_of(9, struct.pack("<IQI", 4, 1, 1)), r"general.architecture is \[1\], expected one of llama"),
+        (file_of(8, text(b"\xff")), "general.architecture cannot be read: 'utf-8' codec"),
+        (file_of(8, LLAMA, entry(b"token_embd.weight")), "there is no matrix 'token_embd.weight'"),
+        (file_of(8, LLAMA, entry(b"token_embd.weight", 1 << 32, 1 << 32)), "cannot reshape array of size 0"),
+        (file_of(8, LLAMA, entry(b"token_embd.weight", 1 << 40, 64)), "it is truncated"),
+        (file_of(8, LLAMA, entry(b"../../escaped.weight", 4)), "'../../escaped.weight' is none that is known"),
+    ],
+)
+def test_hostile_files_end_in_one_line(file: bytes, said: str, tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "hostile.gguf").write_bytes(file)
+    with pytest.raises(WeightsError, match=rf"hostile\.gguf: .*{said}") as refused:
+        resolve_checkpoint(str(tmp_path / "hostile.gguf"), "")
+    assert "\n" not in str(refused.value)
+    assert not cache.exists()
 
 
 def test_what_llama_cpp_reads_and_we_do_not_is_refused(tmp_path: Path) -> None:
