@@ -1,6 +1,9 @@
 """Linear kernels: every built-in by the kit, kernels that the kit must refuse, and which one a start chooses."""
 
 import importlib
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,6 +124,32 @@ def test_float16_takes_what_it_does_not_round_and_leaves_the_rest_to_onednn() ->
     assert isinstance(exact.pack(weight), onednn.BlockedWeight)
     assert isinstance(asked.pack(weight), fbgemm_fp16.HalfWeight)
     assert isinstance(asked.pack(weight * 1e5), onednn.BlockedWeight)
+
+
+AS_WITH_AVX2 = """
+from engine.plugins.declaration import read_declaration
+from engine.plugins.linear import fbgemm_int8
+from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.testing.linear import check_linear
+
+declares = read_declaration(fbgemm_int8.__name__)
+check_linear(fbgemm_int8.callboard_linear, declares)
+fbgemm_int8.INPUT_SCALE, fbgemm_int8.INPUT_ZERO = 1 / 127, 128
+try:
+    check_linear(fbgemm_int8.callboard_linear, declares)
+except ConformanceError as error:
+    print(error)
+"""
+
+
+@needs_avx2
+def test_inputs_of_eight_bits_overflow_where_there_is_only_avx2() -> None:
+    # A newer CPU has instructions whose sums do not, which FBGEMM chooses for the whole life of a process.
+    environment = os.environ | {"FBGEMM_ENABLE_INSTRUCTIONS": "AVX2"}
+    done = subprocess.run(
+        [sys.executable, "-c", AS_WITH_AVX2], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "all elements at the largest: row 0 is off by 0.99 of its size" in done.stdout
 
 
 @needs_avx2
