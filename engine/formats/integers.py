@@ -89,24 +89,29 @@ def scaled(
     scales, zeros: one, one per output, or a matrix with one per block.  block: its outputs and inputs, 0 for all.
     groups_I: the group of each input, where they are in no order.  Raises ValueError if they do not fit each other."""
     outputs, inputs = weight_OI.shape
+    height, width = (length or size for length, size in zip(block, (outputs, inputs), strict=True))
+    fit = (-(-outputs // height), -(-inputs // width))
+    # Blocks that are whole and in order are a view of the weight, over which scales need not be spread.
+    in_blocks = groups_I is None and outputs % height == inputs % width == 0
 
     def spread(one: Tensor) -> Tensor:
         one = one.float()
         if one.dim() < 2:
             one = one.reshape(-1, 1)  # of the tensor, or of each output
-        fit = [-(-size // (length or size)) for size, length in zip((outputs, inputs), block, strict=True)]
         if one.dim() > 2 or any(there not in (1, wanted) for there, wanted in zip(one.shape, fit, strict=True)):
             raise ValueError(f"{' x '.join(map(str, fit))} scales and zero points wanted")
-        rows, columns = one.shape
-        if columns > 1 and groups_I is not None:
-            if len(groups_I) != inputs or groups_I.min() < 0:
+        if in_blocks:
+            return one[:, None, :, None]
+        columns_I = torch.arange(inputs) // width
+        if groups_I is not None and one.shape[1] > 1:
+            columns_I = groups_I.long()
+            if len(columns_I) != inputs or columns_I.min() < 0:
                 raise ValueError("groups of inputs wanted, one for each input")
-            one = one[:, groups_I.long()]
-        elif columns > 1:
-            one = one.contiguous().repeat_interleave(block[1], 1)[:, :inputs]
-        return one if rows == 1 else one.repeat_interleave(block[0] or outputs, 0)[:outputs]
+        return one.expand(fit)[:, columns_I][torch.arange(outputs) // height]
 
-    weight_OI = weight_OI.float()
+    weight_OI = torch.empty(weight_OI.shape).copy_(weight_OI)
+    blocks = weight_OI.view(fit[0], height, fit[1], width) if in_blocks else weight_OI
     if zeros is not None:
-        weight_OI = weight_OI - spread(zeros)
-    return weight_OI * spread(scales)
+        blocks.sub_(spread(zeros))
+    blocks.mul_(spread(scales))
+    return weight_OI
