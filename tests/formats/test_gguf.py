@@ -274,6 +274,17 @@ def test_truncated_and_foreign_files_are_refused_in_one_line(tmp_path: Path, cac
     assert not cache.exists() or not list(cache.iterdir())
 
 
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_blocks_whose_scale_is_no_number_are_damaged_and_nothing_is_printed(tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", build("llama"), "Q8_0")
+    stored = gguf.GGUFReader(tmp_path / "tiny.gguf", "r+")
+    (tensor,) = [one for one in stored.tensors if one.name == "blk.1.ffn_up.weight"]
+    tensor.data[0, :6] = (0, 0x7C, 0, 1, 2, 3)  # an infinite scale, and 0 among the integers
+    stored.data.flush()
+    with pytest.raises(WeightsError, match=r"model.layers.1.mlp.up_proj.weight' contains NaN or infinity"):
+        logits_of(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""))
+
+
 def text(one: bytes) -> bytes:
     return struct.pack("<Q", len(one)) + one
 
