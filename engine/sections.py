@@ -43,7 +43,7 @@ class ModelSection(Section, frozen=True):
         str,
         Meta(
             description="What the layers' weights are rounded to at load, not the LM head's: 'none' loses nothing; 'float16' "
-            "and 'int8' on a CPU, 'int8' and 'fp8' on a GPU, or what a plugin offers"
+            "and 'int8' on a CPU, 'int8', 'fp8' and 'int4' on a GPU, or what a plugin offers"
         ),
     ] = "none"
     score_tokens: Annotated[

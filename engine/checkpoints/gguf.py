@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 LINK = "model.gguf"
 SUFFIX = ".gguf"
-UNFOLDING = 1  # part of the directory's name: raise it when what is written there changes
+UNFOLDING = 2  # part of the directory's name: raise it when what is written there changes
 TOKENIZER_TIMEOUT_S = 300.0  # transformers is imported for it
 # general.architecture -> what Hugging Face calls it.  A Mistral is a Llama to llama.cpp.
 ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -49,6 +49,7 @@ NAMES = {
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
+DIVISORS = "rope_freqs.weight"  # of rotary frequencies: how llama.cpp has what Llama 3.1 and later call llama3
 TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
@@ -73,7 +74,7 @@ def open_gguf(path: Path) -> "GGUFReader":
         return Bounded(path)
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
+    except (ValueError, IndexError, KeyError, OverflowError, TypeError, RecursionError) as error:
         raise WeightsError(f"{path}: not a GGUF file that can be read: {error}") from None
 
 
@@ -112,10 +113,11 @@ def read_tensors(path: Path, reader: "GGUFReader") -> dict[str, tuple[StoredTens
     They count as float32, which their blocks stand for.  Raises WeightsError for one that has no such name."""
     tensors: dict[str, tuple[StoredTensor, Any]] = {}
     for tensor in reader.tensors:
+        if tensor.name == DIVISORS:
+            continue  # part of the configuration
         found = TENSOR.fullmatch(tensor.name)
         if found is None or found[2] not in NAMES:
-            advice = ": write the file without stretched frequencies" if "rope_freqs" in tensor.name else ""
-            raise WeightsError(f"{path}: tensor {tensor.name!r} is none that is known{advice}")
+            raise WeightsError(f"{path}: tensor {tensor.name!r} is none that is known")
         layer = "" if found[1] is None else f"model.layers.{found[1]}."
         name = f"{layer}{NAMES[found[2]]}.{found[3]}"
         shape = tuple(int(size) for size in reversed(tensor.shape))
@@ -133,10 +135,13 @@ def _config(path: Path, reader: "GGUFReader") -> dict[str, Any]:
 
     def value(key: str) -> Any:
         field = reader.get_field(key)
-        return None if field is None else field.contents()
+        try:
+            return None if field is None else field.contents()
+        except ValueError as error:
+            raise WeightsError(f"{path}: {key} cannot be read: {error}") from None
 
     family = value("general.architecture")
-    if family not in ARCHITECTURES:
+    if family not in tuple(ARCHITECTURES):  # which may be anything, a list too
         expected = ", ".join(ARCHITECTURES)
         raise WeightsError(f"{path}: general.architecture is {family!r}, expected one of {expected}")
     if experts := value(f"{family}.expert_count"):
@@ -148,9 +153,10 @@ def _config(path: Path, reader: "GGUFReader") -> dict[str, Any]:
         elif key not in OPTIONAL:
             raise WeightsError(f"{path}: {family}.{key} is missing")
     tensors = read_tensors(path, reader)
-    if "model.embed_tokens.weight" not in tensors:
-        raise WeightsError(f"{path}: tensor 'token_embd.weight' is missing")
-    config["vocab_size"] = tensors["model.embed_tokens.weight"][0].shape[0]
+    table = tensors.get("model.embed_tokens.weight")
+    if table is None or len(table[0].shape) != 2:
+        raise WeightsError(f"{path}: there is no matrix 'token_embd.weight'")
+    config["vocab_size"] = table[0].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     config["attention_bias"] = "model.layers.0.self_attn.o_proj.bias" in tensors
     config["hidden_act"] = "silu"
@@ -159,7 +165,7 @@ def _config(path: Path, reader: "GGUFReader") -> dict[str, Any]:
         config["sliding_window"] = window
     elif window is not None:
         raise WeightsError(f"{path}: {family}.attention.sliding_window is {window}, expected none")
-    config["rope_parameters"] = _rotary(path, family, value)
+    config["rope_parameters"] = _rotary(path, family, value, _divisors(path, reader))
     ends = (value("tokenizer.ggml.eos_token_id"), value("tokenizer.ggml.eot_token_id"))
     config["eos_token_id"] = [one for one in dict.fromkeys(ends) if one is not None]
     kinds = {tensor.tensor_type.name for _, tensor in tensors.values() if len(tensor.shape) > 1}
@@ -168,10 +174,26 @@ def _config(path: Path, reader: "GGUFReader") -> dict[str, Any]:
     return config
 
 
-def _rotary(path: Path, family: str, value: Any) -> dict[str, Any]:
+def _divisors(path: Path, reader: "GGUFReader") -> list[float] | None:
+    for tensor in reader.tensors:
+        if tensor.name == DIVISORS:
+            if tensor.tensor_type.name != "F32":
+                raise WeightsError(f"{path}: tensor {DIVISORS!r} has type {tensor.tensor_type.name}, expected F32")
+            return [float(one) for one in tensor.data.flat]
+    return None
+
+
+def _rotary(path: Path, family: str, value: Any, divisors: list[float] | None) -> dict[str, Any]:
     theta = value(f"{family}.rope.freq_base")
     kind = value(f"{family}.rope.scaling.type") or "none"
     parameters: dict[str, Any] = {"rope_theta": 10000.0 if theta is None else theta, "rope_type": "default"}
+    if divisors is not None:
+        if kind != "none":
+            raise WeightsError(f"{path}: {family}.rope.scaling.type is {kind!r}, expected none beside {DIVISORS!r}")
+        # The same for short and long sequences, and without what longrope does to scores.
+        context = value(f"{family}.context_length")
+        tables = {"short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
+        return parameters | {"rope_type": "longrope", "original_max_position_embeddings": context, **tables}
     if kind == "none":
         return parameters
     if kind not in ("linear", "yarn"):

@@ -11,7 +11,7 @@ import msgspec
 from engine.checkpoints.fields import Fields
 
 Method = Literal["awq", "gptq", "compressed-tensors", "fp8"]
-INTEGER_BITS = {"awq": (4,), "gptq": (2, 4, 8)}
+INTEGER_BITS = {"awq": (4,), "gptq": (2, 3, 4, 8)}
 PACKED_BITS = (2, 4, 8)  # of compressed-tensors
 FLOAT_BITS = 8
 MAX_SIZE = 1 << 20  # of a group or block

@@ -39,8 +39,9 @@ class GGUFWeights:
         whole = dim != 0 or heads
         try:
             data = source.data if whole else source.data[start : start + length]
-            # A copy: what is no block of numbers is given as the mapped file, which cannot be written.
-            weight = torch.from_numpy(np.array(dequantize(data, source.tensor_type), dtype=np.float32))
+            with np.errstate(all="ignore"):  # the loader refuses what is no number
+                # A copy: what is no block of numbers is given as the mapped file, which cannot be written.
+                weight = torch.from_numpy(np.array(dequantize(data, source.tensor_type), dtype=np.float32))
         except (NotImplementedError, ValueError) as error:
             kind = source.tensor_type.name
             raise WeightsError(f"{self._path}: tensor {source.name!r} of type {kind} cannot be read: {error}") from None

@@ -5,28 +5,46 @@ Owns: the order of the integers in each format, the arithmetic.  Does not know: 
 Results are float32: the products of integers and scales are exact in it.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+INT32_BITS = 32
 # AWQ writes columns 0 2 4 6 1 3 5 7 into one int32, lowest bits first: so column 1 is found in the fifth place.
-AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
-    """Integers from 0 to 2^bits - 1, lowest bits first, along ``dim`` of a matrix of int32; int32."""
-    shifts_P = torch.arange(0, 32, bits, dtype=torch.int32)
+def unpack(packed: Tensor, bits: int, dim: int, places: Sequence[int] = ()) -> Tensor:
+    """Integers from 0 to 2^bits - 1, lowest bits first, along ``dim`` of a matrix of int32; int32.
+
+    places: which of an int32's integers is the first, the second and so on, if they are in no order.
+    Raises RuntimeError for 3 bits in int32s that do not come by threes: two integers of 32 are cut by their borders."""
     shape = (1, -1, 1) if dim == 0 else (1, 1, -1)
+    if INT32_BITS % bits:
+        return _unpack_cut(packed.unflatten(dim, (-1, bits)), bits, dim, shape)
+    places = places or range(INT32_BITS // bits)
+    shifts_P = torch.tensor([bits * place for place in places], dtype=torch.int32)
     integers = packed.unsqueeze(dim + 1).bitwise_right_shift(shifts_P.view(shape)).bitwise_and_((1 << bits) - 1)
     return integers.flatten(dim, dim + 1)
 
 
+def _unpack_cut(words: Tensor, bits: int, dim: int, shape: tuple[int, ...]) -> Tensor:
+    """Of 32 integers in a row of ``bits`` int32s, one long number: above the bits of one are those of the next."""
+    first = torch.arange(0, INT32_BITS * bits, bits)
+    low, shifts = first // INT32_BITS, first % INT32_BITS
+    unsigned = words.long().bitwise_and_((1 << INT32_BITS) - 1)
+    integers = unsigned.index_select(dim + 1, low).bitwise_right_shift_(shifts.view(shape))
+    above = unsigned.index_select(dim + 1, (low + 1).clamp_max_(bits - 1))
+    integers |= above.bitwise_left_shift_((INT32_BITS - shifts).view(shape))
+    return integers.bitwise_and_((1 << bits) - 1).int().flatten(dim, dim + 1)
+
+
 def awq(qweight: Tensor, qzeros: Tensor, scales_GO: Tensor, block: tuple[int, int]) -> Tensor:
     """weight_OI.  qweight: [I, O / P].  qzeros: [G, O / P]."""
-
-    def columns(packed: Tensor) -> Tensor:
-        return unpack(packed, 4, 1).unflatten(1, (-1, len(AWQ_PLACES)))[:, :, AWQ_PLACES].flatten(1)
-
-    return scaled(columns(qweight).t(), scales_GO.t(), columns(qzeros).t(), block)
+    # Turned while they are packed, they are an eighth as much to turn.
+    weight_OI, zeros_OG = (unpack(one.t().contiguous(), 4, 0, AWQ_PLACES) for one in (qweight, qzeros))
+    return scaled(weight_OI, scales_GO.t(), zeros_OG, block)
 
 
 def gptq(
@@ -39,8 +57,8 @@ def gptq(
     zero_offset: int,
 ) -> Tensor:
     """weight_OI.  qweight: [I / P, O].  qzeros: [G, O / P].  groups_I: of each input; None for all in order."""
-    zeros_GO = unpack(qzeros, bits, 1) + zero_offset
-    return scaled(unpack(qweight, bits, 0).t(), scales_GO.t(), zeros_GO.t(), block, groups_I)
+    zeros_OG = unpack(qzeros.t().contiguous(), bits, 0) + zero_offset
+    return scaled(unpack(qweight.t().contiguous(), bits, 1), scales_GO.t(), zeros_OG, block, groups_I)
 
 
 def packed(
@@ -71,24 +89,29 @@ def scaled(
     scales, zeros: one, one per output, or a matrix with one per block.  block: its outputs and inputs, 0 for all.
     groups_I: the group of each input, where they are in no order.  Raises ValueError if they do not fit each other."""
     outputs, inputs = weight_OI.shape
+    height, width = (length or size for length, size in zip(block, (outputs, inputs), strict=True))
+    fit = (-(-outputs // height), -(-inputs // width))
+    # Blocks that are whole and in order are a view of the weight, over which scales need not be spread.
+    in_blocks = groups_I is None and outputs % height == inputs % width == 0
 
     def spread(one: Tensor) -> Tensor:
         one = one.float()
         if one.dim() < 2:
             one = one.reshape(-1, 1)  # of the tensor, or of each output
-        fit = [-(-size // (length or size)) for size, length in zip((outputs, inputs), block, strict=True)]
         if one.dim() > 2 or any(there not in (1, wanted) for there, wanted in zip(one.shape, fit, strict=True)):
             raise ValueError(f"{' x '.join(map(str, fit))} scales and zero points wanted")
-        rows, columns = one.shape
-        if columns > 1 and groups_I is not None:
-            if len(groups_I) != inputs or groups_I.min() < 0:
+        if in_blocks:
+            return one[:, None, :, None]
+        columns_I = torch.arange(inputs) // width
+        if groups_I is not None and one.shape[1] > 1:
+            columns_I = groups_I.long()
+            if len(columns_I) != inputs or columns_I.min() < 0:
                 raise ValueError("groups of inputs wanted, one for each input")
-            one = one[:, groups_I.long()]
-        elif columns > 1:
-            one = one.repeat_interleave(block[1], 1)[:, :inputs]
-        return one if rows == 1 else one.repeat_interleave(block[0] or outputs, 0)[:outputs]
+        return one.expand(fit)[:, columns_I][torch.arange(outputs) // height]
 
-    weight_OI = weight_OI.float()
+    weight_OI = torch.empty(weight_OI.shape).copy_(weight_OI)
+    blocks = weight_OI.view(fit[0], height, fit[1], width) if in_blocks else weight_OI
     if zeros is not None:
-        weight_OI = weight_OI - spread(zeros)
-    return weight_OI * spread(scales)
+        blocks.sub_(spread(zeros))
+    blocks.mul_(spread(scales))
+    return weight_OI

@@ -18,7 +18,6 @@ from engine.formats.reader import SafetensorsReader
 # What belongs to rounded inputs and to a rounded KV cache: here neither is rounded.
 UNUSED = ("input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale", "weight_shape")
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
-INT32_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +114,14 @@ def _dequantized(parts: Mapping[str, Tensor], method: Quantization) -> Tensor:
 
 
 def _layouts(quantization: Quantization) -> list[Layout]:
-    per_int32 = INT32_BITS // quantization.bits
+    def unpacked(size: int) -> int:
+        return size * integers.INT32_BITS // quantization.bits
+
     match quantization.method:
         case "awq":
-            return [Layout("qweight", ("qzeros", "scales"), (), lambda s: (s[1] * per_int32, s[0]))]
+            return [Layout("qweight", ("qzeros", "scales"), (), lambda s: (unpacked(s[1]), s[0]))]
         case "gptq":
-            return [Layout("qweight", ("qzeros", "scales"), ("g_idx",), lambda s: (s[1], s[0] * per_int32))]
+            return [Layout("qweight", ("qzeros", "scales"), ("g_idx",), lambda s: (s[1], unpacked(s[0])))]
         case "fp8":
             return [
                 Layout("weight", ("weight_scale_inv",), (), lambda s: s),
@@ -129,7 +130,7 @@ def _layouts(quantization: Quantization) -> list[Layout]:
         case _:
             packed = Layout(
                 "weight_packed", ("weight_scale",), ("weight_zero_point", "weight_g_idx"),
-                lambda s: (s[0], s[1] * per_int32),
+                lambda s: (s[0], unpacked(s[1])),
             )  # fmt: skip
             return [packed, Layout("weight", ("weight_scale",), ("weight_zero_point",), lambda s: s)]
 

@@ -12,7 +12,7 @@ from engine.plugins.hookspecs import LinearContext
 from engine.plugins.manager import LINEAR, PluginInfo, Plugins, checked, declared
 
 # The first that fits serves, unless another one is measured to be clearly faster.
-PREFERRED = ("onednn", "fbgemm_fp16", "fbgemm_int8", "torch", "torch_int8", "torch_fp8")
+PREFERRED = ("onednn", "fbgemm_fp16", "fbgemm_int8", "torch", "torch_int8", "torch_fp8", "torch_int4")
 
 
 def linear_context(

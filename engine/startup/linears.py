@@ -55,7 +55,7 @@ def told(stored: Quantization, wanted: str) -> str:
     floats = f"stored as {stored} with {stored.scales}, read as the floats that they stand for"
     if wanted == "none":
         return f"{floats}; model.quantization keeps them small"
-    return f"{floats} and rounded again, to {wanted} with a scale per output"
+    return f"{floats} and rounded again, to {wanted}"
 
 
 def rank_context(config: Config, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> LinearContext:

@@ -55,9 +55,9 @@ def write(
 
 def pack(integers: Tensor, bits: int) -> Tensor:
     """Columns of unsigned integers into int32, the first in the lowest bits; the last one is filled with zeros."""
-    count = 32 // bits
-    integers = torch.nn.functional.pad(integers.long(), (0, -integers.shape[1] % count))
-    words = sum(integers[:, place::count] << (bits * place) for place in range(count))
+    stream = (integers.long()[:, :, None] >> torch.arange(bits) & 1).flatten(1)
+    stream = torch.nn.functional.pad(stream, (0, -stream.shape[1] % 32))
+    words = (stream.unflatten(1, (-1, 32)) << torch.arange(32)).sum(-1)
     return (words - ((words >> 31) << 32)).to(torch.int32)
 
 
@@ -182,6 +182,8 @@ FORMATS: dict[str, tuple[Store, dict]] = {
     "gptq-v2": (gptq(offset=0), GPTQ | {"checkpoint_format": "gptq_v2"}),
     "gptq-8-bits": (gptq(bits=8), GPTQ | {"bits": 8}),
     "gptq-2-bits": (gptq(bits=2), GPTQ | {"bits": 2}),
+    "gptq-3-bits": (gptq(bits=3, size=32), GPTQ | {"bits": 3, "group_size": 32}),
+    "gptq-3-bits-act-order": (gptq(bits=3, act_order=True), GPTQ | {"bits": 3, "desc_act": True}),
     "gptq-one-group": (gptq(size=1 << 20), GPTQ | {"group_size": -1}),
     "ct-int4": (packed(), compressed("pack-quantized", **INT4)),
     "ct-int4-zeros": (packed(symmetric=False), compressed("pack-quantized", **INT4 | {"symmetric": False})),

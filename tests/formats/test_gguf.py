@@ -2,21 +2,23 @@
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from callboard import LLM, SamplingParams
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.checkpoints.gguf import NAMES
 from engine.config import load_config
 from engine.errors import WeightsError
+from engine.formats.opening import open_reader
 from engine.plugins.families import read_model
 from tests.formats.test_quantized import PROMPT, assert_equal, logits_of
-from tests.models.checkpoints import build
+from tests.models.checkpoints import LLAMA3, SIZES, build
 from tests.text.specimens import byte_level, codec
 
 gguf = pytest.importorskip("gguf", reason="pip install 'callboard[gguf]'")
@@ -40,12 +42,37 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "callboard" / "gguf"
 
 
+# Type -> (place of its scales of 16 bits in a block, the largest that gives weights of usual size).
+BLOCKS = {
+    "Q2_K": ((80, 82), 2e-2),
+    "Q3_K": ((108,), 2e-3),
+    "Q4_K": ((0, 2), 2e-4),
+    "Q5_K": ((0, 2), 1e-4),
+    "Q6_K": ((208,), 4e-5),
+    "IQ4_XS": ((0,), 4e-5),
+}
+
+
+def stored_blocks(array: np.ndarray, kind: "gguf.GGMLQuantizationType") -> np.ndarray:
+    """The blocks of an array; where the package only reads a type, blocks of random bits with scales that can be."""
+    if kind.name not in BLOCKS:
+        return quantize(array, kind)
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(array.size)
+    blocks = random.integers(0, 256, (*array.shape[:-1], array.shape[-1] // size, num_bytes), np.uint8)
+    places, largest = BLOCKS[kind.name]
+    for place in places:
+        scales = random.uniform(largest / 2, largest, blocks.shape[:-1]).astype(np.float16)
+        blocks[..., place : place + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(*array.shape[:-1], -1)
+
+
 def write(
     path: Path, model: PreTrainedModel, kind: str = "F32", tokenizer: bool = False, **changes: object
 ) -> PreTrainedModel:
     """Write a model's GGUF file as llama.cpp's converter does; the model gets the weights that were stored.
 
-    kind: of matrices.  changes: metadata, below the architecture's name; None leaves a key out."""
+    kind: of matrices.  changes: metadata, below the architecture's name; None leaves a key out; arrays are tensors."""
     family = model.config.model_type
     writer = gguf.GGUFWriter(path, "llama" if family == "mistral" else family)
     family = writer.arch
@@ -54,7 +81,9 @@ def write(
     if getattr(model.config, "head_dim", None):
         facts["attention.key_length"] = model.config.head_dim
     for key, value in (facts | changes).items():
-        if value is not None:
+        if isinstance(value, np.ndarray):
+            writer.add_tensor(key, value)
+        elif value is not None:
             kinds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
             kinds[type(value)](f"{family}.{key}", value)
     if tokenizer:
@@ -75,7 +104,7 @@ def write(
         data, stored = array, gguf.GGMLQuantizationType.F32
         if array.ndim == 2 and array.shape[1] % 32 == 0:
             stored = gguf.GGMLQuantizationType[kind]
-            data = quantize(array, stored)
+            data = stored_blocks(array, stored)
             rounded = torch.from_numpy(dequantize(data, stored).astype(np.float32))
             if family == "llama" and last in ("q_proj", "k_proj"):
                 rounded = rounded.reshape(heads, -1, 2, array.shape[1]).transpose(1, 2).reshape(array.shape)
@@ -116,6 +145,24 @@ def test_logits_are_those_of_the_numbers_in_the_file(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_with_scales_of_scales_are_read_whole_and_in_parts(kind: str, tmp_path: Path) -> None:
+    sizes = SIZES | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    torch.manual_seed(1)
+    reference = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="eager")).eval()
+    write(tmp_path / "tiny.gguf", reference, kind)
+    directory = resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")
+    assert_equal(directory, reference)
+    reader = open_reader(read_model(directory))
+    for name in ("self_attn.q_proj", "mlp.down_proj"):
+        whole = reference.get_parameter(f"model.layers.0.{name}.weight")
+        for dim in (0, 1):
+            part = reader.part(f"model.layers.0.{name}.weight", dim, 64, 128)
+            assert torch.equal(part, whole.narrow(dim, 64, 128))
+    reader.close()
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
 @pytest.mark.parametrize("variant", ["llama-tied", "llama-head-dim", "qwen2", "qwen3", "mistral-no-window"])
 def test_every_family_is_read(variant: str, tmp_path: Path) -> None:
     reference = write(tmp_path / "tiny.gguf", build(variant))
@@ -128,6 +175,42 @@ def test_stretched_frequencies_are_read(tmp_path: Path) -> None:
     scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
     write(tmp_path / "tiny.gguf", reference, **scaling)
     assert_equal(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""), reference)
+
+
+def llama3_divisors() -> np.ndarray:
+    """What llama.cpp's converter writes for the frequencies of Llama 3.1."""
+    frequencies = LLAMA3["rope_theta"] ** -(np.arange(0, 16, 2) / 16)
+    turns = LLAMA3["original_max_position_embeddings"] * frequencies / (2 * np.pi)
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clip(0, 1)
+    return (1 / (kept + (1 - kept) / LLAMA3["factor"])).astype(np.float32)
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_frequencies_of_llama_3_are_those_of_their_tensor(tmp_path: Path) -> None:
+    reference = build("llama3-rope")
+    write(tmp_path / "tiny.gguf", reference, **{"rope_freqs.weight": llama3_divisors()})
+    assert_equal(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""), reference)
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_freqs.weight": llama3_divisors()[:5]}, "short_factor is .*, expected a list of 8 numbers"),
+        ({"rope_freqs.weight": -llama3_divisors()}, "short_factor is -1.0"),
+        ({"rope_freqs.weight": llama3_divisors() * np.nan}, "short_factor is "),
+        ({"rope_freqs.weight": llama3_divisors().astype(np.float16)}, "has type F16, expected F32"),
+        (
+            {"rope_freqs.weight": llama3_divisors(), "rope.scaling.type": "yarn"},
+            "scaling.type is 'yarn', expected none beside 'rope_freqs.weight'",
+        ),
+    ],
+)
+def test_frequencies_that_cannot_be_are_refused(changes: dict, said: str, tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", build("llama"), **changes)
+    with pytest.raises(WeightsError, match=said):
+        read_model(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""))
 
 
 def test_a_file_serves_with_its_own_tokenizer_and_template(tmp_path: Path, cache: Path) -> None:
@@ -189,6 +272,60 @@ def test_truncated_and_foreign_files_are_refused_in_one_line(tmp_path: Path, cac
             resolve_checkpoint(str(path), "")
         assert "\n" not in str(refused.value)
     assert not cache.exists() or not list(cache.iterdir())
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_blocks_whose_scale_is_no_number_are_damaged_and_nothing_is_printed(tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", build("llama"), "Q8_0")
+    stored = gguf.GGUFReader(tmp_path / "tiny.gguf", "r+")
+    (tensor,) = [one for one in stored.tensors if one.name == "blk.1.ffn_up.weight"]
+    tensor.data[0, :6] = (0, 0x7C, 0, 1, 2, 3)  # an infinite scale, and 0 among the integers
+    stored.data.flush()
+    with pytest.raises(WeightsError, match=r"model.layers.1.mlp.up_proj.weight' contains NaN or infinity"):
+        logits_of(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""))
+
+
+def text(one: bytes) -> bytes:
+    return struct.pack("<Q", len(one)) + one
+
+
+def file_of(kind: int, architecture: bytes, tensor: bytes = b"") -> bytes:
+    """A file with an architecture of that type of value, the sizes of a model, and one tensor's entry."""
+    sizes = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+    facts = [text(f"llama.{name}".encode()) + struct.pack("<II", 4, 64) for name in sizes]
+    facts.append(text(b"llama.attention.layer_norm_rms_epsilon") + struct.pack("<If", 6, 1e-5))
+    facts.append(text(b"general.architecture") + struct.pack("<I", kind) + architecture)
+    start = b"GGUF" + struct.pack("<IQQ", 3, bool(tensor), len(facts)) + b"".join(facts) + tensor
+    return start + bytes(-len(start) % 32 + 4096)
+
+
+LIST = struct.pack("<IQ", 9, 1)  # of one list
+LLAMA = text(b"llama")
+
+
+def entry(name: bytes, *sizes: int) -> bytes:
+    return text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, 0, 0)
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        (file_of(9, LIST * 5000 + struct.pack("<IQI", 4, 1, 1)), "not a GGUF file that can be read: maximum recursion"),
+        (file_of(9, struct.pack("<IQI", 4, 1, 1)), r"general.architecture is \[1\], expected one of llama"),
+        (file_of(8, text(b"\xff")), "general.architecture cannot be read: 'utf-8' codec"),
+        (file_of(8, LLAMA, entry(b"token_embd.weight")), "there is no matrix 'token_embd.weight'"),
+        (file_of(8, LLAMA, entry(b"token_embd.weight", 1 << 32, 1 << 32)), "cannot reshape array of size 0"),
+        (file_of(8, LLAMA, entry(b"token_embd.weight", 1 << 40, 64)), "it is truncated"),
+        (file_of(8, LLAMA, entry(b"../../escaped.weight", 4)), "'../../escaped.weight' is none that is known"),
+    ],
+)
+def test_hostile_files_end_in_one_line(file: bytes, said: str, tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "hostile.gguf").write_bytes(file)
+    with pytest.raises(WeightsError, match=rf"hostile\.gguf: .*{said}") as refused:
+        resolve_checkpoint(str(tmp_path / "hostile.gguf"), "")
+    assert "\n" not in str(refused.value)
+    assert not cache.exists()
 
 
 def test_what_llama_cpp_reads_and_we_do_not_is_refused(tmp_path: Path) -> None:

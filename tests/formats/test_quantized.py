@@ -123,7 +123,7 @@ def test_a_quantized_checkpoint_generates_and_can_be_rounded_again(tmp_path: Pat
         ({"quant_method": "awq", "version": "gemv"}, "version is .gemv., expected gemm"),
         ({"quant_method": "awq", "bits": 3}, "bits is 3, expected one of 4"),
         ({"quant_method": "awq", "bits": 4}, "group_size is missing"),
-        (GPTQ | {"bits": 3}, "bits is 3, expected one of 2, 4, 8"),
+        (GPTQ | {"bits": 5}, "bits is 5, expected one of 2, 3, 4, 8"),
         (GPTQ | {"group_size": 0}, "group_size is 0"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is .marlin."),
         (FP8 | {"fmt": "e5m2"}, "fmt is .e5m2., expected e4m3"),

@@ -44,7 +44,8 @@ class Int8Weight:
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """x W^T + bias."""
-        scales_T1 = x_TI.abs().amax(1, keepdim=True).clamp_min_(SMALLEST)
+        # A row of zeros becomes 0 / 0, some integers, finite sums of them and, times its scale of 0, zeros again.
+        scales_T1 = x_TI.abs().amax(1, keepdim=True)
         product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
         y_TO: Tensor = product(x_TI / scales_T1, INPUT_SCALE, INPUT_ZERO, self._packed).mul_(scales_T1)
         return y_TO if bias_O is None else y_TO.add_(bias_O)
