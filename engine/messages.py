@@ -211,9 +211,9 @@ class LossExplained(Message, frozen=True):
 
 
 class Logprobs(Message, frozen=True):
-    """Log probabilities of one sampled token and of the k most likely ones.
+    """Log probabilities of one sampled token, and of the k most likely or of those that the request names.
 
-    top_ids: int32[k], top_logprobs: float32[k], most likely first."""
+    top_ids: int32[k], top_logprobs: float32[k], most likely first, or as they are named."""
 
     logprob: float
     top_ids: bytes = b""
