@@ -7,6 +7,7 @@ tests run with that folder in front of everything else.  What cannot be installe
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -33,7 +34,7 @@ CLIENTS = (
     Client("openai-agents", ("openai-agents",), "test_openai_agents.py"),
     Client("langchain", ("langchain-openai",), "test_langchain.py"),
     Client("llama-index", ("llama-index-llms-openai-like",), "test_llama_index.py"),
-    Client("litellm", ("litellm",), "test_litellm.py"),
+    Client("litellm", ("litellm", "mcp"), "test_litellm.py"),
     Client("pydantic-ai", ("pydantic-ai-slim[openai]",), "test_pydantic_ai.py"),
     Client("instructor", ("instructor",), "test_instructor.py"),
     Client("dspy", ("dspy",), "test_dspy.py"),
@@ -96,8 +97,9 @@ def check(client: Client, folder: Path) -> str:
             ).returncode
         except subprocess.TimeoutExpired:
             return f"FAILED: not done after {TEST_S} s, see {log}"
-    (*_, last) = log.read_text().strip().splitlines() or [""]
-    return last.strip("= ") if not code else f"FAILED: {last.strip('= ')}, see {log}"
+    counts = re.findall(r"=+ (.*(?:passed|failed|skipped|error).*) =+", log.read_text())
+    said = counts[-1] if counts else "no test ran to its end"
+    return said if not code else f"FAILED: {said}, see {log}"
 
 
 def main() -> int:

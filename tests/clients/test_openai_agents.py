@@ -8,6 +8,7 @@ import pytest
 agents = pytest.importorskip("agents", reason="openai-agents is not installed: make conformance")
 pytestmark = pytest.mark.filterwarnings("default")  # theirs are not ours to mend
 import openai  # noqa: E402
+from pydantic import BaseModel  # noqa: E402
 
 agents.set_tracing_disabled(True)
 
@@ -20,21 +21,29 @@ def model(request: pytest.FixtureRequest, url: str) -> Any:
 
 
 def settings(**fields: Any) -> Any:
-    return agents.ModelSettings(temperature=0, max_tokens=400, **fields)
+    return agents.ModelSettings(temperature=0, max_tokens=60, **fields)
+
+
+class Trip(BaseModel):
+    """Where to.  An answer that ends by itself: the library takes one that is cut off for an error."""
+
+    city: Literal["Paris", "Oslo"]
 
 
 def test_an_agent_answers(model: Any) -> None:
-    agent = agents.Agent(name="demo", instructions="Be brief.", model=model, model_settings=settings())
+    agent = agents.Agent(
+        name="demo", instructions="Be brief.", model=model, output_type=Trip, model_settings=settings()
+    )
 
-    async def both() -> tuple[str, str]:
-        result = await agents.Runner.run(agent, "Write a function.")
-        streamed = agents.Runner.run_streamed(agent, "Write a function.")
+    async def both() -> tuple[Trip, Trip]:
+        result = await agents.Runner.run(agent, "A trip, please.")
+        streamed = agents.Runner.run_streamed(agent, "A trip, please.")
         async for _ in streamed.stream_events():
             pass
         return result.final_output, streamed.final_output
 
     whole, streamed = asyncio.run(both())
-    assert whole == streamed != ""
+    assert whole == streamed
 
 
 def test_an_agent_calls_a_function(model: Any) -> None:
