@@ -14,7 +14,7 @@ TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nv
 PIP := $(BIN)/pip --disable-pip-version-check
 PIP_INSTALL := $(PIP) install --constraint constraints.txt
 
-.PHONY: serve test check reliability signatures clients simulate snippets docs format demo-model clean
+.PHONY: serve test check reliability signatures conformance simulate snippets docs format demo-model clean
 
 serve: $(SERVES)  ## install what serving needs, then serve the demo model on 127.0.0.1:8000; CONFIG=FILE.toml ARGS="--port 8001"
 	$(BIN)/callboard serve $(CONFIG) $(ARGS)
@@ -41,11 +41,8 @@ signatures: $(STAMP)  ## every call into FlashInfer against its own Python code,
 		tests/attention/test_flashinfer_signatures.py tests/attention/test_flashinfer_package.py; \
 	else echo "signatures: FlashInfer cannot be installed here; skipped"; fi
 
-clients: $(STAMP)  ## client libraries that bring much with them, 180 MB beside the environment, against a live server
-	@if $(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-compile --target $(VENV)/clients \
-		--constraint constraints.txt langchain-openai litellm; \
-	then PYTHONPATH=$(VENV)/clients $(BIN)/python -m pytest tests/clients; \
-	else echo "clients: LangChain and LiteLLM cannot be installed here; skipped"; fi
+conformance: $(STAMP)  ## client libraries of PyPI and npm, 1 GB beside the environment, against a live server; ONLY=name
+	$(BIN)/python -m tests.clients --folder $(VENV)/clients --only "$(ONLY)"
 
 simulate: $(STAMP)  ## run the deterministic simulation until SEEDS seeds counted, on all cores
 	$(BIN)/python -m tests.sim sweep --seeds $(SEEDS)

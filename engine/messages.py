@@ -116,6 +116,15 @@ class Admission(Message, frozen=True):
     params: SamplingParams
 
 
+class Profile(Message, frozen=True):
+    """Record the next steps for a profiler's viewer; what is being recorded is written first.
+
+    num_steps: then it is written; 0 for no more recording.  folder: where, a file for each rank."""
+
+    num_steps: int
+    folder: str
+
+
 class Landing(Message, frozen=True):
     """Where pages go that were fetched from the store; the executor lets go of the rest of them, and of all if none go.
 
@@ -202,9 +211,9 @@ class LossExplained(Message, frozen=True):
 
 
 class Logprobs(Message, frozen=True):
-    """Log probabilities of one sampled token and of the k most likely ones.
+    """Log probabilities of one sampled token, and of the k most likely or of those that the request names.
 
-    top_ids: int32[k], top_logprobs: float32[k], most likely first."""
+    top_ids: int32[k], top_logprobs: float32[k], most likely first, or as they are named."""
 
     logprob: float
     top_ids: bytes = b""
@@ -379,5 +388,5 @@ class Stop(Message, frozen=True):
 TokenizerInbox = Tokenize | Abort | Tokens | Failed
 FromExecutor = StepDone | PagesFetched
 SchedulerInbox = Admit | Abort | FromExecutor | ExecutorsReady | ExecutorsLost
-ExecutorInbox = Step | FetchPages
+ExecutorInbox = Step | FetchPages | Profile
 IngressInbox = Deltas | Failed | EngineReady | EngineRecovering | TokenizersReady | TokenizersLost | Stats

@@ -15,6 +15,7 @@ from engine.actors.scheduler import Scheduler
 from engine.actors.snapshot import Gauges, GetSnapshot, MailboxGauges, Snapshot
 from engine.actors.tokenizer import Tokenizer
 from engine.kv.outline import Outline
+from engine.messages import Profile
 from engine.plugins.observers import Observers
 from engine.scheduling.meter import Meter
 from engine.workers.executors import Executors
@@ -109,6 +110,10 @@ class Monitor:
     async def look(self, *, meter: bool = False, max_nodes: int = 0, patience_s: float = 0.0) -> Snapshot:
         """Return a snapshot; the same call works where the engine is in another process."""
         return self.snapshot(GetSnapshot(meter=meter, max_nodes=max_nodes))
+
+    def profile(self, ask: Profile) -> None:
+        """Have the executors record steps, or stop it."""
+        self._executors.profile(ask)
 
     def watch(self, observer: object, name: str) -> None:
         """Add an observer: an object with observer hooks, called from now on."""

@@ -18,6 +18,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_TOKEN_COUNT = 1 << 30
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_SEED = (1 << 63) - 1
@@ -52,6 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: token id -> value added to its logit, -100..100.
     seed: the same seed and prompt give the same tokens whatever else is in the batch.
     logprobs: None is off, n returns the sampled token's log probability and the n most likely.
+    logprob_token_ids: tokens whose log probabilities are returned where else those of the most likely are.
     max_tokens: None means up to the end of the context.  min_tokens: no stop before that many.
     stop: strings that end the text.  stop_token_ids: ids that end it, besides the model's own EOS ids.
     grammar: what the output must look like; tokens that break it are never picked.
@@ -75,6 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: dict[int, float] = {}
     seed: int | None = None
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -140,8 +143,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_limits(vocab_size)
 
     def _check_limits(self, vocab_size: int) -> None:
-        for token_id in self.allowed_token_ids:
-            _within("allowed_token_ids", token_id, 0, vocab_size - 1)
+        for field in ("allowed_token_ids", "logprob_token_ids"):
+            for token_id in getattr(self, field):
+                _within(field, token_id, 0, vocab_size - 1)
+        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise _refused(
+                "logprob_token_ids", f"{len(self.logprob_token_ids)} ids", f"at most {MAX_LOGPROB_TOKEN_IDS}"
+            )
+        if self.logprob_token_ids and self.logprobs != 0:
+            reason = "logprob_token_ids: ask for log probabilities, and for none of the most likely tokens besides"
+            raise RequestError(reason, param="logprob_token_ids")
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise _refused("bad_words", f"{len(self.bad_words)} strings", f"at most {MAX_BAD_WORDS}")
         for word in self.bad_words:
@@ -274,6 +285,7 @@ _FIELDS: tuple[tuple[str, tuple[type, ...], Callable[[str, Any], Any]], ...] = (
     ("stop", (), _strings),
     ("stop_token_ids", (), _ids),
     ("allowed_token_ids", (), _ids),
+    ("logprob_token_ids", (), _ids),
     ("bad_words", (), _strings),
     ("logit_bias", (), _biases),
     ("grammar", (NONE,), _grammar),

@@ -365,6 +365,12 @@ class ServerSection(Section, frozen=True):
         bool,
         Meta(description="/metrics also gives what dashboards and autoscalers made for vLLM look for, as 'vllm:...'"),
     ] = False
+    profile_folder: Annotated[
+        str,
+        Meta(
+            description="Where /start_profile has executors write traces of their steps; empty: there are no profiles"
+        ),
+    ] = ""
     traces: Annotated[
         str, Meta(description="Where OpenTelemetry spans go, e.g. 'http://127.0.0.1:4318/v1/traces'; empty for none")
     ] = ""

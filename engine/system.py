@@ -147,7 +147,7 @@ class System:
             clock=time.monotonic,
         )
         if isinstance(self.entrance, RemoteIngress):
-            self.entrance.connect(look=self.monitor.snapshot, watch=self.monitor.watch)
+            self.entrance.connect(look=self.monitor.snapshot, watch=self.monitor.watch, profile=self.monitor.profile)
 
     @property
     def ingress(self) -> Ingress:

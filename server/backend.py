@@ -11,7 +11,7 @@ from typing import Protocol
 from engine.actors.admission import Admitting
 from engine.actors.snapshot import Snapshot
 from engine.actors.supervisor import Entrance
-from engine.messages import DEFAULT_OPTIONS, Delta, RequestOptions, Stats
+from engine.messages import DEFAULT_OPTIONS, Delta, Profile, RequestOptions, Stats
 from engine.params import SamplingParams
 from engine.prompt import Prompt
 from engine.text.codec import TextCodec
@@ -64,6 +64,9 @@ class Monitor(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns tokens as text."""
+
+    def profile(self, ask: Profile) -> None:
+        """Have the executors record steps, or stop it; no answer comes."""
 
     def watch(self, observer: object, name: str) -> None:
         """Call the observer hooks of an object from now on."""

@@ -31,7 +31,17 @@ SALT_BYTES = 16
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
 # What they tell is of all clients, so where operators have keys of their own, only those open them.
 OPERATORS_ROUTES = frozenset(
-    {"/metrics", "/stats", "/server_info", "/get_server_info", "/load", "/replicas", "/replicas/{name}/drain"}
+    {
+        "/metrics",
+        "/stats",
+        "/server_info",
+        "/get_server_info",
+        "/load",
+        "/replicas",
+        "/replicas/{name}/drain",
+        "/start_profile",
+        "/stop_profile",
+    }
 )
 MAX_IDLE_ALLOWANCES = 4096
 

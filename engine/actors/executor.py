@@ -1,6 +1,6 @@
 """The executor actor: one rank's device, driven from a thread of its own.
 
-consumes: Step, FetchPages (scheduler) · Stop (system)
+consumes: Step, FetchPages (scheduler) · Profile (an operator, by way of their group) · Stop (system)
 produces: StepDone, PagesFetched, and how many pages there are once it has loaded (scheduler, by way of its group)
 waits for: a message; the collector waits for the device.   owns: the device thread and the collector's.
 
@@ -19,7 +19,7 @@ from typing import Protocol, assert_never
 
 from engine.actors.actor import Actor
 from engine.kv.store import PageFetcher
-from engine.messages import ExecutorInbox, FetchPages, FromExecutor, Step, StepDone
+from engine.messages import ExecutorInbox, FetchPages, FromExecutor, Profile, Step, StepDone
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,10 @@ class Runner(Protocol):
         """Start a step without waiting for it; those before it may still run, and be collected meanwhile."""
         ...
 
+    def profile(self, ask: Profile) -> None:
+        """Record the next steps, or no more of them.  What goes wrong with that is logged, and nothing else."""
+        ...
+
     def leave(self) -> None:
         """After a failure: give up the communicator, so that ranks which wait for this one fail too, and at once."""
         ...
@@ -67,7 +71,7 @@ class Executor(Actor[ExecutorInbox]):
     ) -> None:
         super().__init__(f"executor{rank}", capacity)
         self._load = load
-        self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[Step | Profile | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stored: PageFetcher | None = None
         self._abandoned = False
@@ -113,7 +117,7 @@ class Executor(Actor[ExecutorInbox]):
 
     def handle(self, message: ExecutorInbox) -> None:
         match message:
-            case Step():
+            case Step() | Profile():
                 self._steps.put(message)
             case FetchPages():
                 self._fetch(message)
@@ -146,8 +150,11 @@ class Executor(Actor[ExecutorInbox]):
             stop=lambda: self._steps.put(None),
         )
         try:
-            while (step := self._steps.get()) is not None:
-                collector.take(runner.launch(step))
+            while (work := self._steps.get()) is not None:
+                if isinstance(work, Step):
+                    collector.take(runner.launch(work))
+                else:
+                    runner.profile(work)
         finally:
             collector.end()
         collector.join()

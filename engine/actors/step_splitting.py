@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from engine.actors.executor import PendingStep, Runner
 from engine.errors import StepTooLarge
-from engine.messages import PromptLogprobs, Step, StepDone, StepExtras
+from engine.messages import Profile, PromptLogprobs, Step, StepDone, StepExtras
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,10 @@ class StepSplitter:
         if not changes_made:
             first = msgspec.structs.replace(step, **batch_of(first))
         return _Parts([self.launch(first), self.launch(second)])
+
+    def profile(self, ask: Profile) -> None:
+        """See ``Runner``."""
+        self._runner.profile(ask)
 
     def leave(self) -> None:
         """See ``Runner``."""

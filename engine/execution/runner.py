@@ -15,6 +15,7 @@ import torch
 from engine.execution.batch import decode_rows, lay_out
 from engine.execution.captured_steps import CapturedDecodes, CapturedModel, Captures, Event
 from engine.execution.host_pool import HostPool
+from engine.execution.profiles import Profiles
 from engine.execution.prompts import PromptOutputs, PromptResults, Prompts
 from engine.execution.rows import DeviceRows
 from engine.execution.stored_pages import StoredPages
@@ -129,6 +130,8 @@ class ModelRunner:
         self._sampler = sampler
         self._eos_token_ids = eos_token_ids
         self._on_cuda = pool.data.device.type == "cuda"
+        self._profiles = Profiles(comm.rank)
+        self.profile = self._profiles.begin
 
     def leave(self) -> None:
         """See ``Runner``.  On a thread that is left behind if a library does not return."""
@@ -160,12 +163,15 @@ class ModelRunner:
             graphs.tell(step)
         computed = self._rows.computed.copy()
         try:
-            return self._run(step) if graphs is None else self._launch_captured(graphs, step)
+            launched = self._run(step) if graphs is None else self._launch_captured(graphs, step)
         except torch.OutOfMemoryError as error:
             if self._prompts.sums_in(step):
                 raise
             self._rows.restore(computed)
             raise MemoryError(str(error)) from None
+        if self._profiles.recording:
+            self._profiles.launched()
+        return launched
 
     def _graphs_for(self, step: Step) -> CapturedDecodes | None:
         """What a step is replayed by, if it can be."""

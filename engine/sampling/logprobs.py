@@ -1,6 +1,6 @@
 """Log probabilities of sampled tokens, as the model gave them: before any adjustment, cut or temperature.
 
-Legend: N sampled rows of the batch · L rows that asked · V vocabulary · K alternatives computed
+Legend: N sampled rows of the batch · L rows that asked · V vocabulary · K alternatives computed · W most named tokens
 Owns: computing them on the device, and their form in messages.  Does not know: how tokens were picked.
 """
 
@@ -17,20 +17,46 @@ from engine.params import MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
+class Named:
+    """Tokens that rows name, in place of the most likely ones.  ids: int64, for each row, of which some name none.
+    ids_LW: the same on the device, filled up with 0.  values_LW: float32, their log probabilities, once known."""
+
+    ids: Sequence[npt.NDArray[np.int64]]
+    ids_LW: Tensor
+    values_LW: Tensor | None = None
+
+
+def named_tokens(ids: Sequence[npt.NDArray[np.int64]], device: torch.device) -> Named | None:
+    """None if no row names any."""
+    longest = max(map(len, ids), default=0)
+    if not longest:
+        return None
+    ids_LW = np.zeros((len(ids), longest), dtype=np.int64)
+    for line, of_row in zip(ids_LW, ids, strict=True):
+        line[: len(of_row)] = of_row
+    return Named(ids, torch.from_numpy(ids_LW).to(device, non_blocking=True))
+
+
+@dataclass(frozen=True, slots=True)
 class BatchLogprobs:
     """at, num_top: int64 on the host, per asking row its place in the batch and how many alternatives it wants.
-    chosen_L: float32.  top_ids_LK: int32, top_LK: float32, most likely first."""
+    chosen_L: float32.  top_ids_LK: int32, top_LK: float32, most likely first.  named: None if no row names tokens."""
 
     at: npt.NDArray[np.int64]
     num_top: npt.NDArray[np.int64]
     chosen_L: Tensor
     top_ids_LK: Tensor
     top_LK: Tensor
+    named: Named | None = None
 
     def to_host(self) -> "BatchLogprobs":
         """Queue the copy to pinned memory; read it only behind an event recorded after this call."""
+        named = self.named
+        if named is not None and named.values_LW is not None:
+            named = replace(named, values_LW=pinned_copy(named.values_LW))
         return replace(
             self,
+            named=named,
             chosen_L=pinned_copy(self.chosen_L),
             top_ids_LK=pinned_copy(self.top_ids_LK),
             top_LK=pinned_copy(self.top_LK),
@@ -39,14 +65,24 @@ class BatchLogprobs:
     def messages(self) -> dict[int, Logprobs]:
         """Place in the batch -> its log probabilities.  The tensors must be on the host."""
         chosen, top_ids, top = self.chosen_L.tolist(), self.top_ids_LK.numpy(), self.top_LK.numpy()
-        return {
+        messages = {
             at: Logprobs(logprob=chosen[i], top_ids=top_ids[i, :num].tobytes(), top_logprobs=top[i, :num].tobytes())
             for i, (at, num) in enumerate(zip(self.at.tolist(), self.num_top.tolist(), strict=True))
         }
+        if self.named is not None and self.named.values_LW is not None:
+            for i, (at, ids) in enumerate(zip(self.at.tolist(), self.named.ids, strict=True)):
+                if len(ids):
+                    values = self.named.values_LW[i, : len(ids)].numpy().tobytes()
+                    messages[at] = Logprobs(chosen[i], ids.astype(np.int32).tobytes(), values)
+        return messages
 
 
 def batch_logprobs(
-    logits_NV: Tensor, token_ids_N: Tensor, at: npt.NDArray[np.int64], num_top: npt.NDArray[np.int64]
+    logits_NV: Tensor,
+    token_ids_N: Tensor,
+    at: npt.NDArray[np.int64],
+    num_top: npt.NDArray[np.int64],
+    named: Named | None = None,
 ) -> BatchLogprobs:
     """A row that failed (token -1) gets numbers without meaning."""
     at_L = torch.from_numpy(at).to(logits_NV.device, non_blocking=True)
@@ -54,7 +90,9 @@ def batch_logprobs(
     chosen_L1 = logprobs_LV.gather(1, token_ids_N.index_select(0, at_L).clamp(min=0)[:, None])
     # Always the same number, so that which of several equal tokens are listed does not depend on other rows.
     top_LK, top_ids_LK = logprobs_LV.topk(min(MAX_LOGPROBS, logprobs_LV.shape[1]), dim=-1)
-    return BatchLogprobs(at, num_top, chosen_L1.squeeze(1), top_ids_LK.to(torch.int32), top_LK)
+    if named is not None:
+        named = replace(named, values_LW=logprobs_LV.gather(1, named.ids_LW))
+    return BatchLogprobs(at, num_top, chosen_L1.squeeze(1), top_ids_LK.to(torch.int32), top_LK, named)
 
 
 def joined_logprobs(parts: Sequence[BatchLogprobs]) -> BatchLogprobs:

@@ -105,7 +105,7 @@ class Sampler:
             masks.restore(logits_NV, raw_RV)
         logprobs = None
         if len(batch.logprobs_at):
-            logprobs = batch_logprobs(logits_NV, token_ids_N, batch.logprobs_at, batch.num_logprobs)
+            logprobs = batch_logprobs(logits_NV, token_ids_N, batch.logprobs_at, batch.num_logprobs, batch.named)
         # Last, so that a step for which memory ran out has counted nothing, and may be tried again.
         if batch.counted_at is not None and batch.counted_lines is not None:
             self._state.counts.add(batch.counted_lines, token_ids_N.index_select(0, batch.counted_at))

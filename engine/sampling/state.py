@@ -23,6 +23,7 @@ from torch import Tensor
 from engine.params import SamplingParams
 from engine.sampling.cuts import Cuts, TopK, TopP
 from engine.sampling.draw import stream_starts
+from engine.sampling.logprobs import Named, named_tokens
 from engine.sampling.penalties import NO_PENALTIES, Penalties, TokenCounts
 
 # Below this the most likely token is taken: 1 / temperature would push every other weight to 0 in float32 or
@@ -70,6 +71,8 @@ class SamplingState:
         self.penalties = np.tile(np.array(_NO_PENALTIES, dtype=np.float32), (max_rows, 1))  # as NO_PENALTIES has them
         self.seed = np.zeros(max_rows, dtype=np.int64)
         self.logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
+        # Tokens whose log probabilities are wanted in place of the most likely ones'.
+        self.named: list[Int64] = [_NO_BIAS[0]] * max_rows
         self.biased = np.zeros(max_rows, dtype=np.bool_)
         self.bias: list[tuple[Int64, npt.NDArray[np.float32]]] = [_NO_BIAS] * max_rows
         # A token at a position below ``stop_from`` must not be one of ``stop_ids``.
@@ -95,6 +98,7 @@ class SamplingState:
             self._admit_draw(row, params)
             self.seed[row] = params.seed or 0
             self.logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+            self.named[row] = np.array(list(dict.fromkeys(params.logprob_token_ids)), dtype=np.int64)
             self._admit_bias(row, params)
             self._admit_stops(row, params, one.num_prompt_tokens, eos_token_ids)
             self._admit_penalties(row, params)
@@ -172,7 +176,8 @@ class Part:
 class SampleBatch:
     """parts: ``Part``, or those of ``engine/sampling/triton/sampler.py``.
     counted_at, counted_lines: int64, rows whose sampled token must be counted, and where.
-    logprobs_at: int64, rows that want log probabilities; num_logprobs: how many each."""
+    logprobs_at: int64, rows that want log probabilities; num_logprobs: how many each; named: of which tokens, for those
+    that want certain ones."""
 
     parts: tuple[Any, ...]
     draws_any: bool
@@ -180,6 +185,7 @@ class SampleBatch:
     counted_lines: Tensor | None
     logprobs_at: Int64
     num_logprobs: Int64
+    named: Named | None
 
 
 def build_batch(
@@ -195,6 +201,7 @@ def build_batch(
         counted_lines=_upload(state, state.counts.lines(rows_N[counted_at])) if len(counted_at) else None,
         logprobs_at=logprobs_at,
         num_logprobs=state.logprobs[rows_N[logprobs_at]],
+        named=named_tokens([state.named[row] for row in rows_N[logprobs_at]], state.device),
     )
 
 

@@ -1,6 +1,6 @@
 """The executors of one engine: every rank of the model, lost and restarted together; and those in this process.
 
-consumes: Step, FetchPages (scheduler, through ``links``) · LossExplained (likewise, through ``losses``) · Stop (system)
+consumes: Step, FetchPages (scheduler, through ``links``) · LossExplained (scheduler) · Profile · Stop (system)
 produces: ExecutorsReady, StepDone, PagesFetched, ExecutorsLost (scheduler)
 waits for: the executors' loading and their end; never for the scheduler.   owns: what a loss means.
 
@@ -29,6 +29,7 @@ from engine.messages import (
     ExecutorsReady,
     FromExecutor,
     LossExplained,
+    Profile,
     Step,
     StepDone,
     Stop,
@@ -122,6 +123,11 @@ class Executors(Actor[Stop], Owner[FromExecutor, ExecutorInbox]):
     def explain(self, loss: LossExplained) -> None:
         """Take effect at once: the scheduler hears of a loss, and answers, before it is judged here."""
         self._explained = loss
+
+    def profile(self, ask: Profile) -> None:
+        """Have every rank do it; one that is not there now is left out."""
+        for link in self.links:
+            link.put(ask)
 
     async def run(self) -> None:
         """Keep a generation running until Stop.

@@ -29,6 +29,7 @@ from engine.messages import (
     Failed,
     Finish,
     IngressInbox,
+    Profile,
     Stats,
     Tokenize,
     TokenizersLost,
@@ -118,10 +119,17 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
         self._keeping: asyncio.Task[None] | None = None
         self._settle()
 
-    def connect(self, *, look: Callable[[GetSnapshot], Snapshot], watch: Callable[[object, str], None]) -> None:
+    def connect(
+        self,
+        *,
+        look: Callable[[GetSnapshot], Snapshot],
+        watch: Callable[[object, str], None],
+        profile: Callable[[Profile], None],
+    ) -> None:
         """What the frontend is answered from: a monitor, which needs this actor to be there first."""
         self._look = look
         self._watch = watch
+        self._profile = profile
 
     # ---- as ingress: for the supervisor and the server --------------------------------------
 
@@ -242,6 +250,8 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
                 if not self._is_subscribed:
                     self._is_subscribed = True
                     self._watch(_Subscription(self._tell), "the frontend")
+            case Profile():
+                self._profile(message)
             case FrontendDrained():
                 self._has_drained = True
             case FrontendState(state):

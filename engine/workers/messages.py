@@ -18,6 +18,7 @@ from engine.messages import (
     Failed,
     IngressInbox,
     Message,
+    Profile,
     SchedulerInbox,
     Stop,
     Tokenize,
@@ -173,7 +174,7 @@ class EngineFailed(Message, frozen=True):
 FromWorker = WorkerReady | WorkerAlive | WorkerFailed
 # What each kind of worker says besides, and what it is told.
 FromTokenizer = Admit | Abort | Deltas | Failed
-FromFrontend = Tokenize | Abort | GetSnapshot | Subscribe | FrontendDrained | FrontendState
+FromFrontend = Tokenize | Abort | GetSnapshot | Subscribe | Profile | FrontendDrained | FrontendState
 ToFrontend = IngressInbox | Drain | AbortAll | EngineFailed | Snapshot | RequestsFinished
 ExecutorProcessInbox = ExecutorAssignment | ExecutorInbox | Stop
 TokenizerProcessInbox = TokenizerAssignment | TokenizerInbox | Stop

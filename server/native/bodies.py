@@ -46,6 +46,7 @@ class NativeBody(msgspec.Struct, frozen=True, kw_only=True):
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: Int | list[Int] | None = None
     top_logprobs_num: TopLogprobs | list[TopLogprobs] | None = None
+    token_ids_logprob: list[TokenId | list[TokenId]] | None = None
     return_text_in_logprobs: bool | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
@@ -54,12 +55,14 @@ class NativeBody(msgspec.Struct, frozen=True, kw_only=True):
 class OnePrompt(msgspec.Struct, frozen=True):
     """What a body asks for one of its prompts.
 
-    prompt_start: from which prompt token on log probabilities are wanted; -1 for none."""
+    prompt_start: from which prompt token on log probabilities are wanted; -1 for none.  named: of which other tokens
+    they are wanted."""
 
     params: NativeParams
     logprobs: bool
     num_top: int
     prompt_start: int
+    named: list[int]
 
 
 class NativeFinish(msgspec.Struct, frozen=True):
@@ -84,6 +87,7 @@ class NativeInfo(msgspec.Struct, frozen=True, kw_only=True):
     input_top_logprobs: list[list[Logprob] | None] | UnsetType = UNSET
     output_token_logprobs: list[Logprob] | UnsetType = UNSET
     output_top_logprobs: list[list[Logprob] | None] | UnsetType = UNSET
+    output_token_ids_logprobs: list[list[Logprob] | None] | UnsetType = UNSET
 
 
 class NativeOutput(msgspec.Struct, frozen=True, kw_only=True):

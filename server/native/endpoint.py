@@ -25,7 +25,7 @@ from server.openai.translator import Translator
 DEFAULT_MAX_NEW_TOKENS = 128
 # What other layers call what this endpoint calls differently.
 RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
-PER_PROMPT = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "rid")
+PER_PROMPT = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "rid")
 
 
 class Native(Endpoint[NativeBody]):
@@ -69,6 +69,8 @@ class Native(Endpoint[NativeBody]):
         params = asked.params
         if params.spaces_between_special_tokens is False:
             raise FieldError("spaces_between_special_tokens", "cannot be turned off")
+        if asked.named and asked.prompt_start >= 0:
+            raise FieldError("token_ids_logprob", "told of the output alone; leave out logprob_start_len")
         most = _most_tokens(params)
         num_top = asked.num_top if asked.logprobs else None
         shared = GenerationBody(
@@ -80,6 +82,7 @@ class Native(Endpoint[NativeBody]):
             priority=body.priority,
             cache_salt=body.cache_salt,
             request_id=body.request_id,
+            logprob_token_ids=asked.named or None,
             **{name: getattr(params, name) for name in SamplingFields.__struct_fields__},
         )
         return self._translator.translate(
@@ -94,6 +97,8 @@ class Native(Endpoint[NativeBody]):
     def rename(self, field: str, body: NativeBody) -> str:
         if field == "prompt":
             return _prompt_field(body)
+        if field == "logprob_token_ids":
+            return "token_ids_logprob"
         name = RENAMED.get(field, field)
         return f"sampling_params.{name}" if name in NativeParams.__struct_fields__ else field
 
@@ -160,6 +165,7 @@ class NativeWriter(Writer):
             input_top_logprobs=top if of_prompt and asked.num_top else UNSET,
             output_token_logprobs=self._logprobs(output.delta.logprobs) if shown else UNSET,
             output_top_logprobs=self._top_logprobs(output.delta.logprobs) if shown and asked.num_top else UNSET,
+            output_token_ids_logprobs=self._top_logprobs(output.delta.logprobs) if asked.named else UNSET,
         )
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> list[Logprob]:
@@ -188,7 +194,7 @@ def _check_lists(body: NativeBody, num_prompts: int) -> None:
     """Raise RequestError for a list that has not an entry for each prompt."""
     for name in PER_PROMPT:
         given = getattr(body, name)
-        if not isinstance(given, list):
+        if not _is_several(name, given):
             continue
         if _is_one(body) or len(given) != num_prompts:
             seen = "one prompt that is no list" if _is_one(body) else f"{num_prompts} prompts"
@@ -201,19 +207,29 @@ def _is_one(body: NativeBody) -> bool:
     return isinstance(body.text, str) or (body.input_ids is not None and isinstance(body.input_ids[0], int))
 
 
+def _is_several(name: str, given: Any) -> bool:
+    """Whether a field's value is a list with an entry for each prompt.  Raises RequestError if it may be either."""
+    if name != "token_ids_logprob" or not given:
+        return isinstance(given, list)
+    kinds = {isinstance(one, list) for one in given}
+    if len(kinds) > 1:
+        raise FieldError(name, "a mixed list; expected token ids, or a list of them for each prompt")
+    return kinds.pop()
+
+
 def _asked(body: NativeBody) -> list[OnePrompt]:
     """What is asked for each prompt; one for all, if that is the same."""
-    lengths = {len(given) for name in PER_PROMPT[:-1] if isinstance(given := getattr(body, name), list)}
+    lengths = {len(given) for name in PER_PROMPT[:-1] if _is_several(name, given := getattr(body, name))}
 
     def entry(name: str, number: int) -> Any:
         given = getattr(body, name)
-        return given[number] if isinstance(given, list) else given
+        return given[number] if _is_several(name, given) else given
 
     asked = []
     for number in range(max(lengths, default=1)):
-        params, logprobs, start, num_top = (entry(name, number) for name in PER_PROMPT[:-1])
+        params, logprobs, start, num_top, named = (entry(name, number) for name in PER_PROMPT[:-1])
         start = start if logprobs and start is not None and start >= 0 else -1
-        asked.append(OnePrompt(params or NativeParams(), bool(logprobs), num_top or 0, start))
+        asked.append(OnePrompt(params or NativeParams(), bool(logprobs), num_top or 0, start, named or []))
     return asked
 
 

@@ -52,11 +52,12 @@ class Completions(Endpoint[CompletionBody]):
             raise RequestError("max_tokens=0: only allowed together with echo", param="max_tokens")
         num_wanted = _num_wanted(body)
         num_choices = _num_choices(body, num_wanted)
+        asks_logprobs = body.logprobs is not None or bool(body.logprob_token_ids)
         return self._translator.translate(
             body,
             read_prompts(body.prompt),
             max_tokens=1 if prompt_only else DEFAULT.max_tokens if body.max_tokens is None else body.max_tokens,
-            logprobs=0 if num_choices > num_wanted and body.logprobs is None else body.logprobs,
+            logprobs=0 if num_choices > num_wanted and not asks_logprobs else body.logprobs,
             echo=echo,
             num_choices=num_choices,
             counted="n" if body.best_of is None else "best_of",

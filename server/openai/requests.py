@@ -145,6 +145,7 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     allowed_token_ids: list[Int] | None = None
     bad_words: list[str] | None = None
+    logprob_token_ids: list[Int] | None = None
     truncate_prompt_tokens: Int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

@@ -29,6 +29,7 @@ from server.openai.tokenization import TokenizationRoutes
 from server.openai.translator import Translator
 from server.operators.administration import AdministrationRoutes, administration_routes
 from server.operators.metrics import MetricsRoute
+from server.operators.profiling import ProfileRoutes
 from server.operators.site import FILES, SITE_ROUTES, Site
 from server.operators.stats import StatsRoute
 from server.operators.status import ProbeRoute, StatusRoutes
@@ -129,7 +130,7 @@ def _operators_routes(
 ) -> list[web.RouteDef]:
     site, status = Site(), StatusRoutes(backend, limits, version)
     stats = StatsRoute(backend, version=version, shows_text=not server.needs_key)
-    administration = AdministrationRoutes(clients, server)
+    administration, profiling = AdministrationRoutes(clients, server), ProfileRoutes(backend.monitor, server)
     return [
         web.get("/", site.index),
         web.get(FILES, site.file),
@@ -143,6 +144,8 @@ def _operators_routes(
         web.get("/health_generate", ProbeRoute(backend.card.pooling).get),
         web.get("/stats", stats.get),
         *administration_routes(administration.abort, administration.reset),
+        web.post("/start_profile", profiling.start),
+        web.post("/stop_profile", profiling.stop),
         web.get("/openapi.json", openapi_handler(version)),
     ]
 

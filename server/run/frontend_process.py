@@ -22,7 +22,7 @@ from engine.actors.admission import RETRY_LATER_S
 from engine.actors.ingress import Ingress
 from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.errors import CallboardError, EngineDied, RequestError
-from engine.messages import Abort, Failed, Stop, Tokenize
+from engine.messages import Abort, Failed, Profile, Stop, Tokenize
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.parsers import plugin_codec
@@ -52,7 +52,7 @@ class RemoteMonitor:
     """A ``Monitor`` of another process.  ingress: this process's, for its own part.  decode: token ids as text."""
 
     def __init__(
-        self, engine: Link[GetSnapshot | Subscribe], ingress: Ingress, decode: Callable[[Sequence[int]], str]
+        self, engine: Link[GetSnapshot | Subscribe | Profile], ingress: Ingress, decode: Callable[[Sequence[int]], str]
     ) -> None:
         self.decode = decode
         self._engine = engine
@@ -91,6 +91,10 @@ class RemoteMonitor:
             self._observers = Observers(Plugins({}, (), {}), {}, page_size=0)
             self._engine.put(Subscribe())
         self._observers.add(observer, name)
+
+    def profile(self, ask: Profile) -> None:
+        """Have the engine's executors record steps, or stop it."""
+        self._engine.put(ask)
 
     def take(self, message: Snapshot | RequestsFinished) -> None:
         """Take a message of the engine."""

@@ -17,6 +17,7 @@ from server.openai.answers import ChatChunk, ChatCompletion, Completion, ModelBo
 from server.openai.requests import ChatBody, CompletionBody
 from server.openai.tokenization import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody, TokenizerInfo
 from server.operators.administration import AbortAnswer, AbortBody, ResetAnswer
+from server.operators.profiling import ProfileAnswer
 from server.operators.status import HealthBody, Load, ModelInfo, ServerInfo
 from server.pooling.classify import ClassificationList, ClassifyBody
 from server.pooling.embeddings import EmbeddingBody, EmbeddingList
@@ -86,6 +87,8 @@ OPERATIONS = (
     Operation("get", "/v1/models/{id}", "The served model.", ModelBody),
     Operation("post", "/abort_request", "End requests.", AbortAnswer, AbortBody),
     Operation("post", "/reset_prefix_cache", "Forget what is cached.", ResetAnswer),
+    Operation("post", "/start_profile", "Record steps for a profiler.", ProfileAnswer),
+    Operation("post", "/stop_profile", "Write what is recorded.", ProfileAnswer),
     Operation("get", "/server_info", "What is served, and its limits.", ServerInfo),
     Operation("get", "/model_info", "The served model, as SGLang has it.", ModelInfo),
     Operation("get", "/load", "How many requests there are.", Load),

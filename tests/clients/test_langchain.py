@@ -1,11 +1,11 @@
-"""LangChain's OpenAI client: what agents are mostly written with.  ``make clients`` installs it."""
+"""LangChain's OpenAI client: what agents are mostly written with.  ``make conformance`` installs it."""
 
 import json
 from typing import Any, Literal
 
 import pytest
 
-langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed: make clients")
+langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed: make conformance")
 pytestmark = pytest.mark.filterwarnings("default")  # theirs are not ours to mend
 from pydantic import BaseModel  # noqa: E402
 

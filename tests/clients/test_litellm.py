@@ -1,11 +1,11 @@
-"""LiteLLM, by which many programs talk to every server there is.  ``make clients`` installs it."""
+"""LiteLLM, by which many programs talk to every server there is.  ``make conformance`` installs it."""
 
 import json
 from typing import Any
 
 import pytest
 
-litellm = pytest.importorskip("litellm", reason="litellm is not installed: make clients")
+litellm = pytest.importorskip("litellm", reason="litellm is not installed: make conformance")
 pytestmark = pytest.mark.filterwarnings("default")  # theirs are not ours to mend
 
 MESSAGES = [{"role": "user", "content": "Write a function."}]

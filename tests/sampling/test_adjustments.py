@@ -200,6 +200,30 @@ def test_logprobs_are_those_of_the_raw_logits():
         np.testing.assert_allclose(values, best.values.numpy(), atol=1e-6)
 
 
+def test_logprobs_of_named_tokens_stand_where_the_most_likely_would():
+    logits_NV = torch.randn(4, V, generator=torch.Generator().manual_seed(1))
+    sampler = new_sampler(4, V)
+    asked = {0: (7, 3, 7), 1: None, 2: (), 3: (0, 1, 2, V - 1)}
+    for row, ids in asked.items():
+        wanted = {} if ids is None else {"logprobs": 0 if ids else 2, "logprob_token_ids": ids}
+        admit(sampler, row, SamplingParams(temperature=0.0, logit_bias={5: 50.0}, **wanted))
+    for _ in range(2):  # the second batch is the first one's again
+        sampled = sampler.sample(logits_NV, np.arange(4), np.ones(4, dtype=np.int64))
+    assert sampled.logprobs is not None
+    found = sampled.logprobs.messages()
+    expected = logits_NV.log_softmax(dim=-1)
+    assert sorted(found) == [0, 2, 3]
+    for row, ids in ((0, [7, 3]), (2, expected[2].topk(2).indices.tolist()), (3, [0, 1, 2, V - 1])):
+        assert found[row].logprob == pytest.approx(float(expected[row, 5]), abs=1e-6)
+        assert np.frombuffer(found[row].top_ids, dtype=np.int32).tolist() == ids
+        values = np.frombuffer(found[row].top_logprobs, dtype=np.float32)
+        np.testing.assert_allclose(values, expected[row, ids].numpy(), atol=1e-6)
+    admit(sampler, 0, SamplingParams(temperature=0.0, logprobs=0))
+    sampled = sampler.sample(logits_NV[:1], np.arange(1), np.ones(1, dtype=np.int64))
+    assert sampled.logprobs is not None
+    assert sampled.logprobs.messages()[0].top_ids == b""
+
+
 def test_logprobs_work_with_a_vocabulary_smaller_than_the_list():
     sampler = new_sampler(1, 3)
     admit(sampler, 0, SamplingParams(temperature=0.0, logprobs=20))

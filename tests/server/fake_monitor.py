@@ -7,7 +7,7 @@ import numpy as np
 from engine.actors.snapshot import Gauges, MailboxGauges, Snapshot
 from engine.kv.node import Namespace
 from engine.kv.radix import RadixTree
-from engine.messages import Finish
+from engine.messages import Finish, Profile
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.scheduling.meter import Meter, RequestMetrics, StepRecord
 from tests.kv.inserting import insert
@@ -24,6 +24,7 @@ class FakeMonitor:
         self.meter: Meter | None = Meter(self.now)
         self.tree = RadixTree(PAGE, LeastRecentlyUsed())
         self.observers: list[object] = []
+        self.profiles: list[Profile] = []
         self._num_pages = 0
         self._ingress = ingress
 
@@ -51,6 +52,9 @@ class FakeMonitor:
 
     def watch(self, observer: object, name: str) -> None:
         self.observers.append(observer)
+
+    def profile(self, ask: Profile) -> None:
+        self.profiles.append(ask)
 
     def cache(self, tokens: list[int], salt: str = "") -> None:
         """As if a request had computed them."""

@@ -72,7 +72,7 @@ ANY_FIELDS: dict[str, list[str]] = {
     "structural_tag": ["1", '"{"', '"{}"', "{}"],
     "use_beam_search": ["true"],
     "stop_regex": ['"a"'],
-    "logprob_token_ids": ["[1]"],
+    "logprob_token_ids": ["[1]", "1", '["1"]', "[-1]", "[1000]"],
     "prompt_logprobs": ["1"],
     "chat_template": ['"{{ 1 }}"'],
     "zzz": ["NaN", DEEP, "[1,", '"\\ud800"', "01"],

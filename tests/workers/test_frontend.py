@@ -16,6 +16,7 @@ from engine.messages import (
     EngineRecovering,
     Failed,
     Finish,
+    Profile,
     Stats,
     Stop,
     Tokenize,
@@ -94,7 +95,12 @@ class Stage:
             parts=("executors", "tokenizers") if has_tokenizers else ("executors",),
         )
         self.ingress.about = b"about"
-        self.ingress.connect(look=self._look, watch=lambda observer, name: self.watching.append(observer))
+        self.profiles: list[Profile] = []
+        self.ingress.connect(
+            look=self._look,
+            watch=lambda observer, name: self.watching.append(observer),
+            profile=self.profiles.append,
+        )
         self.running = asyncio.ensure_future(self.ingress.run())
 
     def _start(self, slot: FrontendSlot, reports: Reports[FromFrontend], handover: Handover) -> Double:
@@ -359,7 +365,8 @@ def test_restarts_end_somewhere(max_restarts: int, said: str) -> None:
 
 def test_who_asks_is_answered_and_who_follows_is_told_once_for_all_fronts() -> None:
     async def scenario(stage: Stage) -> None:
-        stage.frontend.says(tokenize(1), GetSnapshot(5), Subscribe())
+        stage.frontend.says(tokenize(1), GetSnapshot(5), Subscribe(), Profile(3, "here"))
+        assert stage.profiles == [Profile(3, "here")]
         assert stage.frontend.got == [Snapshot(5, 1.0, Gauges(num_open=1))]
         stage.frontend.dies()
         await stage.turn()

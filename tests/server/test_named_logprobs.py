@@ -1,0 +1,71 @@
+"""Log probabilities of tokens that the request names, as each endpoint gives them."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.engine_server import EngineServer
+from tests.server.http_client import ask
+
+PROMPT = "def add(a, b):\n"
+NAMED = [300, 5, 17]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[EngineServer]:
+    with EngineServer(model={"name": "demo"}) as server:
+        yield server
+
+
+def post(served: EngineServer, path: str, **fields: Any) -> Any:
+    return ask(served.port, "POST", path, {"model": "demo", "temperature": 0, "max_tokens": 4, **fields})
+
+
+def test_every_endpoint_gives_those_of_the_same_tokens(served: EngineServer) -> None:
+    by_id = {"logprob_token_ids": NAMED, "return_tokens_as_token_ids": True}
+    completion = post(served, "/v1/completions", prompt=PROMPT, logprobs=0, **by_id).json["choices"][0]["logprobs"]
+    expected = [[told[f"token_id:{one}"] for one in NAMED] for told in completion["top_logprobs"]]
+    every = zip(completion["top_logprobs"], completion["tokens"], completion["token_logprobs"], strict=True)
+    for told, token, value in every:
+        assert told[token] == value
+        assert set(told) == {token, *(f"token_id:{one}" for one in NAMED)}
+    assert all(math.exp(value) <= 1 for values in expected for value in values)
+
+    native = {"text": PROMPT, "return_logprob": True, "token_ids_logprob": NAMED}
+    params = {"temperature": 0, "max_new_tokens": 4}
+    for fields in (native, native | {"text": [PROMPT] * 2, "token_ids_logprob": [NAMED, [1]]}):
+        answer = ask(served.port, "POST", "/generate", {**fields, "sampling_params": params}).json
+        info = (answer[0] if isinstance(answer, list) else answer)["meta_info"]
+        listed = info["output_token_ids_logprobs"]
+        assert [[token_id for _, token_id, _ in entries] for entries in listed] == [NAMED] * 4
+        assert [[value for value, _, _ in entries] for entries in listed] == [
+            pytest.approx(values, abs=1e-4) for values in expected
+        ]
+        assert "output_top_logprobs" not in info
+
+    messages = [{"role": "user", "content": "add"}]
+    chat = post(served, "/v1/chat/completions", messages=messages, logprobs=True, **by_id)
+    for entry in chat.json["choices"][0]["logprobs"]["content"]:
+        assert [one["token"] for one in entry["top_logprobs"]] == [f"token_id:{one}" for one in NAMED]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": PROMPT}, "logprob_token_ids"),
+        ("/v1/completions", {"prompt": PROMPT, "best_of": 2}, "logprob_token_ids"),
+        ("/v1/completions", {"prompt": PROMPT, "logprobs": 2}, "logprob_token_ids"),
+        ("/v1/completions", {"prompt": PROMPT, "logprobs": 0, "logprob_token_ids": [1] * 129}, "logprob_token_ids"),
+        ("/v1/completions", {"prompt": PROMPT, "logprobs": 0, "logprob_token_ids": [1 << 20]}, "logprob_token_ids"),
+        ("/generate", {"text": PROMPT}, "token_ids_logprob"),
+        ("/generate", {"text": PROMPT, "return_logprob": True, "top_logprobs_num": 1}, "token_ids_logprob"),
+        ("/generate", {"text": PROMPT, "return_logprob": True, "logprob_start_len": 0}, "token_ids_logprob"),
+        ("/generate", {"text": PROMPT, "return_logprob": True, "token_ids_logprob": [[1]]}, "token_ids_logprob"),
+        ("/generate", {"text": [PROMPT], "return_logprob": True, "token_ids_logprob": [[1], 2]}, "token_ids_logprob"),
+    ],
+)
+def test_what_cannot_be_given_is_refused(served: EngineServer, path: str, fields: dict[str, Any], param: str) -> None:
+    reply = ask(served.port, "POST", path, {"model": "demo", param: NAMED, **fields})
+    assert (reply.status, reply.error["param"]) == (400, param), reply.body
