@@ -30,6 +30,11 @@ class PageAllocator:
         return self._num_free
 
     @property
+    def is_free(self) -> npt.NDArray[np.bool_]:
+        """An entry per page, to be read and not changed."""
+        return self._is_free
+
+    @property
     def num_held(self) -> int:
         """Pages handed out and not yet freed."""
         return self.num_pages - self._num_free

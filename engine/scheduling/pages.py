@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
@@ -91,12 +92,15 @@ class Appends:
     pages: Pages
 
 
+NUM_EVICTIONS = 32  # remembered for those who look
 NO_ROWS: Rows = np.zeros(0, dtype=np.int32)
 NO_APPENDS = Appends(NO_ROWS, NO_ROWS, NO_ROWS)
 
 
 class PageManager:
-    """Pages by owner, for the rows of one table.  moves: between the tiers, as they follow from that."""
+    """Pages by owner, for the rows of one table.  moves: between the tiers, as they follow from that.
+
+    num_evicted: pages taken from the tree so far.  evicted: the latest of them, each with ``num_evicted`` after it."""
 
     def __init__(self, limits: PlannerLimits, rows: RowTable, strategy: EvictionStrategy) -> None:
         self._pages = PageAllocator(limits.num_pages)
@@ -113,6 +117,18 @@ class PageManager:
         self._deferred: deque[tuple[int, Pages]] = deque()
         self._rewrites: list[Appends] = []
         self.moves = PageMoves(self._tree)
+        self.num_evicted = 0
+        self.evicted: deque[tuple[int, Pages]] = deque(maxlen=NUM_EVICTIONS)
+
+    @property
+    def num_pages(self) -> int:
+        """Of the pool."""
+        return self._pages.num_pages
+
+    @property
+    def is_free(self) -> npt.NDArray[np.bool_]:
+        """Which pages have no content, an entry for each; to be read and not changed."""
+        return self._pages.is_free
 
     @property
     def num_available(self) -> int:
@@ -139,9 +155,9 @@ class PageManager:
         """Pages of the host tier that hold something."""
         return self._tree.num_on_host
 
-    def outline(self, max_nodes: int) -> Outline:
-        """The hottest part of the prefix cache."""
-        return self._tree.outline(max_nodes)
+    def outline(self, max_nodes: int, holders: Pages) -> Outline:
+        """The hottest part of the prefix cache.  holders: per page, gets the index of the node that has it."""
+        return self._tree.outline(max_nodes, holders)
 
     def tick(self, step_id: int) -> None:
         """The clock of least-recent use: the step being planned."""
@@ -190,7 +206,10 @@ class PageManager:
         """Take pages, evicting cached ones if too few are free; the caller has checked ``num_available``."""
         short = count - self._pages.num_free
         if short > 0:
-            self._pages.free(self._tree.evict(short))
+            evicted = self._tree.evict(short)
+            self._pages.free(evicted)
+            self.num_evicted += len(evicted)
+            self.evicted.append((self.num_evicted, evicted))
         return self._pages.allocate(count)
 
     def publish(self, row: int, num_tokens: int) -> None:

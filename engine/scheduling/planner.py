@@ -17,7 +17,6 @@ import numpy as np
 
 from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
-from engine.kv.outline import Outline
 from engine.messages import (
     Admit,
     Failed,
@@ -30,6 +29,7 @@ from engine.messages import (
     StepDone,
     Tokens,
 )
+from engine.scheduling.board import Board, draw_board
 from engine.scheduling.completions import Completions, InFlight
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.fetches import Fetches
@@ -51,6 +51,7 @@ class Planner:
         self, limits: PlannerLimits, strategy: EvictionStrategy, policy: SchedulingPolicy, clock: Callable[[], float]
     ) -> None:
         self._clock = clock
+        self._chunk = limits.prefill_chunk
         self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size)
         self._page_manager = PageManager(limits, self._rows, strategy)
         self._forecast = OutputForecast()
@@ -293,9 +294,10 @@ class Planner:
         """Since when a step's completion has been waited for, provided that requests are open."""
         return max(self._requests.open_since, self.meter.last_completed_at)
 
-    def outline(self, max_nodes: int) -> Outline:
-        """The hottest part of the prefix cache."""
-        return self._page_manager.outline(max_nodes)
+    def board(self) -> Board:
+        """Where every request is, and what every page holds."""
+        requests = self._requests.open
+        return draw_board(requests.values(), len(requests), self._rows, self._page_manager, self._chunk, self._clock())
 
     def drain_kv_events(self) -> list[KVEvent]:
         """What happened to cached pages since the last call; nothing unless ``limits.record_events``."""
