@@ -15,6 +15,7 @@ from engine.scheduling.meter import SPAN_S, Span
 from server.clients import ClientRequest
 
 MAX_WORDS_CHARS = 80
+MAX_LINE_CHARS = 400
 MAX_WORDS_TOKENS = 32
 Decode = Callable[[Sequence[int]], str]
 
@@ -94,12 +95,12 @@ def rows(board: Board, mine: Iterable[ClientRequest], decode: Decode) -> list[Ro
 
 
 def first_words(prompt: Prompt, decode: Decode) -> str:
-    """Returns how a request begins: of a conversation, how its last message does."""
+    """Returns the first words of what tells requests apart: a text's last line, the last question of a conversation."""
     if isinstance(prompt, str):
-        text = prompt[: 4 * MAX_WORDS_CHARS]
+        text = prompt[-MAX_LINE_CHARS:].rstrip().rpartition("\n")[2]
     elif prompt and isinstance(prompt[-1], ChatTurn):
         asked = [turn for turn in prompt if isinstance(turn, ChatTurn) and turn.role == "user"]
-        text = (asked or [prompt[-1]])[-1].content[: 4 * MAX_WORDS_CHARS]
+        text = (asked or [prompt[-1]])[-1].content[:MAX_LINE_CHARS]
     else:
         text = decode([token for token in prompt[:MAX_WORDS_TOKENS] if isinstance(token, int)])
     return " ".join(text.split())[:MAX_WORDS_CHARS]

@@ -39,12 +39,12 @@ def board_of(live: LiveServer, key: str = "") -> list[dict[str, Any]]:
 
 def test_without_keys_all_is_one_persons() -> None:
     with LiveServer() as live, RawClient(live.port) as client:
-        begin(client, "!hang   on\n to this")
+        begin(client, "!hang\non   to this\n")
         assert live.wait_until(lambda: live.ingress.num_open == 1, 5)
         (row,) = board_of(live)
         assert row.pop("client") == "127.0.0.1"
         assert row == {
-            "number": 1, "id": "of-", "words": "!hang on to this", "state": "decoding", "prompt_tokens": 9,
+            "number": 1, "id": "of-", "words": "on to this", "state": "decoding", "prompt_tokens": 9,
             "cached_tokens": 4, "prefilled_tokens": 9, "chunks": 1, "output_tokens": 5, "waited_s": 0.25,
             "decoding_s": 1.5,
         }  # fmt: skip
