@@ -86,27 +86,26 @@ byId("key-form").addEventListener("submit", async (event) => {
 
 async function refresh() {
   clearTimeout(timer);
-  try {
-    const stats = await getStats();
-    model = stats.model;
-    byId("model").textContent = stats.model;
-    byId("version").textContent = `callboard ${stats.version}`;
-    byId("links").hidden = hasKey(); // a link brings no key
-    setStatus(stats.status.replaceAll("_", " "), stats.status === "ready");
-    if (!byId("engine").hidden) engine.show(stats);
-  } catch (error) {
-    if (error.status === 401) {
-      setStatus("needs a key", false);
-      askForKey();
-      return;
-    }
-    if (error.status !== undefined || error instanceof TypeError) setStatus(error.status === 403 ? "operators only" : "no answer", false);
-    else throw error;
-  } finally {
-    // Who looks at the other view only wants to know that the server is there.
-    const wait = byId("engine").hidden ? 10 * EVERY_MS : EVERY_MS;
-    if (!document.hidden && !byId("main").hidden) timer = setTimeout(refresh, wait);
-  }
+  const stats = await getStats().catch(refused);
+  // Who looks at the other view only wants to know that the server is there.
+  const wait = byId("engine").hidden ? 10 * EVERY_MS : EVERY_MS;
+  clearTimeout(timer); // another look may have begun meanwhile
+  if (!document.hidden && !byId("main").hidden) timer = setTimeout(refresh, wait);
+  if (stats) show(stats);
+}
+
+function show(stats) {
+  model = stats.model;
+  byId("model").textContent = stats.model;
+  byId("version").textContent = `callboard ${stats.version}`;
+  byId("links").hidden = hasKey(); // a link brings no key
+  setStatus(stats.status.replaceAll("_", " "), stats.status === "ready");
+  if (!byId("engine").hidden) engine.show(stats);
+}
+
+function refused(error) {
+  if (error.status === 401) askForKey();
+  setStatus({ 401: "needs a key", 403: "operators only" }[error.status] ?? "no answer", false);
 }
 
 function setStatus(text, good) {

@@ -65,7 +65,7 @@ export class Board {
     }
     const most = this.#all ? Infinity : FEW_LINES;
     for (const row of present.values()) {
-      const free = this.#lines.find((line) => line.number === null) ?? (this.#lines.length < most ? this.#addLine() : null);
+      const free = this.#free() ?? (this.#lines.length < most ? this.#addLine() : this.#lines.find((line) => line.left > 1));
       if (!free) break;
       free.show(row);
       present.delete(row.number);
@@ -74,6 +74,10 @@ export class Board {
     this.more.hidden = !present.size && !this.#all;
     if (!this.#all) this.more.textContent = "Show all";
     return present.size;
+  }
+
+  #free() {
+    return this.#lines.find((line) => line.number === null);
   }
 
   #addLine() {

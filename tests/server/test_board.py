@@ -1,18 +1,25 @@
 """The board over HTTP: who sees which words, and that a request of a real engine is on it."""
 
 import json
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.null_engine import NullSystem
+from engine.config import Config, build_config
 from engine.prompt import ChatTurn
-from engine.scheduling.board import BoardRow, Pool
+from engine.scheduling.board import FIRST_ROW, BoardRow, Pool
 from engine.scheduling.meter import Span
 from engine.sections import ServerSection
 from server.operators.board import MAX_WORDS_CHARS, first_words, history
 from tests.server.http_client import RawClient, ask, http_bytes
-from tests.server.live_server import MODEL, LiveServer
+from tests.server.live_server import MODEL as FAKE
+from tests.server.live_server import LiveServer
+from tests.server.live_system import MODEL, LiveSystem
 
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 KEYS = """
 [clients]
 alice = "a"
@@ -22,9 +29,28 @@ olga = "o"
 """
 
 
+def test_a_request_of_a_whole_engine_is_on_the_board_until_it_is_aborted() -> None:
+    config = build_config(Config(), {"model": {"path": str(DEMO), "name": MODEL}, "kv": {"num_pages": 64}})
+    with LiveSystem(config, partial(NullSystem, step_s=0.002)) as live, RawClient(live.port) as client:
+        fields = {"model": MODEL, "prompt": "first line\nWhat is a page?", "max_tokens": 900, "ignore_eos": True}
+        body = json.dumps({**fields, "stream": True}).encode()
+        client.send(http_bytes("POST", "/v1/completions", body, {"X-Request-Id": "mine"}))
+        client.read_until(b"data: ")
+        stats = ask(live.port, "GET", "/stats").json
+        (row,) = stats["board"]
+        assert (row["id"], row["words"], row["state"]) == ("mine", "What is a page?", "decoding")
+        assert row["prompt_tokens"] == row["prefilled_tokens"] > 0
+        assert sum(count for count, shown, _ in stats["pool"]["runs"] if shown == FIRST_ROW) == stats["pages"]["used"]
+        assert {box["name"] for box in stats["mailboxes"] if box["taken"]} >= {"ingress", "tokenizer", "scheduler"}
+        assert sum(span["output_tokens"] for span in stats["history"]) > 0
+        assert ask(live.port, "POST", "/abort_request", {"rid": row["id"]}).json["num_aborted"] == 1
+        assert live.wait_until(lambda gauges: gauges.num_running == 0, 2)
+        assert ask(live.port, "GET", "/stats").json["board"] == []
+
+
 def begin(client: RawClient, prompt: str, key: str = "") -> None:
     headers = {"X-Request-Id": f"of-{key}", **({"Authorization": f"Bearer {key}"} if key else {})}
-    body = json.dumps({"model": MODEL, "prompt": prompt}).encode()
+    body = json.dumps({"model": FAKE, "prompt": prompt}).encode()
     client.send(http_bytes("POST", "/v1/completions", body, headers))
 
 
