@@ -5,7 +5,7 @@ Does not know: text, clients, who looks.
 Nothing is prepared for it while steps are planned: it is drawn from the planner's own tables when somebody looks.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Literal
 
@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 
 from engine.kv.outline import Outline
-from engine.kv.pages import Pages
+from engine.kv.pages import PageAllocator, Pages
 from engine.scheduling.pages import PageManager
+from engine.scheduling.requests import Requests
 from engine.scheduling.rows import RowTable, Sequence
 
 MAX_NODES = 80  # of the prefix cache
@@ -67,19 +68,15 @@ class Board(msgspec.Struct, frozen=True):
     outline: Outline = Outline()
 
 
-def draw_board(
-    requests: Iterable[Sequence], num_requests: int, table: RowTable, pages: PageManager, chunk: int, now: float
-) -> Board:
-    """Returns the board.  requests: the open ones, oldest first.  chunk: most tokens of a prompt in a step.
-
-    now: seconds of the planner's clock."""
-    shown = list(islice(requests, MAX_ROWS))
-    nodes = np.full(pages.num_pages, -1, dtype=np.int32)
+def draw_board(requests: Requests, table: RowTable, pages: PageManager, now: float) -> Board:
+    """Returns the board.  now: seconds of the planner's clock."""
+    shown = list(islice(requests.open.values(), MAX_ROWS))
+    nodes = np.full(pages.allocator.num_pages, -1, dtype=np.int32)
     outline = pages.outline(MAX_NODES, nodes)
     return Board(
-        rows=tuple(_row(sequence, table, chunk, now) for sequence in shown),
-        num_hidden=num_requests - len(shown),
-        pool=_pool(shown, table, pages, nodes),
+        rows=tuple(_row(sequence, table, requests.limits.prefill_chunk, now) for sequence in shown),
+        num_hidden=len(requests.open) - len(shown),
+        pool=_pool(shown, table, pages.allocator, nodes),
         outline=outline,
     )
 
@@ -106,7 +103,7 @@ def _row(sequence: Sequence, table: RowTable, chunk: int, now: float) -> BoardRo
     )
 
 
-def _pool(shown: list[Sequence], table: RowTable, pages: PageManager, nodes: Pages) -> Pool:
+def _pool(shown: list[Sequence], table: RowTable, pages: PageAllocator, nodes: Pages) -> Pool:
     num_pages = pages.num_pages
     holders = np.where(pages.is_free, FREE, CACHED).astype(np.int32)
     num_users = np.zeros(num_pages, dtype=np.int32)
@@ -131,7 +128,7 @@ def _pool(shown: list[Sequence], table: RowTable, pages: PageManager, nodes: Pag
     )
 
 
-def _evicted(pages: PageManager, cell_pages: int) -> Iterator[tuple[int, int]]:
+def _evicted(pages: PageAllocator, cell_pages: int) -> Iterator[tuple[int, int]]:
     """The latest first."""
     for number, evicted in reversed(pages.evicted):
         yield from ((number, cell) for cell in np.unique(evicted // cell_pages).tolist())

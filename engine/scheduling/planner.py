@@ -51,7 +51,6 @@ class Planner:
         self, limits: PlannerLimits, strategy: EvictionStrategy, policy: SchedulingPolicy, clock: Callable[[], float]
     ) -> None:
         self._clock = clock
-        self._chunk = limits.prefill_chunk
         self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size)
         self._page_manager = PageManager(limits, self._rows, strategy)
         self._forecast = OutputForecast()
@@ -296,8 +295,7 @@ class Planner:
 
     def board(self) -> Board:
         """Where every request is, and what every page holds."""
-        requests = self._requests.open
-        return draw_board(requests.values(), len(requests), self._rows, self._page_manager, self._chunk, self._clock())
+        return draw_board(self._requests, self._rows, self._page_manager, self._clock())
 
     def drain_kv_events(self) -> list[KVEvent]:
         """What happened to cached pages since the last call; nothing unless ``limits.record_events``."""
