@@ -1,6 +1,7 @@
 // Split flaps: a fixed number of tiles that turn, one letter after another, until they show a text.
 
-const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789";
+const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";
+const DIGITS = "0123456789";
 const TURN_MS = 45;
 const MOST_TURNS = 5;
 const still = matchMedia("(prefers-reduced-motion: reduce)");
@@ -12,7 +13,8 @@ let timer = null;
 function turn() {
   for (const [tile, goal] of turning) {
     if (goal.turns-- > 0) {
-      tile.textContent = LETTERS[Math.floor(Math.random() * LETTERS.length)];
+      const wheel = DIGITS.includes(goal.letter) ? DIGITS : LETTERS;
+      tile.textContent = wheel[Math.floor(Math.random() * wheel.length)];
       continue;
     }
     tile.textContent = goal.letter;
