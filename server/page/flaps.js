@@ -13,7 +13,7 @@ let timer = null;
 function turn() {
   for (const [tile, goal] of turning) {
     if (goal.turns-- > 0) {
-      const wheel = DIGITS.includes(goal.letter) ? DIGITS : LETTERS;
+      const wheel = /\d/.test(goal.letter) ? DIGITS : LETTERS;
       tile.textContent = wheel[Math.floor(Math.random() * wheel.length)];
       continue;
     }
