@@ -14,9 +14,9 @@ from engine.actors.ingress import Ingress
 from engine.actors.scheduler import Scheduler
 from engine.actors.snapshot import Gauges, GetSnapshot, MailboxGauges, Snapshot
 from engine.actors.tokenizer import Tokenizer
-from engine.kv.outline import Outline
 from engine.messages import Profile
 from engine.plugins.observers import Observers
+from engine.scheduling.board import Board
 from engine.scheduling.meter import Meter
 from engine.workers.executors import Executors
 from engine.workers.frontend import RemoteIngress
@@ -64,7 +64,7 @@ class Monitor:
         """Return the present state in numbers."""
         planner, ingress = self._scheduler.planner, self._ingress
         boxes = (ingress.inbox, self._tokenizer.inbox, self._scheduler.inbox, self._executors.inbox)
-        mailboxes = tuple(MailboxGauges(box.name, len(box), box.peak, box.capacity) for box in boxes)
+        mailboxes = tuple(MailboxGauges(box.name, len(box), box.peak, box.capacity, box.num_taken) for box in boxes)
         pool = self._tokenizer if isinstance(self._tokenizer, TokenizerPool) else None
         if pool is not None:
             # The numbers that each process reported last.
@@ -104,12 +104,12 @@ class Monitor:
 
     def snapshot(self, ask: GetSnapshot) -> Snapshot:
         """Return what ``ask`` asks for.  Parts of it go on changing: read or encode it at once."""
-        outline = self.outline(ask.max_nodes) if ask.max_nodes else Outline()
-        return Snapshot(ask.number, self.now, self.gauges(), self.meter if ask.meter else None, outline)
+        board = self.board() if ask.board else Board()
+        return Snapshot(ask.number, self.now, self.gauges(), self.meter if ask.meter else None, board)
 
-    async def look(self, *, meter: bool = False, max_nodes: int = 0, patience_s: float = 0.0) -> Snapshot:
+    async def look(self, *, meter: bool = False, board: bool = False, patience_s: float = 0.0) -> Snapshot:
         """Return a snapshot; the same call works where the engine is in another process."""
-        return self.snapshot(GetSnapshot(meter=meter, max_nodes=max_nodes))
+        return self.snapshot(GetSnapshot(meter=meter, board=board))
 
     def profile(self, ask: Profile) -> None:
         """Have the executors record steps, or stop it."""
@@ -119,7 +119,7 @@ class Monitor:
         """Add an observer: an object with observer hooks, called from now on."""
         self._observers.add(observer, name)
 
-    def outline(self, max_nodes: int) -> Outline:
-        """Return the hottest part of the prefix cache."""
+    def board(self) -> Board:
+        """Return where every request is, and what every page holds."""
         planner = self._scheduler.planner
-        return planner.outline(max_nodes) if planner is not None else Outline()
+        return planner.board() if planner is not None else Board()

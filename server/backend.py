@@ -57,8 +57,8 @@ class Ingress(Entrance, Admitting, Protocol):
 class Monitor(Protocol):
     """What the engine shows of itself."""
 
-    async def look(self, *, meter: bool = False, max_nodes: int = 0, patience_s: float = 1.0) -> Snapshot:
-        """Returns the engine's gauges.  meter: with what has been counted.  max_nodes: of the prefix cache to show.
+    async def look(self, *, meter: bool = False, board: bool = False, patience_s: float = 1.0) -> Snapshot:
+        """Returns the engine's gauges.  meter: with what has been counted.  board: with where every request is.
 
         To be read before the next wait.  Raises RequestError: 503 if the engine has not answered in time."""
 

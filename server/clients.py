@@ -173,11 +173,12 @@ class Rates:
 class ClientRequest:
     """One HTTP request of a client, and what it has opened in the engine: a stream for each choice.
 
-    opened: called with each stream, if it is set."""
+    prompts: what each of the streams is the answer to.  opened: called with each stream, if it is set."""
 
     def __init__(self, clients: "Clients", client: str, salt: str, exchange: Exchange) -> None:
         self.exchange = exchange
         self.streams: list[Stream] = []
+        self.prompts: list[Prompt] = []
         self.opened: Callable[[Stream], None] | None = None
         self._num_open = 0
         self._clients = clients
@@ -200,6 +201,7 @@ class ClientRequest:
         self._clients.num_open[self._client] += 1
         self._num_open += 1
         self.streams.append(stream)
+        self.prompts.append(prompt)
         if self.opened is not None:
             self.opened(stream)
         return stream
@@ -266,9 +268,12 @@ class Clients:
         """End the open requests with this key, or all for an operator's; returns how many.
 
         name: only those with this name."""
+        return sum(one.abort(name) for one in self.of(key) if name is None or one.is_called(name))
+
+    def of(self, key: Key | None) -> list[ClientRequest]:
+        """The open requests with this key, or all for an operator's: those that it may end, and see on the board."""
         is_operator = key is not None and key.is_operator
-        mine = [one for one in self._requests if is_operator or one.exchange.key == key]
-        return sum(one.abort(name) for one in mine if name is None or one.is_called(name))
+        return [one for one in self._requests if is_operator or one.exchange.key == key]
 
     def forget_cache(self, key: Key | None) -> None:
         """Hide everything cached so far from the later requests of a key, and of those that it shares the cache with.

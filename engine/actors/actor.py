@@ -41,6 +41,7 @@ class Mailbox(Generic[M]):
         self._deliver: Callable[[list[M]], None] | None = None
         self._due = False
         self.peak = 0  # most messages that were handed over at once
+        self.num_taken = 0  # handed over in all
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -70,6 +71,7 @@ class Mailbox(Generic[M]):
         if self._deliver is not None:
             messages = list(self._messages)
             self._messages.clear()
+            self.num_taken += len(messages)
             if len(messages) > self.peak:
                 self.peak = len(messages)
             self._deliver(messages)

@@ -5,18 +5,20 @@ Owns: the shape of them.  Does not know: where the numbers come from, who looks.
 
 import msgspec
 
-from engine.kv.outline import Outline
 from engine.messages import Message
+from engine.scheduling.board import Board
 from engine.scheduling.meter import Meter, RequestMetrics
 
 
 class MailboxGauges(msgspec.Struct, frozen=True):
-    """One actor's queue.  peak: most messages that were ever handed over at once."""
+    """One actor's queue.  peak: most messages that were ever handed over at once.  num_taken: how many in all, 0 where
+    it is in another process."""
 
     name: str
     waiting: int
     peak: int
     capacity: int
+    num_taken: int = 0
 
 
 class Gauges(msgspec.Struct, frozen=True):
@@ -51,11 +53,11 @@ class Gauges(msgspec.Struct, frozen=True):
 class GetSnapshot(Message, frozen=True):
     """What does the engine do now?  The answer, a ``Snapshot``, has the same number.
 
-    meter: with all that has been counted.  max_nodes: with so many of the prefix cache's nodes."""
+    meter: with all that has been counted.  board: with where every request is, and what every page holds."""
 
     number: int = 0
     meter: bool = False
-    max_nodes: int = 0
+    board: bool = False
 
 
 class Subscribe(Message, frozen=True):
@@ -66,13 +68,13 @@ class Snapshot(Message, frozen=True):
     """number: of the ``GetSnapshot`` that it answers.  now: seconds of the clock that the meter's times are in.
 
     meter: what has been counted, None until the model is loaded, or where it was not asked for.
-    outline: the hottest part of the prefix cache, as much of it as was asked for."""
+    board: empty until then, or where it was not asked for."""
 
     number: int
     now: float
     gauges: Gauges
     meter: Meter | None = None
-    outline: Outline = Outline()
+    board: Board = Board()
 
 
 class RequestsFinished(Message, frozen=True):

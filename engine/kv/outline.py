@@ -11,7 +11,8 @@ from itertools import islice
 
 import msgspec
 
-from engine.kv.node import Namespace, Node, Root
+from engine.kv.node import Namespace, Node, Root, page_indices
+from engine.kv.pages import Pages
 
 FAN = 64  # children looked at from either end of a node's list
 MAX_VISITS = 1024
@@ -49,8 +50,10 @@ class Outline(msgspec.Struct, frozen=True):
     complete: bool = True
 
 
-def outline(roots: Iterable[Root], now: int, max_nodes: int) -> Outline:
-    """At most ``max_nodes`` of a tree's nodes.  now: the step being planned."""
+def outline(roots: Iterable[Root], now: int, max_nodes: int, holders: Pages | None = None) -> Outline:
+    """At most ``max_nodes`` of a tree's nodes.  now: the step being planned.
+
+    holders: an entry per page of the pool; those of the nodes shown are set to the node's index."""
     frontier: list[tuple[tuple[int, ...], int, int, int, int, Node]] = []
     numbers: dict[Namespace, int] = {}
     complete, num_seen = True, 0
@@ -75,6 +78,8 @@ def outline(roots: Iterable[Root], now: int, max_nodes: int) -> Outline:
     while frontier and len(shown) < max_nodes:
         _, _, parent, first_page, namespace, node = heapq.heappop(frontier)
         num_pages = max(node.num_pages, node.num_host_pages)
+        if holders is not None:
+            holders[page_indices(node.pages)] = len(shown)
         shown.append(
             OutlinedNode(
                 parent=parent,

@@ -1,20 +1,28 @@
 """The page allocator: which pages of the KV pool are free.
 
-Owns: the free list.  Does not know: tensors, requests, what a page holds.
+Owns: the free list, and which pages the cache gave up last.  Does not know: tensors, requests, what a page holds.
 Invariant (``check``): every page is free or held exactly once.
 """
+
+from collections import deque
 
 import numpy as np
 import numpy.typing as npt
 
 Pages = npt.NDArray[np.int32]
+NUM_EVICTIONS = 32  # remembered for those who look
 
 
 class PageAllocator:
-    """A stack of free pages; the page freed last is handed out first, since it is the one still in a CPU's caches."""
+    """A stack of free pages; the page freed last is handed out first, since it is the one still in a CPU's caches.
+
+    is_free: an entry per page, for others to read.  num_evicted: pages evicted so far.  evicted: the latest, each with
+    ``num_evicted`` after it."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
+        self.num_evicted = 0
+        self.evicted: deque[tuple[int, Pages]] = deque(maxlen=NUM_EVICTIONS)
         self.clear()
 
     def clear(self) -> None:
@@ -22,7 +30,7 @@ class PageAllocator:
         # Descending, so that a fresh pool hands out 0, 1, 2 ...: consecutive pages are contiguous memory.
         self._stack: Pages = np.arange(self.num_pages - 1, -1, -1, dtype=np.int32)
         self._num_free = self.num_pages
-        self._is_free = np.ones(self.num_pages, dtype=np.bool_)
+        self.is_free = np.ones(self.num_pages, dtype=np.bool_)
 
     @property
     def num_free(self) -> int:
@@ -39,22 +47,28 @@ class PageAllocator:
         assert count <= self._num_free, f"{count} pages asked for, {self._num_free} free of {self.num_pages}"
         pages = self._stack[self._num_free - count : self._num_free][::-1].copy()
         self._num_free -= count
-        self._is_free[pages] = False
+        self.is_free[pages] = False
         return pages
 
     def free(self, pages: Pages) -> None:
         """Give pages back.  Each must be held, and named once."""
-        held = ~self._is_free[pages]
+        held = ~self.is_free[pages]
         assert held.all(), f"pages freed twice: {pages[~held][:8].tolist()}"
-        self._is_free[pages] = True
+        self.is_free[pages] = True
         # Reversed, so that a run handed out as one comes back as the same run.
         self._stack[self._num_free : self._num_free + len(pages)] = pages[::-1]
         self._num_free += len(pages)
 
+    def evict(self, pages: Pages) -> None:
+        """Take back pages that the cache has given up."""
+        self.free(pages)
+        self.num_evicted += len(pages)
+        self.evicted.append((self.num_evicted, pages))
+
     def check(self) -> None:
         """Raise AssertionError unless the free list and the free flags agree."""
         listed = np.sort(self._stack[: self._num_free])
-        flagged = np.flatnonzero(self._is_free)
+        flagged = np.flatnonzero(self.is_free)
         assert np.array_equal(listed, flagged), (
             f"free list ({len(listed)}) and flags ({len(flagged)}) disagree on {self.num_pages} pages"
         )

@@ -233,9 +233,9 @@ class RadixTree:
         saves, self._saves = self._saves, []
         return saves
 
-    def outline(self, max_nodes: int) -> Outline:
-        """A picture of its hottest part, at a bounded cost."""
-        return outline(reversed(self._roots.values()), self.now, max_nodes)
+    def outline(self, max_nodes: int, holders: Pages | None = None) -> Outline:
+        """A picture of its hottest part, at a bounded cost.  holders: see ``engine/kv/outline.py``."""
+        return outline(reversed(self._roots.values()), self.now, max_nodes, holders)
 
     # ---- inside -----------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ import msgspec
 from engine.messages import Finish
 
 NUM_RECENT_STEPS = 256
+SPAN_S = 5.0
+NUM_SPANS = 120  # ten minutes
 
 # Edges as other engines have them where they fit, so that dashboards look familiar; beyond the last one: infinity.
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
@@ -76,6 +78,19 @@ class StepRecord(NamedTuple):
     num_prefill_tokens: int
 
 
+class Span(msgspec.Struct):
+    """The steps that completed within ``SPAN_S`` seconds, from ``number`` * ``SPAN_S`` on.
+
+    busy_s: of the device.  most_rows: in one of them."""
+
+    number: int
+    num_steps: int = 0
+    num_output_tokens: int = 0
+    num_prefill_tokens: int = 0
+    most_rows: int = 0
+    busy_s: float = 0.0
+
+
 def _over(edges: tuple[float, ...]) -> Distribution:
     """The default of a field."""
     return msgspec.field(default_factory=lambda: Distribution(edges))
@@ -86,7 +101,7 @@ class Meter(msgspec.Struct):
 
     num_prompt_tokens, num_cached_tokens: of requests that have started; num_output_tokens: sampled and kept.
     last_completed_at: of the last step, seconds of the planner's clock; before the first one, when counting began.
-    recent_steps: the last ``NUM_RECENT_STEPS``, oldest first.
+    recent_steps: the last ``NUM_RECENT_STEPS``, oldest first.  history: the last ``NUM_SPANS`` spans that had steps.
     """
 
     last_completed_at: float
@@ -106,6 +121,7 @@ class Meter(msgspec.Struct):
     output_tokens: Distribution = _over(TOKENS)
     step_tokens: Distribution = _over(TOKENS)
     recent_steps: list[StepRecord] = []
+    history: list[Span] = []
 
     def started(self, num_prompt_tokens: int, num_cached_tokens: int, queue_s: float) -> None:
         """A request computes for the first time."""
@@ -126,6 +142,20 @@ class Meter(msgspec.Struct):
         self.recent_steps.append(step)
         if len(self.recent_steps) > NUM_RECENT_STEPS:
             del self.recent_steps[0]
+        self._remember(step, num_next_tokens + num_first_tokens)
+
+    def _remember(self, step: StepRecord, num_tokens: int) -> None:
+        number = int(step.completed_at // SPAN_S)
+        if not self.history or self.history[-1].number != number:
+            self.history.append(Span(number))
+            if len(self.history) > NUM_SPANS:
+                del self.history[0]
+        span = self.history[-1]
+        span.num_steps += 1
+        span.num_output_tokens += num_tokens
+        span.num_prefill_tokens += step.num_prefill_tokens
+        span.most_rows = max(span.most_rows, step.num_decodes + step.num_prefills)
+        span.busy_s += step.completed_at - step.began_at
 
     def ended(self, request: RequestMetrics) -> None:
         """A request is over."""

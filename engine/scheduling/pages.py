@@ -96,10 +96,10 @@ NO_APPENDS = Appends(NO_ROWS, NO_ROWS, NO_ROWS)
 
 
 class PageManager:
-    """Pages by owner, for the rows of one table.  moves: between the tiers, as they follow from that."""
+    """Pages by owner, for the rows of one table.  allocator: who looks may read it.  moves: between the tiers."""
 
     def __init__(self, limits: PlannerLimits, rows: RowTable, strategy: EvictionStrategy) -> None:
-        self._pages = PageAllocator(limits.num_pages)
+        self.allocator = PageAllocator(limits.num_pages)
         self._tree = RadixTree(
             limits.page_size,
             strategy,
@@ -117,12 +117,12 @@ class PageManager:
     @property
     def num_available(self) -> int:
         """Pages that ``allocate`` can hand out, evicting what nobody uses."""
-        return self._pages.num_free + self._tree.num_evictable
+        return self.allocator.num_free + self._tree.num_evictable
 
     @property
     def num_free(self) -> int:
         """Pages without any content."""
-        return self._pages.num_free
+        return self.allocator.num_free
 
     @property
     def num_cached(self) -> int:
@@ -132,16 +132,16 @@ class PageManager:
     @property
     def num_used(self) -> int:
         """Pages that requests need, or that wait for a step in flight."""
-        return self._pages.num_held - self._tree.num_evictable
+        return self.allocator.num_held - self._tree.num_evictable
 
     @property
     def num_on_host(self) -> int:
         """Pages of the host tier that hold something."""
         return self._tree.num_on_host
 
-    def outline(self, max_nodes: int) -> Outline:
-        """The hottest part of the prefix cache."""
-        return self._tree.outline(max_nodes)
+    def outline(self, max_nodes: int, holders: Pages) -> Outline:
+        """The hottest part of the prefix cache.  holders: per page, gets the index of the node that has it."""
+        return self._tree.outline(max_nodes, holders)
 
     def tick(self, step_id: int) -> None:
         """The clock of least-recent use: the step being planned."""
@@ -188,10 +188,10 @@ class PageManager:
 
     def allocate(self, count: int) -> Pages:
         """Take pages, evicting cached ones if too few are free; the caller has checked ``num_available``."""
-        short = count - self._pages.num_free
+        short = count - self.allocator.num_free
         if short > 0:
-            self._pages.free(self._tree.evict(short))
-        return self._pages.allocate(count)
+            self.allocator.evict(self._tree.evict(short))
+        return self.allocator.allocate(count)
 
     def publish(self, row: int, num_tokens: int) -> None:
         """The row's first ``num_tokens`` are computed by steps that have completed: share their whole pages."""
@@ -214,14 +214,14 @@ class PageManager:
         pages = self._rows.release(row)
         handle = self._handles.pop(row)
         self._tree.unlock(handle)
-        self._pages.free(pages[handle.num_pages :])
+        self.allocator.free(pages[handle.num_pages :])
         self._rewrites = [rewrite for rewrite in self._rewrites if rewrite.rows[0] != row]
 
     def forget(self) -> None:
         """What the pages held is lost: every row and every page is free, and nothing is cached."""
         self._tree.forget()
         self._rows.clear()
-        self._pages.clear()
+        self.allocator.clear()
         self._handles.clear()
         self._deferred.clear()
         self._rewrites.clear()
@@ -230,7 +230,7 @@ class PageManager:
     def collect(self, last_completed: int) -> None:
         """Free duplicates that no step in flight may read any more."""
         while self._deferred and self._deferred[0][0] <= last_completed:
-            self._pages.free(self._deferred.popleft()[1])
+            self.allocator.free(self._deferred.popleft()[1])
 
     def drain_events(self) -> list[KVEvent]:
         """What happened to cached pages since the last call."""
@@ -249,7 +249,7 @@ class PageManager:
 
     def check(self) -> None:
         """Raise AssertionError unless every page has exactly one owner."""
-        self._pages.check()
+        self.allocator.check()
         self._tree.check()
         table = self._rows
         private = [NO_ROWS]
@@ -261,8 +261,8 @@ class PageManager:
         private += [pages for _, pages in self._deferred]
         held = np.concatenate(private)
         assert len(np.unique(held)) == len(held), "a page is held twice"
-        total = self._pages.num_free + self._tree.num_cached + len(held)
-        assert total == self._pages.num_pages, (
-            f"free {self._pages.num_free} + cached {self._tree.num_cached} + held {len(held)} "
-            f"!= {self._pages.num_pages}"
+        total = self.allocator.num_free + self._tree.num_cached + len(held)
+        assert total == self.allocator.num_pages, (
+            f"free {self.allocator.num_free} + cached {self._tree.num_cached} + held {len(held)} "
+            f"!= {self.allocator.num_pages}"
         )

@@ -17,7 +17,6 @@ import numpy as np
 
 from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
-from engine.kv.outline import Outline
 from engine.messages import (
     Admit,
     Failed,
@@ -30,6 +29,7 @@ from engine.messages import (
     StepDone,
     Tokens,
 )
+from engine.scheduling.board import Board, draw_board
 from engine.scheduling.completions import Completions, InFlight
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.fetches import Fetches
@@ -293,9 +293,9 @@ class Planner:
         """Since when a step's completion has been waited for, provided that requests are open."""
         return max(self._requests.open_since, self.meter.last_completed_at)
 
-    def outline(self, max_nodes: int) -> Outline:
-        """The hottest part of the prefix cache."""
-        return self._page_manager.outline(max_nodes)
+    def board(self) -> Board:
+        """Where every request is, and what every page holds."""
+        return draw_board(self._requests, self._rows, self._page_manager, self._clock())
 
     def drain_kv_events(self) -> list[KVEvent]:
         """What happened to cached pages since the last call; nothing unless ``limits.record_events``."""

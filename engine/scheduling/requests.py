@@ -96,7 +96,7 @@ class Requests:
         self.finished: list[RequestMetrics] = []
         self.meter = Meter(clock())
         self.open_since = 0.0
-        self._limits = limits
+        self.limits = limits
         self._forecast = forecast
         self._quarantine = quarantine
         self._clock = clock
@@ -106,7 +106,7 @@ class Requests:
         """The sequence of a new request, not yet open.  Raises RequestError if it could never run."""
         tokens = np.frombuffer(message.token_ids, dtype=np.int32)
         params = message.params
-        stop_ids = () if params.ignore_eos else self._limits.eos_token_ids
+        stop_ids = () if params.ignore_eos else self.limits.eos_token_ids
         sequence = Sequence(
             request_id=message.request_id,
             arrival=self._num_arrived,
@@ -114,7 +114,7 @@ class Requests:
             params=params,
             tokens=tokens,
             num_prompt=len(tokens),
-            max_total=self._limits.max_total(len(tokens), params.max_tokens),
+            max_total=self.limits.max_total(len(tokens), params.max_tokens),
             stop_ids=tuple(dict.fromkeys(stop_ids + params.stop_token_ids)),
             arrived_at=self._clock(),
             cache_salt=message.cache_salt,

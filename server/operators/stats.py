@@ -1,8 +1,9 @@
-"""GET /stats: the same numbers as /metrics for a person's page, with the last steps and a picture of the prefix cache.
+"""GET /stats: the same numbers as /metrics for a person's page, with the last steps, the prefix cache and the board.
 
-Owns: the shape of that JSON, its bounds, rates over the last seconds.  Does not know: how anything is counted, HTML.
-What prompts say is shown only without an API key, where all clients are one person, and only of prefixes that were not
-salted.
+Owns: the shape of that JSON, its bounds, rates over the last seconds.  Does not know: how anything is counted, HTML;
+what of a request its viewer may see (``board.py``).
+What cached prefixes say is shown only without an API key, where all clients are one person, and only of those that were
+not salted.
 """
 
 from collections.abc import Sequence
@@ -15,10 +16,12 @@ from engine.kv.outline import OutlinedNode
 from engine.messages import Finish
 from engine.scheduling.meter import Distribution, Meter, StepRecord
 from server.backend import Backend
+from server.clients import Clients
+from server.http.exchange import EXCHANGE
 from server.http.replies import json_reply
+from server.operators.board import PoolBody, RowBody, SpanBody, history, pool, rows
 from server.operators.status import trouble
 
-MAX_NODES = 80
 MAX_PREVIEW_CHARS = 60
 RATE_WINDOW_S = 5.0
 
@@ -51,12 +54,13 @@ class NodeBody(msgspec.Struct, frozen=True):
 
 
 class MailboxBody(msgspec.Struct, frozen=True):
-    """An actor's queue."""
+    """An actor's queue.  taken: messages so far, 0 where they are counted in another process."""
 
     name: str
     waiting: int
     peak: int
     capacity: int
+    taken: int
 
 
 class QuantilesBody(msgspec.Struct, frozen=True):
@@ -70,7 +74,8 @@ class QuantilesBody(msgspec.Struct, frozen=True):
 class StatsBody(msgspec.Struct, frozen=True, kw_only=True):
     """What the page shows.  status: 'ready', or the code of the error that /ready gives.
 
-    Token counts only grow; rates are over the last seconds that had steps."""
+    Token counts only grow; rates are over the last seconds that had steps.  board: requests, oldest first, with
+    ``board_hidden`` others behind them.  history: minutes, as far as something ran in them."""
 
     status: str
     model: str
@@ -83,6 +88,11 @@ class StatsBody(msgspec.Struct, frozen=True, kw_only=True):
     latency: dict[str, QuantilesBody]
     mailboxes: list[MailboxBody]
     steps: list[StepBody]
+    steps_in_flight: int
+    history: list[SpanBody]
+    board: list[RowBody]
+    board_hidden: int
+    pool: PoolBody
     prefixes: list[NodeBody]
     prefixes_complete: bool
     restarts: int
@@ -94,17 +104,18 @@ class StatsBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatsRoute:
-    """Handles GET /stats.  shows_text: whether parts of prompts may be seen."""
+    """Handles GET /stats.  shows_text: whether everybody may see parts of what is cached."""
 
-    def __init__(self, backend: Backend, *, version: str, shows_text: bool) -> None:
+    def __init__(self, backend: Backend, clients: Clients, *, version: str, shows_text: bool) -> None:
+        self._clients = clients
         self._ingress, self._monitor, self._model = backend.ingress, backend.monitor, backend.card.name
         self._version = version
         self._shows_text = shows_text
 
     async def get(self, request: web.Request) -> web.Response:
         """Answer within a few milliseconds, whatever the engine holds."""
-        seen = await self._monitor.look(meter=True, max_nodes=MAX_NODES)
-        now, gauges, meter, outline = seen.now, seen.gauges, seen.meter, seen.outline
+        seen = await self._monitor.look(meter=True, board=True)
+        now, gauges, meter, board = seen.now, seen.gauges, seen.meter, seen.board
         steps = meter.recent_steps if meter is not None else []
         error = trouble(self._ingress, gauges)
         body = StatsBody(
@@ -128,7 +139,9 @@ class StatsRoute:
                 "page_size": gauges.page_size,
             },
             latency=_latency(meter),
-            mailboxes=[MailboxBody(box.name, box.waiting, box.peak, box.capacity) for box in gauges.mailboxes],
+            mailboxes=[
+                MailboxBody(box.name, box.waiting, box.peak, box.capacity, box.num_taken) for box in gauges.mailboxes
+            ],
             steps=[
                 StepBody(
                     id=step.step_id,
@@ -140,8 +153,13 @@ class StatsRoute:
                 )
                 for step in steps
             ],
-            prefixes=[self._node(node, gauges.page_size) for node in outline.nodes],
-            prefixes_complete=outline.complete,
+            steps_in_flight=gauges.num_in_flight,
+            history=history(meter.history, now) if meter else [],
+            board=rows(board, self._clients.of(request[EXCHANGE].key), self._monitor.decode),
+            board_hidden=board.num_hidden,
+            pool=pool(board),
+            prefixes=[self._node(node, gauges.page_size) for node in board.outline.nodes],
+            prefixes_complete=board.outline.complete,
             restarts=gauges.num_restarts,
             tokenizers=gauges.num_tokenizers,
             tokenizer_restarts=gauges.num_tokenizer_restarts,

@@ -1,8 +1,11 @@
 // Puts the page together: views, theme, key, and the one timer that asks for news.
 
-import { getStats, setKey } from "/page/api.js";
+import { getStats, hasKey, setKey } from "/page/api.js";
 import { EngineView } from "/page/engine.js";
+import { explainTerms } from "/page/help.js";
+import { Load } from "/page/load.js";
 import { Playground } from "/page/playground.js";
+import { Tour } from "/page/tour.js";
 
 const byId = (id) => document.getElementById(id);
 const EVERY_MS = 1000;
@@ -12,12 +15,15 @@ let model = "";
 let timer = null;
 const engine = new EngineView();
 new Playground(() => model, askForKey);
+const load = new Load(() => model);
+new Tour(() => load.start());
+explainTerms(document);
 
 // ---- theme ----
 
 function setTheme(dark) {
   document.documentElement.dataset.theme = dark ? "dark" : "light";
-  byId("theme").setAttribute("aria-pressed", String(dark));
+  byId("theme").textContent = dark ? "Light theme" : "Dark theme";
 }
 
 const wished = localStorage.getItem(THEME);
@@ -28,6 +34,7 @@ byId("theme").addEventListener("click", () => {
   const dark = document.documentElement.dataset.theme !== "dark";
   localStorage.setItem(THEME, dark ? "dark" : "light");
   setTheme(dark);
+  refresh();
 });
 
 // ---- views ----
@@ -79,23 +86,26 @@ byId("key-form").addEventListener("submit", async (event) => {
 
 async function refresh() {
   clearTimeout(timer);
-  try {
-    const stats = await getStats();
-    model = stats.model;
-    byId("model").textContent = stats.model;
-    setStatus(stats.status.replaceAll("_", " "), stats.status === "ready");
-    if (!byId("engine").hidden) engine.show(stats);
-  } catch (error) {
-    if (error.status === 401) {
-      setStatus("needs a key", false);
-      askForKey();
-      return;
-    }
-    setStatus("no answer", false);
-  }
+  const stats = await getStats().catch(refused);
   // Who looks at the other view only wants to know that the server is there.
   const wait = byId("engine").hidden ? 10 * EVERY_MS : EVERY_MS;
-  if (!document.hidden) timer = setTimeout(refresh, wait);
+  clearTimeout(timer); // another look may have begun meanwhile
+  if (!document.hidden && !byId("main").hidden) timer = setTimeout(refresh, wait);
+  if (stats) show(stats);
+}
+
+function show(stats) {
+  model = stats.model;
+  byId("model").textContent = stats.model;
+  byId("version").textContent = `callboard ${stats.version}`;
+  byId("links").hidden = hasKey(); // a link brings no key
+  setStatus(stats.status.replaceAll("_", " "), stats.status === "ready");
+  if (!byId("engine").hidden) engine.show(stats);
+}
+
+function refused(error) {
+  if (error.status === 401) askForKey();
+  setStatus({ 401: "needs a key", 403: "operators only" }[error.status] ?? "no answer", false);
 }
 
 function setStatus(text, good) {

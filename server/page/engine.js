@@ -1,71 +1,100 @@
 // The live view: what /stats says, once a second while somebody looks.
 
-import { milliseconds, prefixTree, sparkline, timeline } from "/page/drawing.js";
+import { Flow } from "/page/actors.js";
+import { Board } from "/page/board.js";
+import { historyChart, sparkline, stepChart } from "/page/charts.js";
+import { term } from "/page/help.js";
+import { Cells, Mosaic } from "/page/mosaic.js";
+import { milliseconds, whole } from "/page/svg.js";
+import { branchOf, prefixTree } from "/page/tree.js";
 
 const byId = (id) => document.getElementById(id);
 const HISTORY = 90;
 
 export class EngineView {
   #rates = [];
-  #drawnTree = "";
+  #rows = [];
+  #cells = new Cells({ runs: [], pages: 0, cell_pages: 1 });
+  // What the tree on the screen was drawn from: the cells of its nodes are those of the same moment.
+  #drawn = { state: "", nodes: [], cells: null, width: 0 };
+
+  constructor() {
+    this.board = new Board(byId("board"), byId("board-said"), (number) => this.#pointAtRequest(number));
+    this.mosaic = new Mosaic(byId("pool"), (cell) => this.#pointAtCell(cell));
+    this.flow = new Flow(byId("flow"));
+  }
 
   show(stats) {
     this.#rates = [...this.#rates, stats.tokens_per_s.decode].slice(-HISTORY);
+    const hidden = this.board.show(stats.board) + stats.board_hidden;
+    byId("board-about").textContent = hidden ? `and ${whole(hidden)} more` : stats.board.length ? "" : "Nothing is due. Make load, or ask in the playground.";
+    this.#rows = stats.board;
     this.#figures(stats);
-    this.#pages(stats.pages);
-    byId("steps").replaceChildren(timeline(stats.steps.slice(-128)));
-    const last = stats.steps.at(-1);
-    byId("steps-about").textContent = last ? `· a step takes ${milliseconds(stats.latency.step.p50)} in the middle` : "· none yet";
+    this.#pool(stats);
     this.#tree(stats);
-    this.#mailboxes(stats.mailboxes);
+    this.flow.show(stats);
+    byId("steps").replaceChildren(stepChart(stats.steps, byId("steps").clientWidth));
+    byId("steps-about").textContent = stats.steps.length ? `· half of all steps take less than ${milliseconds(stats.latency.step.p50)}` : "· none yet";
+    byId("history").replaceChildren(historyChart(stats.history, byId("history").clientWidth));
+    byId("mailboxes").replaceChildren(...stats.mailboxes.map((box) => row([box.name, box.waiting, box.peak, box.capacity])));
   }
 
   #figures(stats) {
     const { requests, tokens, latency } = stats;
     const hits = tokens.prompt ? `${((100 * tokens.cached) / tokens.prompt).toFixed(0)} %` : "–";
     const rows = [
-      ["Output", `${whole(stats.tokens_per_s.decode)}`, "tokens/s", sparkline(this.#rates)],
-      ["Prompts", `${whole(stats.tokens_per_s.prefill)}`, "tokens/s"],
-      ["Running", `${requests.running}`, `of ${requests.max_running}`],
-      ["Waiting", `${requests.waiting}`, ""],
-      ["First token", milliseconds(latency.ttft?.p50), `p99 ${milliseconds(latency.ttft?.p99)}`],
-      ["Between tokens", milliseconds(latency.itl?.p50), `p99 ${milliseconds(latency.itl?.p99)}`],
-      ["Prompt tokens cached", hits, ""],
-      ["Requests ended", `${Object.values(stats.ended).reduce((sum, count) => sum + count, 0)}`, retold(stats)],
+      ["output", "Output", whole(stats.tokens_per_s.decode), "tokens/s", sparkline(this.#rates)],
+      ["prompts", "Prompts", whole(stats.tokens_per_s.prefill), "tokens/s"],
+      ["running", "Running", `${requests.running}`, `of ${requests.max_running}`],
+      ["waiting", "Waiting", `${requests.waiting}`, ""],
+      ["first token", "First token", milliseconds(latency.ttft?.p50), `p99 ${milliseconds(latency.ttft?.p99)}`],
+      ["between tokens", "Between tokens", milliseconds(latency.itl?.p50), `p99 ${milliseconds(latency.itl?.p99)}`],
+      ["cached", "Prompt tokens cached", hits, ""],
+      ["ended", "Requests ended", `${Object.values(stats.ended).reduce((sum, count) => sum + count, 0)}`, retold(stats)],
     ];
-    byId("figures").replaceChildren(...rows.map(([name, value, unit, picture]) => figure(name, value, unit, picture)));
+    const list = byId("figures");
+    if (!list.children.length) list.append(...rows.map(([name, title]) => figure(name, title)));
+    for (const [index, [, , value, unit, picture]] of rows.entries()) {
+      const details = list.children[index].querySelector("dd");
+      details.replaceChildren(`${value} `, Object.assign(document.createElement("small"), { textContent: unit }), ...(picture ? [picture] : []));
+    }
   }
 
-  #pages(pages) {
+  #pool(stats) {
+    const { pages } = stats;
     const names = ["used", "cached", "free"];
+    const words = names.map((name) => `${whole(pages[name])} ${name}`);
     const total = names.reduce((sum, name) => sum + pages[name], 0);
-    const bar = byId("pages");
-    if (!bar.children.length) {
-      for (const name of names) bar.append(Object.assign(document.createElement("div"), { className: name }));
-    }
-    names.forEach((name, index) => bar.children[index].style.setProperty("flex-grow", pages[name]));
-    const words = names.map((name) => `${pages[name]} ${name}`);
-    bar.setAttribute("aria-label", `Of ${total} pages: ${words.join(", ")}`);
+    this.#cells = new Cells(stats.pool);
+    this.mosaic.show(stats.pool, this.#cells, stats.board.map((request) => this.board.colourOf(request.number)));
+    byId("pool").setAttribute("aria-label", `Of ${whole(total)} pages: ${words.join(", ")}`);
     const legend = byId("pages-legend");
     legend.replaceChildren();
-    for (const [index, name] of names.entries()) {
-      legend.append(Object.assign(document.createElement("span"), { className: `swatch ${name}` }), ` ${words[index]} `);
-    }
-    legend.append(`· ${total} pages of ${pages.page_size} tokens`);
-    if (pages.host_used) legend.append(` · ${pages.host_used} in host memory`);
+    for (const [index, name] of names.entries()) legend.append(swatch(name), ` ${words[index]} `);
+    const each = stats.pool.cell_pages > 1 ? `, a cell is ${stats.pool.cell_pages} of them` : "";
+    legend.append(swatch("shared"), ` shared · ${whole(total)} pages of ${pages.page_size} tokens${each} · ${whole(stats.pool.evictions)} evicted`);
+    if (pages.host_used) legend.append(` · ${whole(pages.host_used)} in host memory`);
   }
 
   #tree(stats) {
     byId("tree-about").textContent = stats.prefixes_complete ? "" : "Only the hottest part is shown.";
+    const width = byId("tree").clientWidth;
     // Who walks through the picture must not lose their place each second.
     const state = JSON.stringify(stats.prefixes.map(({ idle_steps, ...node }) => node));
-    if (state === this.#drawnTree || byId("tree").contains(document.activeElement)) return;
-    this.#drawnTree = state;
-    const empty = document.createElement("p");
-    empty.className = "hint";
-    empty.textContent = "Nothing is cached yet.";
-    const picture = stats.prefixes.length ? prefixTree(stats.prefixes, (text) => (byId("node").textContent = text)) : empty;
-    byId("tree").replaceChildren(picture);
+    if (state === this.#drawn.state && width === this.#drawn.width) this.#drawn.cells = this.#cells;
+    else if (!byId("tree").contains(document.activeElement)) {
+      this.#drawn = { state, width, nodes: stats.prefixes, cells: this.#cells };
+      this.#drawTree(stats, width);
+    }
+  }
+
+  #drawTree(stats, width) {
+    const empty = Object.assign(document.createElement("p"), { className: "hint", textContent: "Nothing is cached yet." });
+    const visit = (text, index) => {
+      byId("node").textContent = text;
+      this.mosaic.light(index === null ? new Set() : this.#drawn.cells.ofNodes(branchOf(this.#drawn.nodes, index)));
+    };
+    byId("tree").replaceChildren(stats.prefixes.length ? prefixTree(stats.prefixes, width, visit) : empty);
     byId("prefixes").replaceChildren(
       ...stats.prefixes.map((node) =>
         row([node.first_token, node.tokens || node.host_tokens, node.hits, node.locks, node.idle_steps, node.text ?? "not shown"]),
@@ -73,28 +102,48 @@ export class EngineView {
     );
   }
 
-  #mailboxes(boxes) {
-    byId("mailboxes").replaceChildren(...boxes.map((box) => row([box.name, box.waiting, box.peak, box.capacity])));
+  // ---- what belongs together lights up together ----
+
+  #pointAtRequest(number) {
+    const index = this.#rows.findIndex((request) => request.number === number);
+    this.mosaic.light(index < 0 ? new Set() : this.#cells.ofRow(index));
+  }
+
+  #pointAtCell(cell) {
+    const node = cell === null ? -1 : (this.#drawn.cells?.nodes[cell] ?? -1);
+    const request = cell === null ? undefined : this.#rows[this.#cells.shows[cell] - 4];
+    for (const box of byId("tree").querySelectorAll("[data-index]")) box.classList.toggle("lit", Number(box.dataset.index) === node);
+    this.board.light(request?.number ?? null);
+    this.mosaic.light(node < 0 ? (request ? this.#cells.ofRow(this.#rows.indexOf(request)) : new Set()) : this.#drawn.cells.ofNodes(new Set([node])));
+    byId("pool-about").textContent = cell === null ? "" : this.#aboutCell(cell, request, this.#drawn.nodes[node]);
+  }
+
+  #aboutCell(cell, request, node) {
+    const first = cell * this.#cells.cellPages;
+    const last = Math.min(first + this.#cells.cellPages, this.#cells.pages) - 1;
+    const use = ["free", "cached, used by nobody now", "used", "shared by several requests"][this.#cells.shows[cell]];
+    const parts = [last > first ? `pages ${first} to ${last}` : `page ${first}`, use ?? `used by request ${request?.number}`];
+    if (node) parts.push(`part of a prefix found ${node.hits} times${node.text ? `: ${node.text}` : ""}`);
+    return parts.join(" · ");
   }
 }
 
-function figure(name, value, unit, picture) {
-  const term = Object.assign(document.createElement("dt"), { textContent: name });
-  const details = Object.assign(document.createElement("dd"), { textContent: `${value} ` });
-  details.append(Object.assign(document.createElement("small"), { textContent: unit }));
+function figure(name, title) {
+  const heading = document.createElement("dt");
+  heading.append(term(name, title));
   const box = document.createElement("div");
-  box.append(term, details, ...(picture ? [picture] : []));
+  box.append(heading, document.createElement("dd"));
   return box;
+}
+
+function swatch(name) {
+  return Object.assign(document.createElement("span"), { className: `swatch ${name}` });
 }
 
 function row(cells) {
   const made = document.createElement("tr");
   made.append(...cells.map((cell) => Object.assign(document.createElement("td"), { textContent: cell })));
   return made;
-}
-
-function whole(count) {
-  return Math.round(count).toLocaleString("en");
 }
 
 function retold(stats) {

@@ -1,8 +1,16 @@
 // The playground: a conversation or a completion that streams.
 
 import { stream } from "/page/api.js";
+import { copyButton, snippets } from "/page/snippets.js";
 
 const byId = (id) => document.getElementById(id);
+const MONO = "callboard-mono";
+const SAMPLES = [
+  ["chat", "What is a page?"],
+  ["chat", "What is a radix tree?"],
+  ["chat", "Write a function that adds two numbers."],
+  ["completion", "def fibonacci(n):"],
+];
 
 export class Playground {
   #model = () => "";
@@ -32,6 +40,30 @@ export class Playground {
     for (const radio of document.querySelectorAll("[name=mode]")) {
       radio.addEventListener("change", () => this.clear());
     }
+    byId("samples").append(...SAMPLES.map(([mode, text]) => this.#sample(mode, text)));
+    byId("mono").checked = localStorage.getItem(MONO) === "yes";
+    byId("mono").addEventListener("change", () => this.#setFont());
+    this.#setFont();
+  }
+
+  #sample(mode, text) {
+    const button = Object.assign(document.createElement("button"), { type: "button", className: `sample ${mode}`, textContent: text });
+    button.addEventListener("click", () => {
+      if (this.#running) return;
+      const radio = document.querySelector(`[name=mode][value=${mode}]`);
+      if (!radio.checked) {
+        radio.checked = true;
+        this.clear();
+      }
+      byId("prompt").value = text;
+      this.send();
+    });
+    return button;
+  }
+
+  #setFont() {
+    localStorage.setItem(MONO, byId("mono").checked ? "yes" : "no");
+    byId("log").classList.toggle("mono", byId("mono").checked);
   }
 
   get isChat() {
@@ -97,6 +129,8 @@ export class Playground {
     const [path, body] = this.isChat
       ? ["/v1/chat/completions", { ...this.#body(), messages: [...opening, ...this.#turns] }]
       : ["/v1/completions", { ...this.#body(), prompt: answer.prompt }];
+    byId("snippets").replaceChildren(...snippets(path, body));
+    byId("code").hidden = false;
     const began = performance.now();
     let first = null;
     for await (const chunk of stream(path, body, this.#running.signal)) {
@@ -174,7 +208,12 @@ class Turn {
   }
 
   note(text) {
-    this.#footer ??= this.element.appendChild(document.createElement("footer"));
+    if (!this.#footer) {
+      this.#footer = document.createElement("span");
+      const footer = document.createElement("footer");
+      footer.append(this.#footer, copyButton(() => this.prompt + this.text, "the answer"));
+      this.element.append(footer);
+    }
     this.#footer.textContent = text;
   }
 

@@ -129,7 +129,7 @@ def _operators_routes(
     server: ServerSection, limits: LimitsSection, backend: Backend, clients: Clients, version: str
 ) -> list[web.RouteDef]:
     site, status = Site(), StatusRoutes(backend, limits, version)
-    stats = StatsRoute(backend, version=version, shows_text=not server.needs_key)
+    stats = StatsRoute(backend, clients, version=version, shows_text=not server.needs_key)
     administration, profiling = AdministrationRoutes(clients, server), ProfileRoutes(backend.monitor, server)
     return [
         web.get("/", site.index),

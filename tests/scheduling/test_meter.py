@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.messages import Finish
-from engine.scheduling.meter import NUM_RECENT_STEPS, Distribution, Meter, StepRecord
+from engine.scheduling.meter import NUM_RECENT_STEPS, NUM_SPANS, SPAN_S, Distribution, Meter, Span, StepRecord
 from tests.scheduling.bench import Bench
 
 
@@ -27,6 +27,17 @@ def test_only_the_last_steps_are_kept() -> None:
     assert [step.step_id for step in meter.recent_steps] == list(range(50, NUM_RECENT_STEPS + 50))
     assert meter.num_steps == NUM_RECENT_STEPS + 50
     assert meter.itl_s.counts[meter.itl_s.edges.index(1.0)] == NUM_RECENT_STEPS + 50
+
+
+def test_the_past_is_kept_in_spans_that_had_steps() -> None:
+    meter = Meter(0.0)
+    meter.completed(StepRecord(0, 1.0, 1.5, 3, 1, 40), 3, 1)
+    meter.completed(StepRecord(1, 2.0, 2.25, 4, 0, 0), 4, 0)
+    meter.completed(StepRecord(2, 61.0, 61.5, 2, 0, 0), 2, 0)
+    assert meter.history == [Span(0, 2, 8, 40, 4, 0.75), Span(12, 1, 2, 0, 2, 0.5)]
+    for number in range(20, 20 + NUM_SPANS):
+        meter.completed(StepRecord(number, number * SPAN_S, number * SPAN_S + 1, 1, 0, 0), 1, 0)
+    assert [span.number for span in meter.history] == list(range(20, 20 + NUM_SPANS))
 
 
 def test_the_planner_counts_what_its_requests_say_at_their_end() -> None:

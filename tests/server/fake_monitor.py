@@ -9,6 +9,7 @@ from engine.kv.node import Namespace
 from engine.kv.radix import RadixTree
 from engine.messages import Finish, Profile
 from engine.plugins.eviction.lru import LeastRecentlyUsed
+from engine.scheduling.board import MAX_NODES, Board, BoardRow, Pool
 from engine.scheduling.meter import Meter, RequestMetrics, StepRecord
 from tests.kv.inserting import insert
 from tests.server.fake_ingress import FakeIngress
@@ -25,12 +26,14 @@ class FakeMonitor:
         self.tree = RadixTree(PAGE, LeastRecentlyUsed())
         self.observers: list[object] = []
         self.profiles: list[Profile] = []
+        self.rows: tuple[BoardRow, ...] = ()
+        self.pool = Pool()
         self._num_pages = 0
         self._ingress = ingress
 
-    async def look(self, *, meter: bool = False, max_nodes: int = 0, patience_s: float = 0.0) -> Snapshot:
-        outline = self.tree.outline(max_nodes)
-        return Snapshot(0, self.now, self._gauges(), self.meter if meter else None, outline)
+    async def look(self, *, meter: bool = False, board: bool = False, patience_s: float = 0.0) -> Snapshot:
+        shown = Board(self.rows, 0, self.pool, self.tree.outline(MAX_NODES))
+        return Snapshot(0, self.now, self._gauges(), self.meter if meter else None, shown if board else Board())
 
     def _gauges(self) -> Gauges:
         return Gauges(

@@ -1,64 +1,32 @@
-"""The web page in a real browser: it streams, shows the engine, needs no mouse, and loads nothing from elsewhere.
+"""The web page in a real browser: it streams, shows the engine, needs no mouse, and loads nothing from elsewhere."""
 
-Needs a Chromium on this machine; Playwright from PyPI drives it.
-"""
-
+import ast
 import re
-import shutil
 from collections.abc import Iterator
 
 import pytest
 
 from engine.sections import ServerSection
+from server.operators.site import FOLDER
+from tests.server.browser_tab import Tab, busy_server, launched, needs_browser, playwright
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import ask
 from tests.server.live_server import LiveServer
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-BROWSERS = ("chromium", "google-chrome", "chromium-browser", "google-chrome-stable")
-EXECUTABLE = next(filter(None, map(shutil.which, BROWSERS)), None)
-needs_browser = pytest.mark.skipif(EXECUTABLE is None, reason=f"none of {', '.join(BROWSERS)} is on the PATH")
-PAGE_FILES = ("app.js", "api.js", "playground.js", "engine.js", "drawing.js", "style.css", "icon.svg")
+PAGE_FILES = sorted(path.name for path in FOLDER.iterdir() if path.name != "index.html")
+MOST_BYTES = 110_000  # of the whole page, without a build step or compression
 expect = playwright.expect
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator["playwright.Browser"]:
-    with playwright.sync_playwright() as driver:
-        launched = driver.chromium.launch(executable_path=EXECUTABLE, args=["--no-sandbox", "--disable-gpu"])
-        yield launched
-        launched.close()
-
-
-class Tab:
-    """A page and everything that went wrong on it."""
-
-    def __init__(self, browser: "playwright.Browser", live: LiveServer, view: str = "", **options: object) -> None:
-        self.context = browser.new_context(**options)
-        self.context.set_default_timeout(10_000)
-        self.page = self.context.new_page()
-        self.errors: list[str] = []
-        self.hosts: set[str] = set()
-        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
-        self.page.goto(f"{live.url}/{view}")
-
-    def __enter__(self) -> "playwright.Page":
-        return self.page
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.context.close()
-        if kind is None:
-            assert len(self.hosts) == 1, self.hosts
-            # The one error a browser logs by itself is a status that the page asked for and understood.
-            unexpected = [error for error in self.errors if "the server responded with a status" not in error]
-            assert not unexpected
+    with launched() as one:
+        yield one
 
 
 @needs_browser
 def test_a_chat_streams_into_the_log_without_a_mouse(browser: "playwright.Browser") -> None:
-    with LiveServer(FakeIngress(delay_s=0.03)) as live, Tab(browser, live) as page:
+    with LiveServer(FakeIngress(delay_s=0.03)) as live, Tab(browser, live.url) as page:
         expect(page.locator("#status")).to_have_text("ready")
         page.keyboard.press("Tab")  # the skip link
         page.keyboard.press("Enter")
@@ -84,7 +52,7 @@ def test_a_chat_streams_into_the_log_without_a_mouse(browser: "playwright.Browse
 
 @needs_browser
 def test_a_completion_continues_its_prompt_with_the_settings_given(browser: "playwright.Browser") -> None:
-    with LiveServer() as live, Tab(browser, live) as page:
+    with LiveServer() as live, Tab(browser, live.url) as page:
         page.get_by_label("Completion", exact=True).check()
         page.get_by_label("Most tokens").fill("5")
         page.get_by_label("Temperature").fill("0.5")
@@ -99,12 +67,12 @@ def test_a_completion_continues_its_prompt_with_the_settings_given(browser: "pla
 
 @needs_browser
 def test_escape_stops_an_answer_and_its_request(browser: "playwright.Browser") -> None:
-    with LiveServer(FakeIngress(delay_s=0.05)) as live, Tab(browser, live) as page:
+    with LiveServer(FakeIngress(delay_s=0.05)) as live, Tab(browser, live.url) as page:
         page.locator("#prompt").fill("go on")
         page.keyboard.press("Enter")
         expect(page.locator(".turn").nth(1).locator("pre")).to_contain_text(re.compile(r"\w"))
         page.keyboard.press("Escape")
-        expect(page.locator(".turn").nth(1).locator("footer")).to_have_text("stopped")
+        expect(page.locator(".turn").nth(1).locator("footer span")).to_have_text("stopped")
         assert live.wait_until(lambda: live.ingress.num_open == 0, 2)
 
 
@@ -113,7 +81,7 @@ def test_escape_stops_an_answer_and_its_request(browser: "playwright.Browser") -
 def test_errors_are_said_and_a_refused_question_is_not_lost(
     browser: "playwright.Browser", prompt: str, said: str
 ) -> None:
-    with LiveServer() as live, Tab(browser, live) as page:
+    with LiveServer() as live, Tab(browser, live.url) as page:
         page.get_by_label("Completion", exact=True).check()
         page.locator("#prompt").fill(prompt)
         page.keyboard.press("Enter")
@@ -134,13 +102,13 @@ def test_the_engine_is_shown_as_it_is(browser: "playwright.Browser") -> None:
                 live.monitor.cache([*shared, *range(first, first + 48)])
 
         live.call(work)
-        with Tab(browser, live) as page:
+        with Tab(browser, live.url) as page:
             page.get_by_role("tab", name="Playground").focus()
             page.keyboard.press("ArrowRight")
             expect(page.get_by_role("tab", name="Engine")).to_have_attribute("aria-selected", "true")
             expect(page.locator("#figures")).to_contain_text("2,000 tokens/s")
             expect(page.locator("#figures")).to_contain_text("40 %")
-            expect(page.locator("#pages")).to_have_attribute("aria-label", "Of 100 pages: 20 used, 30 cached, 50 free")
+            expect(page.locator("#pool")).to_have_attribute("aria-label", "Of 100 pages: 20 used, 30 cached, 50 free")
             expect(page.locator("#steps svg > g")).to_have_count(40)
             expect(page.locator("#tree [role=treeitem]")).to_have_count(4)
             expect(page.locator("#mailboxes tr")).to_have_count(1)
@@ -154,13 +122,92 @@ def test_the_engine_is_shown_as_it_is(browser: "playwright.Browser") -> None:
             expect(page.locator("#node")).not_to_have_text(before)
             live.call(lambda: live.monitor.run(seconds=0.01, decodes=20))
             expect(page.locator("#steps svg > g")).to_have_count(41)  # it looks again by itself
-            page.get_by_text("As a table").click()
+            page.locator("#tree-panel summary").click()
             expect(page.locator("#prefixes tr")).to_have_count(4)
 
 
 @needs_browser
+def test_each_request_has_a_line_on_the_board_until_it_is_aborted(browser: "playwright.Browser") -> None:
+    with busy_server() as live, Tab(browser, live.url, "#engine", reduced_motion="reduce") as page:
+        lines = page.get_by_role("table", name="Requests").get_by_role("row")
+        expect(lines.nth(1)).to_contain_text("!hang What is a page?")
+        told = [[cell.inner_text() for cell in lines.nth(at).locator(".flaps > .hidden").all()] for at in (1, 5, 6, 7)]
+        assert told[0] == ["1", "!hang What is a page?", "DECODING", "66%", "35", "68.0"]
+        assert [cells[2] for cells in told[1:]] == ["PREFILL 3/3", "WAITING", "RETRACTED"]
+        page.get_by_role("button", name="Abort request 2,").click()
+        expect(page.locator("#board-said")).to_have_text("Request 2 was aborted.")
+        assert live.wait_until(lambda: live.ingress.num_open == 6, 2)
+        live.call(lambda: setattr(live.monitor, "rows", tuple(row for row in live.monitor.rows if row.request_id != 2)))
+        expect(lines.nth(2)).to_contain_text("DEPARTED")
+        expect(lines.nth(3)).to_contain_text("night train")  # who stays keeps the line
+
+
+@needs_browser
+def test_pages_and_prefixes_and_requests_light_up_together(browser: "playwright.Browser") -> None:
+    with busy_server() as live, Tab(browser, live.url, "#engine", reduced_motion="reduce") as page:
+        expect(page.locator("#tree [role=treeitem]")).to_have_count(4)
+        page.locator("#pool").hover(position={"x": 4, "y": 4})
+        expect(page.locator("#tree .lit")).to_have_attribute("data-index", "0")
+        expect(page.locator("#pool-about")).to_contain_text("page 0 · shared by several requests · part of a prefix")
+        page.locator("#pool").hover(position={"x": 5 * 24, "y": 4})
+        expect(page.locator("#board .lit")).to_contain_text("What is a page?")
+        pictures = [page.locator("#pool").screenshot()]
+        for index in ("0", "1"):
+            page.locator(f"#tree [data-index='{index}']").focus()
+            pictures.append(page.locator("#pool").screenshot())
+        assert len(set(pictures)) == 3
+
+
+@needs_browser
+def test_the_load_is_bounded_and_the_tour_ends(browser: "playwright.Browser") -> None:
+    with LiveServer() as live, Tab(browser, live.url, "#engine", reduced_motion="reduce") as page:
+        expect(page.locator("#figures")).to_contain_text("Running")
+        page.get_by_role("button", name="20-second tour").click()
+        expect(page.get_by_role("complementary", name="Tour")).to_contain_text("1 of 5")
+        page.get_by_role("button", name="Next").click()
+        expect(page.get_by_role("complementary", name="Tour")).to_contain_text("2 of 5")
+        page.keyboard.press("Escape")
+        expect(page.get_by_role("complementary", name="Tour")).to_be_hidden()
+        expect(page.locator("#board-said")).to_have_text("48 requests have been answered.")
+        assert len(live.ingress.asked) == 48
+        assert all((params.max_tokens or 999) <= 240 for _, params, _ in live.ingress.asked)
+
+
+@needs_browser
+def test_words_of_the_engine_are_explained(browser: "playwright.Browser") -> None:
+    with LiveServer() as live, Tab(browser, live.url, "#engine") as page:
+        expect(page.locator("#figures")).to_contain_text("Running")
+        page.get_by_role("button", name="radix tree").focus()
+        expect(page.get_by_role("tooltip")).to_contain_text("branches that begin alike share their pages")
+        page.keyboard.press("Escape")
+        expect(page.get_by_role("tooltip")).to_be_hidden()
+        terms = re.findall(r'^  "?([a-z ]+)"?: "', (FOLDER / "help.js").read_text(), re.MULTILINE)
+        used = page.evaluate("[...document.querySelectorAll('.term')].map((one) => one.dataset.term)")
+        assert set(terms) == set(used)
+        assert len(terms) > 15
+
+
+@needs_browser
+def test_a_sample_is_sent_and_can_be_had_as_code(browser: "playwright.Browser") -> None:
+    with LiveServer() as live, Tab(browser, live.url) as page:
+        expect(page.locator("#status")).to_have_text("ready")
+        page.get_by_role("button", name="def fibonacci(n):").click()
+        expect(page.locator(".turn .prompt-text")).to_have_text("def fibonacci(n):")
+        expect(page.locator(".turn footer")).to_contain_text("12 tokens")
+        page.get_by_text("What was sent, as code").click()
+        curl, python = page.locator(".snippet pre").all_inner_texts()
+        assert curl.startswith(f"curl {live.url}/v1/completions")
+        call = ast.parse(python).body[2].value  # type: ignore[attr-defined]
+        fields = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+        assert fields == {"model": "fake/model-1", "max_tokens": 256, "prompt": "def fibonacci(n):"}
+        page.get_by_label("Monospace").check()
+        family = "getComputedStyle(document.querySelector('.turn pre')).fontFamily"
+        assert "mono" in page.evaluate(family)
+
+
+@needs_browser
 def test_the_page_asks_for_the_key_and_keeps_it_for_itself(browser: "playwright.Browser") -> None:
-    with LiveServer(server=ServerSection(api_key="s3cret")) as live, Tab(browser, live) as page:
+    with LiveServer(server=ServerSection(api_key="s3cret")) as live, Tab(browser, live.url) as page:
         expect(page.get_by_label("This server asks for an API key")).to_be_focused()
         page.keyboard.type("wrong")
         page.keyboard.press("Enter")
@@ -168,6 +215,7 @@ def test_the_page_asks_for_the_key_and_keeps_it_for_itself(browser: "playwright.
         page.keyboard.type("s3cret")
         page.keyboard.press("Enter")
         expect(page.locator("#status")).to_have_text("ready")
+        expect(page.locator("#links")).to_be_hidden()  # a link brings no key
         assert page.evaluate("document.cookie + location.href").count("s3cret") == 0
         page.locator("#prompt").fill("hello")
         page.keyboard.press("Enter")
@@ -177,10 +225,13 @@ def test_the_page_asks_for_the_key_and_keeps_it_for_itself(browser: "playwright.
 @needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_can_be_read_in_either_theme(browser: "playwright.Browser", scheme: str) -> None:
-    with LiveServer() as live, Tab(browser, live, color_scheme=scheme) as page:
+    with busy_server() as live, Tab(browser, live.url, color_scheme=scheme, reduced_motion="reduce") as page:
         expect(page.locator("html")).to_have_attribute("data-theme", scheme)
         assert page.evaluate(LEAST_CONTRAST) >= 4.5  # WCAG AA
-        page.get_by_role("button", name="Dark").click()
+        page.locator("#tab-engine").click()
+        expect(page.locator("#board")).to_contain_text("DECODING")
+        assert page.evaluate(LEAST_CONTRAST) >= 4.5
+        page.get_by_role("button", name="theme").click()
         other = "dark" if scheme == "light" else "light"
         expect(page.locator("html")).to_have_attribute("data-theme", other)
         page.reload()
@@ -189,7 +240,7 @@ def test_text_can_be_read_in_either_theme(browser: "playwright.Browser", scheme:
 
 @needs_browser
 def test_everything_has_a_name_and_fits_a_telephone(browser: "playwright.Browser") -> None:
-    with LiveServer() as live, Tab(browser, live, "#engine", viewport={"width": 360, "height": 700}) as page:
+    with busy_server() as live, Tab(browser, live.url, "#engine", viewport={"width": 360, "height": 700}) as page:
         expect(page.locator("#figures")).to_contain_text("Running")
         for view in ("engine", "playground"):
             page.locator(f"#tab-{view}").click()
@@ -222,6 +273,7 @@ def test_the_page_is_open_where_the_api_is_not() -> None:
     with LiveServer(server=ServerSection(api_key="s3cret")) as live:
         assert ask(live.port, "GET", "/").status == 200
         assert ask(live.port, "GET", "/page/app.js").status == 200
+        assert sum(file.stat().st_size for file in FOLDER.iterdir()) < MOST_BYTES
         assert ask(live.port, "GET", "/page/nothing.js").status == 404
         assert ask(live.port, "GET", "/stats").status == 401
 

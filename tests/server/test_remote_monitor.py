@@ -28,9 +28,9 @@ def with_monitor(scenario: Callable[[RemoteMonitor, Sent], Awaitable[None]]) -> 
 
 def test_an_answer_reaches_who_has_asked_and_ingress_speaks_for_itself() -> None:
     async def scenario(monitor: RemoteMonitor, sent: Sent) -> None:
-        looking = [asyncio.ensure_future(monitor.look()), asyncio.ensure_future(monitor.look(meter=True, max_nodes=7))]
+        looking = [asyncio.ensure_future(monitor.look()), asyncio.ensure_future(monitor.look(meter=True, board=True))]
         await asyncio.sleep(0)
-        assert sent.messages == [GetSnapshot(1), GetSnapshot(2, True, 7)]
+        assert sent.messages == [GetSnapshot(1), GetSnapshot(2, True, True)]
         for number in (2, 1):
             monitor.take(Snapshot(number, float(number), Gauges(num_open=9, num_running=3)))
         first, second = await asyncio.gather(*looking)

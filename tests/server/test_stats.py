@@ -2,9 +2,10 @@
 
 import pytest
 
+from engine.scheduling.board import MAX_NODES
 from engine.scheduling.meter import Distribution, StepRecord
 from engine.sections import ServerSection
-from server.operators.stats import MAX_NODES, quantile, rates
+from server.operators.stats import quantile, rates
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer
 
@@ -29,7 +30,7 @@ def test_steps_rates_and_pages_are_there() -> None:
         ]
         assert [step["age_s"] for step in stats["steps"]] == [1.0, 0.0]
         assert stats["latency"]["step"]["p50"] == pytest.approx(0.75)  # in the bucket from 0.5 to 1
-        assert stats["mailboxes"] == [{"name": "scheduler", "waiting": 1, "peak": 7, "capacity": 2112}]
+        assert stats["mailboxes"] == [{"name": "scheduler", "waiting": 1, "peak": 7, "capacity": 2112, "taken": 0}]
         assert stats["ended"]["stop"] == 1
 
 

@@ -78,7 +78,7 @@ class Probe:
         self._poison = poison
         self._save = save
         self._page_manager = planner._page_manager
-        self._allocator = planner._page_manager._pages
+        self._allocator = planner._page_manager.allocator
         self._tree = planner._page_manager._tree
         self._rows = planner._rows
         wrap(self._allocator, "free", self._watch_free)
