@@ -76,6 +76,8 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     graph_breaks: operations that it registers with torch and that must not be captured, as 'library::operation'.
     The next are for linear kernels.  quantizations: what they keep weights in, 'none' for as exact as the dtype.
     checkpoint_dtypes: from which they can be as exact.  instruction_sets: of which the CPU must have one.
+    scale_blocks: (outputs, inputs) that share a scale, 0 for all that are left: of float8 checkpoints rounded so it
+    keeps every element when it rounds their weights.
     traceable: whether a compiler can trace their products.
     invariant: of an attention backend or linear kernel: whether, where its context asks for that, a token's result has
     the same bits whatever else is in the step, and however its sequence was cut into steps.
@@ -100,8 +102,13 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     quantizations: tuple[str, ...] = ("none",)
     checkpoint_dtypes: tuple[str, ...] = ()
     instruction_sets: tuple[InstructionSet, ...] = ()
+    scale_blocks: tuple[tuple[int, int], ...] = ()
     traceable: bool = False
     invariant: bool = False
+
+    def keeps_elements(self, context: LinearContext) -> bool:
+        """Whether the linear kernel multiplies by the elements that the checkpoint stores in float8."""
+        return context.quantization in self.quantizations and context.scale_block in self.scale_blocks
 
     def missing_packages(self) -> list[str]:
         """Return the packages that are not installed.  It looks for them and imports none."""
