@@ -71,6 +71,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     'layer_windows', which are those of ``full_layers``, 'latents'.  phases: what it serves, 'prefill' and 'decode'.
     kv_layouts: of 'layer_first' and 'page_first'; in the second, a page's first slot is page * pool.page_stride.
     kv_dtypes: what pools it reads whose pages keep another type than dtype, see ``engine/layers/page_format.py``.
+    rounded_queries: of these, what it reads only with queries rounded to the same; 'auto' takes it for none of them.
     padding: whether decode rows of length 0, which pad a captured batch, are fine.
     variants: options that 'auto' measures beside the defaults, [{"phase": ..., "options": {...}}, ...].
     graph_breaks: operations that it registers with torch and that must not be captured, as 'library::operation'.
@@ -96,6 +97,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     phases: tuple[Phase, ...] = ("prefill", "decode")
     kv_layouts: tuple[str, ...] = ("layer_first",)
     kv_dtypes: tuple[KVDtype, ...] = ()
+    rounded_queries: tuple[KVDtype, ...] = ()
     padding: bool = False
     variants: tuple[Variant, ...] = ()
     graph_breaks: tuple[str, ...] = ()
