@@ -118,7 +118,7 @@ def launch(case: Case, compiler: Compiler, candidates: bool) -> list[dict[str, A
     q_TNH = torch.zeros((5, case.num_heads + 2 * case.num_kv_heads, case.head_size), dtype=dtype)[:, : case.num_heads]
     every: list[DecodeTiles | PrefillTiles | None] = [None]
     if case.every_candidate and candidates:
-        every += decode_candidates(spec.value_size, dtype.itemsize, H200)
+        every += decode_candidates(spec.value_size, dtype.itemsize, H200, not pool.format.plain)
         every += prefill_candidates(spec.value_size, dtype.itemsize, H200)
     rows = []
     for tiles in every:

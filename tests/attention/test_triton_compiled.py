@@ -57,7 +57,7 @@ def test_decode_programs_run_side_by_side_with_tiles_on_their_way(compiled: list
     """A load that is not started ahead takes no shared memory, and each tile then waits for memory."""
     for row in compiled:
         if row["kernel"] == "decode_attention":
-            tiles = default_decode(row["head_size"], 2, H200)
+            tiles = default_decode(row["head_size"], 2, H200, converted=bool(row["kv_dtype"]))
             element_bytes = 1 if row["kv_dtype"] else 2
             under_way = 2 * (tiles.num_stages - 1) * tiles.block_keys * padded(row["head_size"]) * element_bytes
             assert under_way <= row["shared"] <= decode_bytes(tiles, row["head_size"], 2) + 4096

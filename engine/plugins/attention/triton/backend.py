@@ -66,7 +66,7 @@ class TritonAttention:
         self._squash = 2 * spec.scale / spec.soft_cap if spec.soft_cap else 0.0
         # What tiles take of a processor's memory: float8 becomes the queries' type there.
         itemsize = pool.dtype.itemsize
-        self._default_decode = default_decode(spec.value_size, itemsize, self.processors)
+        self._default_decode = default_decode(spec.value_size, itemsize, self.processors, not pool.format.plain)
         self._default_prefill = default_prefill(spec.value_size, itemsize, self.processors)
         self.tuned = TileTable()
         dtype = str(slots_SGH.dtype).removeprefix("torch.")

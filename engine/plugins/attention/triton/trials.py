@@ -66,7 +66,7 @@ def tune(
     table = load_table(path)
     known = len(table.decode) + len(table.prefill)
     spec, itemsize = attention.spec, attention.pool.dtype.itemsize
-    decodes = decode_candidates(spec.head_size, itemsize, attention.processors)
+    decodes = decode_candidates(spec.head_size, itemsize, attention.processors, not attention.pool.format.plain)
     prefills = prefill_candidates(spec.head_size, itemsize, attention.processors)
     with torch.inference_mode():
         for context in contexts:
