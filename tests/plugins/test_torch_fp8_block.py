@@ -2,14 +2,19 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.checkpoints.checkpoint import resolve_checkpoint
+from engine.checkpoints.quantization import Quantization
+from engine.config import Config
 from engine.errors import PluginError
 from engine.kernels.float8 import FLOAT8
 from engine.plugins.declaration import Declaration
+from engine.plugins.families import read_model
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linear.torch_fp8_block import (
     CALLBOARD_PLUGIN,
@@ -20,7 +25,7 @@ from engine.plugins.linear.torch_fp8_block import (
 )
 from engine.plugins.manager import Plugins
 from engine.plugins.testing.linear import check_linear
-from engine.startup.linears import choose_linear
+from engine.startup.linears import choose_linear, rank_context
 
 GPU = LinearContext("cuda", "bfloat16", "fp8", scale_block=(128, 128))
 
@@ -128,6 +133,14 @@ def test_it_is_chosen_for_what_it_keeps_and_where_it_is_faster(
         context = LinearContext("cuda", "bfloat16", "fp8", scale_block=block)
         assert chosen(context, rows_faster) == "torch_fp8"
     assert chosen(context, {"torch_fp8": 2.0, "torch_fp8_block": 1.0}) == "torch_fp8_block"
+
+
+@pytest.mark.parametrize(("kind", "told"), [("float", (128, 128)), ("int", None)])
+def test_a_kernel_is_told_what_shares_a_scale_in_the_checkpoint(kind: str, told: tuple[int, int] | None) -> None:
+    stored = Quantization(method="compressed-tensors", kind=kind, bits=8, block=(128, 128))
+    spec = read_model(resolve_checkpoint("demo", ""))
+    spec = msgspec.structs.replace(spec, quantization=stored)
+    assert rank_context(Config(), spec, torch.device("cpu"), torch.bfloat16).scale_block == told
 
 
 def test_where_it_cannot_run_another_serves_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
