@@ -1,5 +1,6 @@
 """Products in float8 with scales of blocks, on a CPU, by a stand-in that asks of a call what torch asks on Hopper."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -7,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import GraphModule
 
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.checkpoints.quantization import Quantization
 from engine.config import Config
 from engine.errors import PluginError
+from engine.graphs.splitting import operation_name
 from engine.kernels.float8 import FLOAT8
 from engine.plugins.declaration import Declaration
 from engine.plugins.families import read_model
@@ -109,6 +112,21 @@ def test_inputs_reach_torch_as_it_wants_them(product: None, rows: int, outputs: 
         found, expected = BlockWeight(weight)(x, bias), x.double() @ weight.double().t() + bias.double()
         assert found.shape == (rows, outputs)
         assert (found.double() - expected).norm() <= 6e-2 * expected.norm()
+
+
+def test_a_compiler_traces_it_once_for_any_number_of_rows(product: None) -> None:
+    packed, traces = BlockWeight(numbers(128, 256)), []
+
+    def look(trace: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        traces.append([name for node in trace.graph.nodes if (name := operation_name(node))])
+        return trace.forward
+
+    with torch.inference_mode():
+        traced = torch.compile(lambda x: packed(x, None), backend=look, fullgraph=True, dynamic=True)
+        for rows in (5, 8):
+            x = numbers(rows, 256, seed=rows)
+            assert torch.equal(traced(x), packed(x, None))
+    assert traces == [["callboard::round_rows", "callboard::multiply_blocks"]]
 
 
 def test_odd_sizes_are_left_to_torch() -> None:
