@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.execution.batch import lay_out
 from engine.execution.rows import DeviceRows
 from engine.kernels.choice import choose_kernels
+from engine.kernels.float8 import GROUP, rounded
 from engine.kernels.fused import FusedKernels
 from engine.layers.kv_pool import KVPool
 from engine.layers.linear import VocabLinear
@@ -26,7 +27,6 @@ from engine.layers.rotary import Rotary
 from engine.layers.step import DecodeInputs
 from engine.messages import Step
 from engine.plugins.attention.flashinfer.lists import list_pages
-from engine.plugins.linear.torch_fp8 import rounded
 from gpu_sections.rows import UNCACHED_BYTES, Row, device_seconds
 
 HIDDEN, INTERMEDIATE, VOCAB = 1024, 3072, 151_936  # those of Qwen3-0.6B
@@ -37,6 +37,7 @@ STRIDE = 7919  # between the ids of tokens: a prime, so that they spread over th
 # Of a result around 1: some roundings in a row, and for float32 those of an angle of 500 radians, times a large head.
 BOUNDS = {torch.float32: 3e-4, torch.bfloat16: 1.5e-2}
 Call = Callable[[], tuple[Tensor, ...]]
+NormArguments = tuple[Tensor, Tensor, float]
 Make = Callable[[int, torch.dtype, "FusedKernels | None"], Call]
 
 
@@ -251,16 +252,34 @@ def _page_lists(kernels: FusedKernels, device: torch.device) -> Iterator[Row]:
 
 
 def _rounding(kernels: FusedKernels, device: torch.device) -> Iterator[Row]:
-    """Rows in float8, which torch rounds to the same bits; the interpreter, on a CPU, rounds otherwise."""
+    """Rows in float8, which torch rounds to the same bits; the interpreter, on a CPU, rounds otherwise.
+
+    By themselves with both kinds of scales, and behind a norm, beside a norm and the rounding as two launches."""
     for num_rows in (1, 64, 2048) if device.type == "cuda" else (3,):
         x_TI = torch.randn((num_rows, INTERMEDIATE), device=device).bfloat16()
-        found, expected = kernels.round_rows(x_TI), rounded(x_TI)
-        differing = int((found[1] != expected[1]).sum())
-        if device.type == "cuda":
-            differing += int((found[0].view(torch.uint8) != expected[0].view(torch.uint8)).sum())
-        ours, plain = (device_seconds(partial(way, x_TI), device) for way in (kernels.round_rows, rounded))
-        row = {"case": f"rows in float8, {num_rows} rows", "ok": differing == 0, "error": differing}
-        yield {**row, "us": ours * 1e6, "of_plain": plain / ours}
+        update_TI, weight_I = torch.randn_like(x_TI), torch.randn(INTERMEDIATE, device=device).bfloat16()
+        norm = (update_TI, weight_I, EPS)
+        for group, what in ((0, "rows"), (GROUP, "groups")):
+
+            def two_launches(x_TI: Tensor, norm: NormArguments = norm, group: int = group) -> tuple[Tensor, Tensor]:
+                return kernels.round_rows(kernels.add_norm(x_TI, *norm), group)
+
+            def one_launch(x_TI: Tensor, norm: NormArguments = norm, group: int = group) -> tuple[Tensor, Tensor]:
+                return kernels.add_norm_round(x_TI, *norm, group)
+
+            ways = {
+                f"{what} in float8": (partial(kernels.round_rows, group=group), partial(rounded, group=group)),
+                f"{what} in float8 behind a norm": (one_launch, two_launches),
+            }
+            for name, (ours, plain) in ways.items():
+                found, expected = ours(x_TI.clone()), plain(x_TI.clone())
+                differing = int((found[1][:num_rows] != expected[1][:num_rows]).sum())
+                if device.type == "cuda":
+                    bits = [one[0][:num_rows].view(torch.uint8) for one in (found, expected)]
+                    differing += int((bits[0] != bits[1]).sum())
+                our_s, plain_s = (device_seconds(partial(way, x_TI.clone()), device) for way in (ours, plain))
+                row = {"case": f"{name}, {num_rows} rows", "ok": differing == 0, "error": differing}
+                yield {**row, "us": our_s * 1e6, "of_plain": plain_s / our_s}
 
 
 def _error(found: Tensor, expected: Tensor) -> float:

@@ -6,6 +6,7 @@ from importlib import import_module
 
 import torch
 
+from engine.errors import PluginError
 from engine.plugins.declaration import read_declaration
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linears import PREFERRED
@@ -45,6 +46,11 @@ def section(
         if declares.devices and "cuda" not in declares.devices:
             continue
         hook = import_module(BUILTIN[f"linear.{name}"]).callboard_linear
+        try:
+            hook(LinearContext("cuda", "bfloat16", declares.quantizations[0], checkpoint_dtype="bfloat16"))
+        except PluginError as error:
+            yield skipped(f"{name}: {error}")
+            continue
         try:
             check_linear(hook, declares, "cuda")
             yield {"case": f"{name} kit", "ok": True}

@@ -35,6 +35,7 @@ from engine.errors import GraphError
 from engine.graphs.attention import BreakingAttention
 from engine.graphs.breakable import SegmentRecorder
 from engine.graphs.comm import BreakingComm
+from engine.graphs.norm_rounding import round_behind_norms
 from engine.graphs.passes import GraphPass, PassManager, hide_packed_products
 from engine.graphs.splitting import ALL_REDUCE, ATTEND, MarkedAttention, Part, fingerprint, split
 from engine.layers.comm import Comm
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 AUTOTUNING_S = 600.0  # of one rank, for all sizes; on a GPU they are all met at start
+OUR_PASSES = (("of packed products", hide_packed_products), ("of norms in float8", round_behind_norms))
 TRACED_TOKENS = 7  # any number but 0 and 1, which tracing takes for constants
 Compiled = Callable[..., Any]
 # Tracing and compilers keep state of the whole process, and it may run an engine in each of several threads.
@@ -86,8 +88,7 @@ class CompiledModel:
         self._autotuned = frozenset(autotuned)
         self._autotuning_s, self._spent_s = autotuning_s, 0.0
         self._clock = clock
-        ours = [("of packed products", hide_packed_products)] if compiler != "eager" else []
-        self._passes = PassManager([*ours, *passes])
+        self._passes = PassManager([*(OUR_PASSES if compiler != "eager" else ()), *passes])
         self._named = tuple(named)
         self._compiled: dict[object, Compiled] = {}
         self._stitched: GraphModule | None = None

@@ -23,6 +23,7 @@ class FusedKernels:
     write_tokens = staticmethod(inputs.write_tokens)
     list_pages = staticmethod(page_lists.list_pages)
     round_rows = staticmethod(rounding.round_rows)
+    add_norm_round = staticmethod(rounding.add_norm_round)
     widest_rounded = rounding.MAX_WIDTH
 
     def __init__(self, device_type: str) -> None:

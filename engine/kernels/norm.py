@@ -43,10 +43,16 @@ def add_norm_rows(x, update, weight, out, eps, WIDTH: tl.constexpr, BLOCK_D: tl.
     weight_D = tl.load(weight + d_D, mask=live_D, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     let_next_begin(PDL)
-    before_D = tl.load(x + at + d_D, mask=live_D, other=0.0).to(tl.float32)
-    update_D = tl.load(update + at + d_D, mask=live_D, other=0.0).to(tl.float32)
+    norm_D = sum_and_norm(x + at, update + at, weight_D, d_D, live_D, eps, WIDTH)
+    tl.store(out + at + d_D, norm_D.to(out.dtype.element_ty), mask=live_D)
+
+
+@triton.jit
+def sum_and_norm(x, update, weight_D, d_D, live_D, eps, WIDTH: tl.constexpr):
+    """One row, x += update, and the norm of the sum in float32.  d_D: the places of its elements, in any shape."""
+    before_D = tl.load(x + d_D, mask=live_D, other=0.0).to(tl.float32)
+    update_D = tl.load(update + d_D, mask=live_D, other=0.0).to(tl.float32)
     stored_D = (before_D + update_D).to(x.dtype.element_ty)
-    tl.store(x + at + d_D, stored_D, mask=live_D)
+    tl.store(x + d_D, stored_D, mask=live_D)
     sum_D = stored_D.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(sum_D * sum_D, 0) / WIDTH + eps)
-    tl.store(out + at + d_D, (sum_D * scale * weight_D).to(out.dtype.element_ty), mask=live_D)
+    return sum_D * tl.rsqrt(tl.sum(sum_D * sum_D) / WIDTH + eps) * weight_D

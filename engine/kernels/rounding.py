@@ -1,7 +1,7 @@
-"""Rows in float8 (e4m3), each with its own scale, in one launch: what products in float8 read.
+"""Rows in float8 (e4m3) in one launch, by themselves or behind a residual add and a norm.
 
-Legend: T rows · I features
-Owns: one pass over the rows.  Does not know: products, weights.
+Legend: T rows · I features · D model dim · G groups of a row that have a scale each
+Owns: one pass over the rows.  Does not know: products, weights.  ``float8.py`` has the same in torch.
 """
 
 import torch
@@ -9,45 +9,105 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels import float8
 from engine.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
+from engine.kernels.norm import sum_and_norm
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = tl.constexpr(torch.finfo(FLOAT8).max)
-SMALLEST = tl.constexpr(1e-12)  # instead of 0 where all elements are, so that nothing is divided by it
+LARGEST = tl.constexpr(float8.LARGEST)
+SMALLEST = tl.constexpr(float8.SMALLEST)
 MAX_WIDTH = 1 << 15  # a row is held in registers
 
 
-def round_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in float8, [T, I] contiguous, and the float32 scales [T, 1] that give each its size back.
+def round_rows(x_TI: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
+    """See ``float8.rounded``.  x_TI: any float dtype and strides between rows, elements of a row side by side, at most
+    MAX_WIDTH.  group: a power of two, or 0."""
+    num_rows, width = x_TI.shape
+    x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+    rounded_TI, scales_TG = _outputs(x_TI, group)
+    if num_rows:
+        round_row[(num_rows,)](
+            x_TI, rounded_TI, scales_TG, x_TI.stride(0), *scales_TG.stride(),
+            WIDTH=width, **_constants(x_TI, group),
+        )  # fmt: skip
+    return rounded_TI, scales_TG
 
-    x_TI: any float dtype and strides between rows; elements of a row side by side, at most MAX_WIDTH.
-    """
+
+def add_norm_round(
+    x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float, group: int = 0
+) -> tuple[Tensor, Tensor]:
+    """``x += update`` in place, and its norm as ``norm.add_norm`` returns it, rounded as by ``round_rows``."""
+    num_rows, width = x_TD.shape
+    assert x_TD.is_contiguous(), "the residual stream is written in place"
+    rounded_TD, scales_TG = _outputs(x_TD, group)
+    if num_rows:
+        add_norm_round_row[(num_rows,)](
+            x_TD, update_TD.contiguous(), weight_D, rounded_TD, scales_TG, eps, *scales_TG.stride(),
+            WIDTH=width, **_constants(x_TD, group),
+        )  # fmt: skip
+    return rounded_TD, scales_TG
+
+
+def _outputs(x_TI: Tensor, group: int) -> tuple[Tensor, Tensor]:
     num_rows, width = x_TI.shape
     assert width <= MAX_WIDTH, f"a row of {width} numbers is more than a program holds"
-    x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
-    rounded_TI = torch.empty((num_rows, width), dtype=FLOAT8, device=x_TI.device)
-    scales_T1 = torch.empty((num_rows, 1), dtype=torch.float32, device=x_TI.device)
-    if num_rows:
-        block = triton.next_power_of_2(width)
-        round_row[(num_rows,)](
-            x_TI, rounded_TI, scales_T1, x_TI.stride(0),
-            WIDTH=width, BLOCK_I=block,
-            num_warps=min(16, max(1, block // 256)), enable_fp_fusion=True, **launch_options(x_TI.device),
-        )  # fmt: skip
-    return rounded_TI, scales_T1
+    assert group == 0 or width % group == 0, f"a row of {width} numbers is not made of groups of {group}"
+    rows = float8.num_rounded(num_rows, group)
+    rounded_TI = torch.empty((rows, width), dtype=float8.FLOAT8, device=x_TI.device)
+    scales_GT = torch.empty((width // group if group else 1, rows), dtype=torch.float32, device=x_TI.device)
+    return rounded_TI, scales_GT.t() if group else scales_GT.view(rows, 1)
+
+
+def _constants(x_TI: Tensor, group: int) -> dict[str, int]:
+    block = triton.next_power_of_2(x_TI.shape[1])
+    return {
+        "GROUP": group or block,
+        "BLOCK_G": max(1, block // group) if group else 1,
+        "num_warps": min(16, max(1, block // 256)),
+        "enable_fp_fusion": True,
+        **launch_options(x_TI.device),
+    }
 
 
 @triton.jit
-def round_row(x, out, scales, stride, WIDTH: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr):
+def store_rounded(x_GI, place_GI, live_GI, out, scales, group_stride, GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """One row, x_GI in float32, and the scale of each of its groups."""
+    # Divided as torch divides, so that both round alike.
+    largest_G = tl.maximum(tl.max(tl.abs(x_GI), 1), SMALLEST)
+    scale_G = tl.div_rn(largest_G, tl.zeros_like(largest_G) + LARGEST)
+    rounded_GI = tl.div_rn(x_GI, tl.zeros_like(x_GI) + scale_G[:, None])
+    tl.store(out + place_GI, rounded_GI.to(out.dtype.element_ty), mask=live_GI)
+    g_G = tl.arange(0, x_GI.shape[0])
+    tl.store(scales + g_G * group_stride, scale_G, mask=g_G * GROUP < WIDTH)
+
+
+@triton.jit
+def round_row(
+    x, out, scales, stride, row_stride, group_stride,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One row per program."""
     row = tl.program_id(0).to(tl.int64)
-    i_I = tl.arange(0, BLOCK_I)
-    live_I = i_I < WIDTH
+    place_GI = tl.arange(0, BLOCK_G)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    live_GI = place_GI < WIDTH
     wait_for_previous(PDL)
     let_next_begin(PDL)
-    x_I = tl.load(x + row * stride + i_I, mask=live_I, other=0.0).to(tl.float32)
-    # Divided as torch divides, so that both round alike.
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x_I), 0), SMALLEST), LARGEST)
-    rounded_I = tl.div_rn(x_I, tl.zeros([BLOCK_I], tl.float32) + scale)
-    tl.store(out + row * WIDTH + i_I, rounded_I.to(out.dtype.element_ty), mask=live_I)
-    tl.store(scales + row, scale)
+    x_GI = tl.load(x + row * stride + place_GI, mask=live_GI, other=0.0).to(tl.float32)
+    store_rounded(x_GI, place_GI, live_GI, out + row * WIDTH, scales + row * row_stride, group_stride, GROUP, WIDTH)
+
+
+@triton.jit
+def add_norm_round_row(
+    x, update, weight, out, scales, eps, row_stride, group_stride,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row per program."""
+    row = tl.program_id(0).to(tl.int64)
+    place_GD = tl.arange(0, BLOCK_G)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    live_GD = place_GD < WIDTH
+    weight_GD = tl.load(weight + place_GD, mask=live_GD, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    let_next_begin(PDL)
+    norm_GD = sum_and_norm(x + row * WIDTH, update + row * WIDTH, weight_GD, place_GD, live_GD, eps, WIDTH)
+    # As the norm by itself would be stored, so that both ways round the same numbers.
+    norm_GD = norm_GD.to(x.dtype.element_ty).to(tl.float32)
+    store_rounded(norm_GD, place_GD, live_GD, out + row * WIDTH, scales + row * row_stride, group_stride, GROUP, WIDTH)

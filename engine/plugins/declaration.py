@@ -71,11 +71,14 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     'layer_windows', which are those of ``full_layers``, 'latents'.  phases: what it serves, 'prefill' and 'decode'.
     kv_layouts: of 'layer_first' and 'page_first'; in the second, a page's first slot is page * pool.page_stride.
     kv_dtypes: what pools it reads whose pages keep another type than dtype, see ``engine/layers/page_format.py``.
+    rounded_queries: of these, what it reads only with queries rounded to the same; 'auto' takes it for none of them.
     padding: whether decode rows of length 0, which pad a captured batch, are fine.
     variants: options that 'auto' measures beside the defaults, [{"phase": ..., "options": {...}}, ...].
     graph_breaks: operations that it registers with torch and that must not be captured, as 'library::operation'.
     The next are for linear kernels.  quantizations: what they keep weights in, 'none' for as exact as the dtype.
     checkpoint_dtypes: from which they can be as exact.  instruction_sets: of which the CPU must have one.
+    scale_blocks: (outputs, inputs) that share a scale, 0 for all that are left: of float8 checkpoints rounded so it
+    keeps every element when it rounds their weights.
     traceable: whether a compiler can trace their products.
     invariant: of an attention backend or linear kernel: whether, where its context asks for that, a token's result has
     the same bits whatever else is in the step, and however its sequence was cut into steps.
@@ -94,14 +97,20 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     phases: tuple[Phase, ...] = ("prefill", "decode")
     kv_layouts: tuple[str, ...] = ("layer_first",)
     kv_dtypes: tuple[KVDtype, ...] = ()
+    rounded_queries: tuple[KVDtype, ...] = ()
     padding: bool = False
     variants: tuple[Variant, ...] = ()
     graph_breaks: tuple[str, ...] = ()
     quantizations: tuple[str, ...] = ("none",)
     checkpoint_dtypes: tuple[str, ...] = ()
     instruction_sets: tuple[InstructionSet, ...] = ()
+    scale_blocks: tuple[tuple[int, int], ...] = ()
     traceable: bool = False
     invariant: bool = False
+
+    def keeps_elements(self, context: LinearContext) -> bool:
+        """Whether the linear kernel multiplies by the elements that the checkpoint stores in float8."""
+        return context.quantization in self.quantizations and context.scale_block in self.scale_blocks
 
     def missing_packages(self) -> list[str]:
         """Return the packages that are not installed.  It looks for them and imports none."""

@@ -93,6 +93,7 @@ class LinearContext:
     """What a linear plugin is told.  device: 'cpu' or 'cuda'.  dtype: of inputs and outputs, 'float32', 'bfloat16' or
     'float16'.  quantization: what it is to keep weights in, 'none' for what rounds no more than products in dtype do.
     checkpoint_dtype: what the weights were saved in; their values fit it exactly.
+    scale_block: (outputs, inputs) that share a scale in a checkpoint in float8, 0 for all; None for another one.
     instruction_sets: of this CPU, of 'avx2', 'avx512' and 'amx'; None if they are not known.
     traced: whether a compiler will trace products.  invariant: whether a row's result must have the same bits whatever
     other rows there are.  options: the plugin's own table from the configuration."""
@@ -104,6 +105,7 @@ class LinearContext:
     instruction_sets: tuple[str, ...] | None = None
     traced: bool = False
     invariant: bool = False
+    scale_block: tuple[int, int] | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -3,7 +3,7 @@
 Owns: the order of preference, the wording of a refusal.  Does not know: torch, kernels, which of several is fastest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from engine.config import Config
@@ -12,7 +12,16 @@ from engine.plugins.hookspecs import LinearContext
 from engine.plugins.manager import LINEAR, PluginInfo, Plugins, checked, declared
 
 # The first that fits serves, unless another one is measured to be clearly faster.
-PREFERRED = ("onednn", "fbgemm_fp16", "fbgemm_int8", "torch", "torch_int8", "torch_fp8", "torch_int4")
+PREFERRED = (
+    "onednn",
+    "fbgemm_fp16",
+    "fbgemm_int8",
+    "torch",
+    "torch_int8",
+    "torch_fp8",
+    "torch_fp8_block",
+    "torch_int4",
+)
 
 
 def linear_context(
@@ -22,6 +31,7 @@ def linear_context(
     device: str = "",
     dtype: str = "",
     instruction_sets: tuple[str, ...] | None = None,
+    scale_block: tuple[int, int] | None = None,
 ) -> LinearContext:
     """The context of a configuration.  '' and None stand for what is not known before anything is loaded."""
     kind, wanted = config.device.kind, config.model.dtype
@@ -31,6 +41,7 @@ def linear_context(
         quantization=config.model.quantization,
         checkpoint_dtype=checkpoint_dtype,
         instruction_sets=instruction_sets,
+        scale_block=scale_block,
         traced=config.graphs.mode == "compiled",
         invariant=config.model.numerics == "invariant",
     )
@@ -54,6 +65,12 @@ def fitting_linears(known: Mapping[str, PluginInfo], context: LinearContext) -> 
     """The built-in kernels that 'auto' chooses from, the preferred one first.  It imports no plugin."""
     infos = [known[f"{LINEAR}.{name}"] for name in PREFERRED]
     return [info for info in infos if not checked(info, declared(info)).misfits(context)]
+
+
+def keeping(known: Mapping[str, PluginInfo], names: Iterable[str], context: LinearContext) -> list[str]:
+    """Of built-in kernels by their short names, those that keep the elements that the checkpoint stores in float8."""
+    declarations = {name: declared(known[f"{LINEAR}.{name}"]) for name in names}
+    return [name for name, one in declarations.items() if one is not None and one.keeps_elements(context)]
 
 
 def linear_refusal(known: Mapping[str, PluginInfo], context: LinearContext) -> str:

@@ -60,6 +60,7 @@ BUILTIN: Mapping[str, str] = {
     "linear.onednn": "engine.plugins.linear.onednn",
     "linear.torch": "engine.plugins.linear.torch",
     "linear.torch_fp8": "engine.plugins.linear.torch_fp8",
+    "linear.torch_fp8_block": "engine.plugins.linear.torch_fp8_block",
     "linear.torch_int8": "engine.plugins.linear.torch_int8",
     "linear.torch_int4": "engine.plugins.linear.torch_int4",
     "model.deepseek_v2": "engine.plugins.model.deepseek_v2",

@@ -122,7 +122,7 @@ def contenders(plugins: Plugins, context: AttentionContext) -> tuple[list[Conten
         except PluginError as error:
             passed_over[name] = str(error)
             continue
-        if reasons := declaration.misfits(context):
+        if reasons := declaration.misfits(context) or ([] if name in named else _losses(declaration, context)):
             passed_over[name] = "; ".join(reasons)
             continue
         set_by_user = plugins.options.get(info.name, {})
@@ -267,6 +267,13 @@ def _check_fit(info: PluginInfo, declaration: Declaration, context: AttentionCon
 
 def _misfits(info: PluginInfo, context: AttentionContext) -> list[str]:
     try:
-        return checked(info, declared(info)).misfits(context)
+        declaration = checked(info, declared(info))
+        return declaration.misfits(context) + _losses(declaration, context)
     except PluginError as error:
         return [str(error)]
+
+
+def _losses(declaration: Declaration, context: AttentionContext) -> list[str]:
+    """What nobody asked for by naming a pages' type alone, so that a backend has to be named for it."""
+    rounds = context.kv_dtype in declaration.rounded_queries
+    return [f"it would round queries to {context.kv_dtype} as well; name it to have that"] if rounds else []

@@ -4,7 +4,7 @@ Owns: asking for them.  Does not know: which kernels there are, how they are mea
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from engine.execution.device import instruction_sets
 from engine.layers.packing import LinearKernel, Linears
 from engine.models.model import Model
 from engine.plugins.hookspecs import LinearContext
-from engine.plugins.linears import check_linear_fits, fitting_linears, linear_context, linear_refusal
+from engine.plugins.linears import check_linear_fits, fitting_linears, keeping, linear_context, linear_refusal
 from engine.plugins.manager import LINEAR, PluginInfo, Plugins
 from engine.startup.linear_race import Race
 
@@ -55,15 +55,17 @@ def told(stored: Quantization, wanted: str) -> str:
     floats = f"stored as {stored} with {stored.scales}, read as the floats that they stand for"
     if wanted == "none":
         return f"{floats}; model.quantization keeps them small"
-    return f"{floats} and rounded again, to {wanted}"
+    return f"{floats} and rounded to {wanted}"
 
 
 def rank_context(config: Config, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> LinearContext:
     """What linear plugins are told on this machine."""
+    stored = spec.quantization
     return linear_context(
         config,
         # What was rounded by a scale fits no float of 16 bits.
-        spec.dtype if spec.quantization is None else "float32",
+        spec.dtype if stored is None else "float32",
+        scale_block=stored.block if stored is not None and stored.kind == "float" else None,
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
         instruction_sets=instruction_sets(),
@@ -83,16 +85,43 @@ def choose_linear(plugins: Plugins, context: LinearContext, measure: Measure) ->
         fitting = fitting_linears(plugins.known, context)
         if not fitting:
             raise PluginError(linear_refusal(plugins.known, context))
-        kernels = {info.short: _load(plugins, info, context) for info in fitting}
-    name, reason = fitting[0].short, "the only one that fits"
+        kernels = _those_that_can(plugins, fitting, context)
+    names = keeping(plugins.known, kernels, context)
+    kept = "it keeps the elements that the checkpoint stores" if names else ""
+    kernels = {name: kernels[name] for name in names or kernels}
+    name, reason = next(iter(kernels)), "the only one that fits"
     if len(kernels) > 1 and (seconds := measure(kernels)):
         fastest = min(seconds, key=seconds.__getitem__)
         name = fastest if seconds[fastest] < CLEARLY * seconds[name] else name
         reason = ", ".join(f"{one} {1e3 * seconds[one]:.2f} ms" for one in kernels)
     elif len(kernels) > 1:
         reason = f"a small model; {', '.join(list(kernels)[1:])} would do as well"
+    elif kept:
+        reason = kept
     log.info("plugin: %s.%s for %s (%s)", LINEAR, name, _what(context), reason)
     return kernels[name]
+
+
+def _those_that_can(
+    plugins: Plugins, infos: Iterable[PluginInfo], context: LinearContext
+) -> Mapping[str, LinearKernel]:
+    """Their kernels by short name, but for those that refuse this device.
+
+    Raises what the last one says if all do, and what one says that the configuration has options for."""
+    kernels: dict[str, LinearKernel] = {}
+    refused = None
+    for info in infos:
+        try:
+            kernels[info.short] = _load(plugins, info, context)
+        except PluginError as error:
+            if plugins.options.get(info.name):
+                raise
+            log.info("plugin: %s is out: %s", info.name, error)
+            refused = error
+    if not kernels:
+        assert refused is not None, "no kernel was asked"
+        raise refused
+    return kernels
 
 
 def _load(plugins: Plugins, info: PluginInfo, context: LinearContext) -> LinearKernel:

@@ -45,14 +45,16 @@ class Case:
     soft_cap: float = 0.0
     sinks: bool = False
     latent_size: int = 0
+    kv_dtype: str = ""
     every_candidate: bool = False
 
 
 CASES = [
     Case(every_candidate=True),
-    Case(dtype="float16", window=1000, soft_cap=50.0, sinks=True),
+    Case(dtype="float16", window=1000, soft_cap=50.0, sinks=True, kv_dtype="fp8_e4m3"),
     Case(num_heads=8, num_kv_heads=1, head_size=256, page_size=256, every_candidate=True),
     # The tests compile those above.
+    Case(kv_dtype="fp8_e4m3", every_candidate=True),
     Case(num_heads=16, num_kv_heads=1, head_size=576, latent_size=512, every_candidate=True),
     Case(num_heads=40, page_size=64),
     Case(num_heads=8, num_kv_heads=8, head_size=64, page_size=1),
@@ -101,8 +103,8 @@ def launch(case: Case, compiler: Compiler, candidates: bool) -> list[dict[str, A
         sinks=(torch.zeros(case.num_heads, dtype=dtype),) if case.sinks else (),
         latent_size=case.latent_size,
     )
-    size, device = case.latent_size, torch.device("cpu")
-    pool = KVPool(1, 8, case.page_size, case.num_kv_heads, case.head_size, dtype, device, latent_size=size)
+    place = (dtype, torch.device("cpu"), "layer_first", case.kv_dtype, case.latent_size)
+    pool = KVPool(1, 8, case.page_size, case.num_kv_heads, case.head_size, *place)
     attention = TritonAttention(spec, pool, H200)
     attention._interpreted = False
     batch = AttentionBatch(
@@ -116,7 +118,7 @@ def launch(case: Case, compiler: Compiler, candidates: bool) -> list[dict[str, A
     q_TNH = torch.zeros((5, case.num_heads + 2 * case.num_kv_heads, case.head_size), dtype=dtype)[:, : case.num_heads]
     every: list[DecodeTiles | PrefillTiles | None] = [None]
     if case.every_candidate and candidates:
-        every += decode_candidates(spec.value_size, dtype.itemsize, H200)
+        every += decode_candidates(spec.value_size, dtype.itemsize, H200, not pool.format.plain)
         every += prefill_candidates(spec.value_size, dtype.itemsize, H200)
     rows = []
     for tiles in every:

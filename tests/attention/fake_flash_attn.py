@@ -25,6 +25,7 @@ class FakeFlashAttention:
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.made: set[Call] = set()
+        self.scheduled_dtypes: set[torch.dtype] = set()
 
     def _bind(self, generation: int, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name.  Raises TypeError if a library of that generation would not take them."""
@@ -53,6 +54,8 @@ class FakeFlashAttention:
         call = self._bind(3, "flash_attn_with_kvcache", args, kwargs)
         self.calls.append(("fa3", call))
         metadata = call["scheduler_metadata"]
+        if call["q"].dtype == torch.float8_e4m3fn:
+            assert call["q"].shape[-1] % 16 == 0
         if metadata is not None:
             width = call["page_table"].shape[1] * call["k_cache"].shape[1]
             assert metadata.tolist() == _metadata(
@@ -69,6 +72,7 @@ class FakeFlashAttention:
         call = self._bind(3, "get_scheduler_metadata", args, kwargs)
         self.calls.append(("metadata", call))
         assert call["causal"] is True
+        self.scheduled_dtypes.add(call["qkv_dtype"])
         assert call["batch_size"] == len(call["cache_seqlens"])
         numbers = _metadata(
             call["max_seqlen_q"],
@@ -99,7 +103,10 @@ class FakeFlashAttention:
         assert lengths_B.max() <= table_BP.shape[1] * page_size
         left, right = call["window_size"]
         assert (left, right) == (-1, -1) or (left >= 0 and right == 0)
-        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
+        assert q_TNH.dtype == keys.dtype == values.dtype, "queries, keys and values of one type"
+        is_float8 = q_TNH.dtype == torch.float8_e4m3fn
+        out_TNH = torch.empty(q_TNH.shape, dtype=torch.bfloat16 if is_float8 else q_TNH.dtype)
+        q_TNH, keys, values = (x.float() if is_float8 else x for x in (q_TNH, keys, values))
         for row, length in enumerate(lengths_B.tolist()):
             own = table_BP[row, : -(-length // page_size)].long()
             keys_LGH, values_LGH = (x[own].flatten(0, 1)[:length] for x in (keys, values))

@@ -18,8 +18,10 @@ from engine.plugins.attention.flash_attn import FlashAttentionOptions, callboard
 from engine.plugins.attention.flash_attn.backend import FlashAttention
 from engine.plugins.attention.flash_attn.kernels import FA2, FA3
 from engine.plugins.attention.flash_attn.libraries import FA3_KEY_TILES, Situation, find, refusal
-from engine.plugins.declaration import convert_declaration
+from engine.plugins.declaration import Declaration, convert_declaration
 from engine.plugins.hookspecs import AttentionContext
+from engine.plugins.manager import Plugins
+from engine.plugins.selection import contenders, first_fit
 from tests.attention import fake_flash_attn
 from tests.attention.fake_flash_attn import FakeFlashAttention
 from tests.attention.graph_rows import GraphRows
@@ -84,6 +86,23 @@ def test_mixed_ragged_batch_by_fa3(page_size: int, heads: tuple[int, int], metad
     rig = Rig(case, metadata=metadata)
     rig.check(case)
     assert len(rig.calls("metadata")) == 2 * metadata, "once a step for each part, not once a layer"
+
+
+@pytest.mark.parametrize("metadata", [True, False])
+def test_pages_in_float8_are_attended_to_in_float8(metadata: bool):
+    """Queries are rounded as the pages' keys are; the result is the definition's of what is then multiplied."""
+    case = paged(spec_of(4, 2, 16), MIXED, 16, seed=1, dtype=torch.bfloat16, kv_dtype="fp8_e4m3")
+    rig = Rig(case, metadata=metadata)
+    case.q_TNH[0, 0, 0] = 1000.0  # more than float8 has
+    expected = replace(case, q_TNH=case.q_TNH.clamp(-448, 448).to(torch.float8_e4m3fn))
+    with torch.inference_mode():
+        rig.backend.plan_step(case.batch)
+        for layer in range(case.spec.num_layers):
+            out_TNH = rig.backend.attend(layer, case.q_TNH)
+            assert out_TNH.dtype == torch.bfloat16
+            error = (out_TNH.double() - expected.expected(layer)).abs()
+            assert (error <= 2**-8 * (1 + expected.expected(layer).abs())).all()
+    assert rig.fake.scheduled_dtypes == ({torch.float8_e4m3fn} if metadata else set())
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
@@ -239,6 +258,11 @@ def test_page_rules():
     assert not refusal(2, replace(HOPPER, page_size=512))
     assert refusal(2, replace(HOPPER, page_size=128)) == "FA2 needs pages of a multiple of 256 tokens"
     assert refusal(3, replace(HOPPER, hopper=False)) == "FA3 is for Hopper GPUs"
+    float8 = replace(HOPPER, page_size=256, kv_dtype="fp8_e4m3")
+    assert refusal(2, float8) == "FA2 reads no fp8_e4m3 pages"
+    assert not refusal(3, float8)
+    assert "multiple of 224" in refusal(3, replace(float8, page_size=224))
+    assert "multiple of 16" in refusal(3, replace(float8, page_size=16, head_size=88))
     for page_size in (1, 16, 32, 64):
         assert not refusal(3, replace(HOPPER, page_size=page_size))
     assert not refusal(3, replace(HOPPER, page_size=256, whole_pages=True))
@@ -393,3 +417,18 @@ def test_a_library_is_read_without_importing_it(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(LookupError, match="there is no replan"):
         signature_in_source(("some_library.kernels", "replan"))
     assert source_of("no_such_library") is None
+
+
+def test_auto_does_not_take_it_for_pages_in_float8(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Declaration, "missing_packages", lambda self: [])
+    for kv_dtype, taken in (("", True), ("fp8_e4m3", False)):
+        context = AttentionContext("cuda", "bfloat16", 16, 16, 8, 128, kv_dtype=kv_dtype)
+        found, passed_over = contenders(Plugins({"attention": "auto"}), context)
+        assert ("flash_attn" in {one.name for one in found}) is taken
+        assert taken or passed_over["flash_attn"].endswith("queries to fp8_e4m3 as well; name it to have that")
+        others = dict.fromkeys(("flashinfer", "triton", "xqa"), "not this one")
+        assert first_fit(Plugins({"attention": "auto"}).known, context, others)[0].short == (
+            "flash_attn" if taken else "torch"
+        )
+        named, _ = contenders(Plugins({"attention": "flash_attn"}), context)
+        assert "flash_attn" in {one.name for one in named}

@@ -53,14 +53,16 @@ def paged(
     shuffled: bool = True,
     dtype: torch.dtype = torch.float32,
     layout: Layout = "layer_first",
+    kv_dtype: str = "",
 ) -> Paged:
     """Random keys, values and queries.  Unused table entries are 0, as the contract says; page 0 may be in use."""
     rng = np.random.default_rng(seed)
     counts = [-(-length // page_size) for length, _ in sequences]
     num_pages = sum(counts) + 3
     order = rng.permutation(num_pages) if shuffled else np.arange(num_pages)
-    pool = KVPool(spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_size, dtype, CPU, layout)
-    pool.data.fill_(torch.nan)
+    heads = (spec.num_kv_heads, spec.head_size)
+    pool = KVPool(spec.num_layers, num_pages, page_size, *heads, dtype, CPU, layout, kv_dtype)
+    pool.by_page.view(torch.uint8).fill_(0xFF)  # NaN in every type
     table = np.zeros((len(sequences), max(counts) + 1), dtype=np.int32)
     generator = torch.Generator().manual_seed(seed)
     all_slots, taken = [], 0
@@ -72,7 +74,7 @@ def paged(
         slots = torch.from_numpy(pages[place // page_size] * pool.page_stride + place % page_size)
         for layer in range(spec.num_layers):
             for store in (pool.keys(layer), pool.values(layer)):
-                store[slots] = torch.randn(length, *store.shape[1:], generator=generator).to(dtype)
+                store[slots] = torch.randn(length, *store.shape[1:], generator=generator).to(store.dtype)
         all_slots.append(slots)
     queries = np.array([count for _, count in sequences], dtype=np.int32)
     lengths = np.array([length for length, _ in sequences], dtype=np.int32)

@@ -48,7 +48,8 @@ def test_every_kernel_waits_for_the_one_before_it_and_lets_the_next_one_begin(co
 
 
 def test_keys_and_values_come_in_pieces_of_16_bytes(compiled: list[dict[str, Any]]) -> None:
-    reading = [row for row in compiled if row["kernel"] != "merge_parts"]
+    # Float8 that becomes bfloat16 on its way into registers comes in pieces of 8 as well, by the compiler's choice.
+    reading = [row for row in compiled if row["kernel"] != "merge_parts" and not row["kv_dtype"]]
     assert all(row["wide"] > 0 and row["narrow"] == 0 for row in reading)
 
 
@@ -56,8 +57,9 @@ def test_decode_programs_run_side_by_side_with_tiles_on_their_way(compiled: list
     """A load that is not started ahead takes no shared memory, and each tile then waits for memory."""
     for row in compiled:
         if row["kernel"] == "decode_attention":
-            tiles = default_decode(row["head_size"], 2, H200)
-            under_way = 2 * (tiles.num_stages - 1) * tiles.block_keys * padded(row["head_size"]) * 2
+            tiles = default_decode(row["head_size"], 2, H200, converted=bool(row["kv_dtype"]))
+            element_bytes = 1 if row["kv_dtype"] else 2
+            under_way = 2 * (tiles.num_stages - 1) * tiles.block_keys * padded(row["head_size"]) * element_bytes
             assert under_way <= row["shared"] <= decode_bytes(tiles, row["head_size"], 2) + 4096
             assert tiles.programs * row["shared"] <= H200.shared_bytes
             assert tiles.programs * 32 * row["warps"] * row["regs"] <= REGISTERS
@@ -67,5 +69,6 @@ def test_prefill_has_every_stage_in_shared_memory(compiled: list[dict[str, Any]]
     for row in compiled:
         if row["kernel"] == "prefill_attention":
             tiles = default_prefill(row["head_size"], 2, H200)
-            stages = 2 * (tiles.num_stages - 1) * tiles.block_keys * padded(row["head_size"]) * 2
+            element_bytes = 1 if row["kv_dtype"] else 2
+            stages = 2 * (tiles.num_stages - 1) * tiles.block_keys * padded(row["head_size"]) * element_bytes
             assert stages < row["shared"] <= H200.shared_bytes

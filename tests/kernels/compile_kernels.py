@@ -26,7 +26,7 @@ from engine.kernels.inputs import fill_inputs, write_tokens
 from engine.kernels.norm import add_norm
 from engine.kernels.page_lists import list_pages
 from engine.kernels.rotary import angle_table
-from engine.kernels.rounding import round_rows
+from engine.kernels.rounding import add_norm_round, round_rows
 from engine.layers.step import DecodeInputs
 from engine.params import SamplingParams
 from engine.sampling.state import SamplingState
@@ -42,7 +42,9 @@ def layers(dtype: torch.dtype) -> None:
     for width in (1024, 5120, 100):
         x_TD = torch.zeros((2, width), dtype=dtype)
         add_norm(x_TD, x_TD.clone(), torch.ones(width, dtype=dtype), 1e-6)
-        round_rows(x_TD)
+        for group in (0, 128) if width % 128 == 0 else (0,):
+            round_rows(x_TD, group)
+            add_norm_round(x_TD, x_TD.clone(), torch.ones(width, dtype=dtype), 1e-6, group)
     for kind in KINDS:
         gated(torch.zeros((2, 2 * 3072), dtype=dtype), kind)
     embed_shard(torch.zeros(2, dtype=torch.int64), torch.zeros((8, 1024), dtype=dtype), 0)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 KERNELS = {
-    "add_norm_rows", "adjust_tokens", "down_pairs", "draw_candidate", "fill_row", "gate_columns", "gate_pairs",
-    "gather_candidates", "gather_rows", "list_row", "measure_some_blocks", "pick_row", "place_pairs",
+    "add_norm_round_row", "add_norm_rows", "adjust_tokens", "down_pairs", "draw_candidate", "fill_row", "gate_columns",
+    "gate_pairs", "gather_candidates", "gather_rows", "list_row", "measure_some_blocks", "pick_row", "place_pairs",
     "rotate_heads", "round_row", "tabulate_angles", "write_places",
 }  # fmt: skip
 
@@ -20,7 +20,8 @@ KERNELS = {
 # Launched while the kernel in front of them still runs: whether they read weights before they wait for it, and whether
 # they let the next one begin as early.  What makes lists of pages does not: libraries read those before they wait.
 WAITING = {
-    "add_norm_rows": (True, True), "fill_row": (False, False), "gate_columns": (False, True),
+    "add_norm_round_row": (True, True), "add_norm_rows": (True, True), "fill_row": (False, False),
+    "gate_columns": (False, True),
     "gather_rows": (False, True), "list_row": (False, False), "rotate_heads": (True, True),
     "round_row": (False, True),
     "tabulate_angles": (False, True), "write_places": (False, False),

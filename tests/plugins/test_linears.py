@@ -53,6 +53,8 @@ def test_a_built_in_is_right(name: str, device: str) -> None:
     # A GPU's kernels have a slow form for CPUs in torch, which shows that they are called rightly.
     if device == "cuda" and device not in (declares.devices or DEVICES):
         pytest.skip("for CPUs")
+    if device == "cpu" and name == "linear.torch_fp8_block":
+        pytest.skip("torch has its product on Hopper alone; tests/plugins/test_torch_fp8_block.py has a stand-in")
     if declares.instruction_sets and not set(declares.instruction_sets) & set(instruction_sets()):
         pytest.skip(f"needs {declares.instruction_sets}")
     check_linear(importlib.import_module(BUILTIN[name]).callboard_linear, declares, device)
@@ -226,7 +228,7 @@ def test_how_a_rounded_checkpoint_is_multiplied_by_is_said(block: tuple[int, int
     stored = Quantization(method="fp8", kind="float", bits=8, block=block)
     said = f"stored as fp8 (float8) with {scales}, read as the floats that they stand for"
     assert told(stored, "none") == f"{said}; model.quantization keeps them small"
-    assert told(stored, "fp8") == f"{said} and rounded again, to fp8"
+    assert told(stored, "fp8") == f"{said} and rounded to fp8"
 
 
 def test_what_rounds_more_is_no_candidate_where_nothing_may_be_lost() -> None:

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from engine.errors import PluginError
+from engine.kernels import float8_ops
+from engine.kernels.float8 import FLOAT8, rounded
+from engine.kernels.float8_ops import round_rows
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linear import torch_fp8
-from engine.plugins.linear.torch_fp8 import FLOAT8, Float8, Float8Weight, callboard_linear, rounded
+from engine.plugins.linear.torch_fp8 import Float8, callboard_linear
 
 CONTEXT = LinearContext("cuda", "bfloat16", "fp8", checkpoint_dtype="bfloat16")
 
@@ -70,16 +73,14 @@ def test_sums_are_exact_unless_the_option_says_otherwise(product: ScaledProduct)
         callboard_linear(LinearContext("cuda", "bfloat16", "fp8", options={"fast_acumulation": True}))
 
 
-def test_rows_are_rounded_in_one_launch_where_kernels_run_and_fit(monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("triton", reason="triton is not published for this system")
-    from engine.kernels.fused import FusedKernels
-
-    kernels = SimpleNamespace(round_rows=FusedKernels.round_rows, widest_rounded=FusedKernels.widest_rounded)
-    monkeypatch.setattr(torch_fp8, "choose_kernels", lambda device: kernels)
-    assert Float8Weight(numbers(16, 32))._round is FusedKernels.round_rows
-    assert Float8Weight(numbers(16, kernels.widest_rounded + 16))._round is rounded
-    monkeypatch.setattr(torch_fp8, "choose_kernels", lambda device: None)
-    assert Float8Weight(numbers(16, 32))._round is rounded
+@pytest.mark.parametrize("group", [0, 128])
+def test_rows_are_rounded_in_one_launch_where_kernels_run_and_fit(monkeypatch: pytest.MonkeyPatch, group: int):
+    kernels = SimpleNamespace(round_rows=lambda *args: ("a launch", args[1]), widest_rounded=256)
+    monkeypatch.setattr(float8_ops, "choose_kernels", lambda device: kernels)
+    assert round_rows(numbers(3, 256), group) == ("a launch", group)
+    assert round_rows(numbers(3, 384), group)[0].dtype == FLOAT8
+    monkeypatch.setattr(float8_ops, "choose_kernels", lambda device: None)
+    assert round_rows(numbers(3, 256), group)[0].dtype == FLOAT8
 
 
 def test_a_checkpoint_that_was_rounded_with_a_scale_per_output_keeps_its_elements():

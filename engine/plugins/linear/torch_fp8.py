@@ -9,15 +9,20 @@ torch multiplies a row-major by a column-major matrix, both sides of the weight 
 import torch
 from torch import Tensor
 
-from engine.kernels.choice import choose_kernels
+from engine.kernels.float8 import FLOAT8, rounded
+from engine.kernels.float8_ops import round_rows
 from engine.layers.packing import PackedWeight
 from engine.plugins.hookspecs import LinearContext, hookimpl
 from engine.plugins.options import Options, decode_options
 
-CALLBOARD_PLUGIN = {"api": 1, "devices": ["cuda"], "dtypes": ["bfloat16"], "quantizations": ["fp8"]}
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FLOAT8).max
-SMALLEST = 1e-12  # instead of 0 where all elements are, so that nothing is divided by it
+CALLBOARD_PLUGIN = {
+    "api": 1,
+    "devices": ["cuda"],
+    "dtypes": ["bfloat16"],
+    "quantizations": ["fp8"],
+    "scale_blocks": [[1, 0]],
+    "traceable": True,
+}
 MULTIPLE = 16  # that both sides of the weight must be
 
 
@@ -27,22 +32,11 @@ class Float8Options(Options, frozen=True):
     fast_accumulation: bool = False
 
 
-def rounded(rows_NI: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in float8, without gaps, and the scale [N, 1] in float32 that gives each its size back."""
-    rows_NI = rows_NI.contiguous()
-    scales_N1 = rows_NI.abs().amax(1, keepdim=True).float().clamp_min_(SMALLEST).div_(LARGEST)
-    return (rows_NI / scales_N1).clamp_(-LARGEST, LARGEST).to(FLOAT8), scales_N1
-
-
 class Float8Weight:
     """W[O, I] in float8, scaled so that the largest element of each output's row is float8's largest."""
 
     def __init__(self, weight_OI: Tensor, fast_accumulation: bool = False) -> None:
-        kernels = choose_kernels(weight_OI.device)
         self._fast_accumulation = fast_accumulation
-        # In one launch, where torch takes seven.
-        fits = kernels is not None and weight_OI.shape[1] <= kernels.widest_rounded
-        self._round = kernels.round_rows if kernels is not None and fits else rounded
         self._weight_OI, scales_O1 = rounded(weight_OI)
         self._scales_1O = scales_O1.t().contiguous()
         self.nbytes = self._weight_OI.nbytes + self._scales_1O.nbytes
@@ -51,7 +45,7 @@ class Float8Weight:
         """x W^T + bias."""
         if not len(x_TI):
             return x_TI.new_empty((0, len(self._weight_OI)))
-        rounded_TI, scales_T1 = self._round(x_TI)
+        rounded_TI, scales_T1 = round_rows(x_TI)
         y_TO: Tensor = torch.ops.aten._scaled_mm(
             rounded_TI,
             self._weight_OI.t(),

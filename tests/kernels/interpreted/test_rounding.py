@@ -8,8 +8,9 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from engine.kernels.rounding import MAX_WIDTH, round_rows
-from engine.plugins.linear.torch_fp8 import rounded
+from engine.kernels.float8 import rounded
+from engine.kernels.norm import add_norm
+from engine.kernels.rounding import MAX_WIDTH, add_norm_round, round_rows
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +60,29 @@ def test_no_rows_and_rows_that_are_too_wide():
     assert round_rows(torch.ones(0, 16))[1].shape == (0, 1)
     with pytest.raises(AssertionError, match="a row of 32769 numbers"):
         round_rows(torch.ones(1, MAX_WIDTH + 1))
+
+
+def test_a_scale_for_each_group_in_columns_of_whole_fours():
+    x_TI = torch.randn(5, 384, generator=torch.Generator().manual_seed(3))
+    x_TI[:, 128:256] *= 1e6
+    x_TI[2, 256:] = 0.0
+    for view_TI in (x_TI.bfloat16(), x_TI.bfloat16().repeat(1, 2)[:, 384:]):
+        found, expected = round_rows(view_TI, 128), rounded(view_TI, 128)
+        assert found[0].shape == (8, 384)
+        assert (found[1].shape, found[1].stride()) == ((8, 3), (1, 8))
+        assert torch.equal(found[0][:5].view(torch.uint8), expected[0][:5].view(torch.uint8))
+        assert torch.equal(found[1][:5], expected[1][:5])
+    with pytest.raises(AssertionError, match="not made of groups of 128"):
+        round_rows(x_TI[:, :200], 128)
+
+
+@pytest.mark.parametrize(("width", "group"), [(384, 0), (384, 128), (100, 0)])
+def test_behind_a_norm_rows_are_rounded_as_by_themselves(width: int, group: int):
+    generator = torch.Generator().manual_seed(4)
+    x_TD, update_TD = (torch.randn(3, width, generator=generator).bfloat16() for _ in range(2))
+    weight_D, alone_TD = torch.randn(width, generator=generator).bfloat16(), x_TD.clone()
+    found = add_norm_round(x_TD, update_TD, weight_D, 1e-6, group)
+    expected = round_rows(add_norm(alone_TD, update_TD, weight_D, 1e-6), group)
+    assert torch.equal(x_TD, alone_TD)
+    assert torch.equal(found[0][:3].view(torch.uint8), expected[0][:3].view(torch.uint8))
+    assert torch.equal(found[1][:3], expected[1][:3])

@@ -34,6 +34,8 @@ CALLBOARD_PLUGIN = {
     "head_sizes": {"multiple_of": 8, "at_most": 256},
     "kv_layouts": ["layer_first", "page_first"],
     "supports": ["layer_windows"],
+    "kv_dtypes": ["fp8_e4m3"],
+    "rounded_queries": ["fp8_e4m3"],
     "padding": True,
 }
 PLUGIN = "attention.flash_attn"
@@ -49,11 +51,14 @@ class FlashAttentionOptions(Options, frozen=True):
 
 @hookimpl
 def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
-    """16-bit models with heads of up to 256; FA3 with pages below 128, FA2 with pages of 256 and its multiples."""
+    """16-bit models with heads of up to 256; FA3 with pages below 128, also of float8, FA2 with pages of 256 and its
+    multiples."""
     options = decode_options(PLUGIN, context.options, FlashAttentionOptions)
     capability = torch.cuda.get_device_capability()
     require_capability(PLUGIN, capability)
-    situation = Situation(capability[0] == HOPPER, context.page_size, context.head_size, options.whole_pages)
+    situation = Situation(
+        capability[0] == HOPPER, context.page_size, context.head_size, options.whole_pages, context.kv_dtype
+    )
     library, reasons = find(GENERATIONS[options.implementation], situation)
     if library is None:
         raise PluginError(

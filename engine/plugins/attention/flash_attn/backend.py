@@ -5,6 +5,8 @@ Legend: T new tokens in the step · B sequences · D decode rows (the first D of
 Owns: what happens in a step, and which rows and layers go where.  Does not know: how a kernel is called.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -40,16 +42,25 @@ class FlashAttention:
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``."""
+        outs = [out_TNH for _, out_TNH in self._results(layer, q_TNH)]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
+        """See ``WritingAttention``: libraries allocate what they return, so it is copied, each part to its place."""
+        for rows, part_TNH in self._results(layer, q_TNH):
+            out_TNH[rows] = part_TNH
+
+    def _results(self, layer: int, q_TNH: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Which queries each part has, and its result."""
         variant = variant_of(self._spec, layer)
         if layer == self._firsts[variant]:
             # Here, so that a graph repeats it: it is work of the device, by the lengths that the step has there.
             self._prepared[variant] = [self._kernels.prepare(part, self._windows[variant]) for part in self._parts]
-        outs, first = [], 0
+        first = 0
         for part, prepared in zip(self._parts, self._prepared[variant], strict=True):
             last = first + len(part.lengths_B) if part.decode else len(q_TNH)
-            outs.append(self._kernels.run(q_TNH[first:last], self._pages[layer], part, prepared))
+            yield slice(first, last), self._kernels.run(q_TNH[first:last], self._pages[layer], part, prepared)
             first = last
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def cut(batch: AttentionBatch, spec: AttentionSpec, pool: KVPool) -> list[Part]:

@@ -107,7 +107,10 @@ class FA2:
 
 @dataclass(frozen=True, slots=True)
 class FA3:
-    """Pages of any size.  Decides on the GPU which block does what: once a step if ``scheduler_metadata`` is there."""
+    """Pages of any size.  Decides on the GPU which block does what: once a step if ``scheduler_metadata`` is there.
+
+    Of pages in float8 it computes in float8: queries are rounded as keys and values are, without a scale; the kernel
+    rounds weights, and gives bfloat16."""
 
     spec: AttentionSpec
     pool: KVPool
@@ -130,7 +133,7 @@ class FA3:
             spec.num_kv_heads,
             spec.head_size,
             part.lengths_B,
-            qkv_dtype=self.pool.dtype,
+            qkv_dtype=self.pool.format.stored,
             cu_seqlens_q=part.query_starts_B1,
             page_size=page_size,
             causal=True,
@@ -141,8 +144,9 @@ class FA3:
 
     def run(self, q_TNH: Tensor, pages: KVPages, part: Part, prepared: Prepared) -> Tensor:
         keys, values = pages
-        return self.with_kvcache(
-            q_TNH,
+        form = self.pool.format
+        out_TNH: Tensor = self.with_kvcache(
+            q_TNH if form.plain else form.numbers(form.encode(q_TNH)),
             keys,
             values,
             cache_seqlens=part.lengths_B,
@@ -155,6 +159,7 @@ class FA3:
             scheduler_metadata=prepared.metadata,
             num_splits=prepared.num_splits,
         )
+        return out_TNH.to(q_TNH.dtype)
 
 
 def window_size(window: int) -> tuple[int, int]:

@@ -16,6 +16,8 @@ FA2_PAGE = 256
 # Keys that one block of FA3 works on at a time, by the largest head size that it is for; several, as it depends on
 # more than that.  A page that such a tile divides is read as a whole.
 FA3_KEY_TILES = {64: (128,), 96: (128, 144), 128: (128,), 192: (96, 112, 128), 256: (64, 80)}
+FA3_KEY_TILES_FP8 = {64: (160,), 96: (128,), 128: (160, 192, 224), 192: (128, 160), 256: (64, 128)}
+FP8_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,14 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What the rules are about.  whole_pages: FA3 may read slots that were never written, see ``refusal``."""
+    """What the rules are about.  whole_pages: FA3 may read slots that were never written, see ``refusal``.
+    kv_dtype: of pages, '' for the queries' own."""
 
     hopper: bool
     page_size: int
     head_size: int
     whole_pages: bool
+    kv_dtype: str = ""
 
 
 def find(generations: Sequence[int], situation: Situation) -> tuple[Library | None, list[str]]:
@@ -75,11 +79,16 @@ def refusal(generation: int, situation: Situation) -> str:
     NaN is NaN, and a NaN may be there from a sequence that had the page before.
     """
     size = situation.page_size
+    if generation == 2 and situation.kv_dtype:
+        return f"FA2 reads no {situation.kv_dtype} pages"
     if generation == 2:
         return "" if size % FA2_PAGE == 0 else f"FA2 needs pages of a multiple of {FA2_PAGE} tokens"
     if not situation.hopper:
         return "FA3 is for Hopper GPUs"
-    tiles = next(tiles for head_size, tiles in FA3_KEY_TILES.items() if situation.head_size <= head_size)
+    if situation.kv_dtype and situation.head_size % FP8_ALIGNMENT:
+        return f"FA3 reads {situation.kv_dtype} pages of heads of a multiple of {FP8_ALIGNMENT}"
+    by_head_size = FA3_KEY_TILES_FP8 if situation.kv_dtype else FA3_KEY_TILES
+    tiles = next(tiles for head_size, tiles in by_head_size.items() if situation.head_size <= head_size)
     for tile in tiles:
         if size % tile == 0 and not situation.whole_pages:
             return f"FA3 may read unwritten slots of pages of a multiple of {tile} tokens (see option whole_pages)"

@@ -23,10 +23,12 @@ CALLBOARD_PLUGIN = {
     "head_sizes": {"multiple_of": 8, "at_most": 256},
     "heads_per_kv_head": {"multiple_of": 1, "at_most": 64},
     "kv_layouts": ["layer_first", "page_first"],
+    "kv_dtypes": ["fp8_e4m3"],
     "supports": ["soft_cap", "sinks", "layer_windows", "latents"],
     "padding": True,
 }
 
+FLOAT8_CAPABILITY = (8, 9)  # Ada: the first with instructions that turn e4m3 into other types
 MAX_LATENT = 512  # of which a tile, and a program's results, still fit
 
 
@@ -42,7 +44,13 @@ def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
     """Any page size and window; on NVIDIA GPUs, and for tests of the kernels on the CPU."""
     options = decode_options(PLUGIN, context.options, TritonOptions)
     if context.device == "cuda":
-        require_capability(PLUGIN, torch.cuda.get_device_capability())
+        capability = torch.cuda.get_device_capability()
+        require_capability(PLUGIN, capability)
+        if context.kv_dtype and capability < FLOAT8_CAPABILITY:
+            raise PluginError(
+                f"{PLUGIN} reads {context.kv_dtype} pages from compute capability 8.9 on, this GPU has "
+                f"{capability[0]}.{capability[1]}; set plugins.attention=flashinfer, or kv.dtype=auto"
+            )
     try:
         from engine.plugins.attention.triton.backend import TritonAttention
         from engine.plugins.attention.triton.trials import tune, use_known

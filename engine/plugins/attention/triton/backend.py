@@ -64,8 +64,9 @@ class TritonAttention:
         # The kernels use powers of 2.  A cap times the tanh of (score / cap), by a sigmoid of twice that.
         self._scale_log2 = (spec.soft_cap or spec.scale) * math.log2(math.e)
         self._squash = 2 * spec.scale / spec.soft_cap if spec.soft_cap else 0.0
-        itemsize = slots_SGH.element_size()
-        self._default_decode = default_decode(spec.value_size, itemsize, self.processors)
+        # What tiles take of a processor's memory: float8 becomes the queries' type there.
+        itemsize = pool.dtype.itemsize
+        self._default_decode = default_decode(spec.value_size, itemsize, self.processors, not pool.format.plain)
         self._default_prefill = default_prefill(spec.value_size, itemsize, self.processors)
         self.tuned = TileTable()
         dtype = str(slots_SGH.dtype).removeprefix("torch.")

@@ -78,7 +78,7 @@ def decode_attention(
     through ``squashed``, and scale_log2 is the cap's. sinks: a score of each head, where SINKS. part_out,
     part_weight: float32 [share, 2, heads, HEAD_SIZE] and [share, 2, heads]; place 0 takes what continues a row that
     an earlier share began, place 1 what begins one that a later share ends. part_weight is log2 of the sum of
-    weights. A row within one share goes to out directly.
+    weights. A row within one share goes to out directly. keys, values: of q's type, or float8 that becomes it here.
     """
     head = tl.program_id(0)  # fastest: neighbours read neighbouring 256-byte pieces of the same slots
     share = tl.program_id(1)
@@ -138,11 +138,11 @@ def decode_attention(
             page_N = tl.load(pages + next_N // PAGE_SIZE, mask=next_N < length, other=0)
             place_NH = slot_N[:, None] * SLOT + place_1H
             # Stale slots may hold NaN, and 0 * NaN is NaN: they are not read at all.
-            k_NH = tl.load(keys + place_NH, mask=seen_N[:, None] & live_1H, other=0.0)
+            k_NH = tl.load(keys + place_NH, mask=seen_N[:, None] & live_1H, other=0.0).to(q.dtype.element_ty)
             score_MN = multiply(q_MH, tl.trans(k_NH), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INTERPRETED)
             if TAIL > 0:
                 tail_NR = keys + slot_N[:, None] * SLOT + HEAD_SIZE + r_R[None, :]
-                k_NR = tl.load(tail_NR, mask=seen_N[:, None] & live_1R, other=0.0)
+                k_NR = tl.load(tail_NR, mask=seen_N[:, None] & live_1R, other=0.0).to(q.dtype.element_ty)
                 score_MN = multiply(q_MR, tl.trans(k_NR), score_MN, INTERPRETED)
             if CAPPED:
                 score_MN = squashed(score_MN, squash)
@@ -154,7 +154,7 @@ def decode_attention(
             weight_M = weight_M * shrink_M + tl.sum(weight_MN, 1)
             v_NH = k_NH
             if TAIL == 0:
-                v_NH = tl.load(values + place_NH, mask=seen_N[:, None] & live_1H, other=0.0)
+                v_NH = tl.load(values + place_NH, mask=seen_N[:, None] & live_1H, other=0.0).to(q.dtype.element_ty)
             out_MH = multiply(weight_MN.to(v_NH.dtype), v_NH, out_MH * shrink_M[:, None], INTERPRETED)
             highest_M = new_highest_M
         whole = (tile == row_begin) & (last == row_stop)

@@ -37,14 +37,14 @@ def _attend_tile(
     if MASKED:
         # Stale slots may hold NaN, and 0 * NaN is NaN: they are not read at all.
         live_NH = (key_N < num_keys)[:, None] & live_1H
-    k_NH = tl.load(keys + place_NH, mask=live_NH, other=0.0)
+    k_NH = tl.load(keys + place_NH, mask=live_NH, other=0.0).to(q_MH.dtype)
     score_MN = multiply(q_MH, tl.trans(k_NH), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INTERPRETED)
     if TAIL > 0:
         r_R = tl.arange(0, BLOCK_R)
         live_NR = (r_R < TAIL)[None, :]
         if MASKED:
             live_NR = (key_N < num_keys)[:, None] & live_NR
-        k_NR = tl.load(keys + slot_N[:, None] * SLOT + HEAD_SIZE + r_R[None, :], mask=live_NR, other=0.0)
+        k_NR = tl.load(keys + slot_N[:, None] * SLOT + HEAD_SIZE + r_R[None, :], mask=live_NR, other=0.0).to(q_MH.dtype)
         score_MN = multiply(q_MR, tl.trans(k_NR), score_MN, INTERPRETED)
     if CAPPED:
         score_MN = squashed(score_MN, squash)
@@ -63,7 +63,7 @@ def _attend_tile(
     weight_M = weight_M * shrink_M + tl.sum(weight_MN, 1)
     v_NH = k_NH
     if TAIL == 0:
-        v_NH = tl.load(values + place_NH, mask=live_NH, other=0.0)
+        v_NH = tl.load(values + place_NH, mask=live_NH, other=0.0).to(q_MH.dtype)
     out_MH = multiply(weight_MN.to(v_NH.dtype), v_NH, out_MH * shrink_M[:, None], INTERPRETED)
     return out_MH, new_highest_M, weight_M, page_N
 
@@ -83,7 +83,7 @@ def prefill_attention(
 ):  # fmt: skip
     """Program (head, i): a tile of queries of one sequence, over the keys that any of them sees.
 
-    q, out: query t at t * q_stride and t * heads * HEAD_SIZE. SLOT, TAIL, CAPPED, SINKS: as of decode.
+    q, out: query t at t * q_stride and t * heads * HEAD_SIZE. SLOT, TAIL, CAPPED, SINKS, keys, values: as of decode.
     query_starts: where in them each sequence's queries are. Sequence b's tiles begin at number (its first query) //
     QUERIES + b, which leaves room for the part-filled last tile of every sequence before it; so T // QUERIES +
     num_rows programs suffice, whatever the lengths.

@@ -58,11 +58,12 @@ def padded(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def default_decode(head_size: int, itemsize: int, processors: Processors) -> DecodeTiles:
+def default_decode(head_size: int, itemsize: int, processors: Processors, converted: bool = False) -> DecodeTiles:
     """Three programs per processor of an H200, each with two tiles of 16 KB keys and 16 KB values on their way.
 
     Decoding is reading.  A processor's part of 4.3 TB/s takes 26 KB under way at 800 ns, so 192 KB leave room for
     programs that begin, end or compute.  Registers allow three programs of four warps too, and all of them run at once.
+    converted: whether keys and values become another type on their way, for which registers hold them twice.
     """
     block_keys = min(128, max(16, TILE_BYTES // (padded(head_size) * itemsize)))
     for num_stages in (3, 2):
@@ -70,13 +71,15 @@ def default_decode(head_size: int, itemsize: int, processors: Processors) -> Dec
         fitting = processors.shared_bytes // decode_bytes(tiles, head_size, itemsize)
         if fitting > 1:
             break
-    most = 2 if head_size > MAX_HEAD_SIZE else 3  # that registers allow
+    most = 2 if head_size > MAX_HEAD_SIZE or converted else 3  # that registers allow
     return msgspec.structs.replace(tiles, programs=max(1, min(most, fitting)))
 
 
-def decode_candidates(head_size: int, itemsize: int, processors: Processors) -> list[DecodeTiles]:
+def decode_candidates(
+    head_size: int, itemsize: int, processors: Processors, converted: bool = False
+) -> list[DecodeTiles]:
     """The default first, then smaller, larger and more tiles, as far as they fit."""
-    default = default_decode(head_size, itemsize, processors)
+    default = default_decode(head_size, itemsize, processors, converted)
     keys = default.block_keys
     others = [
         DecodeTiles(keys, 4, 3, 6),

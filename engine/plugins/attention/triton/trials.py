@@ -65,8 +65,8 @@ def tune(
     path = table_path(attention.processors.name)
     table = load_table(path)
     known = len(table.decode) + len(table.prefill)
-    spec, itemsize = attention.spec, attention.pool.data.element_size()
-    decodes = decode_candidates(spec.head_size, itemsize, attention.processors)
+    spec, itemsize = attention.spec, attention.pool.dtype.itemsize
+    decodes = decode_candidates(spec.head_size, itemsize, attention.processors, not attention.pool.format.plain)
     prefills = prefill_candidates(spec.head_size, itemsize, attention.processors)
     with torch.inference_mode():
         for context in contexts:
@@ -117,9 +117,9 @@ def _keep_fastest(
 
 def _work(attention: TritonAttention, batch: AttentionBatch, tiles: DecodeTiles | PrefillTiles) -> Callable[[], None]:
     """A function that runs some layers of attention with these tiles."""
-    spec, data = attention.spec, attention.pool.data
+    spec, pool = attention.spec, attention.pool
     num_queries = int(batch.host_query_lengths.sum())
-    q_TNH = torch.zeros((num_queries, spec.num_heads, spec.head_size), dtype=data.dtype, device=data.device)
+    q_TNH = torch.zeros((num_queries, spec.num_heads, spec.head_size), dtype=pool.dtype, device=pool.data.device)
     layers = [layer for layer in range(spec.num_layers) if spec.window_of(layer) == spec.window]
 
     def work() -> None:

@@ -1,0 +1,155 @@
+"""Products on Hopper in float8 (e4m3): a scale per block of 128 x 128 of the weight, and one per 128 inputs of a row.
+
+Legend: T rows of the input · I input features · O output features
+        B blocks of outputs · C blocks of inputs, L with room up to a multiple of four
+
+torch (2.11, CUDA 12.9) multiplies a row-major by a column-major matrix, with float32 scales [T, C], whose columns are
+without gaps, and [L, B], likewise.  So are the weights of DeepSeek's and Qwen's FP8 checkpoints.  A block that was
+rounded so is found again with all its elements, as no scale but the one that it had fits all of them as well; the scale
+itself as near as the weights tell it in bfloat16, which is nearer than these are to what the file says.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.errors import PluginError
+from engine.kernels.float8 import FLOAT8, GROUP, LARGEST, SMALLEST
+from engine.kernels.float8_ops import round_rows
+from engine.layers.packing import PackedWeight
+from engine.plugins.hookspecs import LinearContext, hookimpl
+from engine.plugins.options import Options, decode_options
+
+PLUGIN = "linear.torch_fp8_block"
+CALLBOARD_PLUGIN = {
+    "api": 1,
+    "devices": ["cuda"],
+    "dtypes": ["bfloat16"],
+    "quantizations": ["fp8"],
+    "scale_blocks": [[128, 128]],
+    "traceable": True,
+}
+MULTIPLE = 16  # that outputs must be; inputs are whole groups
+SCALES_MULTIPLE = 4  # columns of scales begin at 16 bytes
+ROWS_AT_ONCE = 16 * GROUP  # of a weight that is rounded, for the memory that it takes in between
+# What the largest element of a block may be: one of each mantissa, as high as it goes.
+TOPS = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0)
+PLACES = (1, 3)  # of a block
+SAMPLED = 8  # every eighth row of a block tells what its largest element is
+TRIAL_ERROR = 0.05  # of a product of rounded numbers, of its size
+
+
+def in_blocks(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """The elements in float8, [O, I], and the float32 scales [B, C] with which they are nearest to the weight."""
+    outputs, inputs = weight_OI.shape
+    elements_OI = torch.empty((outputs, inputs), dtype=FLOAT8, device=weight_OI.device)
+    scales = []
+    for first in range(0, outputs, ROWS_AT_ONCE):
+        rows_OI = weight_OI[first : first + ROWS_AT_ONCE].float()
+        padded_OI = F.pad(rows_OI, (0, 0, 0, -len(rows_OI) % GROUP))
+        found_BOCI, scales_BC = _nearest(padded_OI.view(-1, GROUP, inputs // GROUP, GROUP))
+        elements_OI[first : first + ROWS_AT_ONCE] = found_BOCI.view(-1, inputs)[: len(rows_OI)].to(FLOAT8)
+        scales.append(scales_BC)
+    return elements_OI, torch.cat(scales)
+
+
+def _nearest(weight_BOCI: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each block the elements, still in float32, and the scale [B, C], for the top that leaves the least error."""
+    largest = weight_BOCI.abs().amax(PLACES, keepdim=True).clamp_min_(SMALLEST)
+    sample = weight_BOCI[:, ::SAMPLED]
+    least, scales = torch.full_like(largest, torch.inf), largest / LARGEST
+    for top in TOPS:
+        scale = largest / top
+        found, fit = _fitted(sample / scale)
+        error = (sample / scale - found * fit).square_().sum(PLACES, keepdim=True) / top**2
+        better = error < least
+        least, scales = torch.where(better, error, least), torch.where(better, scale, scales)
+    found, fit = _fitted(weight_BOCI / scales)
+    return found, (scales * fit)[:, 0, :, 0]
+
+
+def _fitted(wanted_BOCI: Tensor) -> tuple[Tensor, Tensor]:
+    """The elements, and the factor [B, 1, C, 1] that brings them nearest to what is wanted: all tell it better than the
+    largest one alone."""
+    found = wanted_BOCI.clamp(-LARGEST, LARGEST).to(FLOAT8).float()
+    squares = found.square().sum(PLACES, keepdim=True).clamp_min_(1.0)
+    return found, (wanted_BOCI * found).sum(PLACES, keepdim=True) / squares
+
+
+@torch.library.custom_op("callboard::multiply_blocks", mutates_args=())
+def multiply_blocks(x_TI: Tensor, scales_TC: Tensor, weight_OI: Tensor, scales_LB: Tensor, num_rows: int) -> Tensor:
+    """bfloat16 [num_rows, O]; x may have more rows.  To a compiler one operation."""
+    recipes = F.ScalingType
+    y_TO = F.scaled_mm(
+        x_TI,
+        weight_OI.t(),
+        scales_TC,
+        recipes.BlockWise1x128,
+        scales_LB,
+        recipes.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )
+    return y_TO[:num_rows]
+
+
+@multiply_blocks.register_fake
+def _(x_TI: Tensor, scales_TC: Tensor, weight_OI: Tensor, scales_LB: Tensor, num_rows: int) -> Tensor:
+    return x_TI.new_empty((num_rows, weight_OI.shape[0]), dtype=torch.bfloat16)
+
+
+class BlockWeight:
+    """W[O, I] in float8, with a scale per block."""
+
+    def __init__(self, weight_OI: Tensor) -> None:
+        self._weight_OI, scales_BC = in_blocks(weight_OI)
+        scales_BL = F.pad(scales_BC, (0, -scales_BC.shape[1] % SCALES_MULTIPLE))
+        self._scales_LB = scales_BL.contiguous().t()
+        self.nbytes = self._weight_OI.nbytes + self._scales_LB.nbytes
+
+    def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """x W^T + bias."""
+        num_rows = len(x_TI)
+        if not num_rows:
+            return x_TI.new_empty((0, len(self._weight_OI)))
+        y_TO = multiply_blocks(*round_rows(x_TI, GROUP), self._weight_OI, self._scales_LB, num_rows)
+        return y_TO if bias_O is None else y_TO.add_(bias_O)
+
+
+class Float8Blocks:
+    """Rounds every weight to float8, but those of odd sizes, which the product does not take."""
+
+    element_bytes = FLOAT8.itemsize
+
+    def pack(self, weight_OI: Tensor) -> PackedWeight | None:
+        """See ``LinearKernel.pack``."""
+        outputs, inputs = weight_OI.shape
+        return None if outputs % MULTIPLE or inputs % GROUP else BlockWeight(weight_OI)
+
+
+def try_out(device: torch.device) -> None:
+    """Multiply once, with scales that differ.  Raises PluginError where torch cannot, or does not do it right."""
+    try:
+        with torch.inference_mode():
+            scales_O1 = torch.logspace(-2, 2, 2 * GROUP, device=device)[:, None]
+            weight_OI = scales_O1.expand(-1, 3 * GROUP).bfloat16()
+            x_TI = torch.logspace(-3, 3, 3 * GROUP, device=device).expand(5, -1).bfloat16()
+            found_TO = BlockWeight(weight_OI)(x_TI, None).double()
+            expected_TO = x_TI.double() @ weight_OI.double().t()
+        error = float((found_TO - expected_TO).norm() / expected_TO.norm())
+        problem = f"a product is off by {error:.2g} of its size" if not error <= TRIAL_ERROR else ""
+    except Exception as reason:  # torch before CUDA 12.9, another GPU than Hopper
+        problem = " ".join(f"{type(reason).__name__}: {reason}".split())[:300]
+    if problem:
+        raise PluginError(
+            f"{PLUGIN} needs a Hopper GPU and a torch for CUDA 12.9 or later ({problem}); "
+            "set plugins.linear=torch_fp8, which has a scale per output, or model.quantization=none"
+        )
+
+
+@hookimpl
+def callboard_linear(context: LinearContext) -> Float8Blocks:
+    """torch's products in float8 with scales of blocks.  Raises PluginError on another GPU than Hopper."""
+    decode_options(PLUGIN, context.options, Options)
+    if context.device == "cuda":
+        try_out(torch.device(context.device))
+    return Float8Blocks()
