@@ -1,8 +1,13 @@
 """The JSON and the event stream, field by field: what a schema check would look at."""
 
+import json
 from typing import Any
 
+import openai.types
+import openai.types.chat
+import pytest
 from openai.types.responses import Response
+from pydantic import BaseModel
 
 from tests.server.http_client import Reply, ask
 from tests.server.live_server import MODEL, LiveServer
@@ -18,6 +23,26 @@ def complete(live: LiveServer, **fields: Any) -> Reply:
 def chat(live: LiveServer, **fields: Any) -> Reply:
     messages = [{"role": "user", "content": "p"}]
     return ask(live.port, "POST", "/v1/chat/completions", {"model": MODEL, "messages": messages, **fields})
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 2, "echo": True, "n": 2, "stop": "x"}])
+def test_completions_are_valid_by_openais_schema(live: LiveServer, fields: dict[str, Any]) -> None:
+    # Not its events: the schema has none of their own, and every server's have a null for the finish in between.
+    check(openai.types.Completion, complete(live, **fields).json)
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": True, "top_logprobs": 2, "n": 2, "stop": "x"}])
+def test_chats_are_valid_by_openais_schema(live: LiveServer, fields: dict[str, Any]) -> None:
+    check(openai.types.chat.ChatCompletion, chat(live, **fields).json)
+    for event in chat(live, **fields, stream=True, stream_options={"include_usage": True}).events[:-1]:
+        check(openai.types.chat.ChatCompletionChunk, event)
+    for model in ask(live.port, "GET", "/v1/models").json["data"]:
+        check(openai.types.Model, model)
+
+
+def check(schema: type[BaseModel], answer: dict[str, Any]) -> None:
+    """The client's types are made from OpenAI's schema; by itself it does not look whether an answer keeps to it."""
+    schema.model_validate_json(json.dumps(answer), strict=True)
 
 
 def test_completion_has_exactly_these_fields(live: LiveServer) -> None:

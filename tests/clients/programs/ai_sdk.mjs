@@ -27,11 +27,18 @@ const weather = tool({
   execute: async ({ city }) => (called.push(city), `rain in ${city}`),
 });
 for (const call of [generateText, streamText]) {
-  const answer = call({ ...request, tools: { weather }, toolChoice: "required", prompt: "The weather?" });
-  const { toolCalls } = call === streamText ? { toolCalls: await answer.toolCalls } : await answer;
-  assert.equal(toolCalls[0].toolName, "weather");
+  const answer = await call({
+    ...request,
+    tools: { weather },
+    toolChoice: "required",
+    providerOptions: { callboard: { parallel_tool_calls: false } },
+    prompt: "The weather?",
+  });
+  const [result] = await answer.toolResults; // of a stream, a promise
+  assert.equal(result.toolName, "weather");
+  assert.match(result.output, /^rain in (Paris|Oslo)$/);
 }
-assert.ok(called.every((city) => ["Paris", "Oslo"].includes(city)) && called.length >= 2);
+assert.ok(called.length >= 2);
 
 const { output } = await generateText({ ...request, output: Output.object({ schema: City }), prompt: "A trip." });
 assert.ok(City.safeParse(output).success);
