@@ -238,6 +238,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     activation: as of ``GatedShape``; or "clamped_swish", gpt-oss's, with ``limit`` and ``slope``.
     stacked: all experts of a layer in one tensor [experts, in, out], gate and up interleaved, with biases.
     gate, up, down: their names, with one tensor for each expert.
+    divided: a rank has some of the experts whole, not a part of each.
     """
 
     built_by: ClassVar[str] = "engine.layers.experts:Experts"
@@ -254,6 +255,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     down: str = "down_proj"
     limit: float = 0.0
     slope: float = 1.0
+    divided: bool = False
 
     @property
     def width(self) -> int:
