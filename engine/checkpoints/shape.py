@@ -282,6 +282,16 @@ class ClassifierShape(PartShape, frozen=True, kw_only=True):
     name: str = "score"
 
 
+class RewardShape(PartShape, frozen=True, kw_only=True):
+    """In the LM head's place: one logit of an MLP as wide as the model, out(relu(inner(x))), with biases.
+
+    inner, out: their names."""
+
+    built_by: ClassVar[str] = "engine.layers.pooled_head:Reward"
+    inner: str = "score.0"
+    out: str = "score.2"
+
+
 class TokenScoreShape(PartShape, frozen=True, kw_only=True):
     """In the LM head's place: the logit of one token, less that of a second where there is one.
 
