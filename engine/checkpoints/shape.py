@@ -88,6 +88,7 @@ class LayerNormShape(PartShape, frozen=True, kw_only=True):
     built_by: ClassVar[str] = "engine.layers.norm:layer_norm"
     name: str
     eps: float
+    bias: bool = True
 
 
 class HeadNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -99,6 +100,12 @@ class HeadNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class WideHeadNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An RMS norm over all query heads at once, and one over all key heads: q_norm and k_norm of OLMo 2."""
+
+    eps: float
+
+
+class HeadLayerNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A layer norm, without a bias, over each query head and each key head by itself, each with a weight of its own."""
 
     eps: float
 
@@ -121,7 +128,7 @@ class AttentionShape(PartShape, frozen=True, kw_only=True):
     window: int = 0
     soft_cap: float = 0.0
     sinks: bool = False
-    head_norm: HeadNormShape | WideHeadNormShape | None = None
+    head_norm: HeadNormShape | WideHeadNormShape | HeadLayerNormShape | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     name: str = "self_attn"
@@ -307,7 +314,10 @@ class TokenScoreShape(PartShape, frozen=True, kw_only=True):
 
 
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer: x += behind_attention(attention(before_attention(x))), then the same with the MLP."""
+    """One layer: x += behind_attention(attention(before_attention(x))), then the same with the MLP.
+
+    parallel: the MLP gets what attention gets, before_attention(x), and what both give is added to x (Wang and
+    Komatsuzaki 2021); before_mlp has no place then."""
 
     attention: AttentionShape | LatentAttentionShape
     mlp: PartShape
@@ -315,6 +325,7 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     behind_attention: PartShape = Unchanged()
     before_mlp: PartShape = Unchanged()
     behind_mlp: PartShape = Unchanged()
+    parallel: bool = False
 
 
 class Names(msgspec.Struct, frozen=True, kw_only=True):

@@ -61,6 +61,7 @@ BUILTIN: Mapping[str, str] = {
     "linear.torch": "engine.plugins.linear.torch",
     "linear.torch_fp8": "engine.plugins.linear.torch_fp8",
     "linear.torch_int8": "engine.plugins.linear.torch_int8",
+    "model.cohere": "engine.plugins.model.cohere",
     "model.deepseek_v2": "engine.plugins.model.deepseek_v2",
     "model.deepseek_v3": "engine.plugins.model.deepseek_v3",
     "model.gemma2": "engine.plugins.model.gemma2",

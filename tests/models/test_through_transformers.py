@@ -75,6 +75,9 @@ def test_a_native_family_gives_the_same_tokens_when_it_is_named(tmp_path: Path, 
 # What it is -> a model_type, what its configuration has, and what is said.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "attention of its own": ("gptj", {}, "its attention is not called through transformers' attention interface"),
+    "ALiBi, always": ("bloom", {}, r"its scores are biased by distance \(ALiBi"),
+    "ALiBi, by a part of its configuration": ("mpt", {}, r"its scores are biased by distance \(ALiBi"),
+    "ALiBi, by its configuration": ("falcon", {"alibi": True}, r"its scores are biased by distance \(ALiBi"),
     "an encoder": ("bert", {}, "its masks are neither causal nor those of a sliding window"),
     "masks of its own": ("doge", {}, "it computes with its masks, which are not made here"),
     "attention twice in a layer": ("diffllama", {}, "interface 4 times for 2 layers"),
