@@ -46,6 +46,12 @@ class ModelSection(Section, frozen=True):
             "and 'int8' on a CPU, 'int8', 'fp8' and 'int4' on a GPU, or what a plugin offers"
         ),
     ] = "none"
+    experts: Annotated[
+        Literal["cut", "divided"],
+        Meta(
+            description="How ranks share a mixture of experts: each has a part of every expert, or some experts whole"
+        ),
+    ] = "cut"
     score_tokens: Annotated[
         tuple[str, ...],
         Meta(

@@ -1,4 +1,5 @@
-"""A layer of experts by the kernel for all of them, captured, beside one product for each, which waits for values.
+"""A layer of experts by the kernel for all of them, captured, beside one product for each, which waits for values; and
+two halves of the experts, as ranks that divide them have them, whose results must add up.
 
 Sizes are of Qwen3-30B-A3B.  GB/s counts the weights of the experts that are visited, each once.
 """
@@ -10,6 +11,7 @@ import torch
 from engine.checkpoints.shape import ExpertsShape, RouterShape
 from engine.kernels.choice import choose_kernels
 from engine.layers.experts import Experts
+from engine.layers.kernels import LayerKernels
 from engine.plugins.comm.local import LocalComm
 from gpu_sections.kernels import no_kernels
 from gpu_sections.rows import Row, device_seconds, seconds_of
@@ -47,6 +49,8 @@ def section(
     for x_TD, expected_TD, plain in steps:
         error = float((layer(x_TD, kernels) - expected_TD).abs().max() / expected_TD.abs().max())
         seconds = device_seconds(lambda x_TD=x_TD: layer(x_TD, kernels), device)
+        halves = _sum_of_halves(layer, kernels, x_TD)
+        error = max(error, float((halves - expected_TD).abs().max() / expected_TD.abs().max()))
         visited = layer.router(x_TD)[1].unique().numel()
         num_bytes = visited * 3 * hidden_size * expert_size * torch.bfloat16.itemsize
         yield {
@@ -57,3 +61,18 @@ def section(
             "of_plain": plain / seconds,
             "gb_per_s": num_bytes / seconds / 1e9,
         }
+
+
+def _sum_of_halves(layer: Experts, kernels: LayerKernels, x_TD: torch.Tensor) -> torch.Tensor:
+    """What two ranks would add up."""
+    gate_up, down = (stack.weights for stack in layer._stacks)
+    weights_TK, experts_TK = layer.router(x_TD)
+    half, parts = len(gate_up) // 2, []
+    for first in (0, half):
+        here = slice(first, first + half)
+        parts.append(
+            kernels.mix_experts(
+                x_TD, weights_TK, experts_TK, gate_up[here], down[here], None, None, "silu", first_expert=first
+            )
+        )
+    return parts[0] + parts[1]

@@ -14,9 +14,16 @@ import msgspec
 
 from engine.checkpoints.fields import Fields, read_fields
 from engine.checkpoints.gguf import SUFFIX, unfold
-from engine.checkpoints.pooling import GENERATING, Pooling, read_pooling
+from engine.checkpoints.pooling import GENERATING, REWARD, Pooling, read_pooling
 from engine.checkpoints.quantization import Quantization, read_quantization
-from engine.checkpoints.shape import ClassifierShape, DecoderShape, NoHeadShape, PartShape, TokenScoreShape
+from engine.checkpoints.shape import (
+    ClassifierShape,
+    DecoderShape,
+    NoHeadShape,
+    PartShape,
+    RewardShape,
+    TokenScoreShape,
+)
 from engine.errors import WeightsError
 
 log = logging.getLogger(__name__)
@@ -115,7 +122,7 @@ def read_spec(
         what = f"a score is read from the logit of token {unknown[0]}, but the model's last is {shape.vocab_size - 1}"
         raise WeightsError(f"{directory}: {what}")
     if not has_labels:
-        shape = msgspec.structs.replace(shape, pooled_head=_pooled_head(shape, pooling))
+        shape = msgspec.structs.replace(shape, pooled_head=_pooled_head(architecture, shape, pooling))
     if quantization is not None and shape.unlike_rounded:
         expected = f"none: {architecture} has {shape.unlike_rounded}, which is read only as it is"
         raise fields.error("quantization_config", str(quantization), expected)
@@ -136,7 +143,7 @@ def read_spec(
     )
 
 
-def _pooled_head(shape: DecoderShape, pooling: Pooling) -> PartShape | None:
+def _pooled_head(architecture: str, shape: DecoderShape, pooling: Pooling) -> PartShape | None:
     """What the model has in the LM head's place, by what it is for."""
     if pooling.score_ids:
         name = shape.names.embedding if shape.tied else shape.names.head
@@ -147,6 +154,8 @@ def _pooled_head(shape: DecoderShape, pooling: Pooling) -> PartShape | None:
             scale=shape.logit_scale,
             cap=shape.logit_cap,
         )
+    if architecture.endswith(REWARD):
+        return RewardShape()
     if pooling.kind == "classify":
         return ClassifierShape(num_labels=len(pooling.labels))
     return NoHeadShape() if pooling.kind == "embed" else None

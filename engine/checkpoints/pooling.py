@@ -17,7 +17,7 @@ Kind = Literal["generate", "embed", "classify"]
 Task = Literal["generate", "embed", "classify", "score", "pool"]
 Activation = Literal["identity", "sigmoid", "softmax"]
 
-CLASSIFIER, BARE, LM_HEAD = "ForSequenceClassification", "Model", "LMHeadModel"
+CLASSIFIER, REWARD, BARE, LM_HEAD = "ForSequenceClassification", "ForRewardModel", "Model", "LMHeadModel"
 METHODS: dict[str, Literal["last", "mean"]] = {"lasttoken": "last", "mean": "mean"}
 LEGACY = "pooling_mode_"
 LEGACY_NAMES = {"lasttoken": "lasttoken", "mean_tokens": "mean"}
@@ -69,7 +69,7 @@ GENERATING: Final = Pooling()
 
 def causal_names(architecture: str) -> tuple[str, ...]:
     """The architectures whose decoder one has under another head, or under none; () if it names no such."""
-    for suffix in (CLASSIFIER, BARE):
+    for suffix in (CLASSIFIER, REWARD, BARE):
         if architecture.endswith(suffix) and not architecture.endswith(LM_HEAD):
             stem = architecture.removesuffix(suffix).removesuffix("Text")
             return f"{stem}ForCausalLM", f"{stem}{LM_HEAD}"
@@ -95,6 +95,8 @@ def read_pooling(
     if has_labels or architecture.endswith(CLASSIFIER):
         labels = _labels(fields)
         return _classifier(directory, fields, labels, _by_problem(fields, labels))
+    if architecture.endswith(REWARD):
+        return _classifier(directory, fields, ("reward",), "identity")
     modules = _modules(directory)
     if "LogitScore" in modules:
         score = read_fields(directory / modules["LogitScore"] / "config.json")

@@ -88,6 +88,7 @@ class LayerNormShape(PartShape, frozen=True, kw_only=True):
     built_by: ClassVar[str] = "engine.layers.norm:layer_norm"
     name: str
     eps: float
+    bias: bool = True
 
 
 class HeadNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -99,6 +100,12 @@ class HeadNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class WideHeadNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An RMS norm over all query heads at once, and one over all key heads: q_norm and k_norm of OLMo 2."""
+
+    eps: float
+
+
+class HeadLayerNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A layer norm, without a bias, over each query head and each key head by itself, each with a weight of its own."""
 
     eps: float
 
@@ -121,7 +128,7 @@ class AttentionShape(PartShape, frozen=True, kw_only=True):
     window: int = 0
     soft_cap: float = 0.0
     sinks: bool = False
-    head_norm: HeadNormShape | WideHeadNormShape | None = None
+    head_norm: HeadNormShape | WideHeadNormShape | HeadLayerNormShape | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     name: str = "self_attn"
@@ -238,6 +245,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     activation: as of ``GatedShape``; or "clamped_swish", gpt-oss's, with ``limit`` and ``slope``.
     stacked: all experts of a layer in one tensor [experts, in, out], gate and up interleaved, with biases.
     gate, up, down: their names, with one tensor for each expert.
+    divided: a rank has some of the experts whole, not a part of each.
     """
 
     built_by: ClassVar[str] = "engine.layers.experts:Experts"
@@ -254,6 +262,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     down: str = "down_proj"
     limit: float = 0.0
     slope: float = 1.0
+    divided: bool = False
 
     @property
     def width(self) -> int:
@@ -280,6 +289,16 @@ class ClassifierShape(PartShape, frozen=True, kw_only=True):
     name: str = "score"
 
 
+class RewardShape(PartShape, frozen=True, kw_only=True):
+    """In the LM head's place: one logit of an MLP as wide as the model, out(relu(inner(x))), with biases.
+
+    inner, out: their names."""
+
+    built_by: ClassVar[str] = "engine.layers.pooled_head:Reward"
+    inner: str = "score.0"
+    out: str = "score.2"
+
+
 class TokenScoreShape(PartShape, frozen=True, kw_only=True):
     """In the LM head's place: the logit of one token, less that of a second where there is one.
 
@@ -295,7 +314,10 @@ class TokenScoreShape(PartShape, frozen=True, kw_only=True):
 
 
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer: x += behind_attention(attention(before_attention(x))), then the same with the MLP."""
+    """One layer: x += behind_attention(attention(before_attention(x))), then the same with the MLP.
+
+    parallel: the MLP gets what attention gets, before_attention(x), and what both give is added to x (Wang and
+    Komatsuzaki 2021); before_mlp has no place then."""
 
     attention: AttentionShape | LatentAttentionShape
     mlp: PartShape
@@ -303,6 +325,7 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     behind_attention: PartShape = Unchanged()
     before_mlp: PartShape = Unchanged()
     behind_mlp: PartShape = Unchanged()
+    parallel: bool = False
 
 
 class Names(msgspec.Struct, frozen=True, kw_only=True):

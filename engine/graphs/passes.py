@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from engine.errors import GraphError
 from engine.plugins.hookspecs import GraphPassContext
-from engine.plugins.linear.onednn import padded_product
+from engine.plugins.linear.onednn import fewest_rows, padded_product
 from engine.plugins.manager import Plugins
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ _library.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> T
 
 
 def _linear(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:
-    return padded_product(x_TI, packed, bias_O)
+    return padded_product(x_TI, packed, bias_O, fewest_rows(x_TI.itemsize * x_TI.shape[1] * outputs))
 
 
 def _linear_traced(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:

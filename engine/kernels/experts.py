@@ -38,8 +38,11 @@ def mix_experts(
     kind: str,
     limit: float = 0.0,
     slope: float = 1.0,
+    first_expert: int | None = None,
 ) -> Tensor:
     """[T, D] in x's dtype: the sum over a token's experts of weight * down(activation(gate(x)) * up(x)).
+
+    first_expert: the first one that gate_up and down are of; what is not here adds nothing.  None: all are here.
 
     x, gate_up and down of one dtype, contiguous; weights in any; experts int64, none of them twice for a token.
     kind: of ``KINDS``, with all of gate first; or "clamped_swish", whose gates and ups alternate, with limit and slope.
@@ -55,7 +58,9 @@ def mix_experts(
     num_pairs, device = num_tokens * num_chosen, x_TD.device
     order_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
     counts_E = torch.empty(num_experts, dtype=torch.int32, device=device)
-    place_pairs[(num_experts,)](experts_TK, order_P, counts_E, num_pairs, BLOCK_P=PAIRS_AT_ONCE, num_warps=4)
+    place_pairs[(num_experts,)](
+        experts_TK, order_P, counts_E, num_pairs, first_expert or 0, BLOCK_P=PAIRS_AT_ONCE, num_warps=4
+    )
     few = num_pairs <= FEW_PAIRS * num_experts
     block_pairs = 16 if few else 64
     num_tiles = num_pairs // block_pairs + min(num_experts, num_pairs)
@@ -71,7 +76,8 @@ def mix_experts(
         INNER=width, WIDTH=inner, KIND=CLAMPED if kind == "clamped_swish" else KINDS[kind],
         BIASED=gate_up_bias_EO is not None, BLOCK_N=columns, **shared,
     )  # fmt: skip
-    results_PD = torch.empty((num_pairs, width), dtype=x_TD.dtype, device=device)
+    new = torch.empty if first_expert is None else torch.zeros  # nobody writes the results of those that are not here
+    results_PD = new((num_pairs, width), dtype=x_TD.dtype, device=device)
     columns = 64
     down_pairs[(num_tiles, triton.cdiv(width, columns))](
         gated_PI, order_P, counts_E, down_EDI, down_bias_ED, weights_TK, results_PD,
@@ -81,15 +87,15 @@ def mix_experts(
 
 
 # The number of tokens must not make another variant: compiling one takes a second, while clients wait.
-@triton.jit(do_not_specialize=["num_pairs"])
-def place_pairs(experts, order, counts, num_pairs, BLOCK_P: tl.constexpr):
-    """Program e lists the pairs of expert e, behind those of the experts before it, and counts them."""
-    expert = tl.program_id(0)
+@triton.jit(do_not_specialize=["num_pairs", "first_expert"])
+def place_pairs(experts, order, counts, num_pairs, first_expert, BLOCK_P: tl.constexpr):
+    """Program e lists the pairs of the e-th expert that is here, behind those of experts before it, and counts them."""
+    expert = first_expert + tl.program_id(0)
     p_P = tl.arange(0, BLOCK_P)
     before_P = tl.zeros([BLOCK_P], tl.int32)
     for first in range(0, num_pairs, BLOCK_P):
         chosen_P = tl.load(experts + first + p_P, mask=first + p_P < num_pairs, other=1 << 30)
-        before_P += (chosen_P < expert).to(tl.int32)
+        before_P += ((chosen_P >= first_expert) & (chosen_P < expert)).to(tl.int32)
     begin = tl.sum(before_P, 0)
     place = begin
     for first in range(0, num_pairs, BLOCK_P):
@@ -97,7 +103,7 @@ def place_pairs(experts, order, counts, num_pairs, BLOCK_P: tl.constexpr):
         mine_P = (chosen_P == expert).to(tl.int32)
         tl.store(order + place + tl.cumsum(mine_P, 0) - 1, first + p_P, mask=mine_P > 0)
         place += tl.sum(mine_P, 0)
-    tl.store(counts + expert, place - begin)
+    tl.store(counts + tl.program_id(0), place - begin)
 
 
 @triton.jit

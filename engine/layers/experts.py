@@ -4,7 +4,8 @@ Legend: T new tokens in the step · D model dim · E experts · K experts of a t
         O outputs of gate and up on this rank · I intermediate features of this rank
 Owns: one product for each expert that has tokens, and where all experts' weights lie, for a kernel that takes them at
 once.  Does not know: how experts are chosen, which model it is in, files.
-Every rank has a part of every expert, as it has of a dense MLP.
+Every rank has a part of every expert, as it has of a dense MLP, or some of the experts whole; each computes for all
+tokens what it has, and what all ranks computed is added up.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from engine.checkpoints.shape import ExpertsShape
 from engine.errors import ConfigError
-from engine.layers.comm import Comm
+from engine.layers.comm import Comm, Unconnected
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, Linear, RowLinear
 from engine.layers.mlp import clamped_swish, gated
 from engine.layers.router import Router
-from engine.layers.weights import WeightSlice, joined, parameter, transposed
+from engine.layers.weights import WeightSlice, joined, not_here, parameter, transposed
 
 
 class PartialLinear(RowLinear):
@@ -58,7 +59,8 @@ class Expert:
 class Experts:
     """The sum over a token's experts of weight * expert(x), and an expert for all tokens if there is one.
 
-    On a GPU one kernel has all experts' weights, and ``linears`` has none of them: they are not rounded there."""
+    On a GPU one kernel has all experts' weights, and ``linears`` has none of them: they are not rounded there.
+    Those of other ranks have no memory here."""
 
     def __init__(
         self, shape: ExpertsShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
@@ -68,10 +70,12 @@ class Experts:
         self.router = Router(shape.router, hidden_size, shape.num_experts, shape.num_chosen, device, dtype)
         place = (hidden_size, comm, device, dtype)
         self.shared = Expert(shape, shape.shared_size, *place) if shape.shared_size else None
-        nowhere = torch.device("meta")
-        self.experts = [
-            Expert(shape, shape.expert_size, hidden_size, comm, nowhere, dtype) for _ in range(shape.num_experts)
+        nowhere, cut = torch.device("meta"), Unconnected(0, 1) if shape.divided else comm
+        self.every = [
+            Expert(shape, shape.expert_size, hidden_size, cut, nowhere, dtype) for _ in range(shape.num_experts)
         ]
+        self.first, behind = _held(shape, comm)
+        self.experts = self.every[self.first : behind]
         pairs = zip(*(expert.linears for expert in self.experts), strict=True)
         self._stacks = [Stack(linears, device) for linears in pairs]
         self.on_gpu = device.type == "cuda"
@@ -92,10 +96,12 @@ class Experts:
     def _mixed_by(self, kernels: LayerKernels, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """The same as ``_mixed`` without a look at the choice, as a graph needs it."""
         shape, (gate_up, down) = self.shape, self._stacks
-        biases = (gate_up.biases, down.biases if self.comm.rank == 0 else None)
+        biases = (gate_up.biases, down.biases if shape.divided or self.comm.rank == 0 else None)
         kind = "clamped_swish" if shape.stacked else shape.activation
-        weights = (gate_up.weights, down.weights)
-        return kernels.mix_experts(x_TD, weights_TK, experts_TK, *weights, *biases, kind, shape.limit, shape.slope)
+        weights, first = (gate_up.weights, down.weights), self.first if shape.divided else None
+        return kernels.mix_experts(
+            x_TD, weights_TK, experts_TK, *weights, *biases, kind, shape.limit, shape.slope, first
+        )
 
     def _mixed(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """This rank's part of the sum over the chosen experts, expert by expert."""
@@ -106,8 +112,8 @@ class Experts:
         weights_P1 = weights_TK.flatten()[order_P][:, None]
         counts = experts_TK.flatten().bincount(minlength=self.shape.num_experts).tolist()
         out_TD = torch.zeros_like(x_TD)
-        first = 0
-        for expert, count in zip(self.experts, counts, strict=True):
+        first = sum(counts[: self.first])
+        for expert, count in zip(self.experts, counts[self.first :], strict=False):
             if count:
                 pairs = slice(first, first + count)
                 rows = tokens_P[pairs]
@@ -132,11 +138,13 @@ class Experts:
         shape = self.shape
         name = joined(prefix, shape.name)
         yield from self.router.slices(name)
-        for number, expert in enumerate(self.experts):
+        for number, expert in enumerate(self.every):
             if shape.stacked:
-                yield from self._members(f"{name}.experts", number, expert)
+                slices = self._members(f"{name}.experts", number, expert)
             else:
-                yield from expert.slices(f"{name}.experts.{number}")
+                slices = expert.slices(f"{name}.experts.{number}")
+            held = self.first <= number < self.first + len(self.experts)
+            yield from slices if held else not_here(slices)
         if self.shared is not None:
             yield from self.shared.slices(f"{name}.shared_experts")
 
@@ -144,7 +152,22 @@ class Experts:
         slices = [*expert.gate_up.slices(name), *expert.down.slices(f"{name}.down_proj")]
         for one in transposed(slices):
             source = one.source.removesuffix(".weight").replace(".bias", "_bias")
-            yield replace(one, source=source, member=number, num_members=len(self.experts))
+            yield replace(one, source=source, member=number, num_members=len(self.every))
+
+
+def _held(shape: ExpertsShape, comm: Comm) -> tuple[int, int]:
+    """Numbers of the first expert of this rank and of the one behind its last; the first ranks may have one more."""
+    total = shape.num_experts
+    if not shape.divided:
+        return 0, total
+    if total < comm.size:
+        raise ConfigError(
+            f'model.experts="divided": {total} experts are too few for {comm.size} ranks; set it to "cut", or '
+            f"device.tensor_parallel to {total} or less"
+        )
+    each, more = divmod(total, comm.size)
+    first = comm.rank * each + min(comm.rank, more)
+    return first, first + each + (comm.rank < more)
 
 
 class Stack:

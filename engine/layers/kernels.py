@@ -49,8 +49,9 @@ class LayerKernels(Protocol):
         kind: str,
         limit: float = 0.0,
         slope: float = 1.0,
+        first_expert: int | None = None,
     ) -> Tensor:
-        """The sum over a token's experts of weight * expert(x)."""
+        """The sum over those of a token's experts that are here of weight * expert(x)."""
         ...
 
     def embed_shard(self, token_ids_T: Tensor, table_VD: Tensor, first: int) -> Tensor:

@@ -111,12 +111,14 @@ class RMSNorm:
 class LayerNorm:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
 
-    def __init__(self, size: int, eps: float, device: torch.device, dtype: torch.dtype, *, name: str = "") -> None:
+    def __init__(
+        self, size: int, eps: float, device: torch.device, dtype: torch.dtype, *, name: str = "", bias: bool = True
+    ) -> None:
         self.size = size
         self.eps = eps
         self.name = name
         self.weight = parameter(size, device=device, dtype=dtype)
-        self.bias = parameter(size, device=device, dtype=dtype)
+        self.bias = parameter(size, device=device, dtype=dtype) if bias else None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return F.layer_norm(x_TD, (self.size,), self.weight, self.bias, self.eps)
@@ -132,7 +134,8 @@ class LayerNorm:
         """What this layer reads from a checkpoint."""
         name = joined(prefix, self.name)
         yield whole(f"{name}.weight", self.weight)
-        yield whole(f"{name}.bias", self.bias)
+        if self.bias is not None:
+            yield whole(f"{name}.bias", self.bias)
 
 
 class HeadNorm(RMSNorm):
@@ -208,6 +211,20 @@ class WideHeadNorm:
             first += count
 
 
+class HeadLayerNorm(WideHeadNorm):
+    """A layer norm over each head by itself, in float32; a weight for each head, without a bias."""
+
+    def __call__(self, x_TAH: Tensor) -> Tensor:
+        return (F.layer_norm(x_TAH.float(), (self.size,), None, None, self.eps) * self.weight).to(x_TAH.dtype)
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """What this layer reads from a checkpoint: [heads, H], where ``WideHeadNorm`` has all heads in a row."""
+        for one in super().slices(prefix):
+            heads = one.target.view(-1, self.size)
+            shape = (one.shape[0] // self.size, self.size)
+            yield WeightSlice(one.source, shape, 0, one.start // self.size, len(heads), heads)
+
+
 def unchanged(shape: PartShape, *_: object) -> Unchanged:
     """Build what ``engine.checkpoints.shape.Unchanged`` stands for."""
     return Unchanged()
@@ -227,4 +244,4 @@ def layer_norm(
     shape: LayerNormShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
 ) -> LayerNorm:
     """Build what ``LayerNormShape`` stands for."""
-    return LayerNorm(hidden_size, shape.eps, device, dtype, name=shape.name)
+    return LayerNorm(hidden_size, shape.eps, device, dtype, name=shape.name, bias=shape.bias)

@@ -1,4 +1,4 @@
-"""What stands in the LM head's place in a model that generates nothing: a classifier, two rows of the LM head, nothing.
+"""What stands in the LM head's place in a model that generates nothing: a classifier, a reward, two rows, nothing.
 
 Legend: N rows of normed states · D model dim · L labels · R rows of the weight
 Owns: those products, whole on every rank, since they are small.  Does not know: how a prompt is pooled, requests.
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.checkpoints.shape import ClassifierShape, NoHeadShape, TokenScoreShape
+from engine.checkpoints.shape import ClassifierShape, NoHeadShape, RewardShape, TokenScoreShape
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.packing import LinearKernel
@@ -65,6 +65,31 @@ class Classifier(PooledHead):
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """All of its weight."""
         yield whole(f"{self._name}.weight", self.weight)
+
+
+class Reward(PooledHead):
+    """An MLP of two products, whose ``weight`` is the second one's."""
+
+    def __init__(
+        self, shape: RewardShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(1, hidden_size, device, dtype)
+        self._shape = shape
+        self._bias = parameter(1, device=device, dtype=dtype)
+        self._inner = parameter(hidden_size, hidden_size, device=device, dtype=dtype)
+        self._inner_bias = parameter(hidden_size, device=device, dtype=dtype)
+
+    def labels(self, states_ND: Tensor) -> Tensor:
+        """See ``PooledHead.labels``: one logit."""
+        inner_ND = F.linear(states_ND, self._inner, self._inner_bias).relu_()
+        return F.linear(inner_ND, self.weight, self._bias).float()
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """All of both products."""
+        yield whole(f"{self._shape.inner}.weight", self._inner)
+        yield whole(f"{self._shape.inner}.bias", self._inner_bias)
+        yield whole(f"{self._shape.out}.weight", self.weight)
+        yield whole(f"{self._shape.out}.bias", self._bias)
 
 
 class TokenScore(PooledHead):

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.checkpoints.shape import AttentionShape, HeadNormShape, WideHeadNormShape
+from engine.checkpoints.shape import AttentionShape, HeadLayerNormShape, HeadNormShape, WideHeadNormShape
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import QKVLinear, RowLinear
-from engine.layers.norm import HeadNorm, WideHeadNorm
+from engine.layers.norm import HeadLayerNorm, HeadNorm, WideHeadNorm
 from engine.layers.rotary import Rotary
 from engine.layers.step import StepTensors
 from engine.layers.weights import WeightSlice, joined, merged, parameter, transposed
@@ -47,12 +47,14 @@ class SelfAttention:
     def _head_norm(
         self, shape: AttentionShape, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> HeadNorm | WideHeadNorm | None:
-        counts, size = (self.num_queries, self.num_keys), shape.head_size
+        counts, totals = (self.num_queries, self.num_keys), (shape.num_heads, shape.num_kv_heads)
+        size = shape.head_size
         match shape.head_norm:
             case HeadNormShape(eps=eps, offset=offset):
                 return HeadNorm(*counts, size, eps, device, dtype, offset=offset)
+            case HeadLayerNormShape(eps=eps):
+                return HeadLayerNorm(counts, totals, size, eps, comm, device, dtype)
             case WideHeadNormShape(eps=eps):
-                totals = (shape.num_heads, shape.num_kv_heads)
                 return WideHeadNorm(counts, totals, size, eps, comm, device, dtype)
             case None:
                 return None

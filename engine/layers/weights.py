@@ -75,6 +75,12 @@ def transposed(slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
             yield replace(one, shape=one.shape[::-1], dim=1 - one.dim, target=one.target.t())
 
 
+def not_here(slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
+    """The same tensors, of which this rank reads nothing."""
+    for one in slices:
+        yield replace(one, start=0, length=0, target=one.target.narrow(one.dim, 0, 0))
+
+
 def parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
     """Memory for a weight, not initialised: the loader fills every element."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)

@@ -41,24 +41,22 @@ class DecoderLayer:
     ) -> None:
         place = (hidden_size, comm, device, dtype)
         self.rotary = rotary
+        self.parallel = shape.parallel
         self.before_attention = build(Norm, shape.before_attention, *place)
         self.attention = build(Attention, shape.attention, *place)
         self.behind_attention = build(Norm, shape.behind_attention, *place)
         self.before_mlp = build(Norm, shape.before_mlp, *place)
         self.mlp = build(FeedForward, shape.mlp, *place)
         self.behind_mlp = build(Norm, shape.behind_mlp, *place)
-        self.parts = (
-            self.before_attention,
-            self.attention,
-            self.behind_attention,
-            self.before_mlp,
-            self.mlp,
-            self.behind_mlp,
-        )
+        first = (self.before_attention, self.attention, self.behind_attention)
+        self.parts = (*first, self.before_mlp, self.mlp, self.behind_mlp)
 
-    def finish(self, x_TD: Tensor, attended_TQH: Tensor, kernels: LayerKernels | None) -> Tensor:
-        """Add the attention's result to the residual stream, in place, and return the MLP's, which is to be added."""
+    def finish(self, x_TD: Tensor, normed_TD: Tensor, attended_TQH: Tensor, kernels: LayerKernels | None) -> Tensor:
+        """Add the attention's result to the residual stream, in place, and return the MLP's, which is to be added; both
+        if they are parallel.  normed_TD: what attention was made of."""
         update_TD = self.behind_attention(self.attention.output(attended_TQH))
+        if self.parallel:
+            return self.behind_mlp(self.mlp(normed_TD, kernels)).add_(update_TD)
         return self.behind_mlp(self.mlp(self.before_mlp.added(x_TD, update_TD, kernels), kernels))
 
     @property
@@ -153,7 +151,9 @@ class Decoder:
                 # Nothing reads the other rows any more: a prefill saves most of its last layer.
                 x_TD = x_TD.index_select(0, wanted_N)
                 attended_TQH = attended_TQH.index_select(0, wanted_N)
-            update_TD = layer.finish(x_TD, attended_TQH, kernels)
+                if layer.parallel:
+                    normed_TD = normed_TD.index_select(0, wanted_N)
+            update_TD = layer.finish(x_TD, normed_TD, attended_TQH, kernels)
         return x_TD if update_TD is None else x_TD.add_(update_TD)
 
     def logits(self, x_ND: Tensor) -> Tensor:

@@ -176,6 +176,8 @@ class Filling:
         """Read each slice into its target.  Raises WeightsError naming file and tensor."""
         release_freed()  # the layer before this one, which has been laid out anew
         for one in slices:
+            if not one.length:
+                continue
             part = self._reader.part(one.source, one.dim, one.start, one.length, one.member)
             self._copies.copy(one.target.narrow(one.dim, 0, one.length), part, one.source)
             _pad(one)
@@ -200,6 +202,8 @@ def _pad(wanted: WeightSlice) -> None:
 
 def _draw(slices: Iterable[WeightSlice], seed: int) -> None:
     for one in slices:
+        if not one.length:
+            continue
         name = one.source if one.member is None else f"{one.source}.{one.member}"
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator(one.target.device).manual_seed(int.from_bytes(digest[:7], "little"))

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from engine.checkpoints.checkpoint import ModelSpec, read_spec
 from engine.checkpoints.fields import Fields
 from engine.checkpoints.pooling import causal_names
-from engine.checkpoints.shape import DecoderShape
-from engine.errors import PluginError
+from engine.checkpoints.shape import DecoderShape, ExpertsShape
+from engine.errors import ConfigError, PluginError
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import ModelContext
 from engine.plugins.manager import MODEL, PluginInfo, Plugins, checked, declared
@@ -36,10 +38,14 @@ def read_model(directory: Path, section: PluginsSection | None = None, model: Mo
     """Read what a checkpoint says of its model.  section: which families are asked beside the built-in ones.
     model: what the configuration says of its tokenizer and its use.
 
-    Raises WeightsError naming the file, field and expectation; PluginError for a plugin that cannot be asked."""
+    Raises WeightsError naming the file, field and expectation; PluginError for a plugin that cannot be asked;
+    ConfigError for a model that has no experts to divide."""
     model = model or ModelSection()
     shapes = partial(read_shape, section or PluginsSection())
-    return read_spec(directory, shapes, model.score_tokens, partial(token_id, Path(model.tokenizer or directory)))
+    spec = read_spec(directory, shapes, model.score_tokens, partial(token_id, Path(model.tokenizer or directory)))
+    if model.experts == "divided":
+        spec = replace(spec, shape=_with_divided_experts(spec))
+    return spec
 
 
 def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> DecoderShape:
@@ -52,6 +58,19 @@ def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> De
     plugins.load(info.name)
     context = ModelContext(declared_name, fields, section.options.get(info.name, {}))
     return plugins.build(info.name, HOOK, context, DecoderShape)
+
+
+def _with_divided_experts(spec: ModelSpec) -> DecoderShape:
+    """The shape of a model whose ranks have experts whole."""
+    layers = [
+        replace(layer, mlp=replace(layer.mlp, divided=True)) if isinstance(layer.mlp, ExpertsShape) else layer
+        for layer in spec.shape.layers
+    ]
+    if not any(isinstance(layer.mlp, ExpertsShape) for layer in layers):
+        through = " through transformers" if spec.shape.built_by != DecoderShape.built_by else ""
+        what = f"{spec.architecture}{through} has no experts that ranks could divide"
+        raise ConfigError(f'model.experts="divided": {what}; set it to "cut"')
+    return replace(spec.shape, layers=tuple(layers))
 
 
 def list_families(section: PluginsSection) -> list[ListedFamily]:

@@ -63,6 +63,7 @@ BUILTIN: Mapping[str, str] = {
     "linear.torch_fp8_block": "engine.plugins.linear.torch_fp8_block",
     "linear.torch_int8": "engine.plugins.linear.torch_int8",
     "linear.torch_int4": "engine.plugins.linear.torch_int4",
+    "model.cohere": "engine.plugins.model.cohere",
     "model.deepseek_v2": "engine.plugins.model.deepseek_v2",
     "model.deepseek_v3": "engine.plugins.model.deepseek_v3",
     "model.gemma2": "engine.plugins.model.gemma2",

@@ -14,7 +14,16 @@ from callboard import LLM, RequestError, SamplingParams
 from engine.text.files import read_template
 from engine.text.pairs import knows_pairs, pair
 from tests.models import checkpoints
-from tests.models.pooled import PAD, RAGGED, build, label_logits, states, with_tokenizer, write_modules
+from tests.models.pooled import (
+    PAD,
+    RAGGED,
+    build,
+    label_logits,
+    save_reward_model,
+    states,
+    with_tokenizer,
+    write_modules,
+)
 
 SMALL = {"scheduler": {"max_step_tokens": 64, "prefill_chunk": 7}}
 TWO_RANKS = {"device": {"tensor_parallel": 2}}
@@ -96,6 +105,16 @@ def test_a_classifier_gives_the_references_logits_and_probabilities(tmp_path: Pa
                 assert one.data == pytest.approx(torch.tensor(logits).softmax(0).numpy(), abs=1e-5)
                 assert one.label == "abc"[int(logits.argmax())]
             assert [one.data.tolist() for one in llm.encode(prompts)] == [one.data.tolist() for one in likely]
+
+
+def test_rewards_of_a_head_with_two_products(tmp_path: Path) -> None:
+    """As Qwen2.5-Math-RM has it, in chunks and on two ranks; raw, for a reward has no bounds."""
+    reward = save_reward_model(build("Qwen2", "Model"), tmp_path)
+    expected = [reward(prompt) for prompt in RAGGED]
+    assert max(expected) - min(expected) > 0.1
+    for config in (SMALL, TWO_RANKS):
+        with opened(tmp_path, **config) as llm:
+            assert [one.data.item() for one in llm.classify(RAGGED)] == pytest.approx(expected, abs=1e-5)
 
 
 def test_what_a_model_is_not_for_is_refused_and_says_what_works(tmp_path: Path) -> None:

@@ -45,12 +45,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return make
 
 
-def engine(directory: Path, num_ranks: int, executor: str) -> LLM:
+def engine(directory: Path, num_ranks: int, executor: str, **model: str) -> LLM:
     return LLM(
         directory,
         progress=False,
         config={
-            "model": {"tokenizer": "none"},
+            "model": {"tokenizer": "none", **model},
             "device": {"tensor_parallel": num_ranks, "threads": 1},
             "kv": {"num_pages": 64, "page_size": 4},
             "scheduler": {"max_running": 8, "prefill_chunk": 16},
@@ -80,6 +80,12 @@ def test_and_in_processes_of_their_own(checkpoint: Checkpoint, family: str, num_
         sampled = generated(llm, SAMPLED)
     with engine(directory, 1, "inline") as llm, clear_of_borders():
         assert sampled == generated(llm, SAMPLED)
+
+
+def test_experts_divided_among_processes(checkpoint: Checkpoint) -> None:
+    directory, expected = checkpoint("qwen3-moe")
+    with engine(directory, 2, "process", experts="divided") as llm:
+        assert generated(llm, GREEDY) == expected
 
 
 def test_a_number_of_ranks_that_cannot_share_the_model_is_refused(checkpoint: Checkpoint) -> None:

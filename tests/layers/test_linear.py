@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.layers.linear import Linear, VocabLinear
 from engine.plugins.comm.local import LocalComm
+from engine.plugins.linear import onednn
 from engine.plugins.linear.onednn import OneDNN, num_padded_sizes, pack, padded_rows
 
 CPU = torch.device("cpu")
@@ -61,6 +62,22 @@ def test_rows_are_padded_by_a_quarter_at_most_to_few_numbers():
     assert padded[:8] == list(range(1, 9))
     assert sorted(set(padded)) == [padded_rows(one) for one in sorted(set(padded))]
     assert len(set(padded)) == num_padded_sizes(4096) == 44
+
+
+@pytest.mark.parametrize(("capability", "rows"), [("AVX2", {1, 2, 3, 4}), ("AVX512", {4})])
+def test_a_large_weight_is_multiplied_by_four_rows_at_least_with_avx512(
+    capability: str, rows: set[int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(onednn, "SMALL_BYTES", 0)
+    weight = torch.randn(8, 24)
+    packed, products = pack(weight), Products()
+    assert packed is not None
+    for number in (1, 2, 3, 4):
+        x = torch.randn(number, 24)
+        with products:
+            torch.testing.assert_close(packed(x, None), F.linear(x, weight), rtol=1e-5, atol=1e-5)
+    assert products.rows == rows
 
 
 class Products(TorchDispatchMode):

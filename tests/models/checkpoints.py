@@ -107,6 +107,8 @@ NOT_PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"sliding_window": 17}),
     "phi4-longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}),
     "olmo2": ("Olmo2", {}),
+    "cohere": ("Cohere", {"logit_scale": 0.5}),
+    "cohere-head-norms": ("Cohere", {"logit_scale": 0.5, "use_qk_norm": True, "attention_bias": True}),
     "granite": (
         "Granite",
         {

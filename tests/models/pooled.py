@@ -1,17 +1,20 @@
 """Tiny random checkpoints that generate nothing, written by transformers, and what that gives for prompts."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import Sequence, TemplateProcessing
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from engine.checkpoints.shards import SINGLE_FILE
 from tests.models.checkpoints import SIZES, VOCAB, random_tokens
 
 RAGGED = [random_tokens(count, seed=count) for count in (1, 2, 15, 16, 17, 40, 90)]
@@ -45,6 +48,23 @@ def label_logits(model: PreTrainedModel, tokens: list[int]) -> np.ndarray:
     """Logits of labels of one prompt."""
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0].numpy()
+
+
+def save_reward_model(body: PreTrainedModel, directory: Path) -> Callable[[list[int]], float]:
+    """Write a body of transformers as a ``ForRewardModel``, which only repositories' own code has: a head of two
+    products behind the last token's state.  Returns what gives a prompt's reward."""
+    size = body.config.hidden_size
+    score = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, 1))
+    tensors = {f"model.{name}": one for name, one in body.state_dict().items()}
+    save_file(tensors | {f"score.{name}": one for name, one in score.state_dict().items()}, directory / SINGLE_FILE)
+    named = [type(body).__name__.replace("Model", "ForRewardModel")]
+    (directory / "config.json").write_text(json.dumps(body.config.to_dict() | {"architectures": named}))
+
+    def reward(tokens: list[int]) -> float:
+        with torch.no_grad():
+            return score(states(body, tokens)[-1]).item()
+
+    return reward
 
 
 def with_tokenizer(directory: Path) -> None:

@@ -38,6 +38,10 @@ written by `python -m tests.models.test_families`.
 - Mixtures of experts run on CPUs and on NVIDIA GPUs. On a GPU one kernel takes all experts of a layer, and
   `model.quantization` leaves them as they are; `graphs.mode = "compiled"` is for models without experts. gpt-oss is
   read unquantised, its MXFP4 files are not.
+- With several ranks each has a part of every expert; `model.experts = "divided"` gives each some of the experts whole,
+  which keeps products large. Every rank has every token's state, so nothing but the sum of what they computed is
+  exchanged, as without it: tokens are not sent to and fro (no all-to-all). What is served through transformers has no
+  experts to divide.
 - DeepSeek keeps one latent for each token and layer in the place of keys and values (V3: 576 numbers, not 40,960),
   whole on every rank. Prompts are computed on latents as well. The extra layers of V3 that predict several tokens are
   not read.

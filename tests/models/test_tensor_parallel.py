@@ -5,14 +5,19 @@ import torch
 from msgspec import structs
 
 from engine.checkpoints.checkpoint import ModelSpec
+from engine.checkpoints.shape import ExpertsShape
 from engine.errors import ConfigError, WeightsError
-from engine.layers.comm import Comm
+from engine.layers.comm import Comm, Unconnected
+from engine.layers.experts import Experts
+from engine.layers.part import FeedForward, build
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.comm.local import LocalComm
+from engine.plugins.families import read_model
 from engine.plugins.linear.onednn import onednn_linears
 from engine.plugins.testing.steps import Driver
 from engine.plugins.testing.threads import ThreadComm, on_ranks
+from engine.sections import ModelSection
 from tests.models.checkpoints import NOT_PLAIN, random_tokens, reference_logits
 from tests.models.conftest import Cases
 
@@ -48,6 +53,42 @@ def test_every_rank_gives_the_logits_of_the_whole_model(cases: Cases, variant: s
     for logits in on_ranks(size, work):
         assert logits.shape == expected.shape
         assert (logits - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(("variant", "size"), [("qwen3-moe", 2), ("mixtral", 2), ("gpt-oss", 4), ("deepseek-v3", 2)])
+def test_ranks_that_divide_experts_give_the_logits_of_the_whole_model(cases: Cases, variant: str, size: int):
+    """Each reads its own ones alone.  Five experts of Mixtral and gpt-oss: the first ranks have one more."""
+    case = cases[variant]
+    spec = read_model(case.directory, model=ModelSection(experts="divided"))
+    tokens = random_tokens(20, 5)
+    num_experts = next(one.mlp for one in spec.shape.layers if isinstance(one.mlp, ExpertsShape)).num_experts
+
+    def work(comm: ThreadComm) -> tuple[torch.Tensor, torch.Tensor, int]:
+        model = load_rank(spec, comm)
+        (*_, experts) = (layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts))
+        steps = [tokens[:12], *([token] for token in tokens[12:])]
+        driver, dummy = Driver(model, page_size=4), Driver(load_rank(spec, comm, "dummy"))
+        logits = torch.cat([driver.step({"a": step})["a"] for step in steps])
+        return logits, dummy.step({"a": tokens})["a"], len(experts.experts)
+
+    expected = reference_logits(case.reference, tokens)
+    (dummy,) = on_ranks(1, lambda comm: Driver(load_rank(case.spec, comm, "dummy")).step({"a": tokens})["a"])
+    found = on_ranks(size, work)
+    for logits, of_dummy, _ in found:
+        assert (logits - expected).abs().max() <= 1e-4
+        assert (of_dummy - dummy).abs().max() <= 1e-5
+    held = [number for *_, number in found]
+    assert sum(held) == num_experts
+    assert max(held) - min(held) <= 1
+
+
+def test_experts_that_cannot_be_divided_are_refused(cases: Cases):
+    section = ModelSection(experts="divided")
+    with pytest.raises(ConfigError, match='"divided": LlamaForCausalLM has no experts that ranks could divide; set it'):
+        read_model(cases["llama"].directory, model=section)
+    shape = read_model(cases["mixtral"].directory, model=section).shape.layers[0].mlp
+    with pytest.raises(ConfigError, match=r'"divided": 5 experts are too few for 8 ranks; set it to "cut", or dev'):
+        build(FeedForward, shape, 64, Unconnected(0, 8), torch.device("meta"), torch.float32)
 
 
 def test_key_value_heads_are_copied_when_ranks_exceed_them(cases: Cases):

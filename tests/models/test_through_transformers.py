@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from callboard import LLM, SamplingParams
 from engine.errors import ConfigError, WeightsError
+from engine.models.through_transformers.linear import same_inputs, swap_linears
+from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
 from engine.plugins.model.transformers import callboard_model
 from engine.plugins.testing.model import check_model
@@ -72,6 +75,9 @@ def test_a_native_family_gives_the_same_tokens_when_it_is_named(tmp_path: Path, 
 # What it is -> a model_type, what its configuration has, and what is said.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "attention of its own": ("gptj", {}, "its attention is not called through transformers' attention interface"),
+    "ALiBi, always": ("bloom", {}, r"its scores are biased by distance \(ALiBi"),
+    "ALiBi, by a part of its configuration": ("mpt", {}, r"its scores are biased by distance \(ALiBi"),
+    "ALiBi, by its configuration": ("falcon", {"alibi": True}, r"its scores are biased by distance \(ALiBi"),
     "an encoder": ("bert", {}, "its masks are neither causal nor those of a sliding window"),
     "masks of its own": ("doge", {}, "it computes with its masks, which are not made here"),
     "attention twice in a layer": ("diffllama", {}, "interface 4 times for 2 layers"),
@@ -148,3 +154,35 @@ def test_a_process_without_torch_asks_another_one_once(tmp_path: Path, cache: Pa
     (kept,) = cache.rglob("*.json")
     kept.write_bytes(kept.read_bytes().replace(b"model.embed_tokens", b"kept"))
     assert asked() == "2 13 512 kept\n"
+
+
+class Stub(nn.Module):
+    """Two linear layers that get one tensor, one that gets it after it was changed, and one that gets it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tp_plan: dict[str, str] = {}
+        self.one, self.other, self.changed, self.twice = (nn.Linear(8, size) for size in (4, 6, 4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        said = torch.cat((self.one(x), self.other(x), self.twice(x), self.twice(x)), -1)
+        return torch.cat((said, self.changed(x.add_(1))), -1)
+
+
+def test_linear_layers_that_get_one_tensor_are_one_product():
+    module = Stub()
+    x = torch.randn(1, 3, 8)
+    with torch.no_grad():
+        expected = module(x.clone())
+        weights = {name: tensor.clone() for name, tensor in module.named_parameters()}
+        with same_inputs(module) as joined:
+            module(torch.ones(1, 3, 8))
+        assert joined == [("one", "other")]
+        products = swap_linears(module, LocalComm(), torch.device("cpu"), torch.float32, joined)
+        assert list(products) == ["one", "changed", "twice"]
+        assert products["one"].linear.weight.shape == (10, 8)
+        for one in products.values():
+            for part in one.slices():
+                part.target.copy_(weights[part.source])
+        for _ in range(2):  # nothing is left over from the first time
+            torch.testing.assert_close(module(x.clone()), expected)

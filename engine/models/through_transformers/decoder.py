@@ -28,7 +28,7 @@ from engine.layers.pooled_head import PooledHead
 from engine.layers.step import StepTensors
 from engine.layers.weights import WeightSlice, whole
 from engine.models.through_transformers.attention import ANSWERER, Call, probe
-from engine.models.through_transformers.linear import SwappedLinear, swap_linears
+from engine.models.through_transformers.linear import Product, same_inputs, swap_linears
 from engine.models.through_transformers.module import (
     ATTENTION,
     allocate,
@@ -54,7 +54,7 @@ class TransformersDecoder:
         calls = plan.calls(shape)
         names = {id(one): name for name, one in (*plan.module.named_modules(), *plan.module.named_parameters())}
         if device.type != "meta":
-            plan = _Plan(shape, comm, torch.device("cpu"), device, dtype)
+            plan = _Plan(shape, comm, torch.device("cpu"), device, dtype, plan.joined)
         module = self._module = plan.module
         allocate(module, device, dtype)
         self._tables, self._tied = module.get_input_embeddings(), plan.tied
@@ -125,7 +125,7 @@ class TransformersDecoder:
     def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
         """See ``Model.linear_shapes``."""
 
-        def shape(one: SwappedLinear) -> tuple[int, int]:
+        def shape(one: Product) -> tuple[int, int]:
             outputs, inputs = one.linear.weight.shape
             return outputs, inputs
 
@@ -164,16 +164,28 @@ class TransformersDecoder:
 class _Plan:
     """The module of a rank before its tensors are allocated, its linear layers swapped.
 
-    linears: by name, the head's among them.  head: its name.  tied: whether its weight is the embedding's."""
+    linears: by the name of the first of those that they are, the head's among them.  head: its name.
+    tied: whether its weight is the embedding's.  joined: see ``same_inputs``."""
 
     def __init__(
-        self, shape: ThroughTransformers, comm: Comm, origin: torch.device, device: torch.device, dtype: torch.dtype
+        self,
+        shape: ThroughTransformers,
+        comm: Comm,
+        origin: torch.device,
+        device: torch.device,
+        dtype: torch.dtype,
+        joined: list[tuple[str, ...]] | None = None,
     ) -> None:
+        """joined: None to find it by running the module, which is on the meta device then."""
         self.module = make_module(shape.architecture, {**shape.config, "tie_word_embeddings": shape.tied}, origin)
+        if joined is None:
+            with refusals(shape.architecture, "it cannot be run without weights"), same_inputs(self.module) as joined:
+                probe(self.module, body_of(self.module), shape.max_len)
+        self.joined = joined
         head = head_of(self.module)
         self.tied = head.weight is self.module.get_input_embeddings().weight
         self.head = next(name for name, one in self.module.named_modules() if one is head)
-        self.linears = swap_linears(self.module, comm, device, dtype)
+        self.linears = swap_linears(self.module, comm, device, dtype, self.joined)
 
     def calls(self, shape: ThroughTransformers) -> tuple[Call, ...]:
         """Those of attention on this rank; on the meta device."""

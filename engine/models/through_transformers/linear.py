@@ -1,11 +1,17 @@
-"""A linear layer of transformers, computed by one of ours: cut over ranks, multiplied by the chosen kernel.
+"""Linear layers of transformers, computed by ours: cut over ranks, multiplied by the chosen kernel, and in one product
+where several layers of a module get the same input, as those for queries, keys and values do.
 
 Legend: T tokens of the step · I input features · O output features of this rank
-Owns: the exchange, and which layers a tensor-parallel plan cuts.  Does not know: models, kernels, files.
+Owns: the exchange, which layers a tensor-parallel plan cuts, which get the same input.
+Does not know: models, kernels, files.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,54 +19,85 @@ from transformers import PreTrainedModel
 
 from engine.errors import ConfigError
 from engine.layers.comm import Comm
-from engine.layers.linear import ColumnLinear, Linear, RowLinear
-from engine.layers.weights import WeightSlice, whole
+from engine.layers.linear import ColumnLinear, RowLinear
+from engine.layers.weights import WeightSlice
 
 # Styles of transformers' plans.  What has another one is held whole by each rank, which is always right.
 BY_OUTPUTS, BY_INPUTS = "colwise", "rowwise"
 ROUTERS = {"gate", "router", "shared_expert_gate", "wg"}  # they choose experts, and are never rounded
 
 
-class SwappedLinear(nn.Module):
-    """Takes the place of an ``nn.Linear``.  name: of its tensors in the model, without ``.weight``."""
+class Product:
+    """What one ``nn.Linear`` computes, or several of one module that are called with the same tensor.
+
+    names: of their tensors in the model, without ``.weight``, in the order of their calls."""
 
     def __init__(
-        self, name: str, replaced: nn.Linear, cut: str, comm: Comm, device: torch.device, dtype: torch.dtype
+        self,
+        names: Sequence[str],
+        replaced: Sequence[nn.Linear],
+        cut: str,
+        comm: Comm,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
-        super().__init__()
-        self.name = name
-        bias = replaced.bias is not None
-        inputs, outputs = replaced.in_features, replaced.out_features
-        self.linear: Linear
-        if cut == BY_OUTPUTS:
-            self.linear = ColumnLinear(inputs, [(name.rpartition(".")[2], outputs)], bias, comm, device, dtype)
-        elif cut == BY_INPUTS:
-            self.linear = RowLinear(inputs, outputs, bias, comm, device, dtype)
+        self.names = names
+        inputs, bias = replaced[0].in_features, replaced[0].bias is not None
+        self.linear: ColumnLinear | RowLinear
+        if cut == BY_INPUTS:
+            self.linear = RowLinear(inputs, replaced[0].out_features, bias, comm, device, dtype)
+            self._sizes = [replaced[0].out_features]
         else:
-            self.linear = Linear(inputs, outputs, bias, device, dtype)
+            parts = [(_last(name), one.out_features) for name, one in zip(names, replaced, strict=True)]
+            shared = comm if cut == BY_OUTPUTS else None
+            self.linear = ColumnLinear(inputs, parts, bias, shared, device, dtype)
+            self._sizes = [length for *_, length in self.linear.parts]
+        self._input: Tensor | None = None
+        self._outputs: list[Tensor] = []
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., O]."""
-        y_TO = self.linear(x.flatten(0, -2))
-        return y_TO.view(*x.shape[:-1], -1)
+    def part(self, number: int, x: Tensor) -> Tensor:
+        """[..., O] of one of them.  All are computed when the first is asked for, and given up with the last."""
+        if len(self._sizes) == 1:
+            y_TO = self.linear(x.flatten(0, -2))
+            return y_TO.view(*x.shape[:-1], -1)
+        if self._input is not x:
+            y_TO = self.linear(x.flatten(0, -2))
+            self._input = x
+            self._outputs = [one.contiguous().view(*x.shape[:-1], -1) for one in y_TO.split(self._sizes, -1)]
+        found = self._outputs[number]
+        if number == len(self._sizes) - 1:
+            self._input, self._outputs = None, []
+        return found
 
     def slices(self) -> Iterator[WeightSlice]:
         """What this rank reads, by the model's names."""
-        if isinstance(self.linear, ColumnLinear):
-            yield from self.linear.slices(self.name.rpartition(".")[0])
-        elif isinstance(self.linear, RowLinear):
-            yield from self.linear.slices(self.name)
-        else:
-            yield whole(f"{self.name}.weight", self.linear.weight)
-            if self.linear.bias is not None:
-                yield whole(f"{self.name}.bias", self.linear.bias)
+        (name, *_) = self.names
+        for one in self.linear.slices(name if isinstance(self.linear, RowLinear) else _parent(name)):
+            yield replace(one, source=one.source.removeprefix("."))  # a layer of the model itself has no parent's name
+
+
+class SwappedLinear(nn.Module):
+    """Takes the place of an ``nn.Linear``: one part of a product."""
+
+    def __init__(self, product: Product, number: int) -> None:
+        super().__init__()
+        self._product, self._number = product, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., O]."""
+        return self._product.part(self._number, x)
 
 
 def swap_linears(
-    model: PreTrainedModel, comm: Comm, device: torch.device, dtype: torch.dtype
-) -> dict[str, SwappedLinear]:
-    """Swap each plain ``nn.Linear`` of a model, and return those that took their places, by their names.
+    model: PreTrainedModel,
+    comm: Comm,
+    device: torch.device,
+    dtype: torch.dtype,
+    joined: Collection[tuple[str, ...]] = (),
+) -> dict[str, Product]:
+    """Swap each plain ``nn.Linear`` of a model, and return what computes them, by the first one's name.
 
+    joined: names of ``same_inputs``.
     Raises ConfigError if there are several ranks and transformers has no plan how they share the model."""
     plan = model._tp_plan
     if comm.size > 1 and not plan:
@@ -68,17 +105,67 @@ def swap_linears(
             f"device.tensor_parallel={comm.size}: transformers has no tensor-parallel plan for {type(model).__name__}; "
             "set it to 1"
         )
-    swapped = {}
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and name.rpartition(".")[2] not in ROUTERS:
-            cut = _style(plan, name) if comm.size > 1 else ""
-            swapped[name] = SwappedLinear(name, module, cut, comm, device, dtype)
-    for name, one in swapped.items():
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, one)
-    return swapped
+
+    def cut(name: str) -> str:
+        return _style(plan, name) if comm.size > 1 else ""
+
+    plain = dict(_plain_linears(model))
+    together = [names for names in joined if len({cut(name) for name in names}) == 1 and cut(names[0]) != BY_INPUTS]
+    taken = {name for names in together for name in names}
+    order = {name: place for place, name in enumerate(plain)}
+    groups = [*together, *((name,) for name in plain if name not in taken)]
+    products = {}
+    for names in sorted(groups, key=lambda names: order[names[0]]):
+        product = Product(names, [plain[one] for one in names], cut(names[0]), comm, device, dtype)
+        products[names[0]] = product
+        for number, name in enumerate(names):
+            setattr(model.get_submodule(_parent(name)), _last(name), SwappedLinear(product, number))
+    return products
+
+
+@contextmanager
+def same_inputs(model: PreTrainedModel) -> Iterator[list[tuple[str, ...]]]:
+    """Within it the model is called once; afterwards the list has the names of plain linear layers that one module
+    called with the same tensor, unchanged between the calls, each once."""
+    found: list[tuple[str, ...]] = []
+    calls: list[tuple[str, Tensor, int, bool]] = []
+
+    def record(name: str) -> Callable[[nn.Linear, tuple[Any, ...]], None]:
+        def hook(module: nn.Linear, given: tuple[Any, ...]) -> None:
+            if given:
+                calls.append((name, given[0], given[0]._version, module.bias is None))
+
+        return hook
+
+    hooks = [one.register_forward_pre_hook(record(name)) for name, one in _plain_linears(model)]
+    try:
+        with torch.inference_mode(False):  # where tensors know how often they were changed
+            yield found
+    finally:
+        for one in hooks:
+            one.remove()
+    times = Counter(name for name, *_ in calls)
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name, x, version, bias in calls:
+        if times[name] == 1:
+            groups.setdefault((_parent(name), id(x), version, bias), []).append(name)
+    found += [tuple(names) for names in groups.values() if len(names) > 1]
+
+
+def _plain_linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and _last(name) not in ROUTERS:
+            yield name, module
 
 
 def _style(plan: Mapping[str, str], name: str) -> str:
     """A name's style: patterns have ``*`` where names have a number."""
     return plan.get(name) or plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -47,6 +47,9 @@ def make_module(architecture: str, config: dict[str, Any], device: torch.device)
 
     Raises WeightsError if transformers has no such class or its class does not take this configuration."""
     made = _make_config(architecture, config)
+    if _has_alibi(made):
+        what = "its scores are biased by distance (ALiBi, Press et al. 2022), which no attention backend here knows"
+        raise WeightsError(f"{architecture} cannot be served: {what}")
     made._attn_implementation = ATTENTION_AND_MASKS
     if device.type == "meta":
         made._experts_implementation = "batched_mm"  # the one that does not look at which experts were chosen
@@ -158,6 +161,12 @@ def _make_config(architecture: str, table: dict[str, Any]) -> Any:
         return CONFIG_MAPPING[kind].from_dict(given)
     except Exception as error:
         raise WeightsError(f"{architecture}: transformers does not take its config.json: {_said(error)}") from error
+
+
+def _has_alibi(config: Any) -> bool:
+    """Bloom always has it, MPT and Falcon where their configurations say so."""
+    asked = getattr(config, "alibi", False) or getattr(getattr(config, "attn_config", None), "alibi", False)
+    return bool(asked) or config.model_type == "bloom"
 
 
 def _classes(kind: str) -> tuple[str, ...]:

@@ -19,6 +19,9 @@ ROWS = 64
 # A oneDNN call costs 10 us before it multiplies, more than the whole product of one row with a weight this small: a
 # decode step of the demo model alone takes 0.75 of the time with these transposed.
 SMALL_BYTES = 4 << 20
+# With AVX-512 a product of one to three rows reads a weight beyond the caches slower than one of four does, which takes
+# 0.7 to 0.8 of a single row's time; with AVX2 a single row's is the fastest (``benchmarks/bench_linear.py``).
+ROWS_AVX512 = 4
 # oneDNN compiles a product for every (weight's shape, number of rows) and keeps it: up to 0.6 MB and 3 ms each.  With
 # so many numbers of rows between a power of two and the next there are few (``benchmarks/bench_rows.py``).
 SIZES_PER_OCTAVE = 4
@@ -33,9 +36,9 @@ class BlockedWeight:
     1.1 to 3.5 times faster than torch's own product at every number of rows (``benchmarks/bench_linear.py``).
     """
 
-    def __init__(self, weight_OI: Tensor, invariant: bool) -> None:
+    def __init__(self, weight_OI: Tensor, invariant: bool = False) -> None:
         self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight_OI, ROWS)
-        self._fewest_rows = 2 if invariant else 1
+        self._fewest_rows = fewest_rows(weight_OI.nbytes, invariant)
         self._transposed_IO: Tensor | None = None
         if weight_OI.dtype == torch.float32 and weight_OI.nbytes <= SMALL_BYTES and not invariant:
             self._transposed_IO = weight_OI.t().contiguous()
@@ -52,6 +55,13 @@ class BlockedWeight:
             y_TO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_TI, self._blocked, bias_O, "none", [], "")
             return y_TO
         return padded_product(x_TI, self._blocked, bias_O, self._fewest_rows)
+
+
+def fewest_rows(weight_bytes: int, invariant: bool = False) -> int:
+    """How many rows a product with such a weight is made of at least; see ``LinearContext`` for ``invariant``."""
+    if weight_bytes > SMALL_BYTES and torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        return ROWS_AVX512
+    return 2 if invariant else 1
 
 
 def padded_product(x_TI: Tensor, blocked_OI: Tensor, bias_O: Tensor | None, fewest_rows: int = 1) -> Tensor:

@@ -63,6 +63,20 @@ def test_the_sum_over_a_tokens_experts(dtype, kind, num_tokens, num_experts, num
     torch.testing.assert_close(found.double(), expected, rtol=bound, atol=bound)
 
 
+def test_ranks_that_divide_experts_add_up_to_all_of_them():
+    x, weights = normal(11, 24), normal(11, 3, seed=1).softmax(-1)
+    chosen = torch.stack([torch.randperm(5)[:3] for _ in range(11)])
+    gate_up, down = normal(5, 48, 24, seed=2), normal(5, 24, 24, seed=3)
+    biases = normal(5, 48, seed=4), normal(5, 24, seed=5)
+    together = mix_experts(x, weights, chosen, gate_up, down, *biases, "silu")
+    parts = []
+    for first, behind in ((0, 3), (3, 5)):
+        here = (one[first:behind] for one in (gate_up, down, *biases))
+        parts.append(mix_experts(x, weights, chosen, *here, "silu", first_expert=first))
+        assert not torch.allclose(parts[-1], together)
+    torch.testing.assert_close(sum(parts), together, rtol=1e-5, atol=1e-5)
+
+
 def test_a_tokens_result_has_the_same_bits_beside_others():
     x, weights = normal(20, 40), normal(20, 2, seed=1).softmax(-1)
     chosen = torch.stack([torch.randperm(6)[:2] for _ in range(20)])
