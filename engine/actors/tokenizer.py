@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 TokenIds = npt.NDArray[np.int32]
 NO_EXTRAS = StepExtras()
+TOKEN_ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,18 +189,46 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                     prompt = self._codec.decode(encoded.token_ids)
                 ids = encoded.token_ids.tobytes() if options.return_prompt_ids else b""
                 text.opening = Delta(request.request_id, prompt if options.echo else "", prompt_token_ids=ids)
+            if options.resumed:
+                self._resume(text, text.stream)
+        except RequestError as error:
+            self._refuse(request.request_id, error)
+            return
         except Exception as error:
             self._refuse(request.request_id, _fault(request.request_id, error))
             return
         self._scheduler.put(
             Admit(
                 request.request_id,
-                encoded.token_ids.tobytes(),
+                encoded.token_ids.tobytes() + options.resumed,
                 params,
                 priority=options.priority,
                 cache_salt=options.cache_salt,
+                num_resumed=len(options.resumed) // TOKEN_ID_BYTES,
             )
         )
+
+    def _resume(self, text: _Text, stream: TextStream) -> None:
+        """Bring a request's text to where its client has it.  Raises RequestError for what cannot be its output."""
+        request_id, params, resumed = text.request.request_id, text.request.params, text.request.options.resumed
+        token_ids = np.frombuffer(resumed, dtype=np.int32)
+        if token_ids.min() < 0 or token_ids.max() >= self._vocab_size:
+            raise RequestError("the output to go on from has tokens that the model does not have", code="not_resumable")
+        shown = stream.push(token_ids.tolist())
+        if stream.matched is not None:
+            raise RequestError("the output to go on from has ended with a stop string", code="not_resumable")
+        text.num_completion = len(token_ids)
+        logprobs = token_ids.tolist() if params.logprobs is not None else ()
+        delta = Delta(
+            request_id,
+            shown,
+            resumed,
+            usage=self._usage(text),
+            logprobs=tuple(logprob_texts(self._codec, token_id, Logprobs(0.0)) for token_id in logprobs),
+            reasoning=stream.take_thoughts(),
+            resumed=True,
+        )
+        self._out.append(text.opened(delta))
 
     def _abort(self, message: Abort) -> None:
         text = self._texts.pop(message.request_id, None)

@@ -16,7 +16,8 @@ from aiohttp import web
 
 from engine.config import Config
 from engine.errors import RequestError
-from server.clients import require_key
+from server.anthropic.objects import COUNT, ERROR_FORMATS
+from server.clients import Rates, require_key
 from server.http.connection import HttpRunner
 from server.http.exchange import Traffic, note_route
 from server.http.replies import json_reply
@@ -30,6 +31,11 @@ from server.replicas.replica import Fleet, Replica, Replicas, State, unavailable
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+# What costs tokens.
+GENERATING = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate", "/v1/embeddings",
+    "/classify", "/v1/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/pooling",
+)  # fmt: skip
 
 
 class ReplicaBody(msgspec.Struct, frozen=True):
@@ -122,10 +128,12 @@ async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> Asyn
     ):
         affinity = PrefixAffinity()
         replicas = Replicas(fleet, session, affinity)
-        routes, proxy = RouterRoutes(replicas), Proxy(server, replicas, session, affinity)
+        routes, proxy = RouterRoutes(replicas), Proxy(server, replicas, session, affinity, Rates(config.limits))
         administration = FleetAdministration(server, replicas, session)
         keys = Keys(server)
-        app = web.Application(middlewares=[note_route(), *([require_key(keys)] if server.needs_key else [])])
+        app = web.Application(
+            middlewares=[note_route(ERROR_FORMATS), *([require_key(keys)] if server.needs_key else [])]
+        )
         app.add_routes(
             [
                 web.get("/health", routes.health),
@@ -133,6 +141,8 @@ async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> Asyn
                 web.get("/replicas", routes.list),
                 web.post("/replicas/{name}/drain", routes.drain),
                 *administration_routes(administration.abort, administration.reset),
+                *(web.post(path, proxy.generate) for path in GENERATING),
+                web.post(COUNT, proxy.handle),  # its errors are in a form of its own
                 web.route("*", "/{path:.*}", proxy.handle),
             ]
         )

@@ -59,7 +59,7 @@ class FakeReplica:
             return web.json_response({"from": self.name}, headers={"X-Own": "yes"})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        await response.write(b"data: 1\n\n")
+        await response.write(b"data: 1\n\n: 0 01000000 0 3 1\n\n")
         if self.behaviour == "die late":
             await asyncio.sleep(0.05)
             request.transport.abort()

@@ -83,7 +83,7 @@ def test_a_request_arrives_whole_and_so_does_its_response() -> None:
             assert response.headers["X-Request-Id"] == "mine"
             name = (await response.json())["from"]
         fake = next(fake for fake in one.fleet.replicas if fake.name == name)
-        assert json.loads(fake.bodies[0]) == body
+        assert json.loads(fake.bodies[0])["request"] == body
         assert fake.seen == {"/v1/completions?a=b": 1}
         assert fake.headers[0]["X-Request-Id"] == "mine"
         assert fake.headers[0]["Authorization"] == "Bearer k"
@@ -165,16 +165,27 @@ def test_killing_a_replica_loses_no_request_that_was_accepted() -> None:
     run(test)
 
 
-def test_a_stream_that_is_cut_ends_with_an_error_and_one_that_had_not_begun_is_tried_again() -> None:
+def test_a_stream_goes_on_at_the_next_replica_and_not_for_ever() -> None:
     async def test(one: Routed) -> None:
         for fake in one.fleet.replicas:
             fake.behaviour = "die late"
-        async with one.client.post("/v1/completions", json={"prompt": "x", "stream": True}) as response:
-            assert response.status == 200
-            events = (await response.text()).split("\n\n")
-        assert events[0] == "data: 1"
-        assert json.loads(events[1].removeprefix("data: "))["error"]["code"] == "replica_lost"
-        await one.until(lambda: all(replica.state is State.READY for replica in one.replicas.all))
+        for path, name in (("/v1/completions", ""), ("/v1/messages", "event: error\n")):
+            async with one.client.post(path, json={"prompt": "x", "stream": True}) as response:
+                assert response.status == 200
+                *events, last, _ = (await response.text()).split("\n\n")
+            assert events == ["data: 1"] * 3
+            assert last.startswith(name + "data: ")
+            assert "send it again" in json.loads(last.rpartition("data: ")[2])["error"]["message"]
+        bodies = [json.loads(body) for fake in one.fleet.replicas for body in fake.bodies]
+        told = sorted((body["origin"]["told"].get("0", {}).get("tokens", "") for body in bodies), key=len)
+        assert told == ["", "", "AQAAAA==", "AQAAAA==", "AQAAAAEAAAA=", "AQAAAAEAAAA="]
+        assert len({body["origin"]["seed"] for body in bodies}) == 2
+
+    run(test)
+
+
+def test_a_stream_that_had_not_begun_begins_elsewhere() -> None:
+    async def test(one: Routed) -> None:
         one.fleet.replicas[0].behaviour, one.fleet.replicas[1].behaviour = "die", "stream"
         for number in range(4):
             body = {"prompt": f"{number} {LONG}", "stream": True}
