@@ -31,7 +31,16 @@ SALT_BYTES = 16
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
 # What they tell is of all clients, so where operators have keys of their own, only those open them.
 OPERATORS_ROUTES = frozenset(
-    {"/metrics", "/stats", "/server_info", "/get_server_info", "/load", "/replicas", "/replicas/{name}/drain"}
+    {
+        "/metrics",
+        "/stats",
+        "/server_info",
+        "/get_server_info",
+        "/load",
+        "/replicas",
+        "/replicas/restart",
+        *(f"/replicas/{{name}}/{what}" for what in ("drain", "undrain", "restart")),
+    }
 )
 MAX_IDLE_ALLOWANCES = 4096
 
@@ -178,9 +187,13 @@ class ClientRequest:
         """Raise RequestError rather than read a body that would be refused anyway."""
         check_admission(self._clients.ingress, self._clients.max_requests)
 
-    def open(self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> Stream:
-        """Open a choice as the engine's ingress does.  Raises RequestError, also a 429 if the client has its share."""
-        if not self.streams:
+    def open(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS, *, counted: bool = True
+    ) -> Stream:
+        """Open a choice as the engine's ingress does.  counted: against what the client may ask in a minute.
+
+        Raises RequestError, also a 429 if the client has its share."""
+        if counted and not self.streams:
             self._clients.rates.check(self._client)
         self._clients.check_share(self._client)
         if self._salt:

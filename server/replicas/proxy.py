@@ -115,13 +115,14 @@ class Proxy:
         """Let other replicas go on with a stream whose replica is lost, or end it with an error."""
         clock = asyncio.get_running_loop().time
         num_losses, deadline = 1, clock() + GO_ON_WITHIN_S
-        while delivery.can_go_on and num_losses < MOST_LOSSES and clock() < deadline:
+        while delivery.can_go_on and num_losses < MOST_LOSSES and clock() < deadline and not self._replicas.is_leaving:
             try:
                 replica = self._replicas.choose(blocks, [])
             except RequestError:
                 await asyncio.sleep(LOOK_EVERY_S)
                 continue
             log.info("request=%s goes on at %s", delivery.id, replica.name)
+            self._replicas.num_resumed += 1
             try:
                 with replica.busy():
                     response = await delivery.ask(replica)

@@ -112,6 +112,9 @@ class WiredFleet:
     async def stop(self, number: int) -> None:
         """They stop with the test."""
 
+    async def start(self, number: int) -> None:
+        """They run."""
+
     def close(self) -> None:
         """They stop with the test."""
 
