@@ -8,7 +8,6 @@ together, so what the client has and what is known of it are the same at any mom
 alone, so a replica that is given the tokens goes on as the first one would have.
 """
 
-import re
 import secrets
 
 import msgspec
@@ -17,8 +16,9 @@ from engine.messages import Finish
 from engine.params import MAX_SEED
 from server.generate.generation import Origin, Told
 
-# See ``_mark`` in server/generate/route.py.  JSON has no line breaks, so no event has one within.
-MARK = re.compile(rb"(?:\A|(?<=\n\n)): (\d+) ([0-9a-f]*) (\d+) (\d+) (\d+)\n\n")
+# A mark is a comment, see ``_mark`` in server/generate/route.py.  JSON has no line breaks, so no event has one within.
+COMMENT = b": "
+END = b"\n\n"
 
 
 def new_seed() -> int:
@@ -68,19 +68,24 @@ class Passage:
 
     def take(self, chunk: bytes) -> bytes:
         """Take what a replica has sent; returns what is for the client now."""
-        self._held += chunk
-        parts, at = [], 0
-        for mark in MARK.finditer(self._held):
-            index, tokens, finish, num_prompt, num_events = mark.groups()
-            parts.append(self._held[at : mark.start()])
-            choice = self._choices.setdefault(int(index), _Choice())
-            choice.tokens += bytes.fromhex(tokens.decode())
-            choice.finish = Finish(int(finish))
-            choice.num_events += int(num_events)
-            choice.num_prompt_tokens = int(num_prompt) or choice.num_prompt_tokens
-            at = mark.end()
-        self._held = self._held[at:]
+        held = self._held + chunk
+        parts, passed, at = [], 0, 0
+        for block in held.split(END)[:-1]:
+            end = at + len(block) + len(END)
+            if block.startswith(COMMENT):
+                parts.append(held[passed:at])
+                self._note(*block.removeprefix(COMMENT).split(b" "))
+                passed = end
+            at = end
+        self._held = held[passed:]
         return b"".join(parts)
+
+    def _note(self, index: bytes, tokens: bytes, finish: bytes, num_prompt: bytes, num_events: bytes) -> None:
+        choice = self._choices.setdefault(int(index), _Choice())
+        choice.tokens += bytes.fromhex(tokens.decode())
+        choice.finish = int(finish)
+        choice.num_events += int(num_events)
+        choice.num_prompt_tokens = int(num_prompt) or choice.num_prompt_tokens
 
     def rest(self) -> bytes:
         """What follows the last mark, once the replica has ended its stream."""
@@ -95,6 +100,6 @@ class _Choice:
 
     def __init__(self) -> None:
         self.tokens = bytearray()
-        self.finish = Finish.RUNNING
+        self.finish = int(Finish.RUNNING)
         self.num_events = 0
         self.num_prompt_tokens = 0

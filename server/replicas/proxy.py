@@ -101,7 +101,7 @@ class Proxy:
                 with replica.busy():
                     response = await delivery.ask(replica)
             except _ReplicaLost as error:
-                self._replicas.lose(replica, error)
+                self._replicas.lose(replica, error, error.url)
                 if delivery.stream is not None:
                     return await self._go_on(delivery, blocks)
                 log.info("request=%s is tried again elsewhere", delivery.id)
@@ -127,7 +127,7 @@ class Proxy:
                 with replica.busy():
                     response = await delivery.ask(replica)
             except _ReplicaLost as error:
-                self._replicas.lose(replica, error)
+                self._replicas.lose(replica, error, error.url)
                 num_losses, deadline = num_losses + 1, clock() + GO_ON_WITHIN_S
                 continue
             if response is delivery.stream:
@@ -167,24 +167,25 @@ class _Delivery:
         """Send the request, or what is left of it, to a replica.  Returns the stream once it has ended, or a response.
 
         Raises _ReplicaLost."""
-        async with await self._open(replica) as answer:
+        url = replica.url
+        async with await self._open(url) as answer:
             if not answer.headers.get("Content-Type", "").startswith(EVENT_STREAM):
-                with _asking_replica():
+                with _asking(url):
                     whole = await answer.read()
                 if USAGE_HEADER in answer.headers:
                     num_prompt, num_completion = map(int, answer.headers[USAGE_HEADER].split())
                     self._exchange.usage = num_prompt, num_completion
                 return web.Response(status=answer.status, headers=_sent_on(answer.headers), body=whole)
-            with _asking_replica():
+            with _asking(url):
                 first = await answer.content.readany()
-            is_new = self.stream is None
-            stream = self.stream = self.stream or web.StreamResponse(
-                status=answer.status, headers=_sent_on(answer.headers)
-            )
+            if is_new := self.stream is None:
+                self.stream = web.StreamResponse(status=answer.status, headers=_sent_on(answer.headers))
+            stream = self.stream
+            assert stream is not None
             with suppress(ConnectionError):  # of a client that has gone
                 if is_new:
                     await stream.prepare(self._request)
-                await self._pass_on(first, answer.content, stream)
+                await self._pass_on(url, first, answer.content, stream)
             return stream
 
     async def fail(self, error: RequestError) -> web.StreamResponse:
@@ -196,24 +197,27 @@ class _Delivery:
             await self.stream.write(b"%bdata: %b\n\n" % (name, msgspec.json.encode(form(error))))
         return self.stream
 
-    async def _open(self, replica: Replica) -> aiohttp.ClientResponse:
+    async def _open(self, url: str) -> aiohttp.ClientResponse:
         headers, body = _sent_on(self._request.headers), self._body
         headers[REQUEST_ID_HEADER] = self.id
         if self._passage is not None:
             headers["Content-Type"], body = ROUTED_TYPE, self._passage.body()
-        url = replica.url + str(self._request.rel_url)
-        with _asking_replica():
+        with _asking(url):
             return await self._session.request(
-                self._request.method, url, headers=headers, data=body or None, allow_redirects=False
+                self._request.method,
+                url + str(self._request.rel_url),
+                headers=headers,
+                data=body or None,
+                allow_redirects=False,
             )
 
-    async def _pass_on(self, chunk: bytes, content: aiohttp.StreamReader, stream: web.StreamResponse) -> None:
+    async def _pass_on(self, url: str, chunk: bytes, content: aiohttp.StreamReader, stream: web.StreamResponse) -> None:
         """Pass a stream on, from its first chunk."""
         passage = self._passage
         while chunk:
             if told := chunk if passage is None else passage.take(chunk):
                 await stream.write(told)
-            with _asking_replica():
+            with _asking(url):
                 chunk = await content.readany()
         if passage is not None:
             await stream.write(passage.rest())
@@ -223,13 +227,17 @@ class _Delivery:
 class _ReplicaLost(Exception):
     """The replica's side of a request failed; for the client's side aiohttp has the same exceptions."""
 
+    def __init__(self, reason: object, url: str) -> None:
+        super().__init__(repr(reason))
+        self.url = url
+
 
 @contextmanager
-def _asking_replica() -> Iterator[None]:
+def _asking(url: str) -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise _ReplicaLost(repr(error)) from error
+        raise _ReplicaLost(error, url) from error
 
 
 def _sent_on(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:

@@ -131,9 +131,11 @@ class Replicas:
         self._affinity.note(blocks, chosen.name)
         return chosen
 
-    def lose(self, replica: Replica, reason: object) -> None:
-        """Send no request to a replica that does not answer, until ``watch`` has found it again."""
-        if replica.state is State.READY:
+    def lose(self, replica: Replica, reason: object, url: str = "") -> None:
+        """Send no request to a replica that does not answer, until ``watch`` has found it again.
+
+        url: where it did not; it may be somewhere else by now, and well."""
+        if replica.state is State.READY and url in ("", replica.url):
             log.warning("%s is lost: %s", replica.name, reason)
             self._set_starting(replica)
             replica.num_lost += 1

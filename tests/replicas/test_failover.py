@@ -72,7 +72,7 @@ class Wire:
 
     async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from_server, to_server = await asyncio.open_connection("127.0.0.1", self._port)
-        self._open.append(writer)
+        self._open += [writer, to_server]
 
         async def up() -> None:
             while chunk := await reader.read(1 << 16):
@@ -96,7 +96,7 @@ class Wire:
         """Let the relays end."""
         for writer in self._open:
             writer.transport.abort()
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
 
 
 class WiredFleet:
