@@ -167,7 +167,7 @@ class _Delivery:
         """Send the request, or what is left of it, to a replica.  Returns the stream once it has ended, or a response.
 
         Raises _ReplicaLost."""
-        url = replica.url
+        url, self._exchange.replica = replica.url, replica.name
         async with await self._open(url) as answer:
             if not answer.headers.get("Content-Type", "").startswith(EVENT_STREAM):
                 with _asking(url):
