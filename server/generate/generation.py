@@ -9,8 +9,10 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from engine.messages import DEFAULT_OPTIONS, RequestOptions
 from engine.params import MAX_SEED, SamplingParams
@@ -41,7 +43,7 @@ class Origin(msgspec.Struct, frozen=True):
 
     key: uuid.UUID = msgspec.field(default_factory=uuid.uuid4)
     created: float = msgspec.field(default_factory=time.time)
-    seed: int | None = None
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     told: dict[int, Told] = {}
 
     def name(self, number: int) -> str:

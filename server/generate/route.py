@@ -23,7 +23,7 @@ from server.backend import Stream
 from server.clients import CLIENT, ClientRequest
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import MAX_CHOICES, Generation, Origin, choice_seed
-from server.generate.output import Output, PlainText, UsageCounter, by_id, is_plain
+from server.generate.output import TOKEN_ID_BYTES, Output, PlainText, UsageCounter, by_id, is_plain
 from server.http.body import ORIGIN, BodyReader
 from server.http.exchange import EXCHANGE
 from server.http.replies import json_reply
@@ -202,6 +202,8 @@ class GenerateRoute(Generic[B]):
             origin = msgspec.json.decode(raw, type=Origin)
         except msgspec.MsgspecError as error:
             raise RequestError(f"not what a router sends: {error}", code="malformed_json") from None
+        if any(len(one.tokens) % TOKEN_ID_BYTES for one in origin.told.values()):
+            raise RequestError("not what a router sends: token ids are int32", code="malformed_json")
         if origin.told:
             asked = [params for params, _ in generation.of_prompts] or [generation.params]
             if any(

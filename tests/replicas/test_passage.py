@@ -1,8 +1,15 @@
 """What a router passes on of a marked stream, and what it remembers of it, however the bytes come."""
 
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
 import pytest
 
+from server.http.body import ROUTED_TYPE
 from server.replicas.passage import Passage
+from tests.server.live_server import MODEL, LiveServer
 
 STREAM = (
     b"data: a\n\n: 0 01000000 0 5 1\n\nevent: x\ndata: b\n\ndata: c\n\n: 1 0200000003000000 2 0 2\n\n"
@@ -35,3 +42,34 @@ def test_what_was_aborted_does_not_go_on() -> None:
     passage = Passage(b"{}")
     passage.take(b"data: a\n\n: 0 01000000 3 5 1\n\n")
     assert passage.was_aborted
+
+
+def sent(live: LiveServer, body: bytes) -> tuple[int, dict[str, Any]]:
+    request = urllib.request.Request(f"{live.url}/v1/completions", body, {"Content-Type": ROUTED_TYPE})
+    try:
+        with urllib.request.urlopen(request) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_what_a_router_sends_is_read_and_what_none_would_send_is_refused() -> None:
+    request = {"model": MODEL, "prompt": "p", "max_tokens": 3}
+    with LiveServer() as live:
+        passage = Passage(json.dumps(request).encode())
+        status, answer = sent(live, passage.body())
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
+        origin = json.loads(passage.body())["origin"]
+        assert live.call(lambda: live.ingress.asked[-1][1].seed) == origin["seed"]
+        assert answer["id"].endswith(origin["key"].replace("-", ""))
+        for wrong in (
+            {"seed": -1},
+            {"seed": 1 << 64},
+            {"key": "x"},
+            {"told": {"0": {"tokens": "AAA="}}},
+            {"told": {"x": {"tokens": ""}}},
+        ):
+            status, answer = sent(live, json.dumps({"request": request, "origin": {**origin, **wrong}}).encode())
+            assert (status, answer["error"]["code"]) == (400, "malformed_json"), wrong
+        for body in (b"", b"{", b"{}", json.dumps({"request": request}).encode()):
+            assert sent(live, body)[0] == 400
