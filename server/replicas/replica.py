@@ -158,6 +158,8 @@ class Replicas:
 
     async def undrain(self, replica: Replica) -> None:
         """Send a replica requests again, once it is ready.  It is started if it was stopped; no drain of it may run."""
+        if self.is_leaving:
+            return
         if replica.state is State.STOPPED:
             await self._fleet.start(self.all.index(replica))
             replica.num_starts += 1

@@ -76,10 +76,12 @@ class RouterRoutes:
 
     async def drain(self, request: web.Request) -> web.Response:
         """POST /replicas/{name}/drain: 202, and the replica ends when its requests have."""
-        replica = self._named(request)
+        replica, state = self._named(request), State.DRAINING
         if replica.state in (State.READY, State.STARTING):
             self._begin([replica], self._replicas.drain(replica))
-        return self._accepted(replica)
+        else:
+            state = replica.state
+        return self._accepted(replica, state)
 
     async def undrain(self, request: web.Request) -> web.Response:
         """POST /replicas/{name}/undrain: 202, and the replica takes requests again, or is started again."""
@@ -89,7 +91,7 @@ class RouterRoutes:
             task.cancel()
             await asyncio.wait([task])
         await self._replicas.undrain(replica)
-        return self._accepted(replica)
+        return self._accepted(replica, replica.state)
 
     async def restart(self, request: web.Request) -> web.Response:
         """POST /replicas/restart and /replicas/{name}/restart: 202; all of them one after another, or one."""
@@ -107,7 +109,7 @@ class RouterRoutes:
                 status=409,
                 code="replica_busy",
             )
-        task = asyncio.create_task(work, name="replicas")
+        task = asyncio.create_task(_logged(work), name="replicas")
         self._tasks.update(dict.fromkeys((one.name for one in replicas), task))
 
     def _named(self, request: web.Request) -> Replica:
@@ -119,8 +121,8 @@ class RouterRoutes:
             raise RequestError(f"there is no replica {name!r}; there are {names}", status=404, code="unknown_replica")
         return replica
 
-    def _accepted(self, replica: Replica) -> web.Response:
-        return json_reply({"name": replica.name, "state": replica.state.value}, status=202)
+    def _accepted(self, replica: Replica, state: State) -> web.Response:
+        return json_reply({"name": replica.name, "state": state.value}, status=202)
 
     async def ready(self, request: web.Request) -> web.Response:
         """GET /ready: whether a replica could take a request."""
@@ -132,6 +134,13 @@ class RouterRoutes:
         """GET /health: that the router answers, and its replicas' states."""
         states = {one.name: one.state.value for one in self._replicas.all}
         return json_reply({"status": "ok", "replicas": states})
+
+
+async def _logged(work: Coroutine[None, None, None]) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("draining or restarting replicas has failed; GET /replicas says how they are")
 
 
 async def route(config: Config, fleet: Fleet, listener: socket.socket) -> None:

@@ -348,7 +348,7 @@ def test_a_replica_that_drains_or_has_stopped_comes_back() -> None:
         one.fleet.replicas[0].hold.clear()
         asking = [asyncio.create_task(one.complete(f"{number} {LONG}")) for number in range(2)]
         await one.until(lambda: first.num_open == 1)
-        await ask(one, "/replicas/replica0/drain")
+        assert (await ask(one, "/replicas/replica0/drain"))["state"] == "draining"
         await one.until(lambda: first.state is State.DRAINING)
         await ask(one, "/replicas/replica0/undrain")
         await one.until(lambda: first.state is State.READY)
@@ -360,6 +360,25 @@ def test_a_replica_that_drains_or_has_stopped_comes_back() -> None:
         await ask(one, "/replicas/replica0/undrain")
         await one.until(lambda: first.state is State.READY)
         assert (one.fleet.stopped, one.fleet.started) == ([0], [0])
+
+    run(test)
+
+
+def test_a_restart_that_fails_is_logged_and_one_of_a_router_that_ends_starts_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(one: Routed) -> None:
+        async def refuse(number: int) -> None:
+            raise OSError("no room")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(one.fleet, "start", refuse)
+            await ask(one, "/replicas/replica0/restart")
+            await one.until(lambda: "has failed" in caplog.text)
+        assert one.replicas.all[0].state is State.STOPPED
+        one.replicas.is_leaving = True
+        await ask(one, "/replicas/replica0/undrain")
+        assert one.fleet.started == []
 
     run(test)
 
