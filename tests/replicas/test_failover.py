@@ -69,8 +69,10 @@ class Wire:
         self._port = port
         self._scissors = scissors
         self._open: list[asyncio.StreamWriter] = []
+        self._num_relays = 0
 
     async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._num_relays += 1
         from_server, to_server = await asyncio.open_connection("127.0.0.1", self._port)
         self._open += [writer, to_server]
 
@@ -91,12 +93,15 @@ class Wire:
         upwards.cancel()
         to_server.transport.abort()
         writer.transport.abort()
+        self._num_relays -= 1
 
     async def close(self) -> None:
         """Let the relays end."""
-        for writer in self._open:
-            writer.transport.abort()
-        await asyncio.sleep(0.05)
+        while self._num_relays:
+            for writer in self._open:
+                writer.transport.abort()
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)
 
 
 class WiredFleet:

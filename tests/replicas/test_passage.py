@@ -50,7 +50,8 @@ def sent(live: LiveServer, body: bytes) -> tuple[int, dict[str, Any]]:
         with urllib.request.urlopen(request) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+        with error:
+            return error.code, json.load(error)
 
 
 def test_what_a_router_sends_is_read_and_what_none_would_send_is_refused() -> None:
