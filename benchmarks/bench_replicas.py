@@ -5,9 +5,9 @@
 The demo model, ``callboard serve --replicas 2 --on ray``.  Conversations share system prompts and grow turn by turn;
 all send their next turn at once.  The same ones go through the router; straight to the replicas, to the least busy one
 or by chance; and to one replica alone, whose cache sees them all.  Each run has a cache of its own, by ``cache_salt``.
-Then a replica gets SIGKILL while requests that do not stream are open: one that is lost, or answered with another text
-than undisturbed, makes this script fail.  Equal requests in turns through the router and straight to the replicas say
-what the router adds.
+Then a replica gets SIGKILL while requests are open, first in one piece, then as streams: one that is lost, or answered
+with another text than undisturbed, makes this script fail.  Equal requests in turns through the router and straight to
+the replicas say what the router adds.
 """
 
 import argparse
@@ -37,6 +37,7 @@ SYSTEM_PROMPTS = [
 NOUNS = ("list", "graph", "matrix", "string", "queue", "table", "number", "tree", "file", "date", "word", "point")
 TURN_TOKENS, KILL_TOKENS, STREAM_TOKENS = 16, 160, 128
 NUM_KILLED_AT, NUM_STREAMS = 12, 16  # requests open when a replica is killed; streams open at once
+NUM_STREAMS_KILLED_AT = 40
 UNTIL_KILL_S = 0.5
 
 
@@ -133,16 +134,39 @@ async def hit_rates(
     }
 
 
-async def kills(cluster: Cluster, session: aiohttp.ClientSession, rounds: int) -> dict[str, Any]:
-    """One replica each round, in the middle of requests."""
+async def text(session: aiohttp.ClientSession, url: str, fields: dict[str, Any]) -> str:
+    """What an answer in one piece says."""
+    answer: str = (await post(session, url, fields))["choices"][0]["text"]
+    return answer
+
+
+async def streamed_text(session: aiohttp.ClientSession, url: str, fields: dict[str, Any]) -> str:
+    """What a stream says.  Raises KeyError for one that ends with an error."""
+    found = []
+    async with session.post(url, json={"model": "callboard-demo", "stream": True, **fields}) as response:
+        response.raise_for_status()
+        async for line in response.content:
+            event = line.removeprefix(b"data: ").strip()
+            if event and event != b"[DONE]":
+                found.append(json.loads(event)["choices"][0]["text"])
+    return "".join(found)
+
+
+async def kills(
+    cluster: Cluster,
+    session: aiohttp.ClientSession,
+    rounds: int,
+    ask: Callable[[aiohttp.ClientSession, str, dict[str, Any]], Awaitable[str]],
+    num_open: int,
+) -> dict[str, Any]:
+    """One replica each round, in the middle of so many requests."""
 
     async def ask_all() -> list[str | BaseException]:
         fields = {"max_tokens": KILL_TOKENS, "temperature": 0, "ignore_eos": True}
-        prompts = [f"def function_{index}(value, other):\n    " for index in range(NUM_KILLED_AT)]
+        prompts = [f"def function_{index}(value, other):\n    " for index in range(num_open)]
         url = f"{cluster.url}/v1/completions"
-        asked = (post(session, url, {"prompt": prompt, **fields}) for prompt in prompts)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        return [one if isinstance(one, BaseException) else one["choices"][0]["text"] for one in answers]
+        asked = (ask(session, url, {"prompt": prompt, **fields}) for prompt in prompts)
+        return await asyncio.gather(*asked, return_exceptions=True)
 
     await cluster.wait_until_ready(session)
     await ask_all()  # once for the first requests' own costs
@@ -150,6 +174,7 @@ async def kills(cluster: Cluster, session: aiohttp.ClientSession, rounds: int) -
     undisturbed = await ask_all()
     undisturbed_s = time.perf_counter() - started
     rng = random.Random(1)
+    losses_before = sum(one["lost"] for one in await cluster.replicas(session))
     num_lost = num_different = num_hit = 0
     back, took = [], []
     for number in tqdm(range(rounds), desc="kills", disable=not sys.stderr.isatty()):
@@ -164,13 +189,16 @@ async def kills(cluster: Cluster, session: aiohttp.ClientSession, rounds: int) -
         took.append(time.perf_counter() - started)
         num_hit += victim["open_requests"]
         num_lost += sum(isinstance(one, BaseException) for one in answers)
-        num_different += sum(a != b for a, b in zip(answers, undisturbed, strict=True))
+        num_different += sum(
+            a != b for a, b in zip(answers, undisturbed, strict=True) if not isinstance(a, BaseException)
+        )
         await cluster.wait_until_ready(session)
         back.append(time.perf_counter() - killed)
-    assert sum(one["lost"] for one in await cluster.replicas(session)) == rounds, "the router has seen other losses"
+    losses = sum(one["lost"] for one in await cluster.replicas(session)) - losses_before
+    assert losses == rounds, "the router has seen other losses"
     return {
         "kills": rounds,
-        "requests": rounds * NUM_KILLED_AT,
+        "requests": rounds * num_open,
         "requests_of_killed_replicas": num_hit,
         "requests_lost": num_lost,
         "texts_that_differ": num_different,
@@ -260,12 +288,19 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
             rates = await hit_rates(cluster, session, arguments.conversations, arguments.turns, arguments.rounds)
             latency = await added_latency(cluster, session, arguments.requests, arguments.stream_rounds)
-            return {"hit_rates": rates, "latency": latency, "kills": await kills(cluster, session, arguments.kills)}
+            return {
+                "hit_rates": rates,
+                "latency": latency,
+                "kills": await kills(cluster, session, arguments.kills, text, NUM_KILLED_AT),
+                "kills_of_streams": await kills(
+                    cluster, session, arguments.kills, streamed_text, NUM_STREAMS_KILLED_AT
+                ),
+            }
 
 
 def show(report: dict[str, Any]) -> None:
     """Three tables."""
-    rates, kills = report["hit_rates"], report["kills"]
+    rates = report["hit_rates"]
     table = Table("who chooses", "hit rate", "router over it", "tokens computed, over router's")
     for way, rate in rates["hit_rate"].items():
         table.add_row(
@@ -281,12 +316,13 @@ def show(report: dict[str, Any]) -> None:
     Console().print(table)
     cpu_us = report["latency"]["router's processor time"]["s_per_token"] * 1e6
     print(f"the router's processor time per streamed token: {cpu_us:.0f} us")
-    back = kills["replica_is_back_s"]
-    print(
-        f"{kills['kills']} kills, {kills['requests_of_killed_replicas']} of {kills['requests']} requests were there: "
-        f"{kills['requests_lost']} lost, {kills['texts_that_differ']} texts differ; "
-        f"back after {back['median']:.1f} s (most {back['max']:.1f})"
-    )
+    for what, found in (("requests", report["kills"]), ("streams", report["kills_of_streams"])):
+        back = found["replica_is_back_s"]
+        print(
+            f"{found['kills']} kills, {found['requests_of_killed_replicas']} of {found['requests']} {what} were there: "
+            f"{found['requests_lost']} lost, {found['texts_that_differ']} texts differ; "
+            f"back after {back['median']:.1f} s (most {back['max']:.1f})"
+        )
 
 
 def main() -> None:
@@ -304,7 +340,8 @@ def main() -> None:
     show(report)
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": describe_machine(), **report}, indent=1) + "\n")
-    if report["kills"]["requests_lost"] or report["kills"]["texts_that_differ"]:
+    found = (report["kills"], report["kills_of_streams"])
+    if any(one["requests_lost"] or one["texts_that_differ"] for one in found):
         sys.exit("a request was lost or answered with another text")
 
 

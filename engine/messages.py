@@ -43,6 +43,7 @@ class RequestOptions(Message, frozen=True):
     return_prompt_ids: the first delta tells the prompt's token ids.
     truncate_to: a longer prompt loses its end; 0 for none.  Of a query and a document it is the document's.
     keep_last: the last so many tokens of a prompt that is text are all that is read of it; 0 for all.
+    resumed: int32[n], output that the client has from another engine already; what comes is what follows it.
     """
 
     echo: bool = False
@@ -53,6 +54,7 @@ class RequestOptions(Message, frozen=True):
     return_prompt_ids: bool = False
     truncate_to: int = 0
     keep_last: int = 0
+    resumed: bytes = b""
 
 
 DEFAULT_OPTIONS: Final = RequestOptions()
@@ -87,13 +89,14 @@ class Abort(Message, frozen=True):
 
 
 class Admit(Message, frozen=True):
-    """A tokenised request.  token_ids: int32[n], n >= 1."""
+    """A tokenised request.  token_ids: int32[n], n >= 1.  num_resumed: how many of them, at the end, are output."""
 
     request_id: int
     token_ids: bytes
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    num_resumed: int = 0
 
 
 # ---- scheduler -> executors -----------------------------------------------------------------
@@ -317,6 +320,7 @@ class Delta(Message, frozen=True):
     reasoning: text that comes before all other text, where the two are told apart.
     prompt_logprobs: of every prompt token, in the first delta; the first token's number means nothing.
     pooled: float32[n], in the last delta, where asked for.  prompt_token_ids: int32[n], in the first one, likewise.
+    resumed: this is ``RequestOptions.resumed`` once more, with its text; it comes first, and log probabilities are 0.
     """
 
     request_id: int
@@ -330,6 +334,7 @@ class Delta(Message, frozen=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     pooled: bytes = b""
     prompt_token_ids: bytes = b""
+    resumed: bool = False
 
 
 class Deltas(Message, frozen=True):

@@ -275,9 +275,8 @@ def _generate(parsed: argparse.Namespace, config: Config) -> None:
     from engine.llm import LLM
 
     with LLM(config=config, progress=False) as llm:
-        print(prompt, end="", flush=True)
-        for delta in llm.stream(prompt, _sampling_params(parsed)):
-            print(delta.text, end="", flush=True)
+        for number, delta in enumerate(llm.stream(prompt, _sampling_params(parsed))):
+            print(delta.text if number else prompt + delta.text, end="", flush=True)
         print()
 
 

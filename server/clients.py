@@ -38,7 +38,8 @@ OPERATORS_ROUTES = frozenset(
         "/get_server_info",
         "/load",
         "/replicas",
-        "/replicas/{name}/drain",
+        "/replicas/restart",
+        *(f"/replicas/{{name}}/{what}" for what in ("drain", "undrain", "restart")),
         "/start_profile",
         "/stop_profile",
     }
@@ -189,9 +190,13 @@ class ClientRequest:
         """Raise RequestError rather than read a body that would be refused anyway."""
         check_admission(self._clients.ingress, self._clients.max_requests)
 
-    def open(self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> Stream:
-        """Open a choice as the engine's ingress does.  Raises RequestError, also a 429 if the client has its share."""
-        if not self.streams:
+    def open(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS, *, counted: bool = True
+    ) -> Stream:
+        """Open a choice as the engine's ingress does.  counted: against what the client may ask in a minute.
+
+        Raises RequestError, also a 429 if the client has its share."""
+        if counted and not self.streams:
             self._clients.rates.check(self._client)
         self._clients.check_share(self._client)
         if self._salt:

@@ -89,8 +89,12 @@ class Stream:
             self._read_to_end = True
             assert self._error is not None
             raise self._error
-        delta = merged(self._pending)
-        self._pending = []
+        # What the client has already stays apart from what is new to it.
+        count = 1 if self._pending[0].resumed else len(self._pending)
+        delta = merged(self._pending[:count])
+        self._pending = self._pending[count:]
+        if self._pending:
+            self._arrived.set()
         self._read_to_end = delta.finish != Finish.RUNNING
         if self._error is not None:
             self._arrived.set()

@@ -37,6 +37,7 @@ from engine.text.codec import TextCodec, TextStream
 from engine.text.grammar import Grammars
 from engine.text.logprobs import PromptLogprobTexts, logprob_texts
 from engine.text.reasoning import Thinking
+from engine.text.resumed import resumed_delta
 
 log = logging.getLogger(__name__)
 
@@ -127,8 +128,6 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             if token_ids is not None and not params.needs_vocabulary:
                 return _Encoded(request, self._codec.trimmed(token_ids, options.truncate_to), params)
             return await asyncio.to_thread(self._understand, request)
-        except RequestError as error:
-            return _Encoded(request, None, request.params, error=error)
         except (Exception, SystemExit) as error:  # of a tokenizer, a template, a plugin: this request's trouble alone
             return _Encoded(request, None, request.params, error=_fault(request.request_id, error))
 
@@ -168,16 +167,15 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
 
     def _admit(self, encoded: _Encoded) -> None:
         request = encoded.request
-        text = self._texts.get(request.request_id)
-        if text is None:
+        if (text := self._texts.get(request.request_id)) is None:
             return  # cancelled while it was encoded
         if encoded.token_ids is None:
             assert encoded.error is not None, "encoding gave neither tokens nor an error"
             self._refuse(request.request_id, encoded.error)
             return
         text.num_prompt = len(encoded.token_ids)
-        params = encoded.params
-        chat, options = request.turns is not None, request.options
+        params, chat, options = encoded.params, request.turns is not None, request.options
+        num_resumed = len(options.resumed) // 4  # int32
         try:
             text.stream = self._codec.open_stream(encoded.token_ids, params, chat=chat, thinking=encoded.thinking)
             if params.prompt_logprobs is not None:
@@ -188,18 +186,15 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                     prompt = self._codec.decode(encoded.token_ids)
                 ids = encoded.token_ids.tobytes() if options.return_prompt_ids else b""
                 text.opening = Delta(request.request_id, prompt if options.echo else "", prompt_token_ids=ids)
+            if num_resumed:
+                text.num_completion = num_resumed
+                old = resumed_delta(request, self._codec, self._vocab_size, text.stream, self._usage(text))
+                self._out.append(text.opened(old))
         except Exception as error:
             self._refuse(request.request_id, _fault(request.request_id, error))
             return
-        self._scheduler.put(
-            Admit(
-                request.request_id,
-                encoded.token_ids.tobytes(),
-                params,
-                priority=options.priority,
-                cache_salt=options.cache_salt,
-            )
-        )
+        ids, salt = encoded.token_ids.tobytes() + options.resumed, options.cache_salt
+        self._scheduler.put(Admit(request.request_id, ids, params, options.priority, salt, num_resumed))
 
     def _abort(self, message: Abort) -> None:
         text = self._texts.pop(message.request_id, None)
@@ -252,7 +247,6 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         del self._texts[text.request.request_id]
         delta = Delta(
             request_id=text.request.request_id,
-            text="",
             finish=finish if finish == Finish.ABORT else Finish.LENGTH,
             usage=self._usage(text),
             prompt_logprobs=text.take_prompt_logprobs(),
@@ -305,6 +299,8 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
 
 
 def _fault(request_id: int, error: BaseException) -> RequestError:
-    """What a client is told when its text breaks the code that handles it; the log says what it was."""
+    """What a client is told when its text breaks the code that handles it, unless that was said; the log has it."""
+    if isinstance(error, RequestError):
+        return error
     log.error("request=%d failed in the tokenizer", request_id, exc_info=error)
     return RequestError("internal error; the server log has the details", status=500, code="internal_error")

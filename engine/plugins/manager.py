@@ -21,7 +21,7 @@ from engine import __version__
 from engine.errors import CallboardError, PluginError
 from engine.patience import named_while_slow
 from engine.plugins import hookspecs
-from engine.plugins.declaration import CONSTANT, Declaration, check_api, convert_declaration, read_declaration
+from engine.plugins.declaration import CONSTANT, Declaration, check_api, complete, convert_declaration, read_declaration
 from engine.sections import AttentionNames
 
 log = logging.getLogger(__name__)
@@ -352,7 +352,9 @@ class Plugins:
         if declaration is not None:
             checked(info, declaration)  # before any of it runs: what was written for another API may do anything
             if missing := declaration.missing_packages():
-                others = [other.short for other in self.known.values() if other.kind == info.kind and other != info]
+                others = complete(
+                    {other.short: other.module for other in self.known.values() if other.kind == info.kind}
+                )
                 advice = f"available: {', '.join(others)}" if others else "install it"
                 raise PluginError(
                     f"plugin {info.label} needs {' and '.join(missing)}, which is not installed; {advice}"

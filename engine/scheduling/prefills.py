@@ -233,7 +233,7 @@ class Prefills:
         table, row = self._table, sequence.row
         num_computed = int(table.num_computed[row])
         if sequence.num_cached_at_start < 0:
-            sequence.num_cached_at_start = num_computed
+            sequence.num_cached_at_start = min(num_computed, sequence.num_prompt)
         return Admission(
             row=row,
             token_ids=sequence.tokens.tobytes(),

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from engine.errors import RequestError
 from engine.messages import Admit, Failed, Finish, Tokens
 from engine.scheduling.meter import Meter, RequestMetrics
 from engine.scheduling.queue import Quarantine
@@ -106,6 +107,14 @@ class Requests:
         """The sequence of a new request, not yet open.  Raises RequestError if it could never run."""
         tokens = np.frombuffer(message.token_ids, dtype=np.int32)
         params = message.params
+        num_prompt = len(tokens) - message.num_resumed
+        max_total = self.limits.max_total(num_prompt, params.max_tokens)
+        if message.num_resumed and len(tokens) >= max_total:
+            most = max_total - num_prompt
+            raise RequestError(
+                f"the output to go on from has {message.num_resumed} tokens, and {most} are all that it may get",
+                code="not_resumable",
+            )
         stop_ids = () if params.ignore_eos else self.limits.eos_token_ids
         sequence = Sequence(
             request_id=message.request_id,
@@ -113,8 +122,8 @@ class Requests:
             priority=message.priority,
             params=params,
             tokens=tokens,
-            num_prompt=len(tokens),
-            max_total=self.limits.max_total(len(tokens), params.max_tokens),
+            num_prompt=num_prompt,
+            max_total=max_total,
             stop_ids=tuple(dict.fromkeys(stop_ids + params.stop_token_ids)),
             arrived_at=self._clock(),
             cache_salt=message.cache_salt,

@@ -167,3 +167,7 @@ class MessageStop(Event, frozen=True, kw_only=True, tag_field="type", tag="messa
 
 
 MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | MessageError
+
+
+COUNT = "/v1/messages/count_tokens"
+ERROR_FORMATS = dict.fromkeys(("/v1/messages", COUNT), message_error)

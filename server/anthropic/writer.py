@@ -49,7 +49,7 @@ class MessagesWriter(Writer):
     """Writes a message, or the events of its making."""
 
     def __init__(self, generation: Generation, usage: UsageCounter, model: str) -> None:
-        self.id = f"msg_{uuid.uuid4().hex}"
+        self.id = f"msg_{generation.origin.key.hex}"
         self._usage = usage
         self._model = model
         self._parser = generation.new_parser and generation.new_parser()

@@ -39,6 +39,10 @@ class Writer(Protocol):
         """Returns how a choice's events look from now on that tell nothing but text; None if they differ."""
         return None
 
+    def go_on_after(self, num_events: int) -> None:
+        """The client has so many events of the stream from another replica; those of the same output were left out."""
+        return None
+
     def last_events(self) -> list[msgspec.Struct]:
         """Returns the stream's events for after every choice has ended."""
         return []
@@ -52,12 +56,14 @@ class Endpoint(Protocol[B]):
     """One generating endpoint.
 
     task: what it asks of a model.  elsewhere: fields that belong into another one, see ``BodyReader``.
+    repeats_logprobs: events of its streams tell those of tokens that came before.
     names_events: see ``EventStream``."""
 
     body_type: type[B]
     task: ClassVar[Task] = "generate"
     elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
     names_events: ClassVar[bool] = False
+    repeats_logprobs: ClassVar[bool] = False
 
     def translate(self, body: B) -> Generation:
         """Returns what the body asks for.  Raises RequestError for what cannot be asked."""

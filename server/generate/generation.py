@@ -1,12 +1,18 @@
 """What one HTTP request asks of the engine, in the engine's terms.
 
-Owns: what every generating endpoint makes of a body, and how the choices of one prompt get their seeds.
+Owns: what every generating endpoint makes of a body, how the choices of one prompt get their seeds, and what a request
+takes along to another replica.
 Does not know: JSON, request fields, responses.
 """
 
+import hashlib
+import time
+import uuid
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from engine.messages import DEFAULT_OPTIONS, RequestOptions
 from engine.params import MAX_SEED, SamplingParams
@@ -14,6 +20,35 @@ from engine.prompt import Prompt
 from engine.text.tool_calls import ToolCallParser
 
 MAX_CHOICES = 128  # in one request
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What the client has of a choice.  tokens: int32[n].  num_events: of the stream.  ended: its end as well."""
+
+    tokens: bytes
+    num_events: int = 0
+    ended: bool = False
+
+    @property
+    def resumed(self) -> bytes:
+        """What its output goes on from: of one that has ended the last token is made again, and its end with it."""
+        return self.tokens[:-4] if self.ended else self.tokens
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """What must be the same wherever a request runs, so that a router may let another replica go on with it.
+
+    key: what its answer's names are made of.  created: seconds since 1970.  told: choice -> what the client has of it.
+    seed: of the choices without one; only a router gives it, and wants to know how far the client has got."""
+
+    key: uuid.UUID = msgspec.field(default_factory=uuid.uuid4)
+    created: float = msgspec.field(default_factory=time.time)
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
+    told: dict[int, Told] = {}
+
+    def name(self, number: int) -> str:
+        """Returns 32 hex digits for the number-th part of the answer."""
+        return hashlib.blake2b(b"%b %d" % (self.key.bytes, number), digest_size=16).hexdigest()
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +69,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     new_parser: Callable[[], ToolCallParser] | None = None
     names_tokens_by_id: bool = False
     request_id: str = ""
+    origin: Origin = msgspec.field(default_factory=Origin)
 
 
 def choice_seed(seed: int | None, k: int) -> int | None:

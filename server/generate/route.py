@@ -16,14 +16,15 @@ import msgspec
 from aiohttp import web
 
 from engine.errors import RequestError
-from engine.messages import Delta, Finish
+from engine.messages import Delta, Finish, RequestOptions
+from engine.params import SamplingParams
 from engine.sections import ServerSection
 from server.backend import Stream
 from server.clients import CLIENT, ClientRequest
 from server.generate.endpoint import Endpoint, Writer
-from server.generate.generation import MAX_CHOICES, Generation, choice_seed
-from server.generate.output import Output, PlainText, UsageCounter, by_id, is_plain
-from server.http.body import BodyReader
+from server.generate.generation import MAX_CHOICES, Generation, Origin, choice_seed
+from server.generate.output import TOKEN_ID_BYTES, Output, PlainText, UsageCounter, by_id, is_plain
+from server.http.body import ORIGIN, BodyReader
 from server.http.exchange import EXCHANGE
 from server.http.replies import json_reply
 from server.http.sse import EventStream
@@ -31,6 +32,8 @@ from server.http.sse import EventStream
 Item = tuple[int, Delta]
 B = TypeVar("B", bound=msgspec.Struct)
 QUEUE_FULL = 429
+USAGE_HEADER = "X-Callboard-Usage"  # prompt and completion tokens, for a router
+ENDS_HERE_ONLY = frozenset({"engine_died", "shutting_down"})  # a router lets another replica go on
 
 
 class Choices:
@@ -111,6 +114,8 @@ class Choices:
             params, options = generation.of_prompts[number]
         if k:
             params = params.replace(seed=choice_seed(params.seed, k))
+        if generation.origin.seed is not None:
+            params, options = _as_elsewhere(generation.origin, len(self._streams), params, options)
         self._streams.append(self._client.open(generation.prompts[number], params, options))
 
     def _follow(self) -> None:
@@ -163,6 +168,8 @@ class GenerateRoute(Generic[B]):
         client, exchange = request[CLIENT], request[EXCHANGE]
         client.check_admission()
         body, generation = await self._reader.read(request)
+        if ORIGIN in request:
+            generation = self._with_origin(generation, request[ORIGIN])
         usage = UsageCounter(generation)
         writer = self._endpoint.writer(body, generation, usage)
         exchange.names |= {writer.id, generation.request_id} - {""}
@@ -170,17 +177,42 @@ class GenerateRoute(Generic[B]):
         try:
             async with Choices(client, generation) as choices:
                 if not generation.stream:
-                    return json_reply(writer.whole(await _collect(choices, generation, usage)))
+                    reply = json_reply(writer.whole(await _collect(choices, generation, usage)))
+                    if generation.origin.seed is not None:
+                        counts = usage.total()
+                        reply.headers[USAGE_HEADER] = f"{counts.prompt_tokens} {counts.completion_tokens}"
+                    return reply
                 events = EventStream(request, named=self._endpoint.names_events)
-                return await events.carry(
-                    _send_all(events, writer, choices, generation, usage),
-                    lambda error: writer.failure(self._renamed(error, body, generation)),
-                )
+
+                def last_word(error: RequestError) -> msgspec.Struct:
+                    if generation.origin.seed is not None and error.code in ENDS_HERE_ONLY:
+                        events.cut()
+                    return writer.failure(self._renamed(error, body, generation))
+
+                return await events.carry(_send_all(events, writer, choices, generation, usage), last_word)
         except RequestError as error:
             raise self._renamed(error, body, generation) from None
         finally:
             counts = usage.total()
             exchange.usage = counts.prompt_tokens, counts.completion_tokens
+
+    def _with_origin(self, generation: Generation, raw: msgspec.Raw) -> Generation:
+        """Returns the generation as the router wants it.  Raises RequestError: 400, or 409 if it cannot go on here."""
+        try:
+            origin = msgspec.json.decode(raw, type=Origin)
+        except msgspec.MsgspecError as error:
+            raise RequestError(f"not what a router sends: {error}", code="malformed_json") from None
+        if any(len(one.tokens) % TOKEN_ID_BYTES for one in origin.told.values()):
+            raise RequestError("not what a router sends: token ids are int32", code="malformed_json")
+        if origin.told:
+            asked = [params for params, _ in generation.of_prompts] or [generation.params]
+            if any(
+                one.prompt_logprobs is not None or (one.logprobs is not None and self._endpoint.repeats_logprobs)
+                for one in asked
+            ):
+                reason = "log probabilities that came before are told again later, and no other replica has them"
+                raise RequestError(reason, status=409, code="not_resumable")
+        return msgspec.structs.replace(generation, origin=origin)
 
     def _renamed(self, error: RequestError, body: B, generation: Generation | None = None) -> RequestError:
         """Returns the error with its field named as this endpoint's clients know it, in its message as well."""
@@ -192,6 +224,26 @@ class GenerateRoute(Generic[B]):
                 error.message = name + error.message.removeprefix(error.param)
             error.param = name
         return error
+
+
+def _as_elsewhere(
+    origin: Origin, index: int, params: SamplingParams, options: RequestOptions
+) -> tuple[SamplingParams, RequestOptions]:
+    """Returns what a choice asks so that it draws as on any other replica, and goes on from what was told of it."""
+    if params.seed is None:
+        params = params.replace(seed=choice_seed(origin.seed, index))
+    if index in origin.told:
+        options = msgspec.structs.replace(options, resumed=origin.told[index].resumed)
+    return params, options
+
+
+def _mark(generation: Generation, index: int, delta: Delta, num_events: int) -> bytes:
+    """Returns the comment by which a router notes how far the client has got, once it has passed the events on.
+
+    It says: choice, token ids, finish, tokens of its prompt if no other choice has told them, events."""
+    counted = delta.usage is not None and index % generation.num_choices == 0
+    num_prompt = delta.usage.prompt_tokens if delta.usage is not None and counted else 0
+    return b": %d %b %d %d %d\n\n" % (index, delta.token_ids.hex().encode(), delta.finish, num_prompt, num_events)
 
 
 async def _collect(choices: Choices, generation: Generation, usage: UsageCounter) -> list[Output]:
@@ -207,24 +259,34 @@ async def _send_all(
     events: EventStream, writer: Writer, choices: Choices, generation: Generation, usage: UsageCounter
 ) -> None:
     plain: dict[int, PlainText | None] = {}
+    origin = generation.origin
+    known_ends = {index for index, told in origin.told.items() if told.ended}
 
-    def news(index: int, delta: Delta) -> list[msgspec.Struct]:
+    def news(index: int, delta: Delta) -> tuple[list[msgspec.Struct], bytes]:
         usage.add(index, delta)
-        return writer.events(index, by_id(delta) if generation.names_tokens_by_id else delta)
+        told = writer.events(index, by_id(delta) if generation.names_tokens_by_id else delta)
+        if origin.seed is None:
+            return told, b""
+        if delta.resumed or index in known_ends:
+            writer.go_on_after(origin.told[index].num_events)
+            return [], b""
+        return told, _mark(generation, index, delta, len(told))
 
     def send_now(index: int, delta: Delta) -> bool:
         if (template := plain.get(index)) is not None and is_plain(delta):
             usage.add(index, delta)
-            return events.write_now(template.event(delta))
-        told = news(index, delta)
-        if index not in plain and not delta.finish:
+            mark = _mark(generation, index, delta, 1) if origin.seed is not None else b""
+            return events.write_now(template.event(delta) + mark)
+        told, mark = news(index, delta)
+        if index not in plain and not delta.finish and index not in known_ends:
             # From its second event on, a choice has nothing more to open with.
             plain[index] = writer.plain(index)
-        return events.send_now(told) if told else True
+        return events.send_now(told, mark) if told or mark else True
 
     while not events.started and (item := await choices.next()) is not None:
-        if told := news(*item):
-            await events.send(told)
+        told, mark = news(*item)
+        if told or mark:
+            await events.send(told, mark)
     await choices.relay(send_now, events.drained)
     if told := writer.last_events():
         await events.send(told)

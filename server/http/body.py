@@ -48,7 +48,24 @@ UNSUPPORTED_PREFIX = "guided_"
 MAX_NESTING = 128
 STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[][{}]')
 LEAST_BYTES_PER_S = 64 << 10  # of a body that takes longer than ``client_timeout_s``
+JSON_TYPE = "application/json"
+ROUTED_TYPE = "application/vnd.callboard.routed+json"
+MOST_ORIGIN_BYTES = 8 << 20  # what a router tells of a request's output so far: 5 bytes a token
 LARGE_BODY_BYTES = 64 << 10  # up to here decoding and translating take the event loop under a millisecond
+
+
+class Routed(msgspec.Struct, frozen=True):
+    """A body that a router has sent on.  origin: see ``Origin``."""
+
+    request: msgspec.Raw
+    origin: msgspec.Raw
+
+
+class _Object(msgspec.Struct):
+    """Of any fields."""
+
+
+ORIGIN: web.RequestKey[msgspec.Raw] = web.RequestKey("origin", msgspec.Raw)
 
 
 def check_unsupported(fields: Mapping[str, msgspec.Raw], known: Collection[str]) -> None:
@@ -115,9 +132,18 @@ class BodyReader(Generic[B, T]):
         self._server = server
 
     async def read(self, request: web.Request) -> T:
-        """Returns what the body asks for.  Raises RequestError: 400, 408, 413 or 415."""
-        _check_headers(request)
-        body = await collect(request, self._server)
+        """Returns what the body asks for.  Raises RequestError: 400, 408, 413 or 415.
+
+        Of one that a router has sent on, the request has the ``ORIGIN`` then."""
+        is_routed = _check_headers(request) == ROUTED_TYPE
+        body = await collect(request, self._server, MOST_ORIGIN_BYTES if is_routed else 0)
+        if is_routed:
+            try:
+                routed = msgspec.json.decode(body, type=Routed)
+            except msgspec.MsgspecError as error:
+                raise RequestError(f"not what a router sends: {error}", code="malformed_json") from None
+            request[ORIGIN] = routed.origin
+            body = bytes(routed.request)
         if len(body) > LARGE_BODY_BYTES:
             return await asyncio.to_thread(self._understand, body)
         return self._understand(body)
@@ -154,11 +180,11 @@ def is_given(raw: msgspec.Raw) -> bool:
     return bytes(raw) != b"null"
 
 
-async def collect(request: web.Request, server: ServerSection) -> bytes:
-    """Returns the whole body.  Raises RequestError: 400, 408 or 413.
+async def collect(request: web.Request, server: ServerSection, num_more_bytes: int = 0) -> bytes:
+    """Returns the whole body.  Raises RequestError: 400, 408 or 413.  num_more_bytes: that it may have here.
 
     Its time grows with what has come: an upload over a slow line is served, and a drip gains nothing by each byte."""
-    most, timeout_s = server.max_body_bytes, server.client_timeout_s
+    most, timeout_s = server.max_body_bytes + num_more_bytes, server.client_timeout_s
     body = bytearray()
     try:
         if request.content_length is not None and request.content_length > most:
@@ -198,18 +224,34 @@ def check_nesting(body: bytes) -> None:
                 depth -= 1
 
 
-def _check_headers(request: web.Request) -> None:
+def media_type(request: web.Request) -> str:
+    """Returns the type of a body, without its parameters."""
+    return request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+
+def is_object(body: bytes) -> bool:
+    """Whether a body is an object of JSON, whatever is in it."""
+    try:
+        msgspec.json.decode(body, type=_Object)
+    except msgspec.MsgspecError:
+        return False
+    return True
+
+
+def _check_headers(request: web.Request) -> str:
+    """Returns the body's type.  Raises RequestError (415) for one that is not taken."""
     for coding in request.headers.getall("Content-Encoding", ()):
         if coding.strip().lower() != "identity":
             raise RequestError(
                 "compressed bodies are not taken; send the JSON as it is", status=415, code="unsupported_encoding"
             )
-    media_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    given = media_type(request)
     # Other types could come from any web page without the browser asking this server first.
-    if media_type != "application/json":
+    if given not in (JSON_TYPE, ROUTED_TYPE):
         raise RequestError(
             "the body must be sent as Content-Type: application/json", status=415, code="unsupported_media_type"
         )
+    return given
 
 
 def _too_large(most: int) -> RequestError:

@@ -57,7 +57,7 @@ class Exchange:
 
     id: the client's own if it sent a usable one.  route: the path's pattern, once one was matched.
     names: what else the client may call it by.  parts: names of some of its choices -> which they are.
-    usage: prompt and completion tokens.  Handlers that generate set these three.
+    usage: prompt and completion tokens.  Handlers that generate set these three.  replica: which one has answered.
     key: which of the API keys it brought, where there are any.  cors: what a browser must be told.
     error_format: what errors look like to the route's clients."""
 
@@ -65,6 +65,7 @@ class Exchange:
         self.id = _request_id(request.headers.get(REQUEST_ID_HEADER, ""))
         self.route = "-"
         self.usage: tuple[int, int] | None = None
+        self.replica = ""
         self.names: set[str] = set()
         self.parts: Mapping[str, range] = {}
         self.key: Key | None = None
@@ -84,7 +85,11 @@ class Exchange:
 
     def log(self, request: web.BaseRequest, status: int, duration_s: float) -> None:
         """One line per request.  The route is logged, not the path, which is the client's to choose."""
-        prompt_tokens, completion_tokens = self.usage or (0, 0)
+        told: dict[str, object] = {}
+        if self.usage is not None:
+            told["prompt_tokens"], told["completion_tokens"] = self.usage
+        if self.replica:
+            told["replica"] = self.replica
         fields = {
             "request": self.id,
             "client": self.client,
@@ -92,13 +97,12 @@ class Exchange:
             "route": self.route,
             "status": status,
             "duration_ms": round(duration_s * 1e3, 1),
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
+            **told,
         }
         log.log(
             logging.DEBUG if self.route in WATCHED and status < HTTPStatus.BAD_REQUEST else logging.INFO,
             "request=%(request)s client=%(client)s %(method)s %(route)s status=%(status)d "
-            "duration_ms=%(duration_ms).1f prompt_tokens=%(prompt_tokens)d completion_tokens=%(completion_tokens)d",
+            "duration_ms=%(duration_ms).1f" + "".join(f" {name}=%({name})s" for name in told),
             fields,
             extra={FIELDS: fields},
         )

@@ -45,15 +45,17 @@ class EventStream:
         """Whether the status line is out."""
         return self.response.prepared
 
-    async def send(self, events: Iterable[msgspec.Struct]) -> None:
-        """Write events; returns when the connection can take more.  Raises ConnectionError when the client is gone."""
-        await self._write(self._framed(events))
+    async def send(self, events: Iterable[msgspec.Struct], mark: bytes = b"") -> None:
+        """Write events; returns when the connection can take more.  Raises ConnectionError when the client is gone.
 
-    def send_now(self, events: Iterable[msgspec.Struct]) -> bool:
+        mark: a comment that comes with them."""
+        await self._write(self._framed(events) + mark)
+
+    def send_now(self, events: Iterable[msgspec.Struct], mark: bytes = b"") -> bool:
         """Write events of a stream that has started, without waiting; returns whether it could take more now.
 
         Raises ConnectionError when the client is gone."""
-        return self.write_now(self._framed(events))
+        return self.write_now(self._framed(events) + mark)
 
     def write_now(self, data: bytes) -> bool:
         """Write events that are encoded already, as ``send_now`` does.
@@ -64,6 +66,12 @@ class EventStream:
             raise ConnectionResetError("the client has left")
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
         return not self._protocol.writing_paused
+
+    def cut(self) -> None:
+        """End the connection, so that whoever reads sees that this was not all.  Raises ConnectionResetError."""
+        if (transport := self._protocol.transport) is not None:
+            transport.abort()
+        raise ConnectionResetError("the stream is cut")
 
     async def drained(self) -> None:
         """Wait until the connection can take more."""

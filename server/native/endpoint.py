@@ -4,7 +4,6 @@ Owns: what may be asked, for all prompts or for each, and the formats.  Does not
 An event of a stream is the answer so far, as SGLang's clients read it, or with ``stream_output`` what is new.
 """
 
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -32,6 +31,7 @@ class Native(Endpoint[NativeBody]):
     """POST /generate."""
 
     body_type = NativeBody
+    repeats_logprobs = True
     elsewhere: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(NativeParams.__struct_fields__, "sampling_params"),
         **{theirs: f"sampling_params, as {ours}" for theirs, ours in RENAMED.items()},
@@ -117,7 +117,7 @@ class NativeWriter(Writer):
         self._shows_text = bool(body.return_text_in_logprobs)
         self._outputs: dict[int, Output] = {}
         self._is_single = _is_one(body) and generation.num_choices == 1
-        self.id = "" if isinstance(body.rid, list) else body.rid or uuid.uuid4().hex
+        self.id = "" if isinstance(body.rid, list) else body.rid or generation.origin.key.hex
         several = [f"{self.id}_{number}" for number in range(len(generation.prompts))]
         self._names = body.rid if isinstance(body.rid, list) else [self.id] if _is_one(body) else several
         self.parts = {

@@ -3,8 +3,6 @@
 Owns: ids, what every chunk of a stream repeats, when usage is told.  Does not know: what a choice looks like.
 """
 
-import time
-import uuid
 from copy import copy
 from typing import Any
 
@@ -39,10 +37,10 @@ class ChoicesWriter(Writer):
     def __init__(
         self, body: GenerationBody, generation: Generation, usage: UsageCounter, model: str, fingerprint: str
     ) -> None:
-        self.id = self.id_prefix + uuid.uuid4().hex
+        self.id = self.id_prefix + generation.origin.key.hex
         self.head: dict[str, Any] = {
             "id": self.id,
-            "created": int(time.time()),
+            "created": int(generation.origin.created),
             "model": model,
             "system_fingerprint": fingerprint,
         }

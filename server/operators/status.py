@@ -197,7 +197,7 @@ class ProbeRoute:
         Raises RequestError: 503 if nothing came, 429 if the queue is full."""
         client = request[CLIENT]
         client.check_admission()
-        stream = client.open(PROBE_PROMPT, self._params, FIRST)
+        stream = client.open(PROBE_PROMPT, self._params, FIRST, counted=False)
         try:
             async with asyncio.timeout(self._limit_s):
                 finish = await _end_of(stream)

@@ -1,14 +1,17 @@
 """A request on its way to a replica and back.
 
-Owns: what is sent on, which failures are tried again elsewhere.  Does not know: which replica is chosen, and why.
+Owns: what is sent on, which failures are tried again elsewhere, what is counted of a client.
+Does not know: which replica is chosen, and why; how far a stream has got.
 
 Nothing a request does outlives it, so it may be sent again as long as the client has not seen any of its response.  A
-response in one piece is therefore held until it is complete, and one that streams until its first bytes are there.
+response in one piece is therefore held until it is complete.  A stream whose replica is lost goes on at another one,
+from what the client has of it.
 """
 
+import asyncio
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import aiohttp
 import msgspec
@@ -17,10 +20,13 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from engine.errors import RequestError
 from engine.sections import ServerSection
-from server.http.body import collect
+from server.clients import Rates
+from server.generate.route import USAGE_HEADER
+from server.http.body import JSON_TYPE, ROUTED_TYPE, collect, is_object, media_type
 from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
 from server.http.replies import error_body
 from server.replicas.affinity import PrefixAffinity
+from server.replicas.passage import Passage
 from server.replicas.replica import Replica, Replicas, unavailable
 
 log = logging.getLogger(__name__)
@@ -29,33 +35,60 @@ log = logging.getLogger(__name__)
 NOT_SENT_ON = frozenset(
     {
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
-        "upgrade", "host", "content-length", "accept-encoding", "expect", "server", "date",
+        "upgrade", "host", "content-length", "accept-encoding", "expect", "server", "date", USAGE_HEADER.lower(),
     }
 )  # fmt: skip
 TRY_ELSEWHERE = frozenset({429, 503})  # this one is full or leaving; another one may not be
 EVENT_STREAM = "text/event-stream"
+MOST_LOSSES = 3  # of replicas, in one stream: it may be what ends them
+GO_ON_WITHIN_S = 30.0  # how long a stream waits for a replica that goes on with it
+LOOK_EVERY_S = 0.2
 
 
 class Proxy:
-    """Handles every request that is not about the replicas themselves."""
+    """Sends requests on."""
 
     def __init__(
-        self, server: ServerSection, replicas: Replicas, session: aiohttp.ClientSession, affinity: PrefixAffinity
+        self,
+        server: ServerSection,
+        replicas: Replicas,
+        session: aiohttp.ClientSession,
+        affinity: PrefixAffinity,
+        rates: Rates,
     ) -> None:
         self._server = server
         self._replicas = replicas
         self._session = session
         self._affinity = affinity
+        self._rates = rates
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Send the request on.  Raises RequestError if no replica can answer."""
+        """Send a request on.  Raises RequestError if no replica can answer."""
+        return await self._send_on(request, await collect(request, self._server), None)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """Send on what costs tokens: they are counted, and a stream outlives its replica.
+
+        Raises RequestError if no replica can answer, and for a client that has used up what it has in a minute."""
+        exchange = request[EXCHANGE]
+        self._rates.check(exchange.client)
         body = await collect(request, self._server)
+        passage = Passage(body) if media_type(request) == JSON_TYPE and is_object(body) else None
+        try:
+            return await self._send_on(request, body, passage)
+        finally:
+            if passage is not None and passage.has_begun:
+                exchange.usage = passage.num_prompt_tokens, passage.num_tokens
+            self._rates.spend(exchange.client, sum(exchange.usage or ()))
+
+    async def _send_on(self, request: web.Request, body: bytes, passage: Passage | None) -> web.StreamResponse:
         # With keys, requests share cached prefixes only among those of one key.
         headers = request.headers
         tenant = headers.get("Authorization", headers.get("X-Api-Key", "")) if self._server.needs_key else ""
         blocks = self._affinity.blocks(body, tenant) if body else []
+        delivery = _Delivery(request, body, passage, self._session)
         tried: list[Replica] = []
-        refusal: web.Response | None = None
+        refusal: web.StreamResponse | None = None
         while True:
             try:
                 replica = self._replicas.choose(blocks, tried)
@@ -66,67 +99,145 @@ class Proxy:
             tried.append(replica)
             try:
                 with replica.busy():
-                    response = await self._send(request, body, replica)
+                    response = await delivery.ask(replica)
             except _ReplicaLost as error:
-                self._replicas.lose(replica, error)
-                log.info("request=%s is tried again elsewhere", request[EXCHANGE].id)
+                self._replicas.lose(replica, error, error.url)
+                if delivery.stream is not None:
+                    return await self._go_on(delivery, blocks)
+                log.info("request=%s is tried again elsewhere", delivery.id)
                 continue
-            if isinstance(response, web.Response) and response.status in TRY_ELSEWHERE:
+            if response.status in TRY_ELSEWHERE:
                 refusal = response
                 continue
             return response
 
-    async def _send(self, request: web.Request, body: bytes, replica: Replica) -> web.StreamResponse:
-        """Try once.  Raises _ReplicaLost if the replica is lost before the client has seen anything."""
-        headers = _sent_on(request.headers)
-        headers[REQUEST_ID_HEADER] = request[EXCHANGE].id
-        url = replica.url + str(request.rel_url)
-        with _asking_replica():
-            answer = await self._session.request(
-                request.method, url, headers=headers, data=body or None, allow_redirects=False
-            )
-        async with answer:
-            if not answer.headers.get("Content-Type", "").startswith(EVENT_STREAM):
-                with _asking_replica():
-                    whole = await answer.read()
-                return web.Response(status=answer.status, headers=_sent_on(answer.headers), body=whole)
-            with _asking_replica():
-                first = await answer.content.readany()
-            response = web.StreamResponse(status=answer.status, headers=_sent_on(answer.headers))
+    async def _go_on(self, delivery: "_Delivery", blocks: list[bytes]) -> web.StreamResponse:
+        """Let other replicas go on with a stream whose replica is lost, or end it with an error."""
+        clock = asyncio.get_running_loop().time
+        num_losses, deadline = 1, clock() + GO_ON_WITHIN_S
+        while delivery.can_go_on and num_losses < MOST_LOSSES and clock() < deadline and not self._replicas.is_leaving:
             try:
-                await response.prepare(request)
-                await self._pass_on(first, answer.content, response, replica)
-                await response.write_eof()
-            except ConnectionError:
-                pass  # the client has gone
-            return response
-
-    async def _pass_on(
-        self, chunk: bytes, content: aiohttp.StreamReader, response: web.StreamResponse, replica: Replica
-    ) -> None:
-        """Pass a stream on, from its first chunk."""
-        while chunk:
-            await response.write(chunk)
+                replica = self._replicas.choose(blocks, [])
+            except RequestError:
+                await asyncio.sleep(LOOK_EVERY_S)
+                continue
+            log.info("request=%s goes on at %s", delivery.id, replica.name)
+            self._replicas.num_resumed += 1
             try:
-                with _asking_replica():
-                    chunk = await content.readany()
+                with replica.busy():
+                    response = await delivery.ask(replica)
             except _ReplicaLost as error:
-                self._replicas.lose(replica, error)
-                lost = unavailable("the replica that ran this request was lost; send it again", "replica_lost")
-                await response.write(b"data: " + msgspec.json.encode(error_body(lost)) + b"\n\n")
-                return
+                self._replicas.lose(replica, error, error.url)
+                num_losses, deadline = num_losses + 1, clock() + GO_ON_WITHIN_S
+                continue
+            if response is delivery.stream:
+                return response
+            if response.status not in TRY_ELSEWHERE:
+                break
+            await asyncio.sleep(LOOK_EVERY_S)
+        return await delivery.fail(
+            unavailable("the replica that ran this request was lost; send it again", "replica_lost")
+        )
+
+
+class _Delivery:
+    """One request and what its client gets.  stream: the client's, once it has begun."""
+
+    def __init__(
+        self, request: web.Request, body: bytes, passage: Passage | None, session: aiohttp.ClientSession
+    ) -> None:
+        self.stream: web.StreamResponse | None = None
+        self._request = request
+        self._body = body
+        self._passage = passage
+        self._session = session
+        self._exchange = request[EXCHANGE]
+
+    @property
+    def id(self) -> str:
+        """The request's."""
+        return self._exchange.id
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a stream that was cut can be told to another replica."""
+        return self._passage is not None and not self._passage.was_aborted
+
+    async def ask(self, replica: Replica) -> web.StreamResponse:
+        """Send the request, or what is left of it, to a replica.  Returns the stream once it has ended, or a response.
+
+        Raises _ReplicaLost."""
+        url, self._exchange.replica = replica.url, replica.name
+        async with await self._open(url) as answer:
+            if not answer.headers.get("Content-Type", "").startswith(EVENT_STREAM):
+                with _asking(url):
+                    whole = await answer.read()
+                if USAGE_HEADER in answer.headers:
+                    num_prompt, num_completion = map(int, answer.headers[USAGE_HEADER].split())
+                    self._exchange.usage = num_prompt, num_completion
+                return web.Response(status=answer.status, headers=_sent_on(answer.headers), body=whole)
+            with _asking(url):
+                first = await answer.content.readany()
+            if is_new := self.stream is None:
+                self.stream = web.StreamResponse(status=answer.status, headers=_sent_on(answer.headers))
+            stream = self.stream
+            assert stream is not None
+            with suppress(ConnectionError):  # of a client that has gone
+                if is_new:
+                    await stream.prepare(self._request)
+                await self._pass_on(url, first, answer.content, stream)
+            return stream
+
+    async def fail(self, error: RequestError) -> web.StreamResponse:
+        """End the stream with an error."""
+        assert self.stream is not None, "nothing was sent, so the error has a status"
+        form = self._exchange.error_format
+        name = b"" if form is error_body else b"event: error\n"
+        with suppress(ConnectionError):
+            await self.stream.write(b"%bdata: %b\n\n" % (name, msgspec.json.encode(form(error))))
+        return self.stream
+
+    async def _open(self, url: str) -> aiohttp.ClientResponse:
+        headers, body = _sent_on(self._request.headers), self._body
+        headers[REQUEST_ID_HEADER] = self.id
+        if self._passage is not None:
+            headers["Content-Type"], body = ROUTED_TYPE, self._passage.body()
+        with _asking(url):
+            return await self._session.request(
+                self._request.method,
+                url + str(self._request.rel_url),
+                headers=headers,
+                data=body or None,
+                allow_redirects=False,
+            )
+
+    async def _pass_on(self, url: str, chunk: bytes, content: aiohttp.StreamReader, stream: web.StreamResponse) -> None:
+        """Pass a stream on, from its first chunk."""
+        passage = self._passage
+        while chunk:
+            if told := chunk if passage is None else passage.take(chunk):
+                await stream.write(told)
+            with _asking(url):
+                chunk = await content.readany()
+        if passage is not None:
+            await stream.write(passage.rest())
+        await stream.write_eof()
 
 
 class _ReplicaLost(Exception):
     """The replica's side of a request failed; for the client's side aiohttp has the same exceptions."""
 
+    def __init__(self, reason: object, url: str) -> None:
+        super().__init__(repr(reason))
+        self.url = url
+
 
 @contextmanager
-def _asking_replica() -> Iterator[None]:
+def _asking(url: str) -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise _ReplicaLost(repr(error)) from error
+        raise _ReplicaLost(error, url) from error
 
 
 def _sent_on(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -89,8 +90,11 @@ class RayFleet:
         options = {"num_cpus": 0, "num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": 0}
         actor = ray.remote(max_restarts=-1, max_task_retries=-1, **options)(EngineReplica)
         node = ray.get_runtime_context().get_node_id()
-        encoded = msgspec.json.encode(config)
-        self._actors = [actor.remote(encoded, node) for _ in range(size)]
+        # What a client may use in a minute is counted once, by the router.
+        limits = msgspec.structs.replace(config.limits, requests_per_minute=0, tokens_per_minute=0)
+        encoded = msgspec.json.encode(msgspec.structs.replace(config, limits=limits))
+        self._new_actor: Callable[[], Any] = lambda: actor.remote(encoded, node)
+        self._actors = [self._new_actor() for _ in range(size)]
         log.info("ray: %d replicas on %d nodes", size, len(ray.nodes()))
 
     async def url(self, number: int) -> str:
@@ -101,6 +105,10 @@ class RayFleet:
     async def stop(self, number: int) -> None:
         """End a replica; Ray does not start it again."""
         self._ray.kill(self._actors[number], no_restart=True)
+
+    async def start(self, number: int) -> None:
+        """Start a replica that was stopped, somewhere in the cluster."""
+        self._actors[number] = self._new_actor()
 
     def close(self) -> None:
         """End them all, and leave the cluster."""

@@ -6,7 +6,7 @@ Owns: each one's state, the choice, watching them.  Does not know: how one is st
 import asyncio
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -33,7 +33,7 @@ def unavailable(message: str, code: str = "no_replica") -> RequestError:
 
 
 class State(Enum):
-    """STARTING: not ready yet, or not again.  DRAINING: it finishes its requests, then it is stopped, for good."""
+    """STARTING: not ready yet, or not again.  DRAINING: it finishes its requests, then it is stopped."""
 
     STARTING = "starting"
     READY = "ready"
@@ -51,7 +51,11 @@ class Fleet(Protocol):
         ...
 
     async def stop(self, number: int) -> None:
-        """End a replica, which does not come back."""
+        """End a replica, which does not come back by itself."""
+        ...
+
+    async def start(self, number: int) -> None:
+        """Start a replica that was stopped."""
         ...
 
     def close(self) -> None:
@@ -61,7 +65,9 @@ class Fleet(Protocol):
 
 @dataclass
 class Replica:
-    """One replica.  num_open: requests that it was sent and that have not ended.  num_lost: how often it was lost."""
+    """One replica.  num_open: requests that it was sent and that have not ended.  num_lost: how often it was lost.
+
+    num_starts: how often it was started again after a stop."""
 
     name: str
     url: str = ""
@@ -69,7 +75,9 @@ class Replica:
     num_open: int = 0
     num_sent: int = 0
     num_lost: int = 0
+    num_starts: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    is_ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -86,12 +94,21 @@ class Replica:
 
 
 class Replicas:
-    """All replicas.  Run ``watch`` as a task for each."""
+    """All replicas.  Run ``watch`` as a task for each.  drain_timeout_s: what a replica gets to finish its requests.
 
-    def __init__(self, fleet: Fleet, session: aiohttp.ClientSession, affinity: PrefixAffinity) -> None:
+    num_requests: that found a replica, a stream that goes on elsewhere once more; num_with_prefix: of these, those
+    that went where their prompt's beginning had gone before.  num_resumed: streams that went on elsewhere.
+    is_leaving: all of them end, and so does the router."""
+
+    def __init__(
+        self, fleet: Fleet, session: aiohttp.ClientSession, affinity: PrefixAffinity, drain_timeout_s: float
+    ) -> None:
         self.all = [Replica(f"replica{number}") for number in range(fleet.size)]
         self.num_requests = 0
-        self.num_with_prefix = 0  # requests that went where their prompt's beginning had gone before
+        self.num_with_prefix = 0
+        self.num_resumed = 0
+        self.is_leaving = False
+        self._drain_timeout_s = drain_timeout_s
         self._fleet = fleet
         self._session = session
         self._affinity = affinity
@@ -114,33 +131,71 @@ class Replicas:
         self._affinity.note(blocks, chosen.name)
         return chosen
 
-    def lose(self, replica: Replica, reason: object) -> None:
-        """Send no request to a replica that does not answer, until ``watch`` has found it again."""
-        if replica.state is State.READY:
+    def lose(self, replica: Replica, reason: object, url: str = "") -> None:
+        """Send no request to a replica that does not answer, until ``watch`` has found it again.
+
+        url: where it did not; it may be somewhere else by now, and well."""
+        if replica.state is State.READY and url in ("", replica.url):
             log.warning("%s is lost: %s", replica.name, reason)
-            replica.state = State.STARTING
+            self._set_starting(replica)
             replica.num_lost += 1
             self._affinity.forget(replica.name)
 
     async def drain(self, replica: Replica) -> None:
-        """Send a replica nothing new, wait for what it has, and stop it."""
+        """Send a replica nothing new, wait for what it has, and stop it.
+
+        What it has not finished in time goes on elsewhere, as if the replica had been lost."""
         log.info("%s is drained: %d requests are open", replica.name, replica.num_open)
         replica.state = State.DRAINING
+        replica.is_ready.clear()
         if replica.num_open:
-            await replica.idle.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(replica.idle.wait(), self._drain_timeout_s)
         await self._fleet.stop(self.all.index(replica))
+        self._affinity.forget(replica.name)
         replica.state = State.STOPPED
-        log.info("%s is stopped", replica.name)
+        log.info("%s is stopped: %d requests were open", replica.name, replica.num_open)
+
+    async def undrain(self, replica: Replica) -> None:
+        """Send a replica requests again, once it is ready.  It is started if it was stopped; no drain of it may run."""
+        if self.is_leaving:
+            return
+        if replica.state is State.STOPPED:
+            await self._fleet.start(self.all.index(replica))
+            replica.num_starts += 1
+        if replica.state in (State.STOPPED, State.DRAINING):
+            self._set_starting(replica)
+            log.info("%s comes back", replica.name)
+
+    async def restart(self, replicas: list[Replica]) -> None:
+        """Drain, stop and start replicas, one after another: each is ready again before the next one is drained."""
+        for replica in replicas:
+            if replica.state is not State.STOPPED:
+                await self.drain(replica)
+            await self.undrain(replica)
+            await replica.is_ready.wait()
 
     async def watch(self, replica: Replica) -> None:
-        """Keep finding out where a replica is and whether it is ready, until it is stopped."""
-        number = self.all.index(replica)
-        while replica.state is not State.STOPPED:
+        """Keep finding out where a replica is and whether it is ready."""
+        while True:
             if replica.state is State.STARTING:
-                replica.url = await self._fleet.url(number)
-            if replica.state is not State.DRAINING:
+                await self._find(replica)
+            if replica.state in (State.STARTING, State.READY):
                 await self._check(replica)
             await asyncio.sleep(CHECK_EVERY_S)
+
+    async def _find(self, replica: Replica) -> None:
+        num_starts = replica.num_starts
+        try:
+            replica.url = await self._fleet.url(self.all.index(replica))
+        except Exception:
+            if replica.state is State.STARTING and replica.num_starts == num_starts:
+                log.exception("%s cannot be started any more; the others go on", replica.name)
+                replica.state = State.STOPPED
+
+    def _set_starting(self, replica: Replica) -> None:
+        replica.state = State.STARTING
+        replica.is_ready.clear()
 
     async def _check(self, replica: Replica) -> None:
         timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
@@ -153,5 +208,6 @@ class Replicas:
         if ready and replica.state is State.STARTING:
             log.info("%s is ready at %s", replica.name, replica.url)
             replica.state = State.READY
+            replica.is_ready.set()
         elif not ready and replica.state is State.READY:
             self.lose(replica, "it is not ready any more")

@@ -1,4 +1,4 @@
-"""The router's own server: the API, sent on, and GET /replicas, POST /replicas/{name}/drain.
+"""The router's own server: the API, sent on, and /replicas, which says how they are, drains them and restarts them.
 
 Owns: the routes, the life of the router.  Does not know: how a replica is started, what requests say.
 """
@@ -7,7 +7,7 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 
 import aiohttp
@@ -16,7 +16,8 @@ from aiohttp import web
 
 from engine.config import Config
 from engine.errors import RequestError
-from server.clients import require_key
+from server.anthropic.objects import COUNT, ERROR_FORMATS
+from server.clients import Rates, require_key
 from server.http.connection import HttpRunner
 from server.http.exchange import Traffic, note_route
 from server.http.replies import json_reply
@@ -24,12 +25,18 @@ from server.keys import Keys
 from server.operators.administration import administration_routes
 from server.replicas.administration import FleetAdministration
 from server.replicas.affinity import PrefixAffinity
+from server.replicas.observation import Observation
 from server.replicas.proxy import Proxy
 from server.replicas.replica import Fleet, Replica, Replicas, State, unavailable
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+# What costs tokens.
+GENERATING = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate", "/v1/embeddings",
+    "/classify", "/v1/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/pooling",
+)  # fmt: skip
 
 
 class ReplicaBody(msgspec.Struct, frozen=True):
@@ -56,9 +63,9 @@ class RouterRoutes:
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._draining: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def list(self, request: web.Request) -> web.Response:
+    async def all(self, request: web.Request) -> web.Response:
         """GET /replicas."""
         replicas = self._replicas
         rows = [
@@ -69,14 +76,53 @@ class RouterRoutes:
 
     async def drain(self, request: web.Request) -> web.Response:
         """POST /replicas/{name}/drain: 202, and the replica ends when its requests have."""
+        replica, state = self._named(request), State.DRAINING
+        if replica.state in (State.READY, State.STARTING):
+            self._begin([replica], self._replicas.drain(replica))
+        else:
+            state = replica.state
+        return self._accepted(replica, state)
+
+    async def undrain(self, request: web.Request) -> web.Response:
+        """POST /replicas/{name}/undrain: 202, and the replica takes requests again, or is started again."""
+        replica = self._named(request)
+        task = self._tasks.get(replica.name)
+        if task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+        await self._replicas.undrain(replica)
+        return self._accepted(replica, replica.state)
+
+    async def restart(self, request: web.Request) -> web.Response:
+        """POST /replicas/restart and /replicas/{name}/restart: 202; all of them one after another, or one."""
+        replicas = [self._named(request)] if "name" in request.match_info else self._replicas.all
+        self._begin(replicas, self._replicas.restart(replicas))
+        return json_reply({"restarting": [one.name for one in replicas]}, status=202)
+
+    def _begin(self, replicas: list[Replica], work: Coroutine[None, None, None]) -> None:
+        """Let it run.  Raises RequestError (409) if one of the replicas is drained or restarted already."""
+        busy = [one.name for one in replicas if one.name in self._tasks and not self._tasks[one.name].done()]
+        if busy:
+            work.close()
+            raise RequestError(
+                f"{', '.join(busy)}: drained or restarted already; GET /replicas says how far that is",
+                status=409,
+                code="replica_busy",
+            )
+        task = asyncio.create_task(_logged(work), name="replicas")
+        self._tasks.update(dict.fromkeys((one.name for one in replicas), task))
+
+    def _named(self, request: web.Request) -> Replica:
+        """The replica that a path names.  Raises RequestError (404)."""
         name = request.match_info["name"]
         replica = next((one for one in self._replicas.all if one.name == name), None)
         if replica is None:
             names = ", ".join(one.name for one in self._replicas.all)
             raise RequestError(f"there is no replica {name!r}; there are {names}", status=404, code="unknown_replica")
-        if replica.state in (State.READY, State.STARTING):
-            self._draining[name] = asyncio.create_task(self._replicas.drain(replica))
-        return json_reply({"name": name, "state": State.DRAINING.value}, status=202)
+        return replica
+
+    def _accepted(self, replica: Replica, state: State) -> web.Response:
+        return json_reply({"name": replica.name, "state": state.value}, status=202)
 
     async def ready(self, request: web.Request) -> web.Response:
         """GET /ready: whether a replica could take a request."""
@@ -90,6 +136,13 @@ class RouterRoutes:
         return json_reply({"status": "ok", "replicas": states})
 
 
+async def _logged(work: Coroutine[None, None, None]) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("draining or restarting replicas has failed; GET /replicas says how they are")
+
+
 async def route(config: Config, fleet: Fleet, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT; then the replicas are drained and end."""
     told_to_stop = asyncio.Event()
@@ -100,6 +153,7 @@ async def route(config: Config, fleet: Fleet, listener: socket.socket) -> None:
     with closing(fleet):
         async with routing(config, fleet, listener) as replicas:
             await told_to_stop.wait()
+            replicas.is_leaving = True
             log.info("draining: %d requests are open", sum(one.num_open for one in replicas.all))
             try:
                 async with asyncio.timeout(config.server.drain_timeout_s), asyncio.TaskGroup() as draining:
@@ -121,18 +175,28 @@ async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> Asyn
         AsyncExitStack() as stack,
     ):
         affinity = PrefixAffinity()
-        replicas = Replicas(fleet, session, affinity)
-        routes, proxy = RouterRoutes(replicas), Proxy(server, replicas, session, affinity)
+        replicas = Replicas(fleet, session, affinity, server.drain_timeout_s)
+        observation = Observation(replicas, session)
+        routes, proxy = RouterRoutes(replicas), Proxy(server, replicas, session, affinity, Rates(config.limits))
         administration = FleetAdministration(server, replicas, session)
         keys = Keys(server)
-        app = web.Application(middlewares=[note_route(), *([require_key(keys)] if server.needs_key else [])])
+        app = web.Application(
+            middlewares=[note_route(ERROR_FORMATS), *([require_key(keys)] if server.needs_key else [])]
+        )
         app.add_routes(
             [
                 web.get("/health", routes.health),
                 web.get("/ready", routes.ready),
-                web.get("/replicas", routes.list),
+                web.get("/replicas", routes.all),
+                web.post("/replicas/restart", routes.restart),
                 web.post("/replicas/{name}/drain", routes.drain),
+                web.post("/replicas/{name}/undrain", routes.undrain),
+                web.post("/replicas/{name}/restart", routes.restart),
+                web.get("/metrics", observation.metrics),
+                *(web.get(path, observation.stats) for path in ("/stats", "/load")),
                 *administration_routes(administration.abort, administration.reset),
+                *(web.post(path, proxy.generate) for path in GENERATING),
+                web.post(COUNT, proxy.handle),  # its errors are in a form of its own
                 web.route("*", "/{path:.*}", proxy.handle),
             ]
         )
@@ -140,13 +204,5 @@ async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> Asyn
         stack.push_async_callback(runner.cleanup)
         await runner.listen(listener)
         for replica in replicas.all:
-            stack.callback(asyncio.create_task(_watch(replicas, replica)).cancel)
+            stack.callback(asyncio.create_task(replicas.watch(replica)).cancel)
         yield replicas
-
-
-async def _watch(replicas: Replicas, replica: Replica) -> None:
-    try:
-        await replicas.watch(replica)
-    except Exception:
-        log.exception("%s cannot be started any more; the others go on", replica.name)
-        replica.state = State.STOPPED

@@ -4,8 +4,6 @@ Owns: what may be asked, and what is said of the answer.  Does not know: the ord
 """
 
 import json
-import time
-import uuid
 from collections.abc import Sequence
 
 import msgspec
@@ -47,6 +45,7 @@ class Responses(Endpoint[ResponsesBody]):
 
     body_type = ResponsesBody
     names_events = True
+    repeats_logprobs = True
 
     def __init__(self, translator: Translator) -> None:
         self._translator = translator
@@ -104,13 +103,13 @@ class ResponsesWriter(Writer):
     """Writes a response object, or the events of its making."""
 
     def __init__(self, body: ResponsesBody, generation: Generation, usage: UsageCounter, model: str) -> None:
-        self.id = f"resp_{uuid.uuid4().hex}"
+        self.id = f"resp_{generation.origin.key.hex}"
         self._usage = usage
-        self._items = ItemWriter(generation.new_parser and generation.new_parser())
+        self._items = ItemWriter(generation.origin, generation.new_parser and generation.new_parser())
         self._body = body
         self._params = generation.params
         self._model = model
-        self._created_at = int(time.time())
+        self._created_at = int(generation.origin.created)
         self._finish = Finish.RUNNING
         self._started = False
 
@@ -128,6 +127,9 @@ class ResponsesWriter(Writer):
             events += [self._items.event(kind, response=started) for kind in ("created", "in_progress")]
         self._finish = delta.finish
         return events + self._items.take(delta)
+
+    def go_on_after(self, num_events: int) -> None:
+        self._items.num_events = num_events
 
     def last_events(self) -> list[msgspec.Struct]:
         whole = self._object()

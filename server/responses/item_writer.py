@@ -4,12 +4,12 @@ Owns: the order of items and events.  Does not know: sockets, JSON, the engine.
 The answer in one piece is what the events add up to: both are made here.
 """
 
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from engine.messages import Delta, Finish
 from engine.text.tool_calls import CallPiece, OutputPart, ToolCallParser
+from server.generate.generation import Origin
 from server.openai.answers import TokenLogprob, token_logprob
 from server.responses.objects import (
     CallItem,
@@ -26,13 +26,15 @@ from server.responses.objects import (
 class ItemWriter:
     """Makes the items of one response.
 
-    output: the items so far, of which the last one may still grow.  parser: finds calls, if they are looked for."""
+    output: the items so far, of which the last one may still grow.  parser: finds calls, if they are looked for.
+    num_events: of the stream so far; names are made by ``origin``."""
 
-    def __init__(self, parser: ToolCallParser | None) -> None:
+    def __init__(self, origin: Origin, parser: ToolCallParser | None) -> None:
         self.output: list[Item] = []
+        self._origin = origin
         self._parser = parser
         self._events: list[Event] = []
-        self._num_events = 0
+        self.num_events = 0
         self._kind = ""  # of the open item
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
@@ -41,7 +43,7 @@ class ItemWriter:
 
     def event(self, kind: str, **fields: Any) -> Event:
         """Returns the next event of the stream."""
-        number, self._num_events = self._num_events, self._num_events + 1
+        number, self.num_events = self.num_events, self.num_events + 1
         return Event(type=f"response.{kind}", sequence_number=number, **fields)
 
     def take(self, delta: Delta) -> list[Event]:
@@ -91,7 +93,7 @@ class ItemWriter:
         if piece.name is not None:
             self._close("completed")
             self._kind = "call"
-            identity = uuid.uuid4().hex
+            identity = self._origin.name(len(self.output))
             call_id = f"call_{identity[:24]}"
             call = CallItem(id=f"fc_{identity}", call_id=call_id, name=piece.name, arguments="", status="in_progress")
             self._begin(call)
@@ -102,7 +104,7 @@ class ItemWriter:
 
     def _open(self, kind: str) -> None:
         self._kind = kind
-        identity = uuid.uuid4().hex
+        identity = self._origin.name(len(self.output))
         if kind == "message":
             self._begin(MessageItem(id=f"msg_{identity}", status="in_progress", content=[]))
             self._emit("content_part.added", content_index=0, part=OutputText(text=""))

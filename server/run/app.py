@@ -12,7 +12,7 @@ from engine.pooling import check_task
 from engine.sections import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
 from server.anthropic.endpoint import CountRoute, Messages
-from server.anthropic.objects import message_error
+from server.anthropic.objects import COUNT, ERROR_FORMATS
 from server.backend import Backend
 from server.clients import OPEN_ROUTES, CacheSalts, Clients, require_key
 from server.generate.endpoint import Endpoint
@@ -44,8 +44,6 @@ from server.run.openapi import openapi_handler
 
 STORED = "/v1/responses/{path:.+}"
 DISTRIBUTION = "callboard"
-COUNT = "/v1/messages/count_tokens"
-ERROR_FORMATS = dict.fromkeys(("/v1/messages", COUNT), message_error)
 
 
 def create_runner(

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 
 from engine.actors.stream import Stream
@@ -152,5 +153,18 @@ def test_a_reader_that_is_cancelled_is_told_nothing_more() -> None:
         stream.push(delta("a", Finish.STOP))
         assert seen == []
         assert (await stream.next()).text == "a"
+
+    run(scenario)
+
+
+def test_what_the_client_has_already_is_not_merged_with_what_is_new() -> None:
+    async def scenario(stream: Stream) -> None:
+        stream.push(msgspec.structs.replace(delta("old"), resumed=True))
+        for text in ("a", "b"):
+            stream.push(delta(text))
+        first = await stream.next()
+        assert (first.text, first.resumed) == ("old", True)
+        rest = await stream.next()
+        assert (rest.text, rest.resumed) == ("ab", False)
 
     run(scenario)

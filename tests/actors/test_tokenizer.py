@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine.actors.tokenizer import Tokenizer
-from engine.messages import Abort, Admit, Delta, Deltas, Failed, Finish, Stop, Tokenize
+from engine.messages import Abort, Admit, Delta, Deltas, Failed, Finish, RequestOptions, Stop, Tokenize
 from engine.params import SamplingParams
 from engine.prompt import ChatTurn
 from engine.text.codec import EncodedChat, TextCodec
@@ -104,3 +104,36 @@ def test_a_token_that_the_model_does_not_have_is_its_requests_error(
         assert f"its token ids end at {vocab_size - 1}" in failed.message
 
     with_tokenizer(text_codec, vocab_size, scenario)
+
+
+def test_output_of_another_engine_is_told_first_and_goes_behind_the_prompt(tmp_path: Path) -> None:
+    text_codec = codec(byte_level(), tmp_path)
+    old = np.asarray(text_codec.encode("def"), dtype=np.int32)
+
+    async def scenario(tokenizer: Tokenizer, ingress: Sent, scheduler: Sent) -> None:
+        options = RequestOptions(resumed=old.tobytes())
+        tokenizer.inbox.put(Tokenize(1, PARAMS, text="abc", options=options))
+        await until(lambda: bool(scheduler.messages and ingress.messages))
+        (admit,) = scheduler.messages
+        assert (admit.num_resumed, admit.token_ids[-old.nbytes :]) == (len(old), old.tobytes())
+        ((delta,),) = (message.deltas for message in ingress.messages)
+        assert (delta.text, delta.token_ids, delta.resumed) == ("def", old.tobytes(), True)
+        assert delta.usage is not None
+        assert delta.usage.completion_tokens == len(old)
+
+    with_tokenizer(text_codec, text_codec.vocab_size, scenario)
+
+
+@pytest.mark.parametrize("stop, token", [(("e",), 0), ((), 1 << 20), ((), -1)])
+def test_what_cannot_be_output_to_go_on_from_is_refused(tmp_path: Path, stop: tuple[str, ...], token: int) -> None:
+    text_codec = codec(byte_level(), tmp_path)
+    old = np.asarray(text_codec.encode("def"), dtype=np.int32) if stop else np.array([token], dtype=np.int32)
+
+    async def scenario(tokenizer: Tokenizer, ingress: Sent, scheduler: Sent) -> None:
+        params = SamplingParams(stop=stop)
+        tokenizer.inbox.put(Tokenize(1, params, text="abc", options=RequestOptions(resumed=old.tobytes())))
+        await until(lambda: bool(ingress.messages))
+        assert [message.code for message in ingress.messages] == ["not_resumable"]
+        assert not scheduler.messages
+
+    with_tokenizer(text_codec, text_codec.vocab_size, scenario)

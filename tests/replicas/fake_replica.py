@@ -6,6 +6,8 @@ from collections import Counter
 from aiohttp import web
 from multidict import CIMultiDictProxy
 
+from server.generate.route import USAGE_HEADER
+
 
 class FakeReplica:
     """behaviour: 'answer', 'stream', 'full' (429), 'die' (cut the connection), 'die late' (after a first event)."""
@@ -56,10 +58,11 @@ class FakeReplica:
             self.num_left += 1
             raise
         if self.behaviour == "answer":
-            return web.json_response({"from": self.name}, headers={"X-Own": "yes"})
+            headers = {"X-Own": "yes", USAGE_HEADER: "5 7"}
+            return web.json_response({"from": self.name}, headers=headers)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        await response.write(b"data: 1\n\n")
+        await response.write(b"data: 1\n\n: 0 01000000 0 3 1\n\n")
         if self.behaviour == "die late":
             await asyncio.sleep(0.05)
             request.transport.abort()
@@ -76,6 +79,7 @@ class FakeFleet:
         self.size = size
         self.replicas = [FakeReplica(f"fake{number}") for number in range(size)]
         self.stopped: list[int] = []
+        self.started: list[int] = []
 
     async def url(self, number: int) -> str:
         if not self.replicas[number].url:
@@ -85,6 +89,10 @@ class FakeFleet:
     async def stop(self, number: int) -> None:
         self.stopped.append(number)
         await self.replicas[number].stop()
+
+    async def start(self, number: int) -> None:
+        self.started.append(number)
+        self.replicas[number].url = ""
 
     def close(self) -> None:
         """Nothing to leave."""

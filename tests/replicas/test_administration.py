@@ -35,6 +35,9 @@ class LiveFleet:
     async def stop(self, number: int) -> None:
         """They stop with the test."""
 
+    async def start(self, number: int) -> None:
+        """They run."""
+
     def close(self) -> None:
         """They stop with the test."""
 
@@ -55,7 +58,8 @@ def run(test: Callable[[list[LiveServer], Ask, Replicas], Awaitable[None]], key:
                     if key:
                         headers.setdefault("Authorization", f"Bearer {key}")
                     async with client.request(method, path, json=body, headers=headers) as response:
-                        return response.status, await response.json()
+                        is_json = response.content_type == "application/json"
+                        return response.status, await (response.json() if is_json else response.text())
 
                 await test(servers, ask, replicas)
 

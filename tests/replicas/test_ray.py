@@ -113,6 +113,40 @@ def test_killing_one_loses_no_request(router: Router) -> None:
     assert sum(one["lost"] for one in router.ask("/replicas")["replicas"]) == 1
 
 
+def stream(router: Router, prompt: str, max_tokens: int) -> str:
+    """The text of a stream.  Raises KeyError for one that ends with an error."""
+    body = {"model": "callboard-demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    data = json.dumps({**body, "ignore_eos": True}).encode()
+    request = urllib.request.Request(router.url + "/v1/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=far(120)) as response:
+        events = [line.removeprefix(b"data: ") for line in response if line.startswith(b"data: {")]
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
+def test_killing_one_loses_no_stream(router: Router) -> None:
+    prompts = [f"# {number}\n{SHARED}" for number in range(40)]
+    whole = [stream(router, prompt, 8) for prompt in prompts]
+    lost_before = sum(one["lost"] for one in router.ask("/replicas")["replicas"])
+    with ThreadPoolExecutor(40) as pool:
+        asked = [pool.submit(stream, router, prompt, 120) for prompt in prompts]
+        time.sleep(1.0)
+        os.kill(next(one for one in _engine_pids() if one), signal.SIGKILL)
+        texts = [one.result() for one in asked]
+    assert all(text.startswith(start) for text, start in zip(texts, whole, strict=True))
+    router.wait_for(2)
+    assert sum(one["lost"] for one in router.ask("/replicas")["replicas"]) == lost_before + 1
+
+
+def test_all_are_restarted_in_turn_while_requests_are_answered(router: Router) -> None:
+    before = set(_engine_pids())
+    assert router.ask("/replicas/restart", {})["restarting"] == ["replica0", "replica1"]
+    deadline = time.monotonic() + far(120)
+    while set(_engine_pids()) & before or len(_engine_pids()) != 2:
+        assert complete(router, "def f(x):")["usage"]["completion_tokens"] == 16
+        assert time.monotonic() < deadline
+    router.wait_for(2)
+
+
 def test_one_can_be_drained(router: Router) -> None:
     router.ask("/replicas/replica1/drain", {})
     deadline = time.monotonic() + far(60)
@@ -120,6 +154,8 @@ def test_one_can_be_drained(router: Router) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert complete(router, "def f(x):")["usage"]["completion_tokens"] == 16
+    router.ask("/replicas/replica1/undrain", {})
+    router.wait_for(2)
 
 
 def _engine_pids() -> list[int]:

@@ -11,13 +11,17 @@ import pytest
 from aiohttp import web
 
 from engine.config import Config, build_config
+from engine.sections import LimitsSection, ServerSection
+from server.generate.route import USAGE_HEADER, GenerateRoute
 from server.http.listener import bind
 from server.replicas import proxy
 from server.replicas import replica as replica_module
 from server.replicas.replica import SLACK_REQUESTS, Replicas, State
-from server.replicas.router import routing
+from server.replicas.router import GENERATING, routing
+from server.run.app import create_runner
 from tests.pace import far
 from tests.replicas.fake_replica import FakeFleet
+from tests.server.live_server import LiveServer
 
 LONG = "the quick brown fox jumps over the lazy dog. " * 40
 
@@ -83,7 +87,7 @@ def test_a_request_arrives_whole_and_so_does_its_response() -> None:
             assert response.headers["X-Request-Id"] == "mine"
             name = (await response.json())["from"]
         fake = next(fake for fake in one.fleet.replicas if fake.name == name)
-        assert json.loads(fake.bodies[0]) == body
+        assert json.loads(fake.bodies[0])["request"] == body
         assert fake.seen == {"/v1/completions?a=b": 1}
         assert fake.headers[0]["X-Request-Id"] == "mine"
         assert fake.headers[0]["Authorization"] == "Bearer k"
@@ -165,16 +169,27 @@ def test_killing_a_replica_loses_no_request_that_was_accepted() -> None:
     run(test)
 
 
-def test_a_stream_that_is_cut_ends_with_an_error_and_one_that_had_not_begun_is_tried_again() -> None:
+def test_a_stream_goes_on_at_the_next_replica_and_not_for_ever() -> None:
     async def test(one: Routed) -> None:
         for fake in one.fleet.replicas:
             fake.behaviour = "die late"
-        async with one.client.post("/v1/completions", json={"prompt": "x", "stream": True}) as response:
-            assert response.status == 200
-            events = (await response.text()).split("\n\n")
-        assert events[0] == "data: 1"
-        assert json.loads(events[1].removeprefix("data: "))["error"]["code"] == "replica_lost"
-        await one.until(lambda: all(replica.state is State.READY for replica in one.replicas.all))
+        for path, name in (("/v1/completions", ""), ("/v1/messages", "event: error\n")):
+            async with one.client.post(path, json={"prompt": "x", "stream": True}) as response:
+                assert response.status == 200
+                *events, last, _ = (await response.text()).split("\n\n")
+            assert events == ["data: 1"] * 3
+            assert last.startswith(name + "data: ")
+            assert "send it again" in json.loads(last.rpartition("data: ")[2])["error"]["message"]
+        bodies = [json.loads(body) for fake in one.fleet.replicas for body in fake.bodies]
+        told = sorted((body["origin"]["told"].get("0", {}).get("tokens", "") for body in bodies), key=len)
+        assert told == ["", "", "AQAAAA==", "AQAAAA==", "AQAAAAEAAAA=", "AQAAAAEAAAA="]
+        assert len({body["origin"]["seed"] for body in bodies}) == 2
+
+    run(test)
+
+
+def test_a_stream_that_had_not_begun_begins_elsewhere() -> None:
+    async def test(one: Routed) -> None:
         one.fleet.replicas[0].behaviour, one.fleet.replicas[1].behaviour = "die", "stream"
         for number in range(4):
             body = {"prompt": f"{number} {LONG}", "stream": True}
@@ -270,5 +285,133 @@ def test_keys_and_limits_hold_at_the_router_too() -> None:
         assert (await one.complete("x" * 3000, **key))[0] == 413
         async with one.client.post("/replicas/replica0/drain") as response:
             assert response.status == 401
+
+    run(test, config=config)
+
+
+def test_what_a_client_may_use_in_a_minute_holds_over_all_replicas() -> None:
+    config = build_config(Config(), {"limits": {"requests_per_minute": 3}})
+
+    async def test(one: Routed) -> None:
+        assert [(await one.complete(f"{number} {LONG}"))[0] for number in range(4)] == [200, 200, 200, 429]
+        assert {len(fake.bodies) for fake in one.fleet.replicas} == {1, 2}
+        async with one.client.get("/health_generate") as response:
+            assert response.status == 200
+        async with one.client.post("/v1/messages", json={"prompt": "x"}) as response:
+            answer = await response.json()
+            assert (response.status, answer["type"]) == (429, "error")
+            assert answer["error"]["type"] == "rate_limit_error"
+
+    run(test, config=config)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_tokens_are_counted_as_replicas_tell_them(is_stream: bool) -> None:
+    config = build_config(Config(), {"limits": {"tokens_per_minute": 4 if is_stream else 12}})
+
+    async def test(one: Routed) -> None:
+        for fake in one.fleet.replicas:
+            fake.behaviour = "stream" if is_stream else "answer"
+        body = {"prompt": "x", "stream": is_stream}
+        async with one.client.post("/v1/completions", json=body) as response:
+            assert USAGE_HEADER not in response.headers
+            assert response.status == 200
+            await response.read()
+        async with one.client.post("/v1/completions", json=body) as response:
+            assert response.status == 429
+            assert "tokens per minute" in (await response.json())["error"]["message"]
+
+    run(test, config=config)
+
+
+def test_the_router_counts_what_the_application_generates_and_replicas_count_nothing() -> None:
+    app = create_runner(ServerSection(), LimitsSection(), LiveServer().backend).app
+    routes = [route for route in app.router.routes() if route.method == "POST" and route.resource is not None]
+    generating = {
+        route.resource.canonical
+        for route in routes
+        if isinstance(getattr(route.handler, "__self__", None), GenerateRoute)
+        or "refused" in route.handler.__qualname__
+    }
+    assert generating == set(GENERATING)
+
+
+async def ask(one: Routed, path: str, status: int = 202) -> dict:
+    async with one.client.post(path) as response:
+        assert response.status == status, await response.text()
+        return await response.json()
+
+
+def test_a_replica_that_drains_or_has_stopped_comes_back() -> None:
+    async def test(one: Routed) -> None:
+        first = one.replicas.all[0]
+        one.fleet.replicas[0].hold.clear()
+        asking = [asyncio.create_task(one.complete(f"{number} {LONG}")) for number in range(2)]
+        await one.until(lambda: first.num_open == 1)
+        assert (await ask(one, "/replicas/replica0/drain"))["state"] == "draining"
+        await one.until(lambda: first.state is State.DRAINING)
+        await ask(one, "/replicas/replica0/undrain")
+        await one.until(lambda: first.state is State.READY)
+        assert one.fleet.stopped == []
+        one.fleet.replicas[0].hold.set()
+        await asyncio.gather(*asking)
+        await ask(one, "/replicas/replica0/drain")
+        await one.until(lambda: first.state is State.STOPPED)
+        await ask(one, "/replicas/replica0/undrain")
+        await one.until(lambda: first.state is State.READY)
+        assert (one.fleet.stopped, one.fleet.started) == ([0], [0])
+
+    run(test)
+
+
+def test_a_restart_that_fails_is_logged_and_one_of_a_router_that_ends_starts_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(one: Routed) -> None:
+        async def refuse(number: int) -> None:
+            raise OSError("no room")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(one.fleet, "start", refuse)
+            await ask(one, "/replicas/replica0/restart")
+            await one.until(lambda: "has failed" in caplog.text)
+        assert one.replicas.all[0].state is State.STOPPED
+        one.replicas.is_leaving = True
+        await ask(one, "/replicas/replica0/undrain")
+        assert one.fleet.started == []
+
+    run(test)
+
+
+def test_a_rolling_restart_leaves_one_ready_at_any_time() -> None:
+    async def test(one: Routed) -> None:
+        num_ready = []
+        one.fleet.replicas[1].ready = False
+        await one.until(lambda: one.replicas.all[1].state is State.STARTING)
+        one.fleet.replicas[1].ready = True
+        await one.until(lambda: one.replicas.all[1].state is State.READY)
+        assert (await ask(one, "/replicas/restart"))["restarting"] == ["replica0", "replica1"]
+        assert (await ask(one, "/replicas/replica1/restart", 409))["error"]["code"] == "replica_busy"
+
+        def has_ended() -> bool:
+            num_ready.append(sum(replica.state is State.READY for replica in one.replicas.all))
+            return one.fleet.started == [0, 1] and num_ready[-1] == 2
+
+        await one.until(has_ended)
+        assert min(num_ready) == 1
+        assert (await one.complete())[0] == 200
+
+    run(test)
+
+
+def test_what_a_drained_replica_does_not_finish_in_time_is_finished_by_another_one() -> None:
+    config = build_config(Config(), {"server": {"drain_timeout_s": 0.05}})
+
+    async def test(one: Routed) -> None:
+        one.fleet.replicas[0].hold.clear()
+        asking = [asyncio.create_task(one.complete(f"{number} {LONG}")) for number in range(2)]
+        await one.until(lambda: one.replicas.all[0].num_open == 1)
+        await ask(one, "/replicas/replica0/drain")
+        assert [(status, answer["from"]) for status, answer in await asyncio.gather(*asking)] == [(200, "fake1")] * 2
 
     run(test, config=config)

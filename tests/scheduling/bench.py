@@ -49,11 +49,18 @@ class Bench:
         self.turns: list[int] = []
 
     def submit(
-        self, request_id: int, prompt: np.ndarray, *, salt: str = "", priority: int = 0, **params: object
+        self,
+        request_id: int,
+        prompt: np.ndarray,
+        *,
+        salt: str = "",
+        priority: int = 0,
+        num_resumed: int = 0,
+        **params: object,
     ) -> None:
         prompt = np.asarray(prompt, dtype=np.int32)
         given = SamplingParams(temperature=0.0, **params)
-        self.planner.admit(Admit(request_id, prompt.tobytes(), given, priority, salt))
+        self.planner.admit(Admit(request_id, prompt.tobytes(), given, priority, salt, num_resumed))
         self.streams[request_id], self.ends[request_id] = [], []
         stops = frozenset(given.stop_token_ids) | (frozenset() if given.ignore_eos else {EOS})
         self.expected[request_id] = expected_output(prompt, given.max_tokens or 10_000, stops)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.errors import RequestError
 from engine.messages import Finish
 from engine.plugins.policy.lpm import LongestPrefixMatch
 from tests.kv.inserting import insert
@@ -164,3 +165,20 @@ def test_the_oracle_would_notice_a_page_kept_over_the_loss() -> None:
     while bench.plan() or bench.deliver():
         pass
     assert bench.streams[2] != poisoned
+
+
+@pytest.mark.parametrize("count", [1, 5, 8])
+def test_output_of_another_engine_goes_on_where_it_was(count: int) -> None:
+    prompt, bench = prompt_of(20), Bench(prefill_chunk=8)
+    whole = expected_output(prompt, 9)
+    tokens = np.append(prompt, whole[:count]).astype(np.int32)
+    bench.submit(1, tokens, max_tokens=9, ignore_eos=True, num_resumed=count)
+    bench.finish()
+    assert bench.streams[1] == whole[count:]
+    assert bench.ends[1] == [Finish.LENGTH]
+
+
+def test_output_that_is_complete_has_nothing_to_go_on_with() -> None:
+    bench = Bench()
+    with pytest.raises(RequestError, match="all that it may get"):
+        bench.submit(1, prompt_of(20), max_tokens=5, num_resumed=5)

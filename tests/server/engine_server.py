@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import uvloop
@@ -41,6 +42,10 @@ class EngineServer:
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(far(60))
         assert not self._thread.is_alive(), "the engine did not stop"
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run a plain function on the server's loop."""
+        self._loop.call_soon_threadsafe(function)
 
     def _run(self) -> None:
         try:

@@ -39,9 +39,9 @@ class LiveServer:
         self.ingress = FakeIngress() if ingress is None else ingress
         self._server = ServerSection() if server is None else server
         self._limits = LimitsSection() if limits is None else limits
-        self._card = card
         self._codec = TextCodec.without_tokenizer(lambda _: Formats(tool_parser, tool_format(tool_parser)))
         self.monitor = FakeMonitor(self.ingress)
+        self.backend = Backend(self.ingress, self.monitor, card, self._codec)
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="live-server")
         self.loop_errors: list[dict[str, Any]] = []
@@ -89,9 +89,7 @@ class LiveServer:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(lambda _, context: self.loop_errors.append(context))
         self._stopping = asyncio.Event()
-        self.runner = create_runner(
-            self._server, self._limits, Backend(self.ingress, self.monitor, self._card, self._codec)
-        )
+        self.runner = create_runner(self._server, self._limits, self.backend)
         await self.runner.setup()
         await web.SockSite(self.runner, self._listener, backlog=1024).start()
         self._started.set()

@@ -303,6 +303,14 @@ def test_the_deep_probe_asks_for_a_token() -> None:
         assert ask(live.port, "GET", "/health_generate").status == 429
 
 
+def test_the_deep_probe_uses_nothing_of_what_a_client_may_ask_in_a_minute() -> None:
+    with LiveServer(limits=LimitsSection(requests_per_minute=1)) as live:
+        for _ in range(3):
+            assert ask(live.port, "GET", "/health_generate").status == 200
+        body = {"model": MODEL, "prompt": "p"}
+        assert [ask(live.port, "POST", "/v1/completions", body).status for _ in range(2)] == [200, 429]
+
+
 def test_the_deep_probe_does_not_wait_for_ever() -> None:
     async def ask_one_that_hangs() -> RequestError:
         ingress = FakeIngress(delay_s=60.0)

@@ -181,7 +181,7 @@ def test_template_variables_pass_if_the_configuration_lists_them(live: LiveServe
             model=MODEL, messages=THINKS, extra_body={"chat_template_kwargs": {"messages": "x"}}
         )
     assert refused.value.param == "chat_template_kwargs"
-    card = live._card
+    card = live.backend.card
     with LiveServer(card=type(card)(**{**card_fields(card), "template_variables": ("enable_thinking",)})) as other:
         with openai.OpenAI(base_url=f"{other.url}/v1", api_key="none", max_retries=0) as second:
             extra = {"chat_template_kwargs": {"enable_thinking": False}}

@@ -1,0 +1,33 @@
+"""Output that a client has from another engine, as text once more, so that what follows fits to it.
+
+Owns: what can be such output.  Does not know: actors, how the other engine was lost, what comes next.
+"""
+
+import numpy as np
+
+from engine.errors import RequestError
+from engine.messages import Delta, Logprobs, Tokenize, Usage
+from engine.text.codec import TextCodec, TextStream
+from engine.text.logprobs import logprob_texts
+
+
+def resumed_delta(request: Tokenize, codec: TextCodec, vocab_size: int, stream: TextStream, usage: Usage) -> Delta:
+    """Returns the delta of ``RequestOptions.resumed``, and brings the request's stream to its end.
+
+    Its tokens have a log probability of 0 where these are asked for.  Raises RequestError for what is no output."""
+    token_ids = np.frombuffer(request.options.resumed, dtype=np.int32)
+    if token_ids.min() < 0 or token_ids.max() >= vocab_size:
+        raise RequestError("the output to go on from has tokens that the model does not have", code="not_resumable")
+    text = stream.push(token_ids.tolist())
+    if stream.matched is not None:
+        raise RequestError("the output to go on from has ended with a stop string", code="not_resumable")
+    told = token_ids.tolist() if request.params.logprobs is not None else ()
+    return Delta(
+        request.request_id,
+        text,
+        request.options.resumed,
+        usage=usage,
+        logprobs=tuple(logprob_texts(codec, token_id, Logprobs(0.0)) for token_id in told),
+        reasoning=stream.take_thoughts(),
+        resumed=True,
+    )

@@ -1,0 +1,153 @@
+"""GET /metrics, /stats and /load of a router: what every replica says, in one answer.
+
+Owns: how answers become one: samples and rows get a ``replica`` of their own, counts are added up.
+Does not know: what is counted, what the page shows.
+"""
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
+from server.http.replies import json_reply
+from server.replicas.replica import CHECK_TIMEOUT_S, Replica, Replicas, State, unavailable
+
+OWN = "callboard_router_"
+ADDED_LABEL = "replica"
+# Of these the largest one counts, where others are added up.
+LARGEST = frozenset({"latency", "stalled_s", "page_size"})
+SENT_ON = ("Authorization", "X-Api-Key")
+
+
+class Observation:
+    """Handles all three."""
+
+    def __init__(self, replicas: Replicas, session: aiohttp.ClientSession) -> None:
+        self._replicas = replicas
+        self._session = session
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Answer in the format that the scraper asks for: also where no replica answers."""
+        told = await self._ask_all(request)
+        registry = CollectorRegistry()
+        registry.register(_Samples([*self._own(), *labelled({name: body.decode() for name, body in told.items()})]))
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(registry), headers={"Content-Type": content_type})
+
+    async def stats(self, request: web.Request) -> web.Response:
+        """What all say, as one; each one's own is in ``replicas``.  Raises RequestError (503) if none answers."""
+        told = {name: msgspec.json.decode(body) for name, body in (await self._ask_all(request)).items()}
+        if not told:
+            raise unavailable("no replica answers")
+        response = json_reply({**added_up(told), "replicas": told})
+        response.headers["Cache-Control"] = "no-store"
+        return response
+
+    async def _ask_all(self, request: web.Request) -> dict[str, bytes]:
+        """Replica -> what it says; those that do not answer are left out."""
+        headers = {name: request.headers[name] for name in SENT_ON if name in request.headers}
+        headers[REQUEST_ID_HEADER] = request[EXCHANGE].id
+        there = [one for one in self._replicas.all if one.url and one.state is not State.STOPPED]
+        answers = await asyncio.gather(*(self._ask(one, request.path, headers) for one in there))
+        return {one.name: body for one, body in zip(there, answers, strict=True) if body is not None}
+
+    async def _ask(self, replica: Replica, path: str, headers: dict[str, str]) -> bytes | None:
+        timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
+        try:
+            async with self._session.get(replica.url + path, headers=headers, timeout=timeout) as response:
+                return await response.read() if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError):
+            return None  # ``watch`` finds out why
+
+    def _own(self) -> Iterator[Metric]:
+        """What the router knows."""
+        replicas = self._replicas
+        ready = GaugeMetricFamily(OWN + "replica_ready", "Whether it takes requests.", labels=[ADDED_LABEL])
+        num_open = GaugeMetricFamily(OWN + "replica_open_requests", "Sent and not ended.", labels=[ADDED_LABEL])
+        sent = CounterMetricFamily(OWN + "replica_requests", "Sent to it.", labels=[ADDED_LABEL])
+        lost = CounterMetricFamily(OWN + "replica_losses", "How often it was lost.", labels=[ADDED_LABEL])
+        for one in replicas.all:
+            ready.add_metric([one.name], one.state is State.READY)
+            num_open.add_metric([one.name], one.num_open)
+            sent.add_metric([one.name], one.num_sent)
+            lost.add_metric([one.name], one.num_lost)
+        yield from (ready, num_open, sent, lost)
+        yield CounterMetricFamily(OWN + "requests", "Requests that found a replica.", value=replicas.num_requests)
+        yield CounterMetricFamily(
+            OWN + "requests_with_prefix", "Of these, where their prefix was.", value=replicas.num_with_prefix
+        )
+        yield CounterMetricFamily(
+            OWN + "streams_resumed", "Streams that went on elsewhere.", value=replicas.num_resumed
+        )
+
+
+class _Samples(Collector):
+    """Gives families that are there already."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def labelled(texts: dict[str, str]) -> list[Metric]:
+    """The families of several expositions, each sample with the name of the one that it is from.
+
+    texts: in Prometheus's text format, by name."""
+    families: dict[str, Metric] = {}
+    for name, text in texts.items():
+        for family in text_string_to_metric_families(text):
+            whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                whole.add_sample(sample.name, {**sample.labels, ADDED_LABEL: name}, sample.value)
+    return list(families.values())
+
+
+def added_up(told: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What several replicas say of themselves as one would say it.  told: /stats of each."""
+    first = next(iter(told.values()))
+    whole = {key: _joined(key, {name: body[key] for name, body in told.items()}) for key in first}
+    statuses = [body["status"] for body in told.values() if "status" in body]
+    if "ready" in statuses:
+        whole["status"] = "ready"
+    return whole
+
+
+def _joined(key: str, values: dict[str, Any]) -> Any:
+    given = [value for value in values.values() if value is not None]
+    match given[0] if given else None:
+        case bool():
+            return all(given)
+        case int() | float():
+            return max(given) if key in LARGEST else sum(given)
+        case dict():
+            inner = dict.fromkeys(inner for value in given for inner in value)
+            passed = {one: key if key in LARGEST else one for one in inner}
+            return {
+                one: _joined(passed[one], {name: value.get(one) for name, value in values.items()}) for one in inner
+            }
+        case list():
+            return _rows(values)
+        case other:
+            return other
+
+
+def _rows(values: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """All rows, each with its replica; one that names its parent by place still does."""
+    rows: list[dict[str, Any]] = []
+    for name, given in values.items():
+        num_before = len(rows)
+        for row in given:
+            parent = {"parent": row["parent"] + num_before} if row.get("parent", -1) >= 0 else {}
+            rows.append({**row, **parent, ADDED_LABEL: name})
+    return rows

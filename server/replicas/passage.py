@@ -1,0 +1,105 @@
+"""What a client has of its answer so far, and what another replica must be told to go on with it.
+
+Owns: which of a replica's bytes are passed on, and the request as it is sent to each replica.
+Does not know: HTTP, which replica is asked, what the events say.
+
+A replica marks its events: a comment behind them says which tokens they tell.  Events and their mark are passed on
+together, so what the client has and what is known of it are the same at any moment.  Draws depend on seed and position
+alone, so a replica that is given the tokens goes on as the first one would have.
+"""
+
+import secrets
+
+import msgspec
+
+from engine.messages import Finish
+from engine.params import MAX_SEED
+from server.generate.generation import Origin, Told
+
+# A mark is a comment, see ``_mark`` in server/generate/route.py.  JSON has no line breaks, so no event has one within.
+COMMENT = b": "
+END = b"\n\n"
+
+
+def new_seed() -> int:
+    """Returns one for a request without: replicas would each draw their own."""
+    return secrets.randbelow(MAX_SEED + 1)
+
+
+class Passage:
+    """One request through the router.  body: JSON.  num_prompt_tokens, num_tokens: as far as replicas have told."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = msgspec.Raw(body)
+        self._origin = Origin()
+        self._seed = new_seed()
+        self._held = b""
+        self._choices: dict[int, _Choice] = {}
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Each prompt counts once."""
+        return sum(one.num_prompt_tokens for one in self._choices.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all choices."""
+        return sum(len(one.tokens) for one in self._choices.values()) // 4
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has anything."""
+        return bool(self._choices)
+
+    @property
+    def was_aborted(self) -> bool:
+        """Whether somebody has ended a choice, which would not end elsewhere."""
+        return any(one.finish == Finish.ABORT for one in self._choices.values())
+
+    def body(self) -> bytes:
+        """What to send to a replica, so that it goes on from what the client has."""
+        self._held = b""
+        told = {
+            index: Told(bytes(one.tokens), one.num_events, one.finish != Finish.RUNNING)
+            for index, one in self._choices.items()
+        }
+        origin = msgspec.structs.replace(self._origin, seed=self._seed, told=told)
+        return msgspec.json.encode({"request": self._body, "origin": origin})
+
+    def take(self, chunk: bytes) -> bytes:
+        """Take what a replica has sent; returns what is for the client now."""
+        held = self._held + chunk
+        parts, passed, at = [], 0, 0
+        for block in held.split(END)[:-1]:
+            end = at + len(block) + len(END)
+            if block.startswith(COMMENT):
+                parts.append(held[passed:at])
+                self._note(*block.removeprefix(COMMENT).split(b" "))
+                passed = end
+            at = end
+        self._held = held[passed:]
+        return b"".join(parts)
+
+    def _note(self, index: bytes, tokens: bytes, finish: bytes, num_prompt: bytes, num_events: bytes) -> None:
+        choice = self._choices.setdefault(int(index), _Choice())
+        choice.tokens += bytes.fromhex(tokens.decode())
+        choice.finish = int(finish)
+        choice.num_events += int(num_events)
+        choice.num_prompt_tokens = int(num_prompt) or choice.num_prompt_tokens
+
+    def rest(self) -> bytes:
+        """What follows the last mark, once the replica has ended its stream."""
+        held, self._held = self._held, b""
+        return held
+
+
+class _Choice:
+    """What the client has of a choice.  tokens: int32[n]."""
+
+    __slots__ = ("finish", "num_events", "num_prompt_tokens", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = bytearray()
+        self.finish = int(Finish.RUNNING)
+        self.num_events = 0
+        self.num_prompt_tokens = 0

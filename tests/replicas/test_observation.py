@@ -1,0 +1,75 @@
+"""What a router says of its replicas: /metrics, /stats and /load of all of them in one answer."""
+
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.replicas.observation import added_up, labelled
+from server.replicas.replica import Replicas
+from tests.replicas.test_administration import NUM_REPLICAS, Ask, run
+from tests.server.live_server import LiveServer
+
+NAMES = {f"replica{number}" for number in range(NUM_REPLICAS)}
+
+
+def test_every_sample_says_which_replica_it_is_of() -> None:
+    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+        status, text = await ask("/metrics", method="GET")
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        running = families["callboard_num_requests_running"]
+        assert {sample.labels["replica"] for sample in running.samples} == NAMES
+        assert running.type == "gauge"
+        assert families["callboard_e2e_request_latency_seconds"].type == "histogram"
+        assert {sample.name for sample in families["callboard_generation_tokens"].samples} == {
+            "callboard_generation_tokens_total"
+        }
+        assert [sample.value for sample in families["callboard_router_replica_ready"].samples] == [1.0] * NUM_REPLICAS
+        assert status == 200
+
+    run(test)
+
+
+def test_one_that_does_not_answer_is_left_out_and_said_to_be_lost() -> None:
+    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+        replicas.all[0].url = "http://127.0.0.1:1"
+        replicas.lose(replicas.all[0], "it is gone")
+        _, text = await ask("/metrics", method="GET")
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        assert [sample.value for sample in families["callboard_router_replica_losses"].samples] == [1.0, 0.0]
+
+    run(test)
+
+
+def test_the_page_sees_the_sum_and_each_one() -> None:
+    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+        status, body = await ask("/stats", method="GET")
+        assert (status, set(body["replicas"])) == (200, NAMES)
+        each = list(body["replicas"].values())
+        assert body["status"] == "ready"
+        assert body["requests"]["max_running"] == sum(one["requests"]["max_running"] for one in each) > 0
+        assert body["pages"]["page_size"] == each[0]["pages"]["page_size"]
+        assert {row["replica"] for row in body["mailboxes"]} == NAMES
+        assert (await ask("/load", method="GET"))[0] == 200
+
+    run(test)
+
+
+def test_numbers_are_added_times_are_the_longest_and_trees_stay_trees() -> None:
+    def stats(parents: list[int], ttft: float | None) -> dict[str, Any]:
+        rows = [{"parent": parent, "tokens": 16} for parent in parents]
+        return {"status": "ready", "tokens": {"output": 3}, "latency": {"ttft": {"p50": ttft}}, "prefixes": rows}
+
+    whole = added_up({"a": stats([-1, 0], 0.5), "b": {**stats([-1, 0, 1], None), "status": "loading"}})
+    assert whole["tokens"] == {"output": 6}
+    assert whole["latency"] == {"ttft": {"p50": 0.5}}
+    assert [row["parent"] for row in whole["prefixes"]] == [-1, 0, -1, 2, 3]
+    assert [row["replica"] for row in whole["prefixes"]] == ["a", "a", "b", "b", "b"]
+    assert whole["status"] == "ready"
+
+
+def test_labels_are_kept_beside_the_replica() -> None:
+    text = '# HELP x_total Of x.\n# TYPE x_total counter\nx_total{why="a b"} 2.0\n'
+    (family,) = labelled({"one": text, "two": text})
+    assert [(sample.name, sample.labels) for sample in family.samples] == [
+        ("x_total", {"why": "a b", "replica": name}) for name in ("one", "two")
+    ]
