@@ -71,6 +71,7 @@ def runner_of(model, captured):
             attention=attention,
             rows=rows,
             sampler=sampler,
+            threads=None,
             device=device,
             recorder=recorder,
             capturing=Capturing(device, LocalComm(), CPU, rehearsal=False),
@@ -90,6 +91,7 @@ def runner_of(model, captured):
         rows=rows,
         constraints=NoGrammars(),
         sampler=sampler,
+        threads=None,
         eos_token_ids=(),
     )
 
