@@ -4,7 +4,6 @@ Owns: everything on the device.  Does not know: requests, text, actors; it knows
 """
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ from engine.execution.captured_steps import CapturedDecodes, CapturedModel, Capt
 from engine.execution.host_pool import HostPool
 from engine.execution.prompts import PromptOutputs, PromptResults, Prompts
 from engine.execution.rows import DeviceRows
-from engine.execution.step_threads import StepThreads
 from engine.execution.stored_pages import StoredPages
 from engine.layers.attention import AttentionBackend, AttentionBatch
 from engine.layers.comm import Comm
@@ -92,7 +90,6 @@ class ModelRunner:
 
     graphs: what captures on the device.  host_pool: None if there is no host tier.  stored: None if there is no store.
     piecewise: None if steps with prefill run as any other.  decode_graphs: None if decode steps do.
-    threads: None where their number stands.
     """
 
     def __init__(
@@ -110,7 +107,6 @@ class ModelRunner:
         rows: DeviceRows,
         constraints: Constraints,
         sampler: Sampler,
-        threads: StepThreads | None,
         eos_token_ids: tuple[int, ...],
     ) -> None:
         self.num_pages = pool.num_pages
@@ -131,7 +127,6 @@ class ModelRunner:
         self._constraints = constraints
         self._prompts = Prompts()
         self._sampler = sampler
-        self._threads = threads
         self._eos_token_ids = eos_token_ids
         self._on_cuda = pool.data.device.type == "cuda"
 
@@ -165,8 +160,6 @@ class ModelRunner:
             graphs.tell(step)
         computed = self._rows.computed.copy()
         try:
-            if self._threads is not None and not step.prefill_rows:
-                return self._run_timed(step, self._threads)
             return self._run(step) if graphs is None else self._launch_captured(graphs, step)
         except torch.OutOfMemoryError as error:
             if self._prompts.sums_in(step):
@@ -201,14 +194,6 @@ class ModelRunner:
             self._host_pool.apply(step)
         if self.stored is not None:
             self.stored.land(step)
-
-    def _run_timed(self, step: Step, threads: StepThreads) -> LaunchedStep:
-        """A decode step on a CPU, where it is done when it is launched."""
-        start = time.perf_counter()
-        launched = self._run(step)
-        took = time.perf_counter() - start
-        threads.took(len(launched.rows_N), int(self._rows.computed[launched.rows_N].sum()), took)
-        return launched
 
     def _run(self, step: Step) -> LaunchedStep:
         """The step's batch."""

@@ -14,6 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from engine.execution.rows import DeviceRows
+from engine.execution.runner import LaunchedStep, ModelRunner
+from engine.messages import Step
+
 log = logging.getLogger(__name__)
 
 # Steps are alike if they have as many rows, and attend to about as many tokens: (rows, bits of the number of tokens).
@@ -110,6 +114,30 @@ class StepThreads:
             trial.shape[0],
             trial,
         )
+
+
+class WatchedRunner:
+    """See ``Runner``: one whose decode steps are timed.  rows: of ``runner``."""
+
+    def __init__(self, runner: ModelRunner, rows: DeviceRows, threads: StepThreads) -> None:
+        self.num_pages = runner.num_pages
+        self.stored = runner.stored
+        self._runner = runner
+        self._rows = rows
+        self._threads = threads
+
+    def launch(self, step: Step) -> LaunchedStep:
+        """On a CPU a step is done when it is launched."""
+        start = time.perf_counter()
+        launched = self._runner.launch(step)
+        if not step.prefill_rows:
+            num_tokens = int(self._rows.computed[launched.rows_N].sum())
+            self._threads.took(len(launched.rows_N), num_tokens, time.perf_counter() - start)
+        return launched
+
+    def leave(self) -> None:
+        """See ``Runner``."""
+        self._runner.leave()
 
 
 class Trial:

@@ -22,7 +22,7 @@ from engine.execution.landings import LandedAttention, Landings
 from engine.execution.ordered_comm import OrderedComm
 from engine.execution.rows import DeviceRows
 from engine.execution.runner import ModelRunner
-from engine.execution.step_threads import StepThreads
+from engine.execution.step_threads import StepThreads, WatchedRunner
 from engine.execution.stored_pages import StoredPages
 from engine.graphs.passes import build_passes
 from engine.graphs.rank import RankGraphs, StepParts
@@ -76,7 +76,7 @@ def load_runner(
     progress: bool,
     num_pages: int = 0,
     grammars: Grammars | None = None,
-) -> ModelRunner:
+) -> ModelRunner | WatchedRunner:
     """Everything a rank needs, ready for its first step.  Runs on the device thread, of all ranks at the same time.
     local_rank: which GPU of this machine it takes; None for the one of its rank's number.
     rendezvous: where this group's ranks meet, see ``CommContext``; empty for one rank.
@@ -209,7 +209,7 @@ def load_runner(
     )
     left = graphs.device.memory().free_bytes
     report(rank, model, pool, needs, before - left, left)
-    return ModelRunner(
+    runner = ModelRunner(
         comm=comm,
         graphs=graphs.device,
         model=model,
@@ -222,9 +222,11 @@ def load_runner(
         rows=rows,
         constraints=Constraints(grammars or _own_grammars(config, spec, plugins), spec.vocab_size, device),
         sampler=sampler,
-        threads=threads if piecewise is None and comm.size == 1 else None,
         eos_token_ids=spec.eos_token_ids if model.pooled_head is None else (),
     )
+    if threads is None or piecewise is not None or comm.size > 1:
+        return runner
+    return WatchedRunner(runner, rows, threads)
 
 
 def _check_device(config: Config, device: torch.device) -> None:

@@ -71,7 +71,6 @@ def runner_of(model, captured):
             attention=attention,
             rows=rows,
             sampler=sampler,
-            threads=None,
             device=device,
             recorder=recorder,
             capturing=Capturing(device, LocalComm(), CPU, rehearsal=False),
@@ -91,7 +90,6 @@ def runner_of(model, captured):
         rows=rows,
         constraints=NoGrammars(),
         sampler=sampler,
-        threads=None,
         eos_token_ids=(),
     )
 
