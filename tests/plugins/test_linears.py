@@ -124,6 +124,23 @@ def test_float16_takes_what_it_does_not_round_and_leaves_the_rest_to_onednn() ->
 
 
 @needs_avx2
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_float16_gives_the_same_bits_through_both_doors(rows: int) -> None:
+    seed = torch.Generator().manual_seed(1)
+    weight, x = torch.randn(48, 32, generator=seed), torch.randn(rows, 32, generator=seed)
+    directly, by_schema = (fbgemm_fp16.HalfWeight(weight, one()) for one in (fbgemm_fp16.direct, fbgemm_fp16.by_schema))
+    assert torch.equal(directly(x, None), by_schema(x, None))
+
+
+@needs_avx2
+def test_float16_goes_on_without_what_torch_is_to_drop(monkeypatch) -> None:
+    monkeypatch.delattr(torch, "fbgemm_linear_fp16_weight_fp32_activation")
+    weight = torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
+    x = torch.eye(32)
+    assert torch.allclose(fbgemm_fp16.Fp16(exact=False).pack(weight)(x, None), weight.T, atol=1e-3, rtol=1e-3)
+
+
+@needs_avx2
 def test_the_scales_of_int8_are_those_of_its_rows() -> None:
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(2)) * torch.logspace(-3, 3, 8)[:, None]
     x = torch.eye(64)
