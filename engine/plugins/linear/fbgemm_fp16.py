@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.packing import PackedWeight
@@ -26,9 +27,13 @@ CALLBOARD_PLUGIN = {
     "checkpoint_dtypes": ["bfloat16", "float16"],
     "quantizations": ["none", "float16"],
     "instruction_sets": ["avx2"],
+    "invariant": True,
 }
 # Of a weight's norm: half of what float32 rounds each element by.
 EXACT = 2.0**-25
+# With AVX2 one row and two have kernels of their own, which give other bits than a row has among three or more.  FBGEMM
+# cuts rows into blocks of 120: so many at a time leave neither one nor two to the last block.
+INVARIANT_ROWS = 4
 
 
 # (pack, product): how FBGEMM is reached.
@@ -59,24 +64,30 @@ def direct() -> Door:
 
 
 class HalfWeight:
-    """W[O, I] as float16; sums are in float32."""
+    """W[O, I] as float16; sums are in float32.  row_step: products have a multiple of so many rows."""
 
-    def __init__(self, weight_OI: Tensor, door: Door) -> None:
+    def __init__(self, weight_OI: Tensor, door: Door, row_step: int = 1) -> None:
         pack, self._product = door
         self._packed = pack(weight_OI)
+        self._row_step = row_step
         self.nbytes = weight_OI.numel() * torch.float16.itemsize
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """x W^T + bias."""
-        y_TO = self._product(x_TI.contiguous(), self._packed)
+        num_rows = len(x_TI)
+        padding = -num_rows % self._row_step
+        x_PI = F.pad(x_TI, (0, 0, 0, padding)) if padding else x_TI.contiguous()
+        y_TO = self._product(x_PI, self._packed)[:num_rows]
         return y_TO if bias_O is None else y_TO.add_(bias_O)
 
 
 class Fp16:
-    """exact: whether weights that float16 would round are left to oneDNN.  one_thread: as the model will run."""
+    """exact: whether weights that float16 would round are left to oneDNN.  one_thread: as the model will run.
+    invariant: see ``LinearContext``."""
 
-    def __init__(self, exact: bool, one_thread: bool = True) -> None:
+    def __init__(self, exact: bool, one_thread: bool = True, invariant: bool = False) -> None:
         self._exact = exact
+        self._invariant = invariant
         self._door = by_schema()
         if one_thread:
             with contextlib.suppress(AttributeError, RuntimeError, TypeError):
@@ -88,12 +99,14 @@ class Fp16:
         rounded_OI = weight_OI.half()
         lost = torch.sub(rounded_OI, weight_OI).norm()  # in float32; infinite beyond the range
         if not lost.isfinite() or (self._exact and lost > EXACT * weight_OI.norm()):
-            return onednn.pack(weight_OI)
-        return HalfWeight(weight_OI, self._door)
+            return onednn.pack(weight_OI, self._invariant)
+        return HalfWeight(weight_OI, self._door, INVARIANT_ROWS if self._invariant else 1)
 
 
 @hookimpl
 def callboard_linear(context: LinearContext) -> Fp16:
     """FBGEMM's products with float16 weights."""
     decode_options("linear.fbgemm_fp16", context.options, Options)
-    return Fp16(exact=context.quantization == "none", one_thread=torch.get_num_threads() == 1)
+    return Fp16(
+        exact=context.quantization == "none", one_thread=torch.get_num_threads() == 1, invariant=context.invariant
+    )
