@@ -107,7 +107,8 @@ class TiledAttention:
         for run in self._windowed if self.spec.window_of(layer) else self._whole:
             grouped = (-1, self._positions, self.spec.num_kv_heads, self._heads, self.spec.head_size)
             q_BGRH = q_TNH.index_select(0, run.rows_X).view(grouped).transpose(1, 2).flatten(2, 3)
-            q_BGRH = F.pad(q_BGRH, (0, 0, 0, self._rows - self._used_rows))
+            if self._rows > self._used_rows:
+                q_BGRH = F.pad(q_BGRH, (0, 0, 0, self._rows - self._used_rows))
             out_BGRH = self._attend_run(run, q_BGRH, keys_SGH, values_SGH)
             by_position = out_BGRH[:, :, : self._used_rows].unflatten(2, (self._positions, self._heads)).transpose(1, 2)
             out_XNH = by_position.reshape(-1, *q_TNH.shape[1:])

@@ -31,9 +31,10 @@ CALLBOARD_PLUGIN = {
 }
 # Of a weight's norm: half of what float32 rounds each element by.
 EXACT = 2.0**-25
-# With AVX2 one row and two have kernels of their own, which give other bits than a row has among three or more.  FBGEMM
-# cuts rows into blocks of 120: so many at a time leave neither one nor two to the last block.
-INVARIANT_ROWS = 4
+# FBGEMM cuts rows into blocks.  With AVX-512 a row has the same bits in all of them; with AVX2 blocks of one and of two
+# give others, and multiples of six rows have none.
+AVX2_BLOCK = 6
+TELLING_ROWS = (1, 2, 7, 31, 121)  # those that have such blocks
 
 
 # (pack, product): how FBGEMM is reached.
@@ -81,6 +82,16 @@ class HalfWeight:
         return y_TO if bias_O is None else y_TO.add_(bias_O)
 
 
+def invariant_rows(door: Door) -> int:
+    """The number whose multiples of rows give each row the same bits here."""
+    drawn = torch.Generator().manual_seed(1)
+    weight_OI, x_TI = torch.randn(32, 96, generator=drawn), torch.randn(max(TELLING_ROWS), 96, generator=drawn)
+    expected_TO = HalfWeight(weight_OI, door, AVX2_BLOCK)(x_TI, None)
+    product = HalfWeight(weight_OI, door)
+    same = all(torch.equal(product(x_TI[:rows], None), expected_TO[:rows]) for rows in TELLING_ROWS)
+    return 1 if same else AVX2_BLOCK
+
+
 class Fp16:
     """exact: whether weights that float16 would round are left to oneDNN.  one_thread: as the model will run.
     invariant: see ``LinearContext``."""
@@ -92,6 +103,7 @@ class Fp16:
         if one_thread:
             with contextlib.suppress(AttributeError, RuntimeError, TypeError):
                 self._door = direct()
+        self._row_step = invariant_rows(self._door) if invariant else 1
         self.element_bytes = (torch.float32 if exact else torch.float16).itemsize  # at most
 
     def pack(self, weight_OI: Tensor) -> PackedWeight | None:
@@ -100,7 +112,7 @@ class Fp16:
         lost = torch.sub(rounded_OI, weight_OI).norm()  # in float32; infinite beyond the range
         if not lost.isfinite() or (self._exact and lost > EXACT * weight_OI.norm()):
             return onednn.pack(weight_OI, self._invariant)
-        return HalfWeight(weight_OI, self._door, INVARIANT_ROWS if self._invariant else 1)
+        return HalfWeight(weight_OI, self._door, self._row_step)
 
 
 @hookimpl
