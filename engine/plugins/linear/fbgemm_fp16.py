@@ -49,7 +49,7 @@ def by_schema() -> Door:
 
 
 def direct() -> Door:
-    """The same on one thread with the same bits, for 1 us a call: a step of the demo model takes 0.7 of the time.
+    """The same on one thread with the same bits, for 1 us a call: one row by 864 x 256 takes 0.7 of the time.
 
     torch is to drop these functions some day, and says so once.  Raises AttributeError, RuntimeError or TypeError
     where it has."""
