@@ -90,6 +90,16 @@ def test_longer_contexts_and_larger_batches_are_not_slow_steps():
         assert set(machine.ran_with) == {2}
 
 
+def test_a_context_that_passes_a_power_of_two_ends_no_trial():
+    machine = Machine()
+    machine.run(5, tokens=127)
+    machine.busy = True
+    while machine.watch._trial is None:
+        machine.run(0.1, tokens=127)
+    machine.run(2, tokens=128)
+    assert machine.threads == 1
+
+
 def test_a_trial_ends_without_result_if_its_shape_comes_no_more():
     machine = Machine()
     machine.run(5)
