@@ -150,6 +150,16 @@ def test_float16_pads_rows_where_blocks_of_few_give_other_bits(cut_by: int) -> N
     assert padded(x[:0], None).shape == (0, 48)
 
 
+def test_invariant_numerics_take_a_kernel_by_no_race(caplog: pytest.LogCaptureFixture) -> None:
+    context = replace(CPU, checkpoint_dtype="bfloat16", invariant=True)
+    with caplog.at_level("INFO"):
+        kernel = choose_linear(
+            Plugins({"linear": "auto"}), context, lambda kernels: {"onednn": 1.0, "fbgemm_fp16": 0.1}
+        )
+    assert isinstance(kernel, onednn.OneDNN)
+    assert "not by a race" in caplog.text
+
+
 @needs_avx2
 def test_float16_goes_on_without_what_torch_is_to_drop(monkeypatch) -> None:
     monkeypatch.delattr(torch, "fbgemm_linear_fp16_weight_fp32_activation")
