@@ -6,6 +6,7 @@ ignored, so that both produce exactly the asked-for tokens.  The table shows med
     python benchmarks/bench_offline.py                      # demo model and a Qwen3-0.6B shape, batch 1 and 8
     python benchmarks/bench_offline.py --models demo --turns 5
     python benchmarks/bench_offline.py --models qwen3-moe           # a mixture of experts
+    python benchmarks/bench_offline.py --table --batches 1 8 16 32  # precisions, memory, start, perplexity: by CPU time
     python benchmarks/bench_offline.py --job qwen3-0.6b qwen3-14b   # on a GPU: the standard job beside its roofline
 """
 
@@ -21,7 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import model_table
 import torch
+from bench_quantization import held_out
 from machine import describe_machine
 from offline_job import SHAPES, run_job
 from rich.console import Console
@@ -39,6 +42,7 @@ from transformers.utils import logging as transformers_logging
 
 from callboard import LLM, SamplingParams
 
+NUM_TEXTS = 4  # that are scored
 DEMO_MODEL = Path(__file__).parent.parent / "examples" / "demo_model"
 
 
@@ -162,6 +166,17 @@ def run_jobs(names: list[str], device: str, num_sequences: int, longest: int) ->
     return rows
 
 
+def run_table(names: list[str], batches: list[int], turns: int, path: Path | None) -> dict[str, list[dict[str, Any]]]:
+    """``model_table.py`` for the demo model and others.  path: of a plot, or None."""
+    shapes = {"qwen3-0.6b": qwen3_06b_shape, "qwen3-moe": qwen3_moe_shape}
+    known = {"demo": (DEMO_MODEL, 64, turns, held_out(NUM_TEXTS))}
+    known |= {name: (write, 8, min(turns, 2), []) for name, write in shapes.items()}
+    tables = model_table.run({name: known[name] for name in names}, batches)
+    if path is not None:
+        model_table.plot(tables, path)
+    return tables
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -172,6 +187,8 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--threads", type=int, default=cores, help=f"threads for both engines (default: {cores})")
     parser.add_argument("--output", type=Path, help="write the rows as JSON to this file as well")
+    parser.add_argument("--table", action="store_true", help="the table of precisions instead")
+    parser.add_argument("--plot", type=Path, help="write a PNG of it; needs matplotlib")
     parser.add_argument("--job", nargs="+", choices=list(SHAPES), help="run the standard offline job instead")
     parser.add_argument("--sequences", type=int, default=256, help="of the job (default: 256)")
     parser.add_argument("--longest", type=int, default=1024, help="prompt and output of the job (default: 1024)")
@@ -183,6 +200,11 @@ def main() -> None:
             arguments.output.write_text(json.dumps({"machine": describe_machine(), "rows": report}, indent=1) + "\n")
         return
     transformers_logging.set_verbosity_error()
+    if arguments.table:
+        tables = run_table(arguments.models, arguments.batches, arguments.turns, arguments.plot)
+        if arguments.output:
+            arguments.output.write_text(json.dumps({"machine": describe_machine(), "tables": tables}, indent=1) + "\n")
+        return
     shared = {"batches": arguments.batches, "turns": arguments.turns, "threads": arguments.threads}
     rows: list[dict[str, Any]] = []
     if "demo" in arguments.models:

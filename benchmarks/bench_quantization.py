@@ -52,7 +52,8 @@ def kernels() -> dict[str, LinearKernel]:
     """The first is what the others are compared with."""
     return {
         "onednn": onednn.OneDNN(4),
-        "fbgemm_fp16": fbgemm_fp16.Fp16(exact=False),
+        "fbgemm_fp16": fbgemm_fp16.Fp16(exact=False, one_thread=torch.get_num_threads() == 1),
+        "fbgemm_fp16 by schema": fbgemm_fp16.Fp16(exact=False, one_thread=False),
         "fbgemm_int8": fbgemm_int8.Int8(),
     }
 

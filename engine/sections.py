@@ -87,7 +87,11 @@ class DeviceSection(Section, frozen=True):
         int, Meta(ge=1, le=64, description="Ranks that share the model, each on a GPU of its own or on the CPU")
     ] = 1
     threads: Annotated[
-        int, Meta(ge=0, description="CPU threads for the model; 0 for all cores, or one if the model is small")
+        int,
+        Meta(
+            ge=0,
+            description="CPU threads for the model; 0 for what is fastest, measured at start and again when steps become slow",
+        ),
     ] = 0
     seed: Annotated[
         int, Meta(ge=0, description="Seeds dummy weights and requests that bring no seed of their own; 0 draws one")

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALL_MODEL_BYTES = 64 << 20
+TINY_MODEL_BYTES = 4 << 20  # with less than this one thread is best anywhere
 
 
 def choose_device(section: DeviceSection, rank: int) -> torch.device:
@@ -37,20 +38,39 @@ def choose_device(section: DeviceSection, rank: int) -> torch.device:
     return torch.device("cpu")
 
 
-def set_threads(setting: int, device: torch.device, weight_bytes: int) -> None:
-    """``device.threads``, or for 0 every core, but one for a small model.  Call it on the thread that runs the model.
+def set_threads(setting: int, device: torch.device, weight_bytes: int) -> tuple[int, ...]:
+    """``device.threads``, or for 0 one for a small model, else every core.  Call it on the thread that runs it.
+
+    Returns the numbers that are worth measuring once the model is there; () if the one that is set stands.
 
     A small model's operations are so short that threads wait for each other longer than they work, and when another
     program takes a core they wait for its time slice at every operation: beside two busy processes on two cores
     the demo model gave 2,270 tokens/s in batches of 8 with one thread, and 20 to 160 with two.
     """
     if device.type != "cpu":
-        return
-    cores = len(os.sched_getaffinity(0))
-    threads = setting or (1 if weight_bytes < SMALL_MODEL_BYTES else cores)
+        return ()
+    choices = (setting,) if setting else thread_choices()
+    threads = choices[0] if weight_bytes < SMALL_MODEL_BYTES else choices[-1]
     torch.set_num_threads(threads)
-    reason = "device.threads" if setting else f"auto: {cores} cores, {weight_bytes / 1e6:.0f} MB of weights"
+    if len(choices) > 1 and weight_bytes >= TINY_MODEL_BYTES:
+        return choices
+    reason = (
+        "device.threads" if setting else f"auto: {weight_bytes / 1e6:.1f} MB of weights, up to {choices[-1]} threads"
+    )
     log.info("threads: %d (%s)", threads, reason)
+    return ()
+
+
+def thread_choices(root: Path = Path("/")) -> tuple[int, ...]:
+    """Powers of two up to the number of physical cores that this process may run on, and that number.
+
+    Not more than OMP_NUM_THREADS, where that is set.  root: where /sys is."""
+    allowed = os.sched_getaffinity(0)
+    siblings = (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in allowed)
+    cores = len({path.read_text() if path.exists() else path for path in siblings})
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    most = min(cores, max(1, int(asked))) if asked.isdecimal() else cores
+    return tuple(sorted({most, *(1 << bit for bit in range(most.bit_length()))}))
 
 
 def choose_dtype(setting: str, device: torch.device, checkpoint_dtype: str) -> torch.dtype:

@@ -49,7 +49,7 @@ class Race:
             str(self._dtype),
             torch.get_num_threads(),
             str(torch.__version__),
-            _processor(),
+            processor(),
         )
         key = hashlib.sha256(msgspec.json.encode(what)).hexdigest()[:16]
         known = _load(self._path)
@@ -105,7 +105,8 @@ class _Plain:
         return torch.nn.functional.linear(x_TI, self._weight_OI, bias_O)
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The CPU's name, and what torch's kernels use of it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -5,7 +5,9 @@ Owns: how one rank is put together, and the sizes that follow from its memory.  
 
 import hashlib
 import logging
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
@@ -20,6 +22,7 @@ from engine.execution.landings import LandedAttention, Landings
 from engine.execution.ordered_comm import OrderedComm
 from engine.execution.rows import DeviceRows
 from engine.execution.runner import ModelRunner
+from engine.execution.step_threads import StepThreads, WatchedRunner
 from engine.execution.stored_pages import StoredPages
 from engine.graphs.passes import build_passes
 from engine.graphs.rank import RankGraphs, StepParts
@@ -29,7 +32,8 @@ from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
-from engine.models.model import build_model
+from engine.models.model import Model, build_model
+from engine.params import SamplingParams
 from engine.plugins.hookspecs import CommContext, KVStoreContext
 from engine.plugins.manager import KV_STORE, Plugins
 from engine.plugins.parsers import plugin_codec
@@ -49,11 +53,15 @@ from engine.startup.memory import (
     require_room,
     run_largest_step,
 )
+from engine.startup.model_steps import ModelSteps
 from engine.startup.race import Race, measured_attention
+from engine.startup.thread_race import ThreadRace
 from engine.text.codec import TextCodec
 from engine.text.grammar import Grammars
 
 log = logging.getLogger(__name__)
+
+RACE_CONTEXT = 256  # tokens of each sequence in the steps that threads are measured with
 
 
 def load_runner(
@@ -68,7 +76,7 @@ def load_runner(
     progress: bool,
     num_pages: int = 0,
     grammars: Grammars | None = None,
-) -> ModelRunner:
+) -> ModelRunner | WatchedRunner:
     """Everything a rank needs, ready for its first step.  Runs on the device thread, of all ranks at the same time.
     local_rank: which GPU of this machine it takes; None for the one of its rank's number.
     rendezvous: where this group's ranks meet, see ``CommContext``; empty for one rank.
@@ -90,7 +98,7 @@ def load_runner(
     graphs.device.trim()  # of what a runner before this one has left
     room = fair_share(free_bytes(device), place, comm, device)
     plan = build_model(spec.shape, comm, torch.device("meta"), dtype)
-    set_threads(config.device.threads, device, plan.parameter_bytes)
+    thread_choices = set_threads(config.device.threads, device, plan.parameter_bytes)
     model = load_model(
         spec,
         graphs.comm,
@@ -182,6 +190,10 @@ def load_runner(
         asked = f"{num_pages * page_bytes / 1e9:.1f} GB for a KV pool of {num_pages} pages"
         raise ConfigError(f"{asked} cannot be had ({error}); lower kv.num_pages or kv.memory_fraction") from None
     pool, before = parts.pool, graphs.device.memory().free_bytes
+    # Invariant numerics are proved with one number of threads, and compiled pieces are made for one.
+    threads = None
+    if thread_choices and not invariant and model.pooled_head is None:
+        threads = _measured_threads(thread_choices, config, plan, max_len, parts, comm)
     piecewise = graphs.piecewise(parts, config.scheduler, progress)
     decode_graphs = graphs.decode(parts, config.scheduler, progress)
     log.info(
@@ -197,7 +209,7 @@ def load_runner(
     )
     left = graphs.device.memory().free_bytes
     report(rank, model, pool, needs, before - left, left)
-    return ModelRunner(
+    runner = ModelRunner(
         comm=comm,
         graphs=graphs.device,
         model=model,
@@ -212,6 +224,9 @@ def load_runner(
         sampler=sampler,
         eos_token_ids=spec.eos_token_ids if model.pooled_head is None else (),
     )
+    if threads is None or piecewise is not None or comm.size > 1:
+        return runner
+    return WatchedRunner(runner, rows, threads)
 
 
 def _check_device(config: Config, device: torch.device) -> None:
@@ -274,9 +289,7 @@ def _measure(config: Config, max_len: int, graphs: RankGraphs, parts: StepParts)
     """parts: with a pool that is thrown away.  Raises ConfigError if there is no room for the largest step itself."""
     scheduler = config.scheduler
     try:
-        activation_bytes = graphs.device.peak(
-            lambda: run_largest_step(config, max_len, parts.model, parts.pool, parts.attention, parts.sampler)
-        )
+        activation_bytes = graphs.device.peak(lambda: run_largest_step(config, max_len, _steps_of(parts)))
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"scheduler.max_step_tokens={scheduler.max_step_tokens}: no room for a step of that size beside "
@@ -284,6 +297,25 @@ def _measure(config: Config, max_len: int, graphs: RankGraphs, parts: StepParts)
         ) from None
     graphs.device.trim()
     return Needs(activation_bytes, graphs.measure(parts, scheduler))
+
+
+def _measured_threads(
+    choices: Sequence[int], config: Config, plan: Model, max_len: int, parts: StepParts, comm: Comm
+) -> StepThreads:
+    """Rows of ``parts.sampler`` must be free."""
+    steps, greedy = _steps_of(parts), SamplingParams(temperature=0.0)
+    length, most_rows = min(max_len, RACE_CONTEXT), config.scheduler.max_running
+
+    def step(rows: int) -> None:
+        rows = min(rows, most_rows)
+        steps.run(np.full(rows, length, dtype=np.int32), np.ones(rows, dtype=np.int32), rows, greedy)
+
+    about = (plan.linear_shapes(), str(plan.dtype), config.model.quantization, config.plugins.linear, length, most_rows)
+    return StepThreads(choices, ThreadRace(comm, step, about).run(choices))
+
+
+def _steps_of(parts: StepParts) -> ModelSteps:
+    return ModelSteps(parts.model, parts.pool, parts.attention, parts.sampler)
 
 
 def _stored_pages(config: Config, spec: ModelSpec, plugins: Plugins, pool: KVPool, comm: Comm) -> StoredPages | None:

@@ -1,8 +1,7 @@
 """What a rank's memory goes to: the KV pool gets what weights, the largest step and graphs leave.
 
-Legend: T tokens of the largest step · B its sequences · N rows that are sampled
-Owns: running that step on a pool of one page, its estimate for a CPU, the arithmetic, the refusals, the report.
-Does not know: how graphs are measured.
+Owns: how large that step is, its estimate for a CPU, the arithmetic, the refusals, the report.
+Does not know: how a step is run, how graphs are measured.
 """
 
 import logging
@@ -16,14 +15,12 @@ from engine.checkpoints.shape import DecoderShape
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.execution.prompts import SCORED_ROWS
-from engine.layers.attention import AttentionBackend, AttentionBatch
 from engine.layers.kv_pool import KVPool
-from engine.layers.step import StepTensors
 from engine.models.model import Model
 from engine.params import SamplingParams
 from engine.plugins.linear.onednn import COMPILED_BYTES, num_padded_sizes
-from engine.sampling.sampler import Sampler
 from engine.sampling.state import PART_SCORES_CPU
+from engine.startup.model_steps import ModelSteps
 
 log = logging.getLogger(__name__)
 
@@ -135,46 +132,13 @@ def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.d
     )
 
 
-@torch.inference_mode()
-def run_largest_step(
-    config: Config, max_len: int, model: Model, pool: KVPool, attention: AttentionBackend, sampler: Sampler
-) -> None:
-    """A step of scheduler.max_step_tokens, whose sequences are as long as can be: it takes more memory than any other.
-
-    pool: of any size; everything is read from and written to the dump page.  Rows of ``sampler`` must be free.
-    """
-    scheduler, device = config.scheduler, pool.data.device
+def run_largest_step(config: Config, max_len: int, steps: ModelSteps) -> None:
+    """A step of scheduler.max_step_tokens, of sequences as long as can be: it takes more memory than any other."""
+    scheduler = config.scheduler
     full, rest = divmod(min(scheduler.max_step_tokens, max_len * scheduler.max_running), max_len)
     queries = np.array([max_len] * full + [rest] * bool(rest), dtype=np.int32)
-    num_tokens = int(queries.sum())
     lengths = np.full(len(queries), max_len, dtype=np.int32)
-    starts = np.concatenate(([0], queries.cumsum())).astype(np.int32)
-    width = -(-max_len // pool.page_size)
-    attention.plan_step(
-        AttentionBatch(
-            num_decodes=0,
-            page_table_BP=torch.full((len(queries), width), pool.dump_page, dtype=torch.int32, device=device),
-            lengths_B=torch.from_numpy(lengths).to(device),
-            query_starts_B1=torch.from_numpy(starts).to(device),
-            host_lengths=lengths,
-            host_query_lengths=queries,
-        )
-    )
-    rows_N = np.arange(min(scheduler.max_running, num_tokens))
-    for row in rows_N.tolist():
-        sampler.admit(row, SAMPLED, np.zeros(1, dtype=np.int32), 1, ())
-    zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    logits_NV = model.forward(
-        StepTensors(
-            token_ids_T=zeros_T,
-            positions_T=zeros_T,
-            slots_T=zeros_T + pool.dump_page * pool.page_stride,
-            sample_at_N=torch.from_numpy(rows_N).to(device),
-            attention=attention,
-            pool=pool,
-        )
-    )
-    sampler.sample(logits_NV, rows_N, np.ones(len(rows_N), dtype=np.int64))
+    steps.run(lengths, queries, min(scheduler.max_running, int(queries.sum())), SAMPLED)
 
 
 def check_weights(spec: ModelSpec, needed_bytes: int, dtype: torch.dtype, available: int, ranks: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from engine.config import Config, build_config
 from engine.startup.loading import load_runner
 from engine.startup.memory import host_needs, run_largest_step
+from engine.startup.model_steps import ModelSteps
 from engine.system import System
 
 
@@ -34,7 +35,8 @@ def main() -> None:
     config, spec = system.config, system.spec
     runner = load_runner(config, spec, max_len, system._plugins, rank=0, progress=False)
     before, _ = anonymous_and_peak()
-    run_largest_step(config, max_len, runner._model, runner._pool, runner._attention, runner._sampler)
+    steps = ModelSteps(runner._model, runner._pool, runner._attention, runner._sampler)
+    run_largest_step(config, max_len, steps)
     _, peak = anonymous_and_peak()
     needs = host_needs(config, spec.shape, max_len, torch.float32)
     estimate = needs.activation_bytes + needs.product_bytes

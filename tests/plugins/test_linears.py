@@ -156,6 +156,51 @@ def test_inputs_of_eight_bits_overflow_where_there_is_only_avx2() -> None:
 
 
 @needs_avx2
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_float16_gives_the_same_bits_through_both_doors(rows: int) -> None:
+    seed = torch.Generator().manual_seed(1)
+    weight, x = torch.randn(48, 32, generator=seed), torch.randn(rows, 32, generator=seed)
+    directly, by_schema = (fbgemm_fp16.HalfWeight(weight, one()) for one in (fbgemm_fp16.direct, fbgemm_fp16.by_schema))
+    assert torch.equal(directly(x, None), by_schema(x, None))
+
+
+@needs_avx2
+@pytest.mark.parametrize("cut_by", [0, 3])
+def test_float16_pads_rows_where_blocks_of_few_give_other_bits(cut_by: int) -> None:
+    """cut_by: last rows of a number that is no multiple of six, which get other bits: as with AVX2, or 0 for none."""
+    pack, product = fbgemm_fp16.direct()
+
+    def with_other_bits(x, packed):
+        y = product(x, packed)
+        return torch.cat((y[:-cut_by], y[-cut_by:] + 1e-6)) if cut_by and len(x) % 6 else y
+
+    step = fbgemm_fp16.invariant_rows((pack, with_other_bits))
+    assert step == (6 if cut_by else 1 if "avx512" in instruction_sets() else 6)
+    weight, x = torch.randn(48, 32, generator=torch.Generator().manual_seed(1)), torch.eye(32)
+    padded = fbgemm_fp16.HalfWeight(weight, (pack, with_other_bits), step)
+    assert torch.equal(padded(x[:7], None), padded(x, None)[:7])
+    assert padded(x[:0], None).shape == (0, 48)
+
+
+def test_invariant_numerics_take_a_kernel_by_no_race(caplog: pytest.LogCaptureFixture) -> None:
+    context = replace(CPU, checkpoint_dtype="bfloat16", invariant=True)
+    with caplog.at_level("INFO"):
+        kernel = choose_linear(
+            Plugins({"linear": "auto"}), context, lambda kernels: {"onednn": 1.0, "fbgemm_fp16": 0.1}
+        )
+    assert isinstance(kernel, onednn.OneDNN)
+    assert "not by a race" in caplog.text
+
+
+@needs_avx2
+def test_float16_goes_on_without_what_torch_is_to_drop(monkeypatch) -> None:
+    monkeypatch.delattr(torch, "fbgemm_linear_fp16_weight_fp32_activation")
+    weight = torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
+    x = torch.eye(32)
+    assert torch.allclose(fbgemm_fp16.Fp16(exact=False).pack(weight)(x, None), weight.T, atol=1e-3, rtol=1e-3)
+
+
+@needs_avx2
 def test_the_scales_of_int8_are_those_of_its_rows() -> None:
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(2)) * torch.logspace(-3, 3, 8)[:, None]
     x = torch.eye(64)

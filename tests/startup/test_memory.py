@@ -22,6 +22,7 @@ from engine.models import loader
 from engine.models.decoder import Decoder
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
+from engine.sampling.sampler import Sampler
 from engine.startup import loading, memory
 from engine.startup.memory import Needs, host_needs, pool_pages
 from engine.system import System
@@ -193,13 +194,13 @@ def test_a_step_without_room_is_refused_at_start(checkpoint, monkeypatch):
 def test_the_largest_step_has_as_many_tokens_and_rows_as_there_may_be(checkpoint, monkeypatch):
     install(monkeypatch)
     seen = []
-    sample = memory.Sampler.sample
+    sample = Sampler.sample
 
     def watching(self, logits_NV, rows_N, *rest):
         seen.append((tuple(logits_NV.shape[:1]), rows_N.tolist()))
         return sample(self, logits_NV, rows_N, *rest)
 
-    monkeypatch.setattr(memory.Sampler, "sample", watching)
+    monkeypatch.setattr(Sampler, "sample", watching)
     load(checkpoint, "off", num_pages=0)
     assert seen == [((8,), list(range(8)))]
 

@@ -11,6 +11,7 @@ cached or batched cannot change a result, as long as products of one shape are t
 that of one machine, and the start checks it (``engine/startup/invariance.py``).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,17 +43,19 @@ CACHED_BYTES = 1 << 20
 HIDDEN = -1e30
 
 Int32 = npt.NDArray[np.int32]
+Spans = tuple[tuple[int, int], ...]
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True, slots=True)
-class KeyTile:
-    """One key tile of each of the query tiles first:last of a run, or one for them all.
+class KeyTiles:
+    """Key tiles that are met in one call: one for each of the query tiles of every span, or a single one for them all.
 
-    slots: K of each, where the keys lie.  mask_B1RK: hides keys behind the query, before its window, and no keys."""
+    spans: (first, last) of a run's query tiles; those of a span meet the key tile that follows what they met before.
+    slots: K of each key tile, where the keys lie.  mask_B1RK: hides keys behind the query, before its window, and no
+    keys; B counts the query tiles of all spans."""
 
-    first: int
-    last: int
+    spans: tuple[tuple[int, int], ...]
     slots: Tensor
     mask_B1RK: Tensor
 
@@ -68,7 +71,7 @@ class Run:
     rows_X: Tensor
     kept_Y: Tensor
     written_Y: Tensor
-    key_tiles: tuple[KeyTile, ...]
+    key_tiles: tuple[KeyTiles, ...]
 
 
 class TiledAttention:
@@ -83,7 +86,7 @@ class TiledAttention:
         self._rows = -(-self._used_rows // ROWS) * ROWS
         slots_SGH = pool.keys(0)
         tile_bytes = KEYS * spec.num_kv_heads * spec.head_size * slots_SGH.element_size()
-        self._together = max(1, CACHED_BYTES // tile_bytes)  # decode rows of a run
+        self._together = max(1, CACHED_BYTES // tile_bytes)  # decode rows of a run, key tiles of a call
         copies = slots_SGH.new_empty((2, self._together * KEYS, *slots_SGH.shape[1:]))
         self._key_copy_SGH, self._value_copy_SGH = copies
         self._whole: list[Run] = []
@@ -104,7 +107,8 @@ class TiledAttention:
         for run in self._windowed if self.spec.window_of(layer) else self._whole:
             grouped = (-1, self._positions, self.spec.num_kv_heads, self._heads, self.spec.head_size)
             q_BGRH = q_TNH.index_select(0, run.rows_X).view(grouped).transpose(1, 2).flatten(2, 3)
-            q_BGRH = F.pad(q_BGRH, (0, 0, 0, self._rows - self._used_rows))
+            if self._rows > self._used_rows:
+                q_BGRH = F.pad(q_BGRH, (0, 0, 0, self._rows - self._used_rows))
             out_BGRH = self._attend_run(run, q_BGRH, keys_SGH, values_SGH)
             by_position = out_BGRH[:, :, : self._used_rows].unflatten(2, (self._positions, self._heads)).transpose(1, 2)
             out_XNH = by_position.reshape(-1, *q_TNH.shape[1:])
@@ -113,17 +117,15 @@ class TiledAttention:
 
     def _attend_run(self, run: Run, q_BGRH: Tensor, keys_SGH: Tensor, values_SGH: Tensor) -> Tensor:
         """out_BGRH: of each key tile's result as much as its softmax has of the whole, added up in their order."""
-        total: _Total | None = None
-        for tile in run.key_tiles:
-            k_BGKH = self._copied(tile, keys_SGH, self._key_copy_SGH)
-            v_BGKH = self._copied(tile, values_SGH, self._value_copy_SGH)
-            out_BGRH, size_BGR = self._attend_tiles(q_BGRH[tile.first : tile.last], k_BGKH, v_BGKH, tile.mask_B1RK)
-            if len(run.key_tiles) == 1:
-                return out_BGRH
-            total = total or _Total(q_BGRH)
-            total.add(tile, out_BGRH, size_BGR[..., None])
-        assert total is not None, "every query sees itself"
-        return total.mean()
+        results = []
+        for tiles in run.key_tiles:
+            k_BGKH = self._copied(tiles, keys_SGH, self._key_copy_SGH)
+            v_BGKH = self._copied(tiles, values_SGH, self._value_copy_SGH)
+            out_BGRH, size_BGR = self._attend_tiles(_of(tiles.spans, q_BGRH), k_BGKH, v_BGKH, tiles.mask_B1RK)
+            results.append((tiles.spans, out_BGRH, size_BGR))
+        if len(run.key_tiles) == len(run.key_tiles[0].spans) == 1:
+            return results[0][1]
+        return weighted_mean(results, q_BGRH)
 
     def _attend_tiles(self, *operands: Tensor) -> tuple[Tensor, Tensor]:
         """out_BGRH, and size_BGR: the logarithm of the sum of exponentials.  operands: queries, keys, values, mask.
@@ -136,12 +138,12 @@ class TiledAttention:
         out_BGRH, size_BGR = _attend(q_BGRH, k_BGKH, v_BGKH, 0.0, False, attn_mask=mask_B1RK, scale=self.spec.scale)
         return out_BGRH[:num_tiles], size_BGR[:num_tiles]
 
-    def _copied(self, tile: KeyTile, slots_SGH: Tensor, copy_SGH: Tensor) -> Tensor:
+    def _copied(self, tiles: KeyTiles, slots_SGH: Tensor, copy_SGH: Tensor) -> Tensor:
         """[B, G, K, H]: always from one place and with the same strides, so that products find the same each time."""
-        copied_SGH = copy_SGH[: len(tile.slots)]
-        torch.index_select(slots_SGH, 0, tile.slots, out=copied_SGH)
-        tiles_BGKH = copied_SGH.unflatten(0, (-1, KEYS)).transpose(1, 2)
-        return tiles_BGKH.expand(tile.last - tile.first, -1, -1, -1)
+        copied_SGH = copy_SGH[: len(tiles.slots)]
+        torch.index_select(slots_SGH, 0, tiles.slots, out=copied_SGH)
+        tiles_BGKH = copied_SGH.view(-1, KEYS, *copied_SGH.shape[1:]).transpose(1, 2)
+        return tiles_BGKH.expand(len(tiles.mask_B1RK), -1, -1, -1)
 
     def _plan(self, batch: AttentionBatch, table_BP: Int32, window: int) -> list[Run]:
         starts = np.concatenate(([0], np.cumsum(batch.host_query_lengths)))
@@ -177,19 +179,25 @@ class TiledAttention:
     ) -> Run:
         """rows: sequences with one query each, those with most key tiles first.  at_B: where in T."""
         counts_B = (lengths_B - 1) // KEYS + 1 - firsts_B
+        # Of each key tile, in their order, how many rows meet it: those are the first ones.
+        meeting = (counts_B > np.arange(counts_B[0])[:, None]).sum(1)
+        of_P = np.concatenate([np.arange(count) for count in meeting])  # the row of each pair of a row and a key tile
+        numbers_P = np.repeat(np.arange(len(meeting)), meeting)
+        keys_PK = (firsts_B[of_P] + numbers_P)[:, None] * KEYS + np.arange(KEYS)
+        ends_P1 = lengths_B[of_P, None]
+        hidden_PK = keys_PK >= ends_P1
+        if window:
+            hidden_PK |= keys_PK < ends_P1 - window
+        # What the other rows of the tile are does not matter: they all get this row's query and mask.
+        mask_PK = torch.from_numpy(np.where(hidden_PK, np.float32(HIDDEN), np.float32(0))).to(self.pool.data.dtype)
+        mask_P1RK = mask_PK[:, None, None].expand(-1, 1, self._rows, -1)
+        slots_PK = self._slots(table_BP, rows[of_P, None], np.minimum(keys_PK, ends_P1 - 1)).view(-1, KEYS)
         tiles = []
-        for number in range(int(counts_B[0])):
-            last = int((counts_B > number).sum())
-            keys_BK = (firsts_B[:last, None] + number) * KEYS + np.arange(KEYS)
-            ends_B1 = lengths_B[:last, None]
-            hidden_BK = keys_BK >= ends_B1
-            if window:
-                hidden_BK |= keys_BK < ends_B1 - window
-            # What the other rows of the tile are does not matter: they all get this row's query and mask.
-            mask_BK = torch.from_numpy(np.where(hidden_BK, np.float32(HIDDEN), np.float32(0))).to(self.pool.data.dtype)
-            mask_B1RK = mask_BK[:, None, None].expand(-1, 1, self._rows, -1)
-            slots = self._slots(table_BP, rows[:last, None], np.minimum(keys_BK, ends_B1 - 1))
-            tiles.append(KeyTile(0, last, slots, mask_B1RK))
+        first = 0
+        for spans in _filled(meeting.tolist(), self._together):
+            last = first + sum(end for _, end in spans)
+            tiles.append(KeyTiles(spans, slots_PK[first:last].flatten(), mask_P1RK[first:last]))
+            first = last
         at = torch.from_numpy(at_B)
         own_row = np.arange(len(rows)) * self._positions + (lengths_B - 1) % self._positions
         return Run(at.repeat_interleave(self._positions), torch.from_numpy(own_row), at, tuple(tiles))
@@ -218,7 +226,7 @@ class TiledAttention:
             # In the strip, column zero + x is what a tile's first position sees of the key x places behind it.
             offset = zero + key - (newest - first * size)
             shape, strides = (last - first, 1, len(strip_RX), KEYS), (size, 0, strip_RX.stride(0), 1)
-            tiles.append(KeyTile(first, last, slots, strip_RX.as_strided(shape, strides, offset)))
+            tiles.append(KeyTiles(((first, last),), slots, strip_RX.as_strided(shape, strides, offset)))
         rows, written = torch.from_numpy(rows_X), torch.from_numpy(rows_X[wanted])
         return Run(rows, torch.from_numpy(wanted), written, tuple(tiles))
 
@@ -241,29 +249,48 @@ class TiledAttention:
         return torch.from_numpy((pages * stride + positions % size).ravel())
 
 
-class _Total:
-    """A weighted mean that grows tile by tile; each row by its own numbers, in operations that are exact or the same
-    for every place of an element."""
+def weighted_mean(results: list[tuple[Spans, Tensor, Tensor]], q_BGRH: Tensor) -> Tensor:
+    """out_BGRH, float32.  results: (spans, out_BGRH, size_BGR) of key tiles in their order; size: logarithm of the sum
+    of exponentials.
 
-    def __init__(self, q_BGRH: Tensor) -> None:
-        shape = (*q_BGRH.shape[:-1], 1)
-        self._sum_BGRH = torch.zeros(q_BGRH.shape)
-        self._weight_BGR1 = torch.zeros(shape)
-        self._largest_BGR1 = torch.full(shape, -torch.inf)
+    Each row by its own numbers, in operations that are exact or the same for every place of an element."""
+    largest_BGR = torch.full(q_BGRH.shape[:-1], -torch.inf)
+    for spans, _, size_BGR in results:
+        for (first, last), of_span in zip(spans, _split(spans, size_BGR), strict=True):
+            part = largest_BGR[first:last]
+            torch.maximum(part, of_span, out=part)
+    total_BGRH, weight_BGR = torch.zeros(q_BGRH.shape), torch.zeros(q_BGRH.shape[:-1])
+    for spans, out_BGRH, size_BGR in results:
+        shares_BGR = size_BGR.sub(_of(spans, largest_BGR)).exp_()
+        parts_BGRH = out_BGRH.float().mul_(shares_BGR[..., None])
+        of_spans = zip(spans, _split(spans, parts_BGRH), _split(spans, shares_BGR), strict=True)
+        for (first, last), part_BGRH, share_BGR in of_spans:
+            total_BGRH[first:last].add_(part_BGRH)
+            weight_BGR[first:last].add_(share_BGR)
+    return total_BGRH.div_(weight_BGR[..., None])
 
-    def add(self, tile: KeyTile, out_BGRH: Tensor, size_BGR1: Tensor) -> None:
-        """size: the logarithm of the tile's sum of exponentials."""
-        part = slice(tile.first, tile.last)
-        before = self._largest_BGR1[part]
-        largest = torch.maximum(before, size_BGR1)
-        kept, added = before.sub_(largest).exp_(), size_BGR1.sub(largest).exp_()
-        self._sum_BGRH[part].mul_(kept).add_(out_BGRH.float().mul_(added))
-        self._weight_BGR1[part].mul_(kept).add_(added)
-        before.copy_(largest)
 
-    def mean(self) -> Tensor:
-        """out_BGRH, float32."""
-        return self._sum_BGRH.div_(self._weight_BGR1)
+def _of(spans: Spans, of_run: Tensor) -> Tensor:
+    """What the query tiles of all spans have, one span after the other."""
+    parts = [of_run[first:last] for first, last in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _split(spans: Spans, of_spans: Tensor) -> Sequence[Tensor]:
+    return of_spans.split([last - first for first, last in spans])
+
+
+def _filled(meeting: list[int], most: int) -> list[Spans]:
+    """The first so many rows of each key tile, as spans of calls with at most ``most`` pairs; no span is divided."""
+    calls: list[list[tuple[int, int]]] = [[]]
+    room = most
+    for count in meeting:
+        if count > room:
+            calls.append([])
+            room = most
+        calls[-1].append((0, count))
+        room -= count
+    return [tuple(spans) for spans in calls]
 
 
 @hookimpl

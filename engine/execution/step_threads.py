@@ -1,0 +1,181 @@
+"""How many CPU threads decode steps run with, when the machine is no longer what it was at the start.
+
+Owns: what steps of each shape usually take, and trials of other numbers of threads on steps that are to be run anyway.
+Does not know: what a step computes, how the first number was chosen (``engine/startup/thread_race.py``).
+
+Threads wait for each other in every operation, so where another program takes a core, a step with two threads can take
+twenty times as long as with one.  No step is run for a trial: the next few are, with each number in turn.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from engine.execution.rows import DeviceRows
+from engine.execution.runner import LaunchedStep, ModelRunner
+from engine.messages import Step
+
+log = logging.getLogger(__name__)
+
+# Steps are alike if they have as many rows, and attend to about as many tokens: (rows, bits of the number of tokens).
+Shape = tuple[int, int]
+CLEARLY = 0.95  # of the time with fewer threads: more are not worth less than that
+HOPELESS = 2.0  # times as long as the best so far: not tried any longer
+WINDOW = 16  # steps whose median counts
+SLOW = 2.0  # times as long as usual
+SLOW_FOR_S = 2.0
+TRIED = 8  # steps of the trial's shape with each number
+LONGEST_TRIAL = 256  # steps of any shape
+PAUSE_S, LONGEST_PAUSE_S = 30.0, 960.0
+
+
+def fastest(seconds: Mapping[int, float]) -> int:
+    """The fewest threads that no greater number beats clearly.  seconds: by number of threads."""
+    best = min(seconds)
+    for threads in sorted(seconds):
+        if seconds[threads] < CLEARLY * seconds[best]:
+            best = threads
+    return best
+
+
+class StepThreads:
+    """Told of every decode step, between steps, on the thread that runs them.
+
+    choices: numbers that may be taken.  chosen: the one of the start, which is in force.
+    """
+
+    def __init__(
+        self,
+        choices: Sequence[int],
+        chosen: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        set_threads: Callable[[int], None] = torch.set_num_threads,
+    ) -> None:
+        self.chosen = chosen
+        self._choices = choices
+        self._at_start = chosen
+        self._clock = clock
+        self._set_threads = set_threads
+        self._recent: dict[Shape, list[float]] = {}
+        self._usual: dict[Shape, float] = {}
+        self._slow_since: float | None = None
+        self._trial: Trial | None = None
+        self._not_before = clock()
+        self._pause_s = PAUSE_S
+
+    def took(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """num_tokens: of all contexts together."""
+        shape = (num_rows, num_tokens.bit_length())
+        if self._trial is not None:
+            self._go_on(self._trial, shape, seconds)
+        elif self._should_try(shape, seconds):
+            others = [threads for threads in self._choices if threads != self.chosen]
+            self._trial = Trial(shape, [self.chosen, *others])
+
+    def _should_try(self, shape: Shape, seconds: float) -> bool:
+        """Whether steps have been slow for long, or another number than the start's was taken long ago."""
+        times = self._recent.setdefault(shape, [])
+        times.append(seconds)
+        if len(times) < WINDOW:
+            return False
+        median = statistics.median(times)
+        self._recent.clear()  # all of it: shapes that no longer come take no room
+        usual = self._usual[shape] = min(median, self._usual.get(shape, median))
+        now = self._clock()
+        if median < SLOW * usual:
+            self._slow_since = None
+        elif self._slow_since is None:
+            self._slow_since = now
+        slow = self._slow_since is not None and now - self._slow_since >= SLOW_FOR_S
+        return now >= self._not_before and (slow or self.chosen != self._at_start)
+
+    def _go_on(self, trial: "Trial", shape: Shape, seconds: float) -> None:
+        if trial.take(shape, seconds):
+            self._set_threads(trial.threads)
+            return
+        before, self._trial = self.chosen, None
+        if trial.complete:
+            self.chosen = fastest(trial.medians())
+            self._usual = {trial.shape: trial.medians()[self.chosen]}
+        self._set_threads(self.chosen)
+        changed = self.chosen != before
+        self._pause_s = PAUSE_S if changed else min(LONGEST_PAUSE_S, 2 * self._pause_s)
+        self._not_before = self._clock() + self._pause_s
+        self._slow_since = None
+        log.info(
+            "threads: %s%d, %s after steps of %d rows took, in ms, %s",
+            f"from {before} to " if changed else "still ",
+            self.chosen,
+            "tried again" if trial.complete else "a trial was given up",
+            trial.shape[0],
+            trial,
+        )
+
+
+class WatchedRunner:
+    """See ``Runner``: one whose decode steps are timed.  rows: of ``runner``."""
+
+    def __init__(self, runner: ModelRunner, rows: DeviceRows, threads: StepThreads) -> None:
+        self.num_pages = runner.num_pages
+        self.stored = runner.stored
+        self.profile = runner.profile
+        self._runner = runner
+        self._rows = rows
+        self._threads = threads
+
+    def launch(self, step: Step) -> LaunchedStep:
+        """On a CPU a step is done when it is launched."""
+        start = time.perf_counter()
+        launched = self._runner.launch(step)
+        if not step.prefill_rows:
+            num_tokens = int(self._rows.computed[launched.rows_N].sum())
+            self._threads.took(len(launched.rows_N), num_tokens, time.perf_counter() - start)
+        return launched
+
+    def leave(self) -> None:
+        """See ``Runner``."""
+        self._runner.leave()
+
+
+class Trial:
+    """Numbers of threads in turn, on steps of about one shape.  order: the number in force comes first."""
+
+    def __init__(self, shape: Shape, order: Sequence[int]) -> None:
+        self.shape = shape
+        self._left = list(order)
+        self._times: dict[int, list[float]] = {threads: [] for threads in order}
+        self._num_steps = 0
+
+    @property
+    def threads(self) -> int:
+        """To run the next step with."""
+        return self._left[0]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every number was tried."""
+        return not self._left
+
+    def take(self, shape: Shape, seconds: float) -> bool:
+        """A step with ``threads`` has run.  Returns whether the trial goes on."""
+        self._num_steps += 1
+        # Contexts grow by a token each step, and may double in so few only where they are short.
+        if shape[0] == self.shape[0] and abs(shape[1] - self.shape[1]) <= 1:
+            times = self._times[self.threads]
+            times.append(seconds)
+            others = [statistics.median(found) for found in self._times.values() if found is not times and found]
+            hopeless = len(times) > 1 and bool(others) and min(times) > HOPELESS * min(others)
+            if hopeless or len(times) == TRIED:
+                del self._left[0]
+        return bool(self._left) and self._num_steps < LONGEST_TRIAL
+
+    def medians(self) -> dict[int, float]:
+        """Seconds of a step by number of threads, of those that were tried."""
+        return {threads: statistics.median(times) for threads, times in self._times.items() if times}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{1e3 * median:.2f} with {threads}" for threads, median in self.medians().items())

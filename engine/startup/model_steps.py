@@ -1,0 +1,61 @@
+"""A step of the whole model for which no request stands, to be measured at start.
+
+Legend: T new tokens of the step · B its sequences · N rows that are sampled
+Owns: its inputs, all of the dump page.  Does not know: why it is run, clocks.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.layers.attention import AttentionBackend, AttentionBatch
+from engine.layers.kv_pool import KVPool
+from engine.layers.step import StepTensors
+from engine.models.model import Model
+from engine.params import SamplingParams
+from engine.sampling.sampler import Sampler
+
+Int32 = npt.NDArray[np.int32]
+
+
+class ModelSteps:
+    """pool: of any size; everything is read from and written to the dump page.  Rows of ``sampler`` must be free."""
+
+    def __init__(self, model: Model, pool: KVPool, attention: AttentionBackend, sampler: Sampler) -> None:
+        self._model = model
+        self._pool = pool
+        self._attention = attention
+        self._sampler = sampler
+
+    @torch.inference_mode()
+    def run(self, lengths_B: Int32, queries_B: Int32, num_sampled: int, params: SamplingParams) -> None:
+        """lengths_B: context, new tokens included.  queries_B: new tokens; all 1 in a decode step."""
+        pool, device = self._pool, self._pool.data.device
+        num_sequences, num_tokens = len(queries_B), int(queries_B.sum())
+        starts = np.concatenate(([0], queries_B.cumsum())).astype(np.int32)
+        width = -(-int(lengths_B.max()) // pool.page_size)
+        self._attention.plan_step(
+            AttentionBatch(
+                num_decodes=num_sequences if num_tokens == num_sequences else 0,
+                page_table_BP=torch.full((num_sequences, width), pool.dump_page, dtype=torch.int32, device=device),
+                lengths_B=torch.from_numpy(lengths_B).to(device),
+                query_starts_B1=torch.from_numpy(starts).to(device),
+                host_lengths=lengths_B,
+                host_query_lengths=queries_B,
+            )
+        )
+        rows_N = np.arange(num_sampled)
+        for row in rows_N.tolist():
+            self._sampler.admit(row, params, np.zeros(1, dtype=np.int32), 1, ())
+        zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        logits_NV = self._model.forward(
+            StepTensors(
+                token_ids_T=zeros_T,
+                positions_T=zeros_T,
+                slots_T=zeros_T + pool.dump_page * pool.page_stride,
+                sample_at_N=torch.from_numpy(rows_N).to(device),
+                attention=self._attention,
+                pool=pool,
+            )
+        )
+        self._sampler.sample(logits_NV, rows_N, np.ones(num_sampled, dtype=np.int64))
