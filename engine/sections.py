@@ -267,7 +267,8 @@ class PluginsSection(Section, frozen=True):
         ),
     ] = 60.0
     eviction: Annotated[
-        str, Meta(description="What leaves the prefix cache first: lru, lfu, fifo, slru, priority; 'auto' is lru")
+        str,
+        Meta(description="What leaves the prefix cache first: lru, lfu, fifo, slru, s3fifo, priority; 'auto' is lru"),
     ] = "auto"
     policy: Annotated[
         str, Meta(description="Who of those that wait runs first: priority, fcfs, lpm; 'auto' is priority")

@@ -43,9 +43,9 @@ from engine.checkpoints.shape import (
     WideHeadNormShape,
 )
 from engine.errors import PluginError, RequestError, WeightsError
-from engine.kv.events import KVEvent, Tier, namespace_seed
-from engine.kv.eviction import Candidate, EvictionStrategy, SortKey
-from engine.kv.node import Namespace
+from engine.kv.events import KVEvent, Tier
+from engine.kv.eviction import Candidate, EvictionListener, EvictionStrategy, SortKey
+from engine.kv.node import Namespace, namespace_seed
 from engine.kv.store import KVStore
 from engine.messages import Finish
 from engine.params import Grammar
@@ -105,6 +105,7 @@ __all__ = [
     "CompiledGrammar",
     "DecoderShape",
     "EvictionContext",
+    "EvictionListener",
     "EvictionStrategy",
     "ExpertsShape",
     "FeedForward",

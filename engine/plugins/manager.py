@@ -52,6 +52,7 @@ BUILTIN: Mapping[str, str] = {
     "eviction.lfu": "engine.plugins.eviction.lfu",
     "eviction.lru": "engine.plugins.eviction.lru",
     "eviction.priority": "engine.plugins.eviction.priority",
+    "eviction.s3fifo": "engine.plugins.eviction.s3fifo",
     "eviction.slru": "engine.plugins.eviction.slru",
     "grammar.llguidance": "engine.plugins.grammar.llguidance",
     "kv_store.files": "engine.plugins.kv_store.files",

@@ -14,8 +14,7 @@ import pytest
 
 from engine.config import Config, build_config
 from engine.errors import EngineDied, PluginError
-from engine.kv.events import namespace_seed
-from engine.kv.node import SHARED
+from engine.kv.node import SHARED, namespace_seed
 from engine.messages import Finish
 from engine.params import SamplingParams
 from engine.system import System
