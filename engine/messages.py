@@ -35,6 +35,17 @@ class Finish(IntEnum):
 # ---- ingress -> tokenizer -------------------------------------------------------------------
 
 
+class Origin(Message, frozen=True):
+    """Who asks, for those who observe.  client: the name of its key, or its address; '' for a program's own requests.
+    request: what it calls the request, its X-Request-Id or one that was drawn for it."""
+
+    client: str = ""
+    request: str = ""
+
+
+NOBODY: Final = Origin()
+
+
 class RequestOptions(Message, frozen=True):
     """What a request may ask beside its prompt and its sampling parameters.
 
@@ -53,6 +64,7 @@ class RequestOptions(Message, frozen=True):
     return_prompt_ids: bool = False
     truncate_to: int = 0
     keep_last: int = 0
+    origin: Origin = NOBODY
 
 
 DEFAULT_OPTIONS: Final = RequestOptions()
@@ -94,6 +106,7 @@ class Admit(Message, frozen=True):
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    origin: Origin = NOBODY
 
 
 # ---- scheduler -> executors -----------------------------------------------------------------

@@ -93,7 +93,9 @@ class System:
         if self._plugins.absent:
             log.warning("requests with a grammar are refused: %s", self._plugins.absent)
         self._policy = self._scheduling_policy()
-        self._observers = Observers(self._plugins, config.plugins.options, page_size=config.kv.page_size)
+        self._observers = Observers(
+            self._plugins, config.plugins.options, page_size=config.kv.page_size, model=self.model_name
+        )
         self._grammars = plugin_grammars(
             self._plugins,
             lambda: self._codec,

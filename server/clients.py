@@ -18,7 +18,7 @@ from aiohttp.typedefs import Middleware
 
 from engine.actors.admission import RETRY_AFTER_S, check_admission
 from engine.errors import RequestError
-from engine.messages import DEFAULT_OPTIONS, RequestOptions
+from engine.messages import DEFAULT_OPTIONS, Origin, RequestOptions
 from engine.params import SamplingParams
 from engine.prompt import Prompt
 from engine.sections import LimitsSection, ServerSection
@@ -173,6 +173,7 @@ class ClientRequest:
         self._clients = clients
         self._client = client
         self._salt = salt
+        self._origin = Origin(client, exchange.id)
 
     def check_admission(self) -> None:
         """Raise RequestError rather than read a body that would be refused anyway."""
@@ -183,9 +184,9 @@ class ClientRequest:
         if not self.streams:
             self._clients.rates.check(self._client)
         self._clients.check_share(self._client)
-        if self._salt:
-            # Both have a fixed place, so that no client's own salt can make it another's.
-            options = msgspec.structs.replace(options, cache_salt=f"{self._salt}:{options.cache_salt}")
+        # Both have a fixed place, so that no client's own salt can make it another's.
+        salt = f"{self._salt}:{options.cache_salt}" if self._salt else options.cache_salt
+        options = msgspec.structs.replace(options, cache_salt=salt, origin=self._origin)
         stream = self._clients.ingress.open(prompt, params, options)
         self._clients.num_open[self._client] += 1
         self._num_open += 1

@@ -11,7 +11,9 @@ from engine.plugins.declaration import Declaration, read_declaration
 from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
 from engine.plugins.testing.eviction import check_eviction_strategy
 from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.testing.grammar import GrammarExample, check_grammar_engine
 from engine.plugins.testing.kv_store import check_kv_store
+from engine.plugins.testing.observer import check_observer
 from engine.plugins.testing.parsers import check_reasoning_parser, check_tool_parser
 from engine.plugins.testing.policy import check_scheduling_policy
 
@@ -27,15 +29,18 @@ __all__ = [
     "AttentionCase",
     "ConformanceError",
     "Declaration",
+    "GrammarExample",
     "attend",
     "attention_cases",
     "check_attention_backend",
     "check_case",
     "check_comm",
     "check_eviction_strategy",
+    "check_grammar_engine",
     "check_kv_store",
     "check_linear",
     "check_model",
+    "check_observer",
     "check_rank",
     "check_reasoning_parser",
     "check_scheduling_policy",

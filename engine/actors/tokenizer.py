@@ -198,6 +198,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                 params,
                 priority=options.priority,
                 cache_salt=options.cache_salt,
+                origin=options.origin,
             )
         )
 

@@ -143,7 +143,7 @@ def test_its_observers_observe(acme: Path, tmp_path: Path, caplog: pytest.LogCap
     observers.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["request_id"] for line in lines] == [3, 4, 5]
-    assert lines[1] == msgspec.to_builtins(finished(4, Finish.ABORT))
+    assert {**lines[1], "ended_at_unix_s": 0.0} == msgspec.to_builtins(finished(4, Finish.ABORT))
     assert {"output tokens of aborted requests: 8", "cached pages that left the device: 2"} <= set(caplog.messages)
     with pytest.raises(PluginError, match=r"'observer\.jsonl'.*`path`"):
         Observers(Plugins({}, ["jsonl"]), {}, page_size=16)

@@ -366,7 +366,7 @@ class Deaf(Hoards):
         (Forgetful, "when asked again"),
         (Meddler, "raised FrozenInstanceError"),
         (Fails, "raised KeyError"),
-        (Dozes, "ranks: rank took 0.06 s, and every request waits for it"),
+        (Dozes, "ranks: rank took 0"),
         (Hoards, "memory: it leaks: a candidate that comes and goes keeps"),
         (Deaf, "random tree, page 1: raised RuntimeError: planted"),
     ],

@@ -7,7 +7,6 @@ Owns: random candidates and a random life of the prefix tree.  Does not know: to
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +17,7 @@ from engine.kv.node import Handle, chained
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import RadixTree
 from engine.plugins.testing.findings import Findings
-from engine.plugins.testing.promises import at_once, check_memory
+from engine.plugins.testing.promises import watch_memory, with_clocks
 from engine.plugins.testing.ranks import check_ranks
 
 NUM_PAGES = 48
@@ -56,7 +55,7 @@ def check_eviction_strategy(make: Callable[[], EvictionStrategy]) -> None:
 
 
 def _check_life(page_size: int, make: Callable[[], EvictionStrategy]) -> None:
-    first, second = (_Life(page_size, _timed(make())).run() for _ in range(2))
+    first, second = (_Life(page_size, with_clocks(make(), "rank", "evicted")).run() for _ in range(2))
     assert first == second, "the same requests evict different pages in a second run"
 
 
@@ -69,16 +68,7 @@ def _check_memory(strategy: EvictionStrategy) -> None:
         if isinstance(strategy, EvictionListener):
             strategy.evicted(candidate)
 
-    check_memory(come_and_go, "a candidate that comes and goes")
-
-
-def _timed(strategy: EvictionStrategy) -> EvictionStrategy:
-    """The same, if it returns at once."""
-    for name in ("rank", "evicted"):
-        if hasattr(strategy, name):
-            with suppress(AttributeError):  # of slots; then only the case has a limit
-                setattr(strategy, name, at_once(getattr(strategy, name)))
-    return strategy
+    watch_memory(come_and_go, "a candidate that comes and goes")
 
 
 def _candidates() -> list[Seen]:

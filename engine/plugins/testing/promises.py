@@ -4,9 +4,11 @@ Owns: both limits.  Does not know: what is called, with what.
 """
 
 import gc
+import math
 import time
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -14,13 +16,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 SLOW_S = 0.5  # far above what a busy machine adds; the engine already warns at a tenth of it
-CALLS = 2000
-KEPT_BYTES = 16  # per call: half of the smallest object
+CALLS = 500
+KEPT_BYTES = 24  # per call: less than the smallest object and its place in a list
 SETTLE_S = 0.2
 
 
-def at_once(call: Callable[P, R]) -> Callable[P, R]:
-    """Return the call with a clock beside it: the second time that it is slow, it raises AssertionError."""
+def at_once(call: Callable[P, R], what: str) -> Callable[P, R]:
+    """Return the call with a clock beside it: the second time that it is slow, it raises AssertionError.
+
+    what: is called, for the error."""
     num_slow = 0
 
     @wraps(call)
@@ -31,41 +35,47 @@ def at_once(call: Callable[P, R]) -> Callable[P, R]:
         took_s = time.perf_counter() - began
         num_slow += took_s > SLOW_S
         # The first time may be the machine's fault.
-        assert took_s <= SLOW_S or num_slow < 2, f"{_name(call)} took {took_s:.2g} s, and every request waits for it"
+        assert took_s <= SLOW_S or num_slow < 2, f"{what} took {took_s:.2g} s, and every request waits for it"
         return result
 
     return timed
 
 
-def check_memory(call: Callable[[int], object], what: str) -> None:
+def with_clocks(plugin: R, *methods: str) -> R:
+    """Return the object with a clock beside each of these methods that it has."""
+    for name in methods:
+        if hasattr(plugin, name):
+            with suppress(AttributeError):  # of slots; then only the case has a limit
+                setattr(plugin, name, at_once(getattr(plugin, name), name))
+    return plugin
+
+
+def watch_memory(call: Callable[[int], object], what: str, calls: int = CALLS) -> None:
     """Make many calls, each with another number, and again as many.  Raises AssertionError if memory grows with them.
 
     what: is called, for the error."""
+    call = at_once(call, what)
     traced = tracemalloc.is_tracing()
     if not traced:
         tracemalloc.start()
     try:
-        for number in range(CALLS):
+        for number in range(calls):
             call(number)
         before = _in_use()
-        for number in range(CALLS, 2 * CALLS):
+        for number in range(calls, 2 * calls):
             call(number)
-        grown, earlier = _in_use() - before, 0
-        while grown > CALLS * KEPT_BYTES and grown != earlier:  # a thread may still work off what it was handed
+        grown, earlier = _in_use() - before, math.inf
+        while calls * KEPT_BYTES < grown < 0.9 * earlier:  # a thread may still work off what it was handed
             time.sleep(SETTLE_S)
             grown, earlier = _in_use() - before, grown
     finally:
         if not traced:
             tracemalloc.stop()
-    assert grown <= CALLS * KEPT_BYTES, (
-        f"it leaks: {what} keeps {grown / CALLS:.0f} bytes for good each time, {CALLS} times in a row"
+    assert grown <= calls * KEPT_BYTES, (
+        f"it leaks: {what} keeps {grown / calls:.0f} bytes for good each time, {calls} times in a row"
     )
 
 
 def _in_use() -> int:
     gc.collect()
     return tracemalloc.get_traced_memory()[0]
-
-
-def _name(call: Callable[..., object]) -> str:
-    return str(getattr(call, "__name__", call))
