@@ -59,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words: texts whose tokens are not picked in a row, as they are spelt alone and behind a space.
     bad_token_ids: those spellings, which the tokenizer fills in.
     prompt_logprobs: as logprobs, for the tokens of the prompt.
+    logits_processors: name of a plugin -> its parameters.
     pooling: 'last' or 'mean' for the last layer's normed output of the prompt's last token or the mean over all,
     'classify' for its labels' logits; '' for none.
     """
@@ -85,6 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words: tuple[str, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
+    logits_processors: dict[str, dict[str, Any]] = {}
     pooling: Method = ""
 
     def __post_init__(self) -> None:
@@ -245,6 +247,15 @@ def _biases(field: str, value: Any) -> dict[int, float]:
     return biases
 
 
+def _tables(field: str, value: Any) -> dict[str, dict[str, Any]]:
+    allowed = "a mapping of plugins' names to their parameters, of what JSON can say"
+    try:
+        # Its own copy, of types that have a form on a wire.
+        return msgspec.convert(msgspec.to_builtins({} if value is None else value), dict[str, dict[str, Any]])
+    except (TypeError, msgspec.ValidationError, RecursionError):
+        raise _refused(field, _shown(value), allowed) from None
+
+
 def _grammar(field: str, value: Any) -> Grammar:
     if not isinstance(value, Grammar):
         raise _refused(field, _shown(value), "a Grammar")
@@ -276,6 +287,7 @@ _FIELDS: tuple[tuple[str, tuple[type, ...], Callable[[str, Any], Any]], ...] = (
     ("allowed_token_ids", (), _ids),
     ("bad_words", (), _strings),
     ("logit_bias", (), _biases),
+    ("logits_processors", (), _tables),
     ("grammar", (NONE,), _grammar),
     ("pooling", (), _pooling),
 )

@@ -301,6 +301,10 @@ class PluginsSection(Section, frozen=True):
         list[str],
         Meta(description="What changes the model's pieces before graphs.mode=compiled compiles them, in this order"),
     ] = []
+    logits_processors: Annotated[
+        list[str],
+        Meta(description="Logits processors that requests may name in logits_processors, applied in this order"),
+    ] = []
     models: Annotated[
         list[str],
         Meta(description="Model families that are asked before the built-in ones; 'transformers' reads all decoders"),

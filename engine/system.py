@@ -34,7 +34,7 @@ from engine.plugins.manager import KV_STORE, Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import check_named, expected_context
-from engine.plugins.structured import plugin_grammars
+from engine.plugins.structured import plugin_grammars, plugin_processors
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.rows import PlannerLimits
@@ -85,8 +85,9 @@ class System:
         self._codec = plugin_codec(config, directory, self.spec.pooling)
         log.info("%s: %s", self.model_name, self.spec.pooling)
         warn_of_unknown_tokens(self._codec, self.spec.vocab_size)
+        chosen = config.plugins
         self._plugins = Plugins(
-            config.chosen_plugins(), config.plugins.observers, config.plugins.options, config.plugins.graph_passes
+            config.chosen_plugins(), chosen.observers, chosen.options, chosen.graph_passes, chosen.logits_processors
         )
         check_named(self._plugins, expected_context(config, self.spec.shape))
         check_linear_fits(self._plugins, linear_context(config, self.spec.dtype))
@@ -103,6 +104,7 @@ class System:
             eos_token_ids=self.spec.eos_token_ids,
             options=config.plugins.options,
         )
+        self._processors = plugin_processors(self._plugins, self.spec.vocab_size)
         self._build()
 
     def _build(self) -> None:
@@ -213,7 +215,11 @@ class System:
         placement = self.config.placement
         if not placement.tokenizers:
             return Tokenizer(
-                capacity=capacity, codec=self._codec, vocab_size=self.spec.vocab_size, grammars=self._grammars
+                capacity=capacity,
+                codec=self._codec,
+                vocab_size=self.spec.vocab_size,
+                grammars=self._grammars,
+                processors=self._processors,
             )
         from engine.workers.placement import process_tokenizers  # ZeroMQ is needed from here on
 

@@ -58,6 +58,7 @@ from engine.plugins.hookspecs import (
     GraphPassContext,
     KVStoreContext,
     LinearContext,
+    LogitsProcessorContext,
     ModelContext,
     ObserverContext,
     ParserContext,
@@ -70,6 +71,7 @@ from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.policy import SchedulingPolicy, Waiting
 from engine.text.call_reader import CallReader, Reading
 from engine.text.grammar import CompiledGrammar, GrammarEngine, GrammarFailure, Mask, Matcher
+from engine.text.processors import LogitsProcessor, LogitsRows
 from engine.text.reasoning import MarkedReasoning, ReasoningFormat, ReasoningParser, Thinking
 from engine.text.tool_calls import CallPiece, OutputPart, ToolFormat, ToolParser
 from engine.text.tool_format import CallShape, Tool, marked_calls
@@ -130,6 +132,9 @@ __all__ = [
     "Linear",
     "LinearContext",
     "LinearKernel",
+    "LogitsProcessor",
+    "LogitsProcessorContext",
+    "LogitsRows",
     "MLPShape",
     "MarkedReasoning",
     "Mask",

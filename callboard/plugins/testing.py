@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from engine.plugins.testing.attention import TOLERANCES, check_attention_backend, check_case, through_hook
     from engine.plugins.testing.comm import check_comm, check_rank
     from engine.plugins.testing.linear import check_linear
+    from engine.plugins.testing.logits_processor import check_logits_processor
     from engine.plugins.testing.model import check_model
     from engine.plugins.testing.reference import attend
 
@@ -39,6 +40,7 @@ __all__ = [
     "check_grammar_engine",
     "check_kv_store",
     "check_linear",
+    "check_logits_processor",
     "check_model",
     "check_observer",
     "check_rank",
@@ -53,6 +55,7 @@ _NEED_TORCH = (
     dict.fromkeys(("TOLERANCES", "check_attention_backend", "check_case", "through_hook"), "attention")
     | dict.fromkeys(("check_comm", "check_rank"), "comm")
     | {"attend": "reference", "check_linear": "linear", "check_model": "model"}
+    | {"check_logits_processor": "logits_processor"}
 )
 
 

@@ -36,6 +36,7 @@ from engine.params import SamplingParams
 from engine.text.codec import TextCodec, TextStream
 from engine.text.grammar import Grammars
 from engine.text.logprobs import PromptLogprobTexts, logprob_texts
+from engine.text.processors import Processors
 from engine.text.reasoning import Thinking
 
 log = logging.getLogger(__name__)
@@ -84,13 +85,22 @@ class _Text:
 
 class Tokenizer(Actor[TokenizerInbox | _Encoded]):
     """codec: the model's tokenizer and chat template.  vocab_size: of the model, which may have fewer tokens than its
-    tokenizer.  grammars: what checks those of requests, None for nothing."""
+    tokenizer.  grammars, processors: what checks those of requests; None for nothing."""
 
-    def __init__(self, *, capacity: int, codec: TextCodec, vocab_size: int, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        codec: TextCodec,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+        processors: Processors | None = None,
+    ) -> None:
         super().__init__("tokenizer", capacity)
         self._codec = codec
         self._vocab_size = vocab_size
         self._grammars = grammars
+        self._processors = processors
         self._texts: dict[int, _Text] = {}
         self._out: list[Delta] = []
 
@@ -124,6 +134,8 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
     async def _encode(self, request: Tokenize) -> _Encoded:
         try:
             token_ids, params, options = request.token_ids, request.params, request.options
+            if params.logits_processors:
+                (self._processors or Processors({})).read(params.logits_processors)
             if token_ids is not None and not params.needs_vocabulary:
                 return _Encoded(request, self._codec.trimmed(token_ids, options.truncate_to), params)
             return await asyncio.to_thread(self._understand, request)

@@ -14,11 +14,10 @@ from engine.plugins.linears import fitting_linears, linear_context
 from engine.plugins.manager import (
     ATTENTION,
     AUTO,
-    GRAPH_PASS,
     KV_STORE,
     LINEAR,
     MODEL,
-    OBSERVER,
+    SEVERAL,
     PluginInfo,
     available_plugins,
     checked,
@@ -54,7 +53,7 @@ def list_plugins(config: Config, context: AttentionContext) -> list[Listed]:
 
 
 def _row(info: PluginInfo, chosen: str, context: AttentionContext | LinearContext) -> Listed:
-    if info.kind not in (*AUTO, ATTENTION, GRAPH_PASS, KV_STORE, LINEAR, MODEL, OBSERVER):
+    if info.kind not in (*AUTO, *SEVERAL, ATTENTION, KV_STORE, LINEAR, MODEL):
         return Listed(info, chosen, "", (f"this callboard has no plugins of kind {info.kind!r}",))
     try:
         declaration = checked(info, declared(info))
@@ -74,7 +73,7 @@ def _hindrances(info: PluginInfo, declaration: Declaration, context: AttentionCo
 def _chosen(
     config: Config, known: Mapping[str, PluginInfo], context: AttentionContext, linear: LinearContext
 ) -> dict[str, str]:
-    several = {OBSERVER: config.plugins.observers, GRAPH_PASS: config.plugins.graph_passes}
+    several = {kind: getattr(config.plugins, setting) for kind, setting in SEVERAL.items()}
     chosen = {name: "yes" for kind, wanted in several.items() for name in several_names(kind, wanted)}
     # A built-in family needs no choice: it is asked when a checkpoint is of its architecture.
     chosen |= {f"{MODEL}.{name}": "yes" for name in config.plugins.models}

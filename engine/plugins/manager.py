@@ -35,68 +35,32 @@ GRAMMAR = "grammar"  # the kind that only some requests need: what nobody named 
 KV_STORE = "kv_store"  # the kind that is not there unless it is named
 LINEAR = "linear"  # the kind that 'auto' chooses by measuring, once the model's shapes are known
 MODEL = "model"  # the kind that is chosen by a checkpoint's architecture: every built-in, others if they are named
-OBSERVER, GRAPH_PASS = "observer", "graph_pass"  # the kinds of which any number may be chosen
+OBSERVER, GRAPH_PASS, LOGITS_PROCESSOR = "observer", "graph_pass", "logits_processor"
+# The kinds of which any number may be chosen -> the setting that names them.
+SEVERAL: Mapping[str, str] = {
+    OBSERVER: "observers",
+    GRAPH_PASS: "graph_passes",
+    LOGITS_PROCESSOR: "logits_processors",
+}
 
 BUILTIN: Mapping[str, str] = {
-    "attention.flash_attn": "engine.plugins.attention.flash_attn",
-    "attention.flashinfer": "engine.plugins.attention.flashinfer",
-    "attention.tiles": "engine.plugins.attention.tiles",
-    "attention.torch": "engine.plugins.attention.torch",
-    "attention.triton": "engine.plugins.attention.triton",
-    "attention.xqa": "engine.plugins.attention.xqa",
-    "comm.local": "engine.plugins.comm.local",
-    "comm.pynccl": "engine.plugins.comm.pynccl",
-    "comm.symmetric": "engine.plugins.comm.symmetric",
-    "comm.torch": "engine.plugins.comm.torch",
-    "eviction.fifo": "engine.plugins.eviction.fifo",
-    "eviction.lfu": "engine.plugins.eviction.lfu",
-    "eviction.lru": "engine.plugins.eviction.lru",
-    "eviction.priority": "engine.plugins.eviction.priority",
-    "eviction.s3fifo": "engine.plugins.eviction.s3fifo",
-    "eviction.slru": "engine.plugins.eviction.slru",
-    "grammar.llguidance": "engine.plugins.grammar.llguidance",
-    "kv_store.files": "engine.plugins.kv_store.files",
-    "linear.fbgemm_fp16": "engine.plugins.linear.fbgemm_fp16",
-    "linear.fbgemm_int8": "engine.plugins.linear.fbgemm_int8",
-    "linear.onednn": "engine.plugins.linear.onednn",
-    "linear.torch": "engine.plugins.linear.torch",
-    "linear.torch_fp8": "engine.plugins.linear.torch_fp8",
-    "linear.torch_int8": "engine.plugins.linear.torch_int8",
-    "model.deepseek_v2": "engine.plugins.model.deepseek_v2",
-    "model.deepseek_v3": "engine.plugins.model.deepseek_v3",
-    "model.gemma2": "engine.plugins.model.gemma2",
-    "model.gemma3": "engine.plugins.model.gemma3",
-    "model.glm4": "engine.plugins.model.glm4",
-    "model.gpt2": "engine.plugins.model.gpt2",
-    "model.gpt_oss": "engine.plugins.model.gpt_oss",
-    "model.granite": "engine.plugins.model.granite",
-    "model.llama": "engine.plugins.model.llama",
-    "model.mistral": "engine.plugins.model.mistral",
-    "model.mixtral": "engine.plugins.model.mixtral",
-    "model.olmo2": "engine.plugins.model.olmo2",
-    "model.phi3": "engine.plugins.model.phi3",
-    "model.qwen2": "engine.plugins.model.qwen2",
-    "model.qwen3": "engine.plugins.model.qwen3",
-    "model.qwen3_moe": "engine.plugins.model.qwen3_moe",
-    "model.seed_oss": "engine.plugins.model.seed_oss",
-    "model.smollm3": "engine.plugins.model.smollm3",
-    "model.transformers": "engine.plugins.model.transformers",
-    "observer.log": "engine.plugins.observer.log",
-    "policy.fcfs": "engine.plugins.policy.fcfs",
-    "policy.lpm": "engine.plugins.policy.lpm",
-    "policy.priority": "engine.plugins.policy.priority",
-    "reasoning_parser.granite": "engine.plugins.reasoning_parser.granite",
-    "reasoning_parser.harmony": "engine.plugins.reasoning_parser.harmony",
-    "reasoning_parser.think": "engine.plugins.reasoning_parser.think",
-    "tool_parser.deepseek_v3": "engine.plugins.tool_parser.deepseek_v3",
-    "tool_parser.glm4": "engine.plugins.tool_parser.glm4",
-    "tool_parser.harmony": "engine.plugins.tool_parser.harmony",
-    "tool_parser.hermes": "engine.plugins.tool_parser.hermes",
-    "tool_parser.kimi_k2": "engine.plugins.tool_parser.kimi_k2",
-    "tool_parser.llama3_json": "engine.plugins.tool_parser.llama3_json",
-    "tool_parser.mistral": "engine.plugins.tool_parser.mistral",
-    "tool_parser.pythonic": "engine.plugins.tool_parser.pythonic",
-    "tool_parser.qwen3_coder": "engine.plugins.tool_parser.qwen3_coder",
+    f"{kind}.{name}": f"engine.plugins.{kind}.{name}"
+    for kind, names in {
+        "attention": "flash_attn flashinfer tiles torch triton xqa",
+        "comm": "local pynccl symmetric torch",
+        "eviction": "fifo lfu lru priority s3fifo slru",
+        "grammar": "llguidance",
+        "kv_store": "files",
+        "linear": "fbgemm_fp16 fbgemm_int8 onednn torch torch_fp8 torch_int8",
+        "logits_processor": "no_repeat_ngram",
+        "model": "deepseek_v2 deepseek_v3 gemma2 gemma3 glm4 gpt2 gpt_oss granite llama mistral mixtral olmo2 "
+        "phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 transformers",
+        "observer": "log",
+        "policy": "fcfs lpm priority",
+        "reasoning_parser": "granite harmony think",
+        "tool_parser": "deepseek_v3 glm4 harmony hermes kimi_k2 llama3_json mistral pythonic qwen3_coder",
+    }.items()
+    for name in names.split()
 }
 AUTO: Mapping[str, tuple[str, str]] = {
     "comm": ("local", "there is one rank"),
@@ -115,6 +79,7 @@ KINDS: Mapping[str, str] = {
     "callboard_graph_pass": GRAPH_PASS,
     "callboard_kv_store": KV_STORE,
     "callboard_linear": LINEAR,
+    "callboard_logits_processor": LOGITS_PROCESSOR,
     "callboard_model": MODEL,
     "callboard_reasoning_parser": "reasoning_parser",
     "callboard_scheduling_policy": "policy",
@@ -204,8 +169,7 @@ def several_names(kind: str, wanted: Sequence[str]) -> list[str]:
     twice."""
     for name in wanted:
         if wanted.count(name) > 1:
-            setting = {OBSERVER: "observers", GRAPH_PASS: "graph_passes"}[kind]
-            raise PluginError(f"plugins.{setting} names {name!r} more than once")
+            raise PluginError(f"plugins.{SEVERAL[kind]} names {name!r} more than once")
     return [f"{kind}.{name}" for name in wanted]
 
 
@@ -215,7 +179,7 @@ class Plugins:
     names: kind -> full name; attention is missing from it unless one backend was named for both phases, linear unless
     a kernel was named.
     attention: the names wanted for its two phases; a backend for 'auto' is loaded later, when the device is known.
-    observers, graph_passes: full names, in the order of the configuration.  options: per full name.
+    observers, graph_passes, logits_processors: full names, in the order of the configuration.  options: per full name.
     absent: why the default grammar plugin cannot be loaded; '' if it can.
     known: every plugin that could be chosen, by full name.  declarations: those of the loaded plugins.
     choosing: a lock; hold it while declarations are read.
@@ -227,8 +191,9 @@ class Plugins:
         observers: Sequence[str] = (),
         options: Mapping[str, dict[str, Any]] | None = None,
         graph_passes: Sequence[str] = (),
+        logits_processors: Sequence[str] = (),
     ) -> None:
-        """chosen: kind -> plugin name or 'auto'.  observers, graph_passes: names of that kind.  options: per full name.
+        """chosen: kind -> plugin name or 'auto'.  options: per full name.  The others are names of that kind.
 
         Raises PluginError; the message lists the alternatives."""
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -249,6 +214,7 @@ class Plugins:
         self.attention = AttentionNames()
         self.observers = several_names(OBSERVER, observers)
         self.graph_passes = several_names(GRAPH_PASS, graph_passes)
+        self.logits_processors = several_names(LOGITS_PROCESSOR, logits_processors)
         for kind, wanted in chosen.items():
             if isinstance(wanted, AttentionNames):
                 self._choose_attention(wanted)
@@ -266,7 +232,7 @@ class Plugins:
                     if (kind, wanted) != (GRAMMAR, "auto"):
                         raise
                     self.absent = f"{error} (pip install {AUTO[kind][0]}, or name another in plugins.{kind})"
-        for full_name in (*self.observers, *self.graph_passes):
+        for full_name in (*self.observers, *self.graph_passes, *self.logits_processors):
             self.load(full_name)
 
     def _choose_attention(self, wanted: AttentionNames) -> None:

@@ -70,6 +70,7 @@ class SamplingState:
         self.penalties = np.tile(np.array(_NO_PENALTIES, dtype=np.float32), (max_rows, 1))  # as NO_PENALTIES has them
         self.seed = np.zeros(max_rows, dtype=np.int64)
         self.logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
+        self.processed = np.zeros(max_rows, dtype=np.bool_)  # by a logits processor
         self.biased = np.zeros(max_rows, dtype=np.bool_)
         self.bias: list[tuple[Int64, npt.NDArray[np.float32]]] = [_NO_BIAS] * max_rows
         # A token at a position below ``stop_from`` must not be one of ``stop_ids``.
@@ -94,6 +95,7 @@ class SamplingState:
             row, params = one.row, one.params
             self._admit_draw(row, params)
             self.seed[row] = params.seed or 0
+            self.processed[row] = bool(params.logits_processors)
             self.logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
             self._admit_bias(row, params)
             self._admit_stops(row, params, one.num_prompt_tokens, eos_token_ids)

@@ -14,6 +14,7 @@ from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.declaration import Declaration, read_declaration
 from engine.plugins.kv_store.files import FileStore
+from engine.plugins.logits_processor.no_repeat_ngram import NoRepeatNgram
 from engine.plugins.manager import BUILTIN
 from engine.plugins.observer.log import RequestAndPageLog, RequestLog
 from engine.plugins.testing.attention import check_case, through_hook
@@ -22,6 +23,7 @@ from engine.plugins.testing.comm import check_comm
 from engine.plugins.testing.eviction import check_eviction_strategy
 from engine.plugins.testing.grammar import check_grammar_engine
 from engine.plugins.testing.kv_store import check_kv_store
+from engine.plugins.testing.logits_processor import check_logits_processor
 from engine.plugins.testing.observer import check_observer
 from engine.plugins.testing.policy import check_scheduling_policy
 from engine.plugins.testing.threads import ThreadComm
@@ -96,6 +98,11 @@ def test_llguidance() -> None:
     from engine.plugins.grammar.llguidance import callboard_grammar_engine
 
     check_grammar_engine(lambda context: callboard_grammar_engine(context=context))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_repeat_ngram(device: str) -> None:
+    check_logits_processor(NoRepeatNgram, [{"size": size} for size in (1, 2, 3, 40)], device=device)
 
 
 def test_files(tmp_path: Path) -> None:

@@ -5,20 +5,26 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from engine.errors import RequestError
 from engine.kv.events import KVEvent
 from engine.params import Grammar
 from engine.plugins.hookspecs import GrammarContext, hookimpl
+from engine.plugins.options import Options
 from engine.plugins.testing import promises
 from engine.plugins.testing.findings import ConformanceError, Findings
 from engine.plugins.testing.grammar import check_grammar_engine
+from engine.plugins.testing.logits_processor import check_logits_processor
 from engine.plugins.testing.observer import check_observer
 from engine.plugins.testing.policy import check_scheduling_policy
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.policy import Waiting
+from engine.text.processors import LogitsRows
 
 
 @pytest.fixture(autouse=True)
@@ -194,6 +200,89 @@ class ByOrderOfAsking(Policy):
 def test_a_broken_policy_is_named(make: type, said: str) -> None:
     with pytest.raises(ConformanceError, match=said):
         check_scheduling_policy(make)
+
+
+# ---- logits processors ---------------------------------------------------------------------------
+
+
+class Params(Options, frozen=True):
+    by: float = 1.0
+
+
+class Loose(msgspec.Struct, frozen=True):
+    by: float = 1.0
+
+
+class Adds:
+    """Right: the token before gets so much more."""
+
+    params: type[msgspec.Struct] = Params
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def process(self, logits_nV: Tensor, rows: LogitsRows) -> Tensor:
+        last_n1 = rows.token_ids_nL.long().gather(1, rows.lengths_n[:, None] - 1)
+        by_n1 = torch.tensor([[one.by] for one in rows.params])
+        return logits_nV.scatter_add_(1, last_n1, by_n1)
+
+
+class OfLoose(Adds):
+    params = Loose
+
+
+class Counting(Adds):
+    def process(self, logits_nV: Tensor, rows: LogitsRows) -> Tensor:
+        self.seen.append(1)
+        return super().process(logits_nV, rows) + len(self.seen)
+
+
+class ByTheBatch(Adds):
+    def process(self, logits_nV: Tensor, rows: LogitsRows) -> Tensor:
+        return super().process(logits_nV, rows) + len(rows.params)
+
+
+class LastOfTheTable(Adds):
+    def process(self, logits_nV: Tensor, rows: LogitsRows) -> Tensor:
+        return logits_nV.scatter_add_(1, rows.token_ids_nL[:, -1:].long(), torch.ones(len(logits_nV), 1))
+
+
+class Double(Adds):
+    def process(self, logits_nV: Tensor, rows: LogitsRows) -> Tensor:
+        return super().process(logits_nV, rows).double()
+
+
+class KeepsLogits(Adds):
+    def process(self, logits_nV: Tensor, rows: LogitsRows) -> Tensor:
+        self.seen.append(logits_nV)
+        return super().process(logits_nV, rows)
+
+
+class Slow(Adds):
+    def process(self, logits_nV: Tensor, rows: LogitsRows) -> Tensor:
+        time.sleep(0.06)
+        return super().process(logits_nV, rows)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (OfLoose, "parameters: a field that params does not have is not refused"),
+        (Counting, "the same again: a row of 1 tokens .* gets other logits when it is processed again"),
+        (ByTheBatch, "together and alone: a row of 1 tokens .* gets other logits when it is alone"),
+        (LastOfTheTable, "behind their ends: a row of .* gets other logits by what stands behind its end"),
+        (Double, r"together and alone: process returned \(torch.Size.*float64"),
+        (KeepsLogits, "memory: it leaks: a step that it processes keeps"),
+        (Slow, "together and alone: process took 0"),
+    ],
+)
+def test_a_broken_logits_processor_is_named(make: type, said: str) -> None:
+    with pytest.raises(ConformanceError, match=said):
+        check_logits_processor(make, [{}, {"by": 2.0}])
+
+
+def test_a_right_logits_processor_passes() -> None:
+    check_logits_processor(Adds, [{}, {"by": 2.0}])
 
 
 # ---- grammars ------------------------------------------------------------------------------------
