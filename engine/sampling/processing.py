@@ -75,6 +75,7 @@ class Processing:
             lengths_n=lengths_n,
             num_prompt_n=num_prompt_n,
             host_lengths_n=lengths,
+            upload=lambda values: upload((values,), logits_NV.device)[0],
         )
         try:
             processed_nV = self._processors.by_name[name].process(logits_nV.clone(), rows)

@@ -3,7 +3,7 @@
 Owns: the protocols, reading a request's parameters.  Does not know: torch, devices, how a token is picked.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -27,13 +27,15 @@ class LogitsRows:
     params: of each row, an instance of the processor's ``params``.
     token_ids_nL: int32, prompt and output so far; behind a row's own end stands anything, also ids of others' tokens.
     lengths_n: int64, how many of them there are.  num_prompt_n: int64, how many of those are the prompt.
-    Both are on the logits' device; host_lengths_n has the lengths on the host."""
+    Both are on the logits' device; host_lengths_n has the lengths on the host.
+    upload: brings an array there, for parameters of rows, without waiting for the device."""
 
     params: tuple[Any, ...]
     token_ids_nL: "Tensor"
     lengths_n: "Tensor"
     num_prompt_n: "Tensor"
     host_lengths_n: npt.NDArray[np.int64]
+    upload: Callable[[npt.NDArray[Any]], "Tensor"]
 
 
 @runtime_checkable

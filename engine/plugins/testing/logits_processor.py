@@ -12,9 +12,11 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.layers.upload import upload
 from engine.plugins.testing.findings import Findings
 from engine.plugins.testing.promises import watch_memory, with_clocks
 from engine.text.processors import LogitsProcessor, LogitsRows
@@ -94,12 +96,16 @@ class _Rows:
                 lengths_n=lengths.to(self._device),
                 num_prompt_n=lengths.div(2, rounding_mode="floor").clamp(min=1).to(self._device),
                 host_lengths_n=lengths.numpy(),
+                upload=self._upload,
             ),
         )
         assert isinstance(processed_nV, Tensor), f"process returned {processed_nV!r:.100}, not logits"
         seen = (processed_nV.shape, processed_nV.dtype, processed_nV.device)
         assert seen == expected, f"process returned {seen}, not {expected}"
         return processed_nV.clone()
+
+    def _upload(self, values: npt.NDArray[Any]) -> Tensor:
+        return upload((values,), self._device)[0]
 
     def _same(self, seen_nV: Tensor, expected_nV: Tensor, at: list[int], what: str) -> None:
         for row, index in enumerate(at):
@@ -152,6 +158,7 @@ class _Rows:
             lengths_n=count,
             num_prompt_n=count // 2,
             host_lengths_n=torch.full((len(at),), length).numpy(),
+            upload=self._upload,
         )
         process = partial(processor.process, self._logits_nV[at], rows)
         mode = torch.cuda.get_sync_debug_mode()

@@ -1,8 +1,10 @@
 """Logits processors of plugins, from the request to the token."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from engine.errors import RequestError
 from engine.llm import LLM
 from engine.params import SamplingParams
 from tests.models.checkpoints import build, random_tokens, save
-from tests.plugins.conftest import Install  # noqa: F401
+from tests.plugins.conftest import Install
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = [random_tokens(length, seed) for seed, length in enumerate((9, 30, 17))]
@@ -19,6 +21,31 @@ PROMPTS = [random_tokens(length, seed) for seed, length in enumerate((9, 30, 17)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(build("qwen3-tied"), tmp_path_factory.mktemp("checkpoint"))
+
+
+ODD = """
+from callboard.plugins import LogitsProcessor, Options, hookimpl
+
+CALLBOARD_PLUGIN = {"api": 1}
+
+
+class OddParams(Options, frozen=True):
+    raises: bool = True
+
+
+class Odd:
+    params = OddParams
+
+    def process(self, logits_nV, rows):
+        if rows.params[0].raises:
+            raise ValueError("planted")
+        return logits_nV[:, 1:]
+
+
+@hookimpl
+def callboard_logits_processor(context):
+    return Odd()
+"""
 
 
 def config(checkpoint: Path, **plugins: object) -> dict[str, object]:
@@ -66,7 +93,7 @@ def test_it_works_beside_penalties_bias_logprobs_and_choices(llm: LLM) -> None:
     output = llm.generate([PROMPTS[0]], params)[0]
     assert len({*output.token_ids, *PROMPTS[0]}) == 12 + len({*PROMPTS[0]})
     plain = llm.generate([PROMPTS[0]], GREEDY.replace(logprobs=2, max_tokens=1))[0]
-    assert output.logprobs[0].top_ids == plain.logprobs[0].top_ids if hasattr(plain.logprobs[0], "top_ids") else True
+    assert output.logprobs[0].top == plain.logprobs[0].top, "of the model, as with penalties"
     seeded = [without_repeats(1, temperature=1.0, seed=seed, max_tokens=12) for seed in (1, 2, 3)]
     drawn = outputs(llm, seeded)
     for prompt, tokens in zip(PROMPTS, drawn, strict=True):
@@ -99,3 +126,35 @@ def test_without_plugins_it_says_that_there_are_none(checkpoint: Path) -> None:
         assert llm._system._plugins.logits_processors == []
         with pytest.raises(RequestError, match=r"plugins\.logits_processors names: none"):
             llm.generate([PROMPTS[0]], without_repeats(2))
+
+
+def test_one_that_fails_ends_the_requests_that_asked_for_it_alone(
+    checkpoint: Path, install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("acme", {"logits_processor.odd": "odd"}, {"odd.py": ODD})
+    with LLM(progress=False, config=config(checkpoint, logits_processors=["odd", "no_repeat_ngram"])) as llm:
+        expected = outputs(llm, [GREEDY, without_repeats(2), GREEDY])
+        wanted = [GREEDY, without_repeats(2)]
+
+        async def together(odd: SamplingParams) -> list[object]:
+            streams = [llm._system.ingress.open(*pair) for pair in zip(PROMPTS, [*wanted, odd], strict=True)]
+            return await asyncio.gather(*(one.collect() for one in streams), return_exceptions=True)
+
+        for said, table in (("ValueError: planted", {}), ("it returned torch.float32", {"raises": False})):
+            work = together(GREEDY.replace(logits_processors={"odd": table}))
+            first, second, failed = asyncio.run_coroutine_threadsafe(work, llm._loop).result(timeout=60)
+            assert [np.frombuffer(one.token_ids, dtype=np.int32).tolist() for one in (first, second)] == expected[:2]
+            assert isinstance(failed, RequestError)
+            assert failed.code == "nonfinite_logits"
+            assert "plugin logits_processor.odd failed; the requests that asked for it end" in caplog.text
+            assert said in caplog.text
+
+
+@pytest.mark.slow
+def test_workers_in_processes_have_them_too(checkpoint: Path, llm: LLM) -> None:
+    wanted = [without_repeats(2)] * 3
+    apart = config(checkpoint) | {"placement": {"executor": "process", "tokenizers": 1}}
+    with LLM(progress=False, config=apart) as processes:
+        assert outputs(processes, wanted) == outputs(llm, wanted)
+        with pytest.raises(RequestError, match="it takes: size"):
+            processes.generate([PROMPTS[0]], GREEDY.replace(logits_processors={"no_repeat_ngram": {}}))
