@@ -25,6 +25,7 @@ from engine.plugins.manager import (
     declared,
     several_names,
 )
+from engine.plugins.parsers import REASONING_PARSER, TOOL_PARSER, wanted_parsers
 from engine.plugins.selection import BOTH, first_fit
 from engine.sections import AttentionNames
 
@@ -40,13 +41,15 @@ class Listed:
     hindrances: tuple[str, ...]
 
 
-def list_plugins(config: Config, context: AttentionContext) -> list[Listed]:
+def list_plugins(config: Config, context: AttentionContext, template: str | None = None) -> list[Listed]:
     """Return a row for every installed plugin.  context: this machine, the configuration and, if known, the model.
+
+    template: the model's chat template, by which parsers are chosen; '' if it has none, None if it is not known.
 
     Raises PluginError if two distributions claim one name."""
     known = {info.name: info for info in available_plugins()}
     linear = linear_context(config, device=context.device, dtype=context.dtype)
-    chosen = _chosen(config, known, context, linear)
+    chosen = _chosen(config, known, context, linear) | _chosen_parsers(config, template)
     return [
         _row(info, chosen.get(info.name, ""), linear if info.kind == LINEAR else context) for info in known.values()
     ]
@@ -96,6 +99,16 @@ def _chosen(
         if prefill == decode:
             chosen[f"{ATTENTION}.{prefill}"] = "yes"
     return chosen
+
+
+def _chosen_parsers(config: Config, template: str | None) -> dict[str, str]:
+    parsers = zip((TOOL_PARSER, REASONING_PARSER), wanted_parsers(config.plugins, template or ""), strict=True)
+    settings = {TOOL_PARSER: config.plugins.tool_parser, REASONING_PARSER: config.plugins.reasoning_parser}
+    return {
+        f"{kind}.{name}": "yes"
+        for kind, (name, _) in parsers
+        if name != "none" and (template is not None or settings[kind] != "auto")
+    }
 
 
 def _auto(known: Mapping[str, PluginInfo], context: AttentionContext) -> str:

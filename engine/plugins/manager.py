@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import pluggy
 
 from engine import __version__
+from engine.device_defaults import gpu_bytes
 from engine.errors import CallboardError, PluginError
 from engine.patience import named_while_slow
 from engine.plugins import hookspecs
@@ -157,6 +158,18 @@ def declared(info: PluginInfo) -> Declaration | None:
 def checked(info: PluginInfo, declaration: Declaration | None) -> Declaration:
     """Return the declaration if this callboard supports its API version.  Raises PluginError."""
     return check_api(declaration, plugin=info.label, module=info.module, distribution=info.distribution)
+
+
+def hindrance(info: PluginInfo) -> str:
+    """Return why a plugin cannot run on this machine, shortly, as far as that is known without a model; or ''."""
+    try:
+        declaration = checked(info, declared(info))
+    except PluginError:
+        return "broken: callboard plugins says how"
+    if missing := declaration.missing_packages():
+        return f"needs {' and '.join(missing)}"
+    needs_gpu = declaration.devices and "cpu" not in declaration.devices
+    return "needs a GPU" if needs_gpu and not gpu_bytes() else ""
 
 
 def decide(kind: str, name: str) -> str:
@@ -299,9 +312,20 @@ class Plugins:
         info = self.known.get(full_name)
         if info is None:
             kind, _, name = full_name.partition(".")
-            choices = [other.short for other in self.known.values() if other.kind == kind]
-            raise PluginError(f"no {kind} plugin named {name!r}; available: {', '.join(choices)}")
+            raise PluginError(f"no {kind} plugin named {name!r}; {self._choices(kind)}")
         return info
+
+    def _choices(self, kind: str, besides: str = "") -> str:
+        """The end of an error message: the others of a kind that can run on this machine, and why the rest cannot."""
+        with self.choosing:
+            others = {
+                info.short: hindrance(info)
+                for info in self.known.values()
+                if info.kind == kind and info.name != besides
+            }
+        here = ", ".join(name for name, reason in others.items() if not reason)
+        absent = ", ".join(f"{name} ({reason})" for name, reason in others.items() if reason)
+        return f"available: {here or 'none'}" + (f"; not here: {absent}" if absent else "")
 
     def load(self, full_name: str) -> PluginInfo:
         """Import and register a plugin, unless that has been done.  Raises PluginError."""
@@ -316,8 +340,7 @@ class Plugins:
         if declaration is not None:
             checked(info, declaration)  # before any of it runs: what was written for another API may do anything
             if missing := declaration.missing_packages():
-                others = [other.short for other in self.known.values() if other.kind == info.kind and other != info]
-                advice = f"available: {', '.join(others)}" if others else "install it"
+                advice = f"install it, or choose another; {self._choices(info.kind, info.name)}"
                 raise PluginError(
                     f"plugin {info.label} needs {' and '.join(missing)}, which is not installed; {advice}"
                 )

@@ -169,7 +169,8 @@ def test_what_cannot_run_is_named_with_what_can(
 def test_a_missing_package_is_found_before_the_plugin_is_imported(publish: Publish) -> None:
     publish("bad", "return factory\nraise RuntimeError", packages=["nowhere"])
     with pytest.raises(
-        PluginError, match=r"attention\.bad .* needs nowhere, which is not installed; available: .*torch"
+        PluginError,
+        match=r"attention\.bad .* needs nowhere, which is not installed; install it.*; available: .*torch",
     ):
         Plugins({"attention": "bad"})
 
