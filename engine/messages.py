@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from engine.params import SamplingParams
-from engine.prompt import ChatOptions, ChatTurn
+from engine.prompt import NOBODY, ChatOptions, ChatTurn, Origin
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -33,17 +33,6 @@ class Finish(IntEnum):
 
 
 # ---- ingress -> tokenizer -------------------------------------------------------------------
-
-
-class Origin(Message, frozen=True):
-    """Who asks, for those who observe.  client: the name of its key, or its address; '' for a program's own requests.
-    request: what it calls the request, its X-Request-Id or one that was drawn for it."""
-
-    client: str = ""
-    request: str = ""
-
-
-NOBODY: Final = Origin()
 
 
 class RequestOptions(Message, frozen=True):

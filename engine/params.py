@@ -59,7 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words: texts whose tokens are not picked in a row, as they are spelt alone and behind a space.
     bad_token_ids: those spellings, which the tokenizer fills in.
     prompt_logprobs: as logprobs, for the tokens of the prompt.
-    logits_processors: name of a plugin -> its parameters.
+    logits_processors: name of a plugin -> its parameters, a mapping, which becomes JSON here.
     pooling: 'last' or 'mean' for the last layer's normed output of the prompt's last token or the mean over all,
     'classify' for its labels' logits; '' for none.
     """
@@ -86,7 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words: tuple[str, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
-    logits_processors: dict[str, dict[str, Any]] = {}
+    logits_processors: dict[str, str] = {}
     pooling: Method = ""
 
     def __post_init__(self) -> None:
@@ -247,13 +247,17 @@ def _biases(field: str, value: Any) -> dict[int, float]:
     return biases
 
 
-def _tables(field: str, value: Any) -> dict[str, dict[str, Any]]:
-    allowed = "a mapping of plugins' names to their parameters, of what JSON can say"
+def _tables(field: str, value: Any) -> dict[str, str]:
+    if value is None:
+        return {}
+    tables = value.values() if isinstance(value, Mapping) else (value,)
     try:
-        # Its own copy, of types that have a form on a wire.
-        return msgspec.convert(msgspec.to_builtins({} if value is None else value), dict[str, dict[str, Any]])
-    except (TypeError, msgspec.ValidationError, RecursionError):
-        raise _refused(field, _shown(value), allowed) from None
+        if not all(isinstance(one, str | Mapping) for one in tables):
+            raise TypeError
+        msgspec.json.encode(value)  # the names too
+        return {name: one if type(one) is str else msgspec.json.encode(one).decode() for name, one in value.items()}
+    except (TypeError, ValueError, AttributeError, RecursionError):
+        raise _refused(field, _shown(value), "a mapping of plugins' names to their parameters") from None
 
 
 def _grammar(field: str, value: Any) -> Grammar:

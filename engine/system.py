@@ -104,7 +104,6 @@ class System:
             eos_token_ids=self.spec.eos_token_ids,
             options=config.plugins.options,
         )
-        self._processors = plugin_processors(self._plugins, self.spec.vocab_size)
         self._build()
 
     def _build(self) -> None:
@@ -214,13 +213,11 @@ class System:
     def _tokenizer(self, capacity: int) -> Tokenizer | TokenizerPool:
         placement = self.config.placement
         if not placement.tokenizers:
-            return Tokenizer(
-                capacity=capacity,
-                codec=self._codec,
-                vocab_size=self.spec.vocab_size,
-                grammars=self._grammars,
-                processors=self._processors,
+            tokenizer = Tokenizer(
+                capacity=capacity, codec=self._codec, vocab_size=self.spec.vocab_size, grammars=self._grammars
             )
+            tokenizer.processors = plugin_processors(self._plugins, self.spec.vocab_size)
+            return tokenizer
         from engine.workers.placement import process_tokenizers  # ZeroMQ is needed from here on
 
         return TokenizerPool(

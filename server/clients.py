@@ -18,9 +18,9 @@ from aiohttp.typedefs import Middleware
 
 from engine.actors.admission import RETRY_AFTER_S, check_admission
 from engine.errors import RequestError
-from engine.messages import DEFAULT_OPTIONS, Origin, RequestOptions
+from engine.messages import DEFAULT_OPTIONS, RequestOptions
 from engine.params import SamplingParams
-from engine.prompt import Prompt
+from engine.prompt import Origin, Prompt
 from engine.sections import LimitsSection, ServerSection
 from server.backend import Ingress, Stream
 from server.http.exchange import EXCHANGE, Exchange, Handler

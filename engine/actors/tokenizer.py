@@ -87,20 +87,12 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
     """codec: the model's tokenizer and chat template.  vocab_size: of the model, which may have fewer tokens than its
     tokenizer.  grammars, processors: what checks those of requests; None for nothing."""
 
-    def __init__(
-        self,
-        *,
-        capacity: int,
-        codec: TextCodec,
-        vocab_size: int,
-        grammars: Grammars | None = None,
-        processors: Processors | None = None,
-    ) -> None:
+    def __init__(self, *, capacity: int, codec: TextCodec, vocab_size: int, grammars: Grammars | None = None) -> None:
         super().__init__("tokenizer", capacity)
         self._codec = codec
         self._vocab_size = vocab_size
         self._grammars = grammars
-        self._processors = processors
+        self.processors = Processors({})
         self._texts: dict[int, _Text] = {}
         self._out: list[Delta] = []
 
@@ -135,7 +127,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         try:
             token_ids, params, options = request.token_ids, request.params, request.options
             if params.logits_processors:
-                (self._processors or Processors({})).read(params.logits_processors)
+                self.processors.read(params.logits_processors)
             if token_ids is not None and not params.needs_vocabulary:
                 return _Encoded(request, self._codec.trimmed(token_ids, options.truncate_to), params)
             return await asyncio.to_thread(self._understand, request)
@@ -203,16 +195,8 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         except Exception as error:
             self._refuse(request.request_id, _fault(request.request_id, error))
             return
-        self._scheduler.put(
-            Admit(
-                request.request_id,
-                encoded.token_ids.tobytes(),
-                params,
-                priority=options.priority,
-                cache_salt=options.cache_salt,
-                origin=options.origin,
-            )
-        )
+        token_ids, salt = encoded.token_ids.tobytes(), options.cache_salt
+        self._scheduler.put(Admit(request.request_id, token_ids, params, options.priority, salt, options.origin))
 
     def _abort(self, message: Abort) -> None:
         text = self._texts.pop(message.request_id, None)

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from engine.errors import RequestError
 from engine.kv.pages import Pages
-from engine.messages import NOBODY, Origin
 from engine.params import SamplingParams
+from engine.prompt import NOBODY, Origin
 
 TokenIds = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int32]

@@ -64,8 +64,8 @@ class Processors:
     def __init__(self, by_name: Mapping[str, LogitsProcessor]) -> None:
         self.by_name = by_name
 
-    def read(self, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, msgspec.Struct]:
-        """Return the parameters of each processor that a request names, in the configuration's order.
+    def read(self, wanted: Mapping[str, str]) -> dict[str, msgspec.Struct]:
+        """Return the parameters of each processor that a request names, in the configuration's order.  wanted: as JSON.
 
         Raises RequestError (400) for one that is not there and for parameters that it does not take."""
         if unknown := wanted.keys() - self.by_name.keys():
@@ -73,11 +73,11 @@ class Processors:
             raise _refused(f"there is no {min(unknown)!r} here; plugins.logits_processors names: {there}")
         return {name: self._params(name, wanted[name]) for name in self.by_name if name in wanted}
 
-    def _params(self, name: str, table: Mapping[str, Any]) -> msgspec.Struct:
+    def _params(self, name: str, table: str) -> msgspec.Struct:
         kind = self.by_name[name].params
         try:
-            return msgspec.convert(table, kind)
-        except msgspec.ValidationError as error:
+            return msgspec.json.decode(table, type=kind)
+        except msgspec.DecodeError as error:
             raise _refused(f"{name}: {error}; it takes: {', '.join(kind.__struct_fields__) or 'nothing'}") from None
 
 

@@ -41,13 +41,8 @@ class TokenizerProcess(WorkerProcess[TokenizerAssignment]):
     async def build(self, assignment: TokenizerAssignment, outgoing: Outgoing) -> Tokenizer:
         """Reads the files beside the loop, so that the process goes on saying that it is alive."""
         spec, codec, grammars, processors = await asyncio.to_thread(load_text, assignment.config)
-        tokenizer = Tokenizer(
-            capacity=assignment.capacity,
-            codec=codec,
-            vocab_size=spec.vocab_size,
-            grammars=grammars,
-            processors=processors,
-        )
+        tokenizer = Tokenizer(capacity=assignment.capacity, codec=codec, vocab_size=spec.vocab_size, grammars=grammars)
+        tokenizer.processors = processors
         link = TextLink(outgoing)
         tokenizer.connect(scheduler=link, ingress=link)
         outgoing.put(WorkerReady())

@@ -15,8 +15,9 @@ import pytest
 from engine.config import Config, build_config
 from engine.errors import EngineDied, PluginError
 from engine.kv.node import SHARED, namespace_seed
-from engine.messages import Finish, Origin, RequestOptions
+from engine.messages import Finish, RequestOptions
 from engine.params import SamplingParams
+from engine.prompt import Origin
 from engine.system import System
 from tests.models.checkpoints import build, random_tokens, save
 from tests.plugins.conftest import Install
