@@ -30,7 +30,7 @@ from engine.kv.radix import RadixTree
 from engine.plugins.hookspecs import EvictionContext
 from engine.plugins.manager import Plugins
 
-STRATEGIES = ("lru", "priority", "lfu", "fifo", "slru")
+STRATEGIES = ("lru", "priority", "lfu", "fifo", "slru", "s3fifo")
 VOCAB_SIZE = 128_000
 Row = dict[str, Any]
 

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from engine.params import SamplingParams
-from engine.prompt import ChatOptions, ChatTurn
+from engine.prompt import NOBODY, ChatOptions, ChatTurn, Origin
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -55,6 +55,7 @@ class RequestOptions(Message, frozen=True):
     truncate_to: int = 0
     keep_last: int = 0
     resumed: bytes = b""
+    origin: Origin = NOBODY
 
 
 DEFAULT_OPTIONS: Final = RequestOptions()
@@ -97,6 +98,7 @@ class Admit(Message, frozen=True):
     priority: int = 0
     cache_salt: str = ""
     num_resumed: int = 0
+    origin: Origin = NOBODY
 
 
 # ---- scheduler -> executors -----------------------------------------------------------------

@@ -61,6 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words: texts whose tokens are not picked in a row, as they are spelt alone and behind a space.
     bad_token_ids: those spellings, which the tokenizer fills in.
     prompt_logprobs: as logprobs, for the tokens of the prompt.
+    logits_processors: name of a plugin -> its parameters, a mapping, which becomes JSON here.
     pooling: 'last' or 'mean' for the last layer's normed output of the prompt's last token or the mean over all,
     'classify' for its labels' logits; '' for none.
     """
@@ -88,6 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words: tuple[str, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
+    logits_processors: dict[str, str] = {}
     pooling: Method = ""
 
     def __post_init__(self) -> None:
@@ -256,6 +258,19 @@ def _biases(field: str, value: Any) -> dict[int, float]:
     return biases
 
 
+def _tables(field: str, value: Any) -> dict[str, str]:
+    if value is None:
+        return {}
+    tables = value.values() if isinstance(value, Mapping) else (value,)
+    try:
+        if not all(isinstance(one, str | Mapping) for one in tables):
+            raise TypeError
+        msgspec.json.encode(value)  # the names too
+        return {name: one if type(one) is str else msgspec.json.encode(one).decode() for name, one in value.items()}
+    except (TypeError, ValueError, AttributeError, RecursionError):
+        raise _refused(field, _shown(value), "a mapping of plugins' names to their parameters") from None
+
+
 def _grammar(field: str, value: Any) -> Grammar:
     if not isinstance(value, Grammar):
         raise _refused(field, _shown(value), "a Grammar")
@@ -288,6 +303,7 @@ _FIELDS: tuple[tuple[str, tuple[type, ...], Callable[[str, Any], Any]], ...] = (
     ("logprob_token_ids", (), _ids),
     ("bad_words", (), _strings),
     ("logit_bias", (), _biases),
+    ("logits_processors", (), _tables),
     ("grammar", (NONE,), _grammar),
     ("pooling", (), _pooling),
 )

@@ -4,6 +4,7 @@ Owns: these records, which messages carry.  Does not know: chat templates, the f
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -50,3 +51,14 @@ class ChatOptions(_Content, frozen=True):
 
 
 Prompt = str | Sequence[int] | tuple[ChatTurn, ...]
+
+
+class Origin(_Content, frozen=True):
+    """Who asks, for those who observe.  client: the name of its key, or its address; '' for a program's own requests.
+    request: what it calls the request, its X-Request-Id or one that was drawn for it."""
+
+    client: str = ""
+    request: str = ""
+
+
+NOBODY: Final = Origin()

@@ -277,7 +277,8 @@ class PluginsSection(Section, frozen=True):
         ),
     ] = 60.0
     eviction: Annotated[
-        str, Meta(description="What leaves the prefix cache first: lru, lfu, fifo, slru, priority; 'auto' is lru")
+        str,
+        Meta(description="What leaves the prefix cache first: lru, lfu, fifo, slru, s3fifo, priority; 'auto' is lru"),
     ] = "auto"
     policy: Annotated[
         str, Meta(description="Who of those that wait runs first: priority, fcfs, lpm; 'auto' is priority")
@@ -309,6 +310,10 @@ class PluginsSection(Section, frozen=True):
     graph_passes: Annotated[
         list[str],
         Meta(description="What changes the model's pieces before graphs.mode=compiled compiles them, in this order"),
+    ] = []
+    logits_processors: Annotated[
+        list[str],
+        Meta(description="Logits processors that requests may name in logits_processors, applied in this order"),
     ] = []
     models: Annotated[
         list[str],

@@ -34,7 +34,7 @@ from engine.plugins.manager import KV_STORE, Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import check_named, expected_context
-from engine.plugins.structured import plugin_grammars
+from engine.plugins.structured import plugin_grammars, plugin_processors
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.rows import PlannerLimits
@@ -85,15 +85,18 @@ class System:
         self._codec = plugin_codec(config, directory, self.spec.pooling)
         log.info("%s: %s", self.model_name, self.spec.pooling)
         warn_of_unknown_tokens(self._codec, self.spec.vocab_size)
+        chosen = config.plugins
         self._plugins = Plugins(
-            config.chosen_plugins(), config.plugins.observers, config.plugins.options, config.plugins.graph_passes
+            config.chosen_plugins(), chosen.observers, chosen.options, chosen.graph_passes, chosen.logits_processors
         )
         check_named(self._plugins, expected_context(config, self.spec.shape))
         check_linear_fits(self._plugins, linear_context(config, self.spec.dtype))
         if self._plugins.absent:
             log.warning("requests with a grammar are refused: %s", self._plugins.absent)
         self._policy = self._scheduling_policy()
-        self._observers = Observers(self._plugins, config.plugins.options, page_size=config.kv.page_size)
+        self._observers = Observers(
+            self._plugins, config.plugins.options, page_size=config.kv.page_size, model=self.model_name
+        )
         self._grammars = plugin_grammars(
             self._plugins,
             lambda: self._codec,
@@ -210,9 +213,11 @@ class System:
     def _tokenizer(self, capacity: int) -> Tokenizer | TokenizerPool:
         placement = self.config.placement
         if not placement.tokenizers:
-            return Tokenizer(
+            tokenizer = Tokenizer(
                 capacity=capacity, codec=self._codec, vocab_size=self.spec.vocab_size, grammars=self._grammars
             )
+            tokenizer.processors = plugin_processors(self._plugins, self.spec.vocab_size)
+            return tokenizer
         from engine.workers.placement import process_tokenizers  # ZeroMQ is needed from here on
 
         return TokenizerPool(

@@ -337,11 +337,11 @@ def _config(parsed: argparse.Namespace, config: Config) -> None:
 
 
 def _plugins(parsed: argparse.Namespace, config: Config) -> None:
-    from engine.startup.preview import preview_context  # torch knows the device
+    from engine.startup.preview import preview_context, preview_template  # torch knows the device
 
     context = preview_context(config)
     console = Console(highlight=False, markup=False)
-    for row in list_plugins(config, context):
+    for row in list_plugins(config, context, preview_template(config)):
         mark = {"": " ", "yes": "*"}.get(row.chosen, "?")
         origin = "" if row.info.built_in else f" ({row.info.distribution} {row.info.version})"
         console.print(f"{mark} {row.info.name}{origin}", style="bold" if row.chosen else "", soft_wrap=True, end="")

@@ -20,7 +20,7 @@ from engine.actors.admission import RETRY_AFTER_S, check_admission
 from engine.errors import RequestError
 from engine.messages import DEFAULT_OPTIONS, RequestOptions
 from engine.params import SamplingParams
-from engine.prompt import Prompt
+from engine.prompt import Origin, Prompt
 from engine.sections import LimitsSection, ServerSection
 from server.backend import Ingress, Stream
 from server.http.exchange import EXCHANGE, Exchange, Handler
@@ -185,6 +185,7 @@ class ClientRequest:
         self._clients = clients
         self._client = client
         self._salt = salt
+        self._origin = Origin(client, exchange.id)
 
     def check_admission(self) -> None:
         """Raise RequestError rather than read a body that would be refused anyway."""
@@ -199,9 +200,9 @@ class ClientRequest:
         if counted and not self.streams:
             self._clients.rates.check(self._client)
         self._clients.check_share(self._client)
-        if self._salt:
-            # Both have a fixed place, so that no client's own salt can make it another's.
-            options = msgspec.structs.replace(options, cache_salt=f"{self._salt}:{options.cache_salt}")
+        # Both have a fixed place, so that no client's own salt can make it another's.
+        salt = f"{self._salt}:{options.cache_salt}" if self._salt else options.cache_salt
+        options = msgspec.structs.replace(options, cache_salt=salt, origin=self._origin)
         stream = self._clients.ingress.open(prompt, params, options)
         self._clients.num_open[self._client] += 1
         self._num_open += 1

@@ -45,9 +45,9 @@ from engine.checkpoints.shape import (
     WideHeadNormShape,
 )
 from engine.errors import PluginError, RequestError, WeightsError
-from engine.kv.events import KVEvent, Tier, namespace_seed
-from engine.kv.eviction import Candidate, EvictionStrategy, SortKey
-from engine.kv.node import Namespace
+from engine.kv.events import KVEvent, Tier
+from engine.kv.eviction import Candidate, EvictionListener, EvictionStrategy, SortKey
+from engine.kv.node import Namespace, namespace_seed
 from engine.kv.store import KVStore
 from engine.messages import Finish
 from engine.params import Grammar
@@ -60,6 +60,7 @@ from engine.plugins.hookspecs import (
     GraphPassContext,
     KVStoreContext,
     LinearContext,
+    LogitsProcessorContext,
     ModelContext,
     ObserverContext,
     ParserContext,
@@ -72,6 +73,7 @@ from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.policy import SchedulingPolicy, Waiting
 from engine.text.call_reader import CallReader, Reading
 from engine.text.grammar import CompiledGrammar, GrammarEngine, GrammarFailure, Mask, Matcher
+from engine.text.processors import LogitsProcessor, LogitsRows
 from engine.text.reasoning import MarkedReasoning, ReasoningFormat, ReasoningParser, Thinking
 from engine.text.tool_calls import CallPiece, OutputPart, ToolFormat, ToolParser
 from engine.text.tool_format import CallShape, Tool, marked_calls
@@ -107,6 +109,7 @@ __all__ = [
     "CompiledGrammar",
     "DecoderShape",
     "EvictionContext",
+    "EvictionListener",
     "EvictionStrategy",
     "ExpertsShape",
     "FeedForward",
@@ -132,6 +135,9 @@ __all__ = [
     "Linear",
     "LinearContext",
     "LinearKernel",
+    "LogitsProcessor",
+    "LogitsProcessorContext",
+    "LogitsRows",
     "MLPShape",
     "MarkedReasoning",
     "Mask",

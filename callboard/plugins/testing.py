@@ -11,7 +11,9 @@ from engine.plugins.declaration import Declaration, read_declaration
 from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
 from engine.plugins.testing.eviction import check_eviction_strategy
 from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.testing.grammar import GrammarExample, check_grammar_engine
 from engine.plugins.testing.kv_store import check_kv_store
+from engine.plugins.testing.observer import check_observer
 from engine.plugins.testing.parsers import check_reasoning_parser, check_tool_parser
 from engine.plugins.testing.policy import check_scheduling_policy
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from engine.plugins.testing.attention import TOLERANCES, check_attention_backend, check_case, through_hook
     from engine.plugins.testing.comm import check_comm, check_rank
     from engine.plugins.testing.linear import check_linear
+    from engine.plugins.testing.logits_processor import check_logits_processor
     from engine.plugins.testing.model import check_model
     from engine.plugins.testing.reference import attend
 
@@ -27,15 +30,19 @@ __all__ = [
     "AttentionCase",
     "ConformanceError",
     "Declaration",
+    "GrammarExample",
     "attend",
     "attention_cases",
     "check_attention_backend",
     "check_case",
     "check_comm",
     "check_eviction_strategy",
+    "check_grammar_engine",
     "check_kv_store",
     "check_linear",
+    "check_logits_processor",
     "check_model",
+    "check_observer",
     "check_rank",
     "check_reasoning_parser",
     "check_scheduling_policy",
@@ -48,6 +55,7 @@ _NEED_TORCH = (
     dict.fromkeys(("TOLERANCES", "check_attention_backend", "check_case", "through_hook"), "attention")
     | dict.fromkeys(("check_comm", "check_rank"), "comm")
     | {"attend": "reference", "check_linear": "linear", "check_model": "model"}
+    | {"check_logits_processor": "logits_processor"}
 )
 
 

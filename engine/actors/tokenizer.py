@@ -36,6 +36,7 @@ from engine.params import SamplingParams
 from engine.text.codec import TextCodec, TextStream
 from engine.text.grammar import Grammars
 from engine.text.logprobs import PromptLogprobTexts, logprob_texts
+from engine.text.processors import Processors
 from engine.text.reasoning import Thinking
 from engine.text.resumed import resumed_delta
 
@@ -85,13 +86,14 @@ class _Text:
 
 class Tokenizer(Actor[TokenizerInbox | _Encoded]):
     """codec: the model's tokenizer and chat template.  vocab_size: of the model, which may have fewer tokens than its
-    tokenizer.  grammars: what checks those of requests, None for nothing."""
+    tokenizer.  grammars, processors: what checks those of requests; None for nothing."""
 
     def __init__(self, *, capacity: int, codec: TextCodec, vocab_size: int, grammars: Grammars | None = None) -> None:
         super().__init__("tokenizer", capacity)
         self._codec = codec
         self._vocab_size = vocab_size
         self._grammars = grammars
+        self.processors = Processors({})
         self._texts: dict[int, _Text] = {}
         self._out: list[Delta] = []
 
@@ -125,6 +127,8 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
     async def _encode(self, request: Tokenize) -> _Encoded:
         try:
             token_ids, params, options = request.token_ids, request.params, request.options
+            if params.logits_processors:
+                self.processors.read(params.logits_processors)
             if token_ids is not None and not params.needs_vocabulary:
                 return _Encoded(request, self._codec.trimmed(token_ids, options.truncate_to), params)
             return await asyncio.to_thread(self._understand, request)
@@ -194,7 +198,8 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             self._refuse(request.request_id, _fault(request.request_id, error))
             return
         ids, salt = encoded.token_ids.tobytes() + options.resumed, options.cache_salt
-        self._scheduler.put(Admit(request.request_id, ids, params, options.priority, salt, num_resumed))
+        admit = Admit(request.request_id, ids, params, options.priority, salt, num_resumed, options.origin)
+        self._scheduler.put(admit)
 
     def _abort(self, message: Abort) -> None:
         text = self._texts.pop(message.request_id, None)

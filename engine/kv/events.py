@@ -1,14 +1,9 @@
 """What happened to cached pages, for those who route requests to where their prefix is.
 
-Owns: the batch of events since it was last asked for, page hashes.  Does not know: who listens.
+Owns: the batch of events since it was last asked for.  Does not know: who listens, how pages are hashed.
 Nothing is hashed or noted unless somebody does.
-
-Chained hashes name cached pages the same way in every process: hash(page) = SHA-256(hash(page before) + the page's
-tokens); before the first page stands the namespace's seed.
 """
 
-import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,44 +54,11 @@ class EventLog:
     def _note(
         self, kind: Literal["stored", "removed", "restored"], tier: Tier, node: Node, first_page: int, tokens: bytes
     ) -> None:
-        hashes = page_hashes(node, self._page_bytes)
+        hashes = node.page_hashes
         above = node.parent
         assert above is not None
-        parent = hashes[first_page - 1] if first_page else page_hashes(above, self._page_bytes)[-1]
+        parent = hashes[first_page - 1] if first_page else above.page_hashes[-1]
         while above.parent is not None:
             above = above.parent
         assert isinstance(above, Root)
         self._events.append(KVEvent(kind, tier, above.namespace, parent, tuple(hashes[first_page:]), tokens))
-
-
-def namespace_seed(namespace: Namespace) -> bytes:
-    """What stands before a namespace's first page.  Lengths keep ("ab", "c") apart from ("a", "bc")."""
-    parts = [part.encode("utf-8", "surrogatepass") for part in namespace]
-    return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
-
-
-def page_hashes(node: Node, page_bytes: int) -> list[bytes]:
-    """The hash of each page of a node, computed when first asked for and kept with the node.  Do not change it."""
-    unfinished: list[Node] = []
-    above = node
-    while above.parent is not None and len(above.hashes or ()) * page_bytes < len(above.key):
-        unfinished.append(above)
-        above = above.parent
-    if isinstance(above, Root) and above.hashes is None:
-        above.hashes = [namespace_seed(above.namespace)]
-    assert above.hashes
-    previous = above.hashes[-1]
-    for below in reversed(unfinished):
-        hashes = below.hashes = below.hashes or []
-        previous = hashes[-1] if hashes else previous
-        hashes += chained(previous, bytes(below.key[len(hashes) * page_bytes :]), page_bytes)
-        previous = hashes[-1]
-    return node.hashes or []
-
-
-def chained(parent: bytes, key: bytes, page_bytes: int) -> Iterator[bytes]:
-    """The hash of each page of ``key``, one after the other.  parent: the hash before the first."""
-    for start in range(0, len(key), page_bytes):
-        digest = hashlib.sha256(parent)
-        digest.update(key[start : start + page_bytes])
-        yield (parent := digest.digest())

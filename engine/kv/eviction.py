@@ -5,7 +5,7 @@ Does not know: keys, requests, the host, time.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from engine.kv.node import INDEX_BYTES, Node
@@ -20,7 +20,10 @@ class Candidate(Protocol):
     """What a strategy may look at: part of a cached prefix that nobody uses and nothing cached continues.
 
     created, last_used: steps.  hits: requests that found their prefix here, or further on.
-    priority: of its most urgent user so far, lower is more urgent.  num_pages: what evicting all of it frees."""
+    priority: of its most urgent user so far, lower is more urgent.  num_pages: what evicting all of it frees.
+    page_hashes: what each page is known by, in this and in every process: the chained SHA-256 of all tokens up to its
+    end, as ``KVEvent`` has it.  Pages that are evicted and computed again have the same.  About 1 us per page when they
+    are first asked for; then the tree keeps them."""
 
     @property
     def created(self) -> int: ...
@@ -32,6 +35,8 @@ class Candidate(Protocol):
     def priority(self) -> int: ...
     @property
     def num_pages(self) -> int: ...
+    @property
+    def page_hashes(self) -> Sequence[bytes]: ...
 
 
 @runtime_checkable
@@ -44,6 +49,18 @@ class EvictionStrategy(Protocol):
         Asked whenever something becomes a candidate; nothing a strategy sees but num_pages changes while it is one.
         If it raises or returns anything else, that is logged with the plugin's name, and it is asked no more.
         """
+        ...
+
+
+@runtime_checkable
+class EvictionListener(Protocol):
+    """What a strategy may be besides: one that is told what has left, to know it again when it comes back."""
+
+    def evicted(self, candidate: Candidate) -> None:
+        """All of the candidate's pages leave the device now; a part of what was ranked, if fewer were needed.
+
+        Not called where every page is lost with a failed device.  A part above it may be ranked next.
+        If it raises, that is logged with the plugin's name, and it is told nothing any more."""
         ...
 
 
@@ -135,6 +152,7 @@ class LockCounts:
         self.num_evictable = 0
         self.num_protected = 0
         self._queue = EvictionQueue(strategy.rank)
+        self._evicted = strategy.evicted if isinstance(strategy, EvictionListener) else None
 
     def protect(self, end: Node) -> None:
         """One more reason to keep the path to ``end``."""
@@ -196,6 +214,8 @@ class LockCounts:
         """A candidate's pages are taken away; its parent may be the next candidate, see ``settle``."""
         parent = node.parent
         assert parent is not None
+        if self._evicted is not None:
+            self._evicted(node)
         self._queue.remove(node)
         self.num_evictable -= node.num_pages
         parent.num_device_children -= 1

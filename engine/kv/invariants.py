@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.kv.events import page_hashes
 from engine.kv.node import INDEX_BYTES, Node, Root, page_indices
 
 
@@ -37,14 +36,14 @@ def check_nodes(root: Root, page_bytes: int) -> list[Node]:
         above = node.parent
         assert above is not None
         assert above is root or above.pages or not node.pages, "a node is on the device and what it continues is not"
-        _check_hashes(node, page_bytes)
+        _check_hashes(node)
     return nodes
 
 
-def _check_hashes(node: Node, page_bytes: int) -> None:
+def _check_hashes(node: Node) -> None:
     if node.hashes:
         kept, node.hashes = node.hashes, None
-        assert page_hashes(node, page_bytes)[: len(kept)] == kept, "hashes do not match the keys"
+        assert node.page_hashes[: len(kept)] == kept, "hashes do not match the keys"
         node.hashes = kept
 
 

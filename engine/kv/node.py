@@ -1,10 +1,15 @@
 """A node of the radix tree: one edge's key, the pages that hold it, and what an eviction strategy may look at.
 
-Owns: its fields and how they are cut in two; what a request holds of a node.
+Owns: its fields and how they are cut in two; the hashes of its pages; what a request holds of a node.
 Does not know: sizes, queues, other nodes but parent and children.
 Keys and page indices are int32s in bytearrays: slices compare and join in C, a tail is cut off or appended in place.
+
+Chained hashes name cached pages the same way in every process: hash(page) = SHA-256(hash(page before) + the page's
+tokens); before the first page stands the namespace's seed.
 """
 
+import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,6 +90,26 @@ class Node:
         """Pages on the host."""
         return len(self.host_pages) // INDEX_BYTES
 
+    @property
+    def page_hashes(self) -> list[bytes]:
+        """The chained hash of each page, computed when first asked for; of a root, its seed.  Do not change it."""
+        unfinished: list[Node] = []
+        above = self
+        while above.parent is not None and len(above.hashes or ()) * len(above.first) < len(above.key):
+            unfinished.append(above)
+            above = above.parent
+        if isinstance(above, Root) and above.hashes is None:
+            above.hashes = [namespace_seed(above.namespace)]
+        assert above.hashes
+        previous = above.hashes[-1]
+        for below in reversed(unfinished):
+            hashes = below.hashes = below.hashes or []
+            previous = hashes[-1] if hashes else previous
+            page_bytes = len(below.first)
+            hashes += chained(previous, bytes(below.key[len(hashes) * page_bytes :]), page_bytes)
+            previous = hashes[-1]
+        return self.hashes or []
+
     def inherit(self, child: "Node") -> None:
         """Take over the uses of a child that leaves: each of them went through this node."""
         self.hits += child.hits
@@ -131,6 +156,20 @@ class Root(Node):
 def page_indices(raw: bytes | bytearray) -> Pages:
     """Page indices out of a copy of a node's bytes; a bytearray that numpy looks into could not be resized."""
     return np.frombuffer(bytes(raw), dtype=np.int32)
+
+
+def namespace_seed(namespace: Namespace) -> bytes:
+    """What stands before a namespace's first page.  Lengths keep ("ab", "c") apart from ("a", "bc")."""
+    parts = [part.encode("utf-8", "surrogatepass") for part in namespace]
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+
+
+def chained(parent: bytes, key: bytes, page_bytes: int) -> Iterator[bytes]:
+    """The hash of each page of ``key``, one after the other.  parent: the hash before the first."""
+    for start in range(0, len(key), page_bytes):
+        digest = hashlib.sha256(parent)
+        digest.update(key[start : start + page_bytes])
+        yield (parent := digest.digest())
 
 
 NO_PAGES: Pages = np.zeros(0, dtype=np.int32)

@@ -12,12 +12,12 @@ A request's way through it, with ``key = tree.key(tokens)``:
 import numpy as np
 import numpy.typing as npt
 
-from engine.kv.events import EventLog, KVEvent, namespace_seed, page_hashes
+from engine.kv.events import EventLog, KVEvent
 from engine.kv.eviction import EvictionStrategy, LockCounts
 from engine.kv.host_tier import HostTier, Transfer
 from engine.kv.invariants import check_locks, check_nodes, check_pages
 from engine.kv.match import Match, common_bytes, match_on_device, match_on_host
-from engine.kv.node import NO_PAGES, SHARED, Handle, Namespace, Node, Published, Root
+from engine.kv.node import NO_PAGES, SHARED, Handle, Namespace, Node, Published, Root, namespace_seed
 from engine.kv.outline import Outline, outline
 from engine.kv.pages import Pages
 
@@ -109,7 +109,7 @@ class RadixTree:
         while above is not None:
             start -= len(above.key) // self._page_bytes
             above = above.parent
-        return page_hashes(node, self._page_bytes)[start - 1]
+        return node.page_hashes[start - 1]
 
     def pages(self, handle: Handle) -> Pages:
         """The pages that a handle keeps, in order."""
@@ -286,7 +286,7 @@ class RadixTree:
         if self._events is not None:
             self._events.stored(node, "device", first_page)
         if self._record_saves and not saved:
-            self._saves.append((b"".join(page_hashes(node, self._page_bytes)[first_page:]), pages.copy()))
+            self._saves.append((b"".join(node.page_hashes[first_page:]), pages.copy()))
         return node
 
     def _move(self, handle: Handle, node: Node, num_pages: int) -> None:

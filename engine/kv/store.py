@@ -2,7 +2,7 @@
 
 Owns: the names of records, their digests.  Does not know: where a store keeps them, threads, which pages are wanted.
 A record's name is a hash of everything that its bytes depend on: what computed it (the ``namespace``: model, dtype,
-shape, rank) and the page's chained hash (``engine/kv/events.py``), of every token up to its end and the cache salt.
+shape, rank) and the page's chained hash (``engine/kv/node.py``), of every token up to its end and the cache salt.
 A record begins with a SHA-256 of its name and its page.  So a record that is torn, foreign or of another page is a
 miss, whatever the store has done to it.
 """

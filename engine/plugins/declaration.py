@@ -12,7 +12,6 @@ import ast
 import sys
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -172,17 +171,6 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         parts.append(" or ".join(self.instruction_sets))
         parts += [] if len(self.phases) > 1 else [f"{self.phases[0]} only"]
         return "; ".join(part for part in parts if part)
-
-
-def complete(modules: Mapping[str, str]) -> list[str]:
-    """Return the plugins that have what they declare to need.  modules: by name; what cannot be read is left out."""
-    found = []
-    for name, module in modules.items():
-        with suppress(PluginError):
-            declaration = read_declaration(module)
-            if declaration is None or not declaration.missing_packages():
-                found.append(name)
-    return found
 
 
 def read_declaration(module: str) -> Declaration | None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from engine.kv.eviction import Candidate, EvictionStrategy
+from engine.kv.eviction import Candidate, EvictionListener, EvictionStrategy
 from engine.scheduling.policy import SchedulingPolicy, Waiting
 
 log = logging.getLogger(__name__)
@@ -58,11 +58,30 @@ class GuardedRank(Generic[T]):
             raise TypeError(f"its rank is {made!r:.100}, and another had {len(self._last)} parts")
 
 
+class GuardedListener:
+    """Calls a strategy's ``evicted`` until it fails.  name: the plugin's."""
+
+    def __init__(self, name: str, evicted: Callable[[Candidate], None]) -> None:
+        self._name = name
+        self._evicted: Callable[[Candidate], None] | None = evicted
+
+    def __call__(self, candidate: Candidate) -> None:
+        if self._evicted is None:
+            return
+        try:
+            self._evicted(candidate)
+        except BaseException:  # sys.exit as well, as above
+            log.exception("plugin %s failed to hear of an eviction and hears of none any more", self._name)
+            self._evicted = None
+
+
 class GuardedStrategy:
     """Guards a third party's eviction strategy."""
 
     def __init__(self, name: str, strategy: EvictionStrategy) -> None:
         self.rank: Callable[[Candidate], SortKey] = GuardedRank(name, strategy.rank)
+        if isinstance(strategy, EvictionListener):
+            self.evicted = GuardedListener(name, strategy.evicted)
 
 
 class GuardedPolicy:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine.scheduling.meter import RequestMetrics
     from engine.scheduling.policy import SchedulingPolicy
     from engine.text.grammar import GrammarEngine
+    from engine.text.processors import LogitsProcessor
     from engine.text.reasoning import ReasoningFormat
     from engine.text.tool_calls import ToolFormat
 
@@ -173,6 +174,15 @@ class ObserverContext:
 
 
 @dataclass(frozen=True, slots=True)
+class LogitsProcessorContext:
+    """What a logits processor is told.  vocab_size: how many logits a row has.
+    options: the plugin's own table from the configuration."""
+
+    vocab_size: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class GraphPassContext:
     """What a graph pass is told.  device: 'cpu' or 'cuda'.  dtype: the model's, 'float32', 'bfloat16', 'float16'.
     options: the plugin's own table from the configuration."""
@@ -271,6 +281,21 @@ def callboard_graph_pass(context: GraphPassContext) -> "GraphPass | None":
     Called: once per executor, before weights are loaded.
     Returns: a GraphPass, see ``engine/graphs/passes.py``.  Raises: PluginError if its options are wrong.
     """
+
+
+# ---- logits processors: as many as the configuration names, in its order ---------------------------
+
+
+@hookspec(firstresult=True)
+def callboard_logits_processor(context: LogitsProcessorContext) -> "LogitsProcessor | None":
+    """Build what changes the logits of requests that name it.
+
+    Called: once per process that reads requests, where torch may be missing, and once per executor.
+    Returns: a LogitsProcessor, see ``engine/text/processors.py``.  Raises: PluginError if its options are wrong.
+    """
+
+
+# ---- parsers: one of each kind is chosen, by name or by the chat template -------------------------
 
 
 @hookspec(firstresult=True)

@@ -14,11 +14,10 @@ from engine.plugins.linears import fitting_linears, linear_context
 from engine.plugins.manager import (
     ATTENTION,
     AUTO,
-    GRAPH_PASS,
     KV_STORE,
     LINEAR,
     MODEL,
-    OBSERVER,
+    SEVERAL,
     PluginInfo,
     available_plugins,
     checked,
@@ -26,6 +25,7 @@ from engine.plugins.manager import (
     declared,
     several_names,
 )
+from engine.plugins.parsers import REASONING_PARSER, TOOL_PARSER, wanted_parsers
 from engine.plugins.selection import BOTH, first_fit
 from engine.sections import AttentionNames
 
@@ -41,20 +41,22 @@ class Listed:
     hindrances: tuple[str, ...]
 
 
-def list_plugins(config: Config, context: AttentionContext) -> list[Listed]:
+def list_plugins(config: Config, context: AttentionContext, template: str | None = None) -> list[Listed]:
     """Return a row for every installed plugin.  context: this machine, the configuration and, if known, the model.
+
+    template: the model's chat template, by which parsers are chosen; '' if it has none, None if it is not known.
 
     Raises PluginError if two distributions claim one name."""
     known = {info.name: info for info in available_plugins()}
     linear = linear_context(config, device=context.device, dtype=context.dtype)
-    chosen = _chosen(config, known, context, linear)
+    chosen = _chosen(config, known, context, linear) | _chosen_parsers(config, template)
     return [
         _row(info, chosen.get(info.name, ""), linear if info.kind == LINEAR else context) for info in known.values()
     ]
 
 
 def _row(info: PluginInfo, chosen: str, context: AttentionContext | LinearContext) -> Listed:
-    if info.kind not in (*AUTO, ATTENTION, GRAPH_PASS, KV_STORE, LINEAR, MODEL, OBSERVER):
+    if info.kind not in (*AUTO, *SEVERAL, ATTENTION, KV_STORE, LINEAR, MODEL):
         return Listed(info, chosen, "", (f"this callboard has no plugins of kind {info.kind!r}",))
     try:
         declaration = checked(info, declared(info))
@@ -74,7 +76,7 @@ def _hindrances(info: PluginInfo, declaration: Declaration, context: AttentionCo
 def _chosen(
     config: Config, known: Mapping[str, PluginInfo], context: AttentionContext, linear: LinearContext
 ) -> dict[str, str]:
-    several = {OBSERVER: config.plugins.observers, GRAPH_PASS: config.plugins.graph_passes}
+    several = {kind: getattr(config.plugins, setting) for kind, setting in SEVERAL.items()}
     chosen = {name: "yes" for kind, wanted in several.items() for name in several_names(kind, wanted)}
     # A built-in family needs no choice: it is asked when a checkpoint is of its architecture.
     chosen |= {f"{MODEL}.{name}": "yes" for name in config.plugins.models}
@@ -97,6 +99,16 @@ def _chosen(
         if prefill == decode:
             chosen[f"{ATTENTION}.{prefill}"] = "yes"
     return chosen
+
+
+def _chosen_parsers(config: Config, template: str | None) -> dict[str, str]:
+    parsers = zip((TOOL_PARSER, REASONING_PARSER), wanted_parsers(config.plugins, template or ""), strict=True)
+    settings = {TOOL_PARSER: config.plugins.tool_parser, REASONING_PARSER: config.plugins.reasoning_parser}
+    return {
+        f"{kind}.{name}": "yes"
+        for kind, (name, _) in parsers
+        if name != "none" and (template is not None or settings[kind] != "auto")
+    }
 
 
 def _auto(known: Mapping[str, PluginInfo], context: AttentionContext) -> str:

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 import pluggy
 
 from engine import __version__
+from engine.device_defaults import gpu_bytes
 from engine.errors import CallboardError, PluginError
 from engine.patience import named_while_slow
 from engine.plugins import hookspecs
-from engine.plugins.declaration import CONSTANT, Declaration, check_api, complete, convert_declaration, read_declaration
+from engine.plugins.declaration import CONSTANT, Declaration, check_api, convert_declaration, read_declaration
 from engine.sections import AttentionNames
 
 log = logging.getLogger(__name__)
@@ -35,70 +36,32 @@ GRAMMAR = "grammar"  # the kind that only some requests need: what nobody named 
 KV_STORE = "kv_store"  # the kind that is not there unless it is named
 LINEAR = "linear"  # the kind that 'auto' chooses by measuring, once the model's shapes are known
 MODEL = "model"  # the kind that is chosen by a checkpoint's architecture: every built-in, others if they are named
-OBSERVER, GRAPH_PASS = "observer", "graph_pass"  # the kinds of which any number may be chosen
+OBSERVER, GRAPH_PASS, LOGITS_PROCESSOR = "observer", "graph_pass", "logits_processor"
+# The kinds of which any number may be chosen -> the setting that names them.
+SEVERAL: Mapping[str, str] = {
+    OBSERVER: "observers",
+    GRAPH_PASS: "graph_passes",
+    LOGITS_PROCESSOR: "logits_processors",
+}
 
 BUILTIN: Mapping[str, str] = {
-    "attention.flash_attn": "engine.plugins.attention.flash_attn",
-    "attention.flashinfer": "engine.plugins.attention.flashinfer",
-    "attention.tiles": "engine.plugins.attention.tiles",
-    "attention.torch": "engine.plugins.attention.torch",
-    "attention.triton": "engine.plugins.attention.triton",
-    "attention.xqa": "engine.plugins.attention.xqa",
-    "comm.local": "engine.plugins.comm.local",
-    "comm.pynccl": "engine.plugins.comm.pynccl",
-    "comm.symmetric": "engine.plugins.comm.symmetric",
-    "comm.torch": "engine.plugins.comm.torch",
-    "eviction.fifo": "engine.plugins.eviction.fifo",
-    "eviction.lfu": "engine.plugins.eviction.lfu",
-    "eviction.lru": "engine.plugins.eviction.lru",
-    "eviction.priority": "engine.plugins.eviction.priority",
-    "eviction.slru": "engine.plugins.eviction.slru",
-    "grammar.llguidance": "engine.plugins.grammar.llguidance",
-    "kv_store.files": "engine.plugins.kv_store.files",
-    "linear.fbgemm_fp16": "engine.plugins.linear.fbgemm_fp16",
-    "linear.fbgemm_int8": "engine.plugins.linear.fbgemm_int8",
-    "linear.onednn": "engine.plugins.linear.onednn",
-    "linear.torch": "engine.plugins.linear.torch",
-    "linear.torch_fp8": "engine.plugins.linear.torch_fp8",
-    "linear.torch_fp8_block": "engine.plugins.linear.torch_fp8_block",
-    "linear.torch_int8": "engine.plugins.linear.torch_int8",
-    "linear.torch_int4": "engine.plugins.linear.torch_int4",
-    "model.cohere": "engine.plugins.model.cohere",
-    "model.deepseek_v2": "engine.plugins.model.deepseek_v2",
-    "model.deepseek_v3": "engine.plugins.model.deepseek_v3",
-    "model.gemma2": "engine.plugins.model.gemma2",
-    "model.gemma3": "engine.plugins.model.gemma3",
-    "model.glm4": "engine.plugins.model.glm4",
-    "model.gpt2": "engine.plugins.model.gpt2",
-    "model.gpt_oss": "engine.plugins.model.gpt_oss",
-    "model.granite": "engine.plugins.model.granite",
-    "model.llama": "engine.plugins.model.llama",
-    "model.mistral": "engine.plugins.model.mistral",
-    "model.mixtral": "engine.plugins.model.mixtral",
-    "model.olmo2": "engine.plugins.model.olmo2",
-    "model.phi3": "engine.plugins.model.phi3",
-    "model.qwen2": "engine.plugins.model.qwen2",
-    "model.qwen3": "engine.plugins.model.qwen3",
-    "model.qwen3_moe": "engine.plugins.model.qwen3_moe",
-    "model.seed_oss": "engine.plugins.model.seed_oss",
-    "model.smollm3": "engine.plugins.model.smollm3",
-    "model.transformers": "engine.plugins.model.transformers",
-    "observer.log": "engine.plugins.observer.log",
-    "policy.fcfs": "engine.plugins.policy.fcfs",
-    "policy.lpm": "engine.plugins.policy.lpm",
-    "policy.priority": "engine.plugins.policy.priority",
-    "reasoning_parser.granite": "engine.plugins.reasoning_parser.granite",
-    "reasoning_parser.harmony": "engine.plugins.reasoning_parser.harmony",
-    "reasoning_parser.think": "engine.plugins.reasoning_parser.think",
-    "tool_parser.deepseek_v3": "engine.plugins.tool_parser.deepseek_v3",
-    "tool_parser.glm4": "engine.plugins.tool_parser.glm4",
-    "tool_parser.harmony": "engine.plugins.tool_parser.harmony",
-    "tool_parser.hermes": "engine.plugins.tool_parser.hermes",
-    "tool_parser.kimi_k2": "engine.plugins.tool_parser.kimi_k2",
-    "tool_parser.llama3_json": "engine.plugins.tool_parser.llama3_json",
-    "tool_parser.mistral": "engine.plugins.tool_parser.mistral",
-    "tool_parser.pythonic": "engine.plugins.tool_parser.pythonic",
-    "tool_parser.qwen3_coder": "engine.plugins.tool_parser.qwen3_coder",
+    f"{kind}.{name}": f"engine.plugins.{kind}.{name}"
+    for kind, names in {
+        "attention": "flash_attn flashinfer tiles torch triton xqa",
+        "comm": "local pynccl symmetric torch",
+        "eviction": "fifo lfu lru priority s3fifo slru",
+        "grammar": "llguidance",
+        "kv_store": "files",
+        "linear": "fbgemm_fp16 fbgemm_int8 onednn torch torch_fp8 torch_fp8_block torch_int4 torch_int8",
+        "logits_processor": "no_repeat_ngram",
+        "model": "cohere deepseek_v2 deepseek_v3 gemma2 gemma3 glm4 gpt2 gpt_oss granite llama mistral mixtral olmo2 "
+        "phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 transformers",
+        "observer": "log",
+        "policy": "fcfs lpm priority",
+        "reasoning_parser": "granite harmony think",
+        "tool_parser": "deepseek_v3 glm4 harmony hermes kimi_k2 llama3_json mistral pythonic qwen3_coder",
+    }.items()
+    for name in names.split()
 }
 AUTO: Mapping[str, tuple[str, str]] = {
     "comm": ("local", "there is one rank"),
@@ -117,6 +80,7 @@ KINDS: Mapping[str, str] = {
     "callboard_graph_pass": GRAPH_PASS,
     "callboard_kv_store": KV_STORE,
     "callboard_linear": LINEAR,
+    "callboard_logits_processor": LOGITS_PROCESSOR,
     "callboard_model": MODEL,
     "callboard_reasoning_parser": "reasoning_parser",
     "callboard_scheduling_policy": "policy",
@@ -196,6 +160,18 @@ def checked(info: PluginInfo, declaration: Declaration | None) -> Declaration:
     return check_api(declaration, plugin=info.label, module=info.module, distribution=info.distribution)
 
 
+def hindrance(info: PluginInfo) -> str:
+    """Return why a plugin cannot run on this machine, shortly, as far as that is known without a model; or ''."""
+    try:
+        declaration = checked(info, declared(info))
+    except PluginError:
+        return "broken: callboard plugins says how"
+    if missing := declaration.missing_packages():
+        return f"needs {' and '.join(missing)}"
+    needs_gpu = declaration.devices and "cpu" not in declaration.devices
+    return "needs a GPU" if needs_gpu and not gpu_bytes() else ""
+
+
 def decide(kind: str, name: str) -> str:
     """Return the full name of a choice; 'auto' becomes the default of its kind."""
     return f"{kind}.{AUTO[kind][0] if name == 'auto' and kind in AUTO else name}"
@@ -206,8 +182,7 @@ def several_names(kind: str, wanted: Sequence[str]) -> list[str]:
     twice."""
     for name in wanted:
         if wanted.count(name) > 1:
-            setting = {OBSERVER: "observers", GRAPH_PASS: "graph_passes"}[kind]
-            raise PluginError(f"plugins.{setting} names {name!r} more than once")
+            raise PluginError(f"plugins.{SEVERAL[kind]} names {name!r} more than once")
     return [f"{kind}.{name}" for name in wanted]
 
 
@@ -217,7 +192,7 @@ class Plugins:
     names: kind -> full name; attention is missing from it unless one backend was named for both phases, linear unless
     a kernel was named.
     attention: the names wanted for its two phases; a backend for 'auto' is loaded later, when the device is known.
-    observers, graph_passes: full names, in the order of the configuration.  options: per full name.
+    observers, graph_passes, logits_processors: full names, in the order of the configuration.  options: per full name.
     absent: why the default grammar plugin cannot be loaded; '' if it can.
     known: every plugin that could be chosen, by full name.  declarations: those of the loaded plugins.
     choosing: a lock; hold it while declarations are read.
@@ -229,8 +204,9 @@ class Plugins:
         observers: Sequence[str] = (),
         options: Mapping[str, dict[str, Any]] | None = None,
         graph_passes: Sequence[str] = (),
+        logits_processors: Sequence[str] = (),
     ) -> None:
-        """chosen: kind -> plugin name or 'auto'.  observers, graph_passes: names of that kind.  options: per full name.
+        """chosen: kind -> plugin name or 'auto'.  options: per full name.  The others are names of that kind.
 
         Raises PluginError; the message lists the alternatives."""
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -251,6 +227,7 @@ class Plugins:
         self.attention = AttentionNames()
         self.observers = several_names(OBSERVER, observers)
         self.graph_passes = several_names(GRAPH_PASS, graph_passes)
+        self.logits_processors = several_names(LOGITS_PROCESSOR, logits_processors)
         for kind, wanted in chosen.items():
             if isinstance(wanted, AttentionNames):
                 self._choose_attention(wanted)
@@ -268,7 +245,7 @@ class Plugins:
                     if (kind, wanted) != (GRAMMAR, "auto"):
                         raise
                     self.absent = f"{error} (pip install {AUTO[kind][0]}, or name another in plugins.{kind})"
-        for full_name in (*self.observers, *self.graph_passes):
+        for full_name in (*self.observers, *self.graph_passes, *self.logits_processors):
             self.load(full_name)
 
     def _choose_attention(self, wanted: AttentionNames) -> None:
@@ -335,9 +312,20 @@ class Plugins:
         info = self.known.get(full_name)
         if info is None:
             kind, _, name = full_name.partition(".")
-            choices = [other.short for other in self.known.values() if other.kind == kind]
-            raise PluginError(f"no {kind} plugin named {name!r}; available: {', '.join(choices)}")
+            raise PluginError(f"no {kind} plugin named {name!r}; {self._choices(kind)}")
         return info
+
+    def _choices(self, kind: str, besides: str = "") -> str:
+        """The end of an error message: the others of a kind that can run on this machine, and why the rest cannot."""
+        with self.choosing:
+            others = {
+                info.short: hindrance(info)
+                for info in self.known.values()
+                if info.kind == kind and info.name != besides
+            }
+        here = ", ".join(name for name, reason in others.items() if not reason)
+        absent = ", ".join(f"{name} ({reason})" for name, reason in others.items() if reason)
+        return f"available: {here or 'none'}" + (f"; not here: {absent}" if absent else "")
 
     def load(self, full_name: str) -> PluginInfo:
         """Import and register a plugin, unless that has been done.  Raises PluginError."""
@@ -352,10 +340,7 @@ class Plugins:
         if declaration is not None:
             checked(info, declaration)  # before any of it runs: what was written for another API may do anything
             if missing := declaration.missing_packages():
-                others = complete(
-                    {other.short: other.module for other in self.known.values() if other.kind == info.kind}
-                )
-                advice = f"available: {', '.join(others)}" if others else "install it"
+                advice = f"install it, or choose another; {self._choices(info.kind, info.name)}"
                 raise PluginError(
                     f"plugin {info.label} needs {' and '.join(missing)}, which is not installed; {advice}"
                 )

@@ -7,6 +7,7 @@ Does not know: what they do with it, when something happens.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pluggy import HookImpl
@@ -33,12 +34,17 @@ class Observers:
         options: Mapping[str, dict[str, Any]],
         *,
         page_size: int,
+        model: str = "",
         clock: Callable[[], float] = time.perf_counter,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Build the observers that have a constructor.  options: per plugin name.  clock: seconds, to find slow ones.
+        """Build the observers that have a constructor.  options: per plugin name.  model: the name it is served under.
+        clock: seconds, to find slow ones.  wall_clock: Unix seconds.
 
         Raises PluginError if one refuses its options or would never be told anything."""
         self._clock = clock
+        self._model = model
+        self._wall_clock = wall_clock
         self._silenced: set[str] = set()
         self._slow: set[str] = set()
         built = dict.fromkeys(plugins.observers, "")
@@ -80,7 +86,10 @@ class Observers:
 
     def request_finished(self, requests: Sequence[RequestMetrics]) -> None:
         """Tell observers which requests have ended."""
-        self._tell(self._on_request_finished, requests=requests)
+        if self._on_request_finished:
+            now = self._wall_clock()
+            told = [replace(one, model=self._model, ended_at_unix_s=now) for one in requests]
+            self._tell(self._on_request_finished, requests=told)
 
     def kv_event(self, events: Sequence[KVEvent]) -> None:
         """Tell observers what happened to cached pages."""

@@ -12,6 +12,7 @@ from engine.checkpoints.pooling import GENERATING, Pooling
 from engine.config import Config
 from engine.plugins.hookspecs import ParserContext
 from engine.plugins.manager import Plugins
+from engine.sections import PluginsSection
 from engine.text.codec import Formats, TextCodec, load_codec
 from engine.text.reasoning import ReasoningFormat
 from engine.text.tool_calls import ToolFormat
@@ -55,8 +56,7 @@ def plugin_formats(config: Config) -> Callable[[str], Formats]:
     section = config.plugins
 
     def formats(template: str) -> Formats:
-        tool_name, tool_sign = _wanted(section.tool_parser, template, TOOL_SIGNS, "hermes")
-        reasoning_name, reasoning_sign = _wanted(section.reasoning_parser, template, REASONING_SIGNS, "none")
+        (tool_name, tool_sign), (reasoning_name, reasoning_sign) = wanted_parsers(section, template)
         chosen: dict[str, str] = {TOOL_PARSER: tool_name}
         if reasoning_name != "none":
             chosen[REASONING_PARSER] = reasoning_name
@@ -76,6 +76,14 @@ def plugin_formats(config: Config) -> Callable[[str], Formats]:
         return Formats(tool_name, tools, reasoning_name, reasoning)
 
     return formats
+
+
+def wanted_parsers(section: PluginsSection, template: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    """(name, why it was chosen) of the tool parser and the reasoning parser; 'none' for no such parser."""
+    return (
+        _wanted(section.tool_parser, template, TOOL_SIGNS, "hermes"),
+        _wanted(section.reasoning_parser, template, REASONING_SIGNS, "none"),
+    )
 
 
 def _wanted(setting: str, template: str, signs: tuple[tuple[str, str], ...], default: str) -> tuple[str, str]:

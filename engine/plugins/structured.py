@@ -1,6 +1,6 @@
-"""From a configuration to the grammars of structured output.
+"""From a configuration to what requests may ask of plugins: grammars of structured output, logits processors.
 
-Owns: asking the grammar plugin.  Does not know: any library.  The plugin is asked when the first request needs it,
+Owns: asking these plugins.  Does not know: any library.  The grammar plugin is asked when the first request needs it,
 since its tables for a large vocabulary take a second and tens of megabytes that most servers never use.
 """
 
@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.errors import RequestError
-from engine.plugins.hookspecs import GrammarContext
+from engine.plugins.hookspecs import GrammarContext, LogitsProcessorContext
 from engine.plugins.manager import Plugins
 from engine.text.codec import TextCodec
 from engine.text.grammar import GrammarEngine, Grammars
+from engine.text.processors import LogitsProcessor, Processors
 
 
 def plugin_grammars(
@@ -39,3 +40,13 @@ def plugin_grammars(
         return plugins.build(name, "callboard_grammar_engine", context, GrammarEngine)
 
     return Grammars(new_engine, name=name)
+
+
+def plugin_processors(plugins: Plugins, vocab_size: int) -> Processors:
+    """Build those that the configuration names, in its order.  Raises PluginError."""
+    by_name = {}
+    for name in plugins.logits_processors:
+        context = LogitsProcessorContext(vocab_size, plugins.options.get(name, {}))
+        hook = "callboard_logits_processor"
+        by_name[plugins.known[name].short] = plugins.build(name, hook, context, LogitsProcessor)
+    return Processors(by_name)

@@ -135,6 +135,7 @@ class CapturedSampler:
         state = self._state
         if (
             state.biased[rows_N].any()
+            or state.processed[rows_N].any()
             or (state.logprobs[rows_N] != NO_LOGPROBS).any()
             or (positions_N < state.stop_from[rows_N]).any()
         ):

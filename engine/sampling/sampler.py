@@ -4,7 +4,8 @@ Legend: N sampled rows of the batch · n rows of a part · V vocabulary · W pad
 Owns: the order of operations.  Does not know: requests, the model, when a sequence ends.
 
 For each row, in this order:
-  1. log probabilities are taken from the logits as they came, and tokens that its grammar forbids are ruled out;
+  1. log probabilities are taken from the logits as they came; the logits processors that it asks for change a copy, and
+     tokens that its grammar forbids are ruled out;
   2. logit_bias is added (OpenAI);
   3. repetition, then presence and frequency penalty (``penalties.py``);
   4. EOS and stop tokens are held off until min_tokens exist;
@@ -39,6 +40,7 @@ from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, pinned_copy
 from engine.sampling.state import Adjustments, Draws, Newcomer, Part, SampleBatch, SamplingState, build_batch
 
 if TYPE_CHECKING:
+    from engine.sampling.processing import Processing
     from engine.sampling.triton.sampler import KernelSampler
 
 Int64 = npt.NDArray[np.int64]
@@ -68,6 +70,7 @@ class Sampler:
         self.kernels = None if choose_kernels(device) is None else _kernel_sampler(self._state)
         self._batch_key: tuple[int, bytes, bytes] | None = None
         self._batch: SampleBatch | None = None
+        self.processing: Processing | None = None  # set where plugins.logits_processors names some
 
     def admit(
         self,
@@ -86,6 +89,8 @@ class Sampler:
     def admit_all(self, newcomers: Sequence[Newcomer], eos_token_ids: Sequence[int]) -> None:
         """The same for some sequences, of different rows; what the device must know of them is one copy."""
         self._state.admit_all(newcomers, eos_token_ids)
+        if self.processing is not None:
+            self.processing.admit(newcomers)
 
     def captured(self, columns: Columns[Tensor]) -> CapturedSampler:
         """The same rows, sampled in batches of one shape; see ``captured.py``."""
@@ -97,12 +102,13 @@ class Sampler:
         masks: of rows that follow a grammar."""
         batch = self._batch_for(rows_N, positions_N)
         positions = _upload(positions_N, logits_NV.device) if batch.draws_any else None
+        chosen_NV = logits_NV if self.processing is None else self.processing.apply(logits_NV, rows_N, positions_N)
         if masks is None:
-            token_ids_N = self._pick_all(batch, logits_NV, positions)
+            token_ids_N = self._pick_all(batch, chosen_NV, positions)
         else:
-            raw_RV = masks.apply(logits_NV)
-            token_ids_N = self._pick_all(batch, logits_NV, positions)
-            masks.restore(logits_NV, raw_RV)
+            raw_RV = masks.apply(chosen_NV)
+            token_ids_N = self._pick_all(batch, chosen_NV, positions)
+            masks.restore(chosen_NV, raw_RV)
         logprobs = None
         if len(batch.logprobs_at):
             logprobs = batch_logprobs(logits_NV, token_ids_N, batch.logprobs_at, batch.num_logprobs, batch.named)

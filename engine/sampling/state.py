@@ -73,6 +73,7 @@ class SamplingState:
         self.logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
         # Tokens whose log probabilities are wanted in place of the most likely ones'.
         self.named: list[Int64] = [_NO_BIAS[0]] * max_rows
+        self.processed = np.zeros(max_rows, dtype=np.bool_)  # by a logits processor
         self.biased = np.zeros(max_rows, dtype=np.bool_)
         self.bias: list[tuple[Int64, npt.NDArray[np.float32]]] = [_NO_BIAS] * max_rows
         # A token at a position below ``stop_from`` must not be one of ``stop_ids``.
@@ -97,6 +98,7 @@ class SamplingState:
             row, params = one.row, one.params
             self._admit_draw(row, params)
             self.seed[row] = params.seed or 0
+            self.processed[row] = bool(params.logits_processors)
             self.logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
             self.named[row] = np.array(list(dict.fromkeys(params.logprob_token_ids)), dtype=np.int64)
             self._admit_bias(row, params)

@@ -52,7 +52,10 @@ class RequestMetrics:
     arrived_at: when the scheduler got it.  queue_s: until the first step that computed some of it was planned.
     ttft_s: from arrival to its first token; tpot_s: mean time between its tokens after the first; None where there
     was no such token.  cached_tokens: prompt tokens that needed no computing when it first ran.
-    num_retractions: how often it lost its row and had to come back."""
+    num_retractions: how often it lost its row and had to come back.
+    priority: as it came.  client: the name of its key, or its address; '' for a program's own.  client_request_id: its
+    X-Request-Id, or what was drawn for it and sent back; one may have several choices, each with a request_id.
+    model: the name under which it is served.  ended_at_unix_s: by the wall clock."""
 
     request_id: int
     finish: Finish
@@ -65,6 +68,11 @@ class RequestMetrics:
     ttft_s: float | None
     tpot_s: float | None
     e2e_s: float
+    priority: int = 0
+    client: str = ""
+    client_request_id: str = ""
+    model: str = ""
+    ended_at_unix_s: float = 0.0
 
 
 class StepRecord(NamedTuple):

@@ -12,7 +12,8 @@ class Waiting(Protocol):
     """What a policy may look at: a request that has no row, new or retracted.
 
     arrival: its place in the order of arrival.  priority: lower is more urgent.  num_tokens: of its prompt, and of its
-    output so far if it was retracted.  num_cached_now: how many of them are in the prefix cache now; kept up to
+    output so far if it was retracted.  max_tokens: the most its output may get, by its own limit or what there is room
+    for.  num_cached_now: how many of them are in the prefix cache now; kept up to
     date only for policies that set ``looks_at_cache``.  num_overtaken: later arrivals that have started before it,
     counted for those policies too."""
 
@@ -22,6 +23,8 @@ class Waiting(Protocol):
     def priority(self) -> int: ...
     @property
     def num_tokens(self) -> int: ...
+    @property
+    def max_tokens(self) -> int: ...
     @property
     def num_cached_now(self) -> int: ...
     @property

@@ -127,6 +127,7 @@ class Requests:
             stop_ids=tuple(dict.fromkeys(stop_ids + params.stop_token_ids)),
             arrived_at=self._clock(),
             cache_salt=message.cache_salt,
+            origin=message.origin,
         )
         self._num_arrived += 1
         return sequence
@@ -157,6 +158,9 @@ class Requests:
             ttft_s=first - arrived if first is not None else None,
             tpot_s=(now - first) / (num_output - 1) if first is not None and num_output > 1 else None,
             e2e_s=now - arrived,
+            priority=sequence.priority,
+            client=sequence.origin.client,
+            client_request_id=sequence.origin.request,
         )
         self.meter.ended(metrics)
         self.finished.append(metrics)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from engine.errors import RequestError
 from engine.kv.pages import Pages
 from engine.params import SamplingParams
+from engine.prompt import NOBODY, Origin
 
 TokenIds = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int32]
@@ -58,6 +59,12 @@ class Sequence:
     first_token_at: float | None = None
     num_cached_now: int = 0
     num_overtaken: int = 0
+    origin: Origin = NOBODY
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that its output may get, by its own limit or what there is room for."""
+        return self.max_total - self.num_prompt
 
     @property
     def num_tokens(self) -> int:

@@ -37,8 +37,9 @@ from engine.params import SamplingParams
 from engine.plugins.hookspecs import CommContext, KVStoreContext
 from engine.plugins.manager import KV_STORE, Plugins
 from engine.plugins.parsers import plugin_codec
-from engine.plugins.structured import plugin_grammars
+from engine.plugins.structured import plugin_grammars, plugin_processors
 from engine.sampling.constraints import Constraints
+from engine.sampling.processing import Processing
 from engine.sampling.sampler import Sampler
 from engine.startup.invariance import prove_invariance
 from engine.startup.linears import choose_linears
@@ -139,6 +140,8 @@ def load_runner(
     page_stride = KVPool.page_stride_of(layout, attention_spec.num_layers, page_size, latent_size)
     rows = DeviceRows(max_rows, max_len, page_size, device, page_stride)
     sampler = Sampler(max_rows, spec.shape.num_outputs, max_len, device)
+    if plugins.logits_processors:
+        sampler.processing = Processing(plugin_processors(plugins, spec.vocab_size), rows.tokens_RM)
 
     landings = Landings(copies_on(device))
 

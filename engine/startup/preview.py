@@ -21,6 +21,7 @@ from engine.plugins.manager import Plugins
 from engine.plugins.selection import expected_context
 from engine.startup.linears import choose_linear, rank_context
 from engine.startup.memory import check_weights
+from engine.text.codec import Formats, load_codec
 
 
 def preview_context(config: Config) -> AttentionContext:
@@ -33,6 +34,23 @@ def preview_context(config: Config) -> AttentionContext:
         return expected_context(config, None, device=device.type)
     dtype = str(choose_dtype(config.model.dtype, device, spec.dtype)).removeprefix("torch.")
     return expected_context(config, spec.shape, device=device.type, dtype=dtype)
+
+
+def preview_template(config: Config) -> str | None:
+    """The model's chat template, '' if it has none; None for a model that is not on this machine or cannot be read."""
+    found: list[str] = []
+
+    def note(template: str) -> Formats:
+        found.append(template)
+        return Formats()
+
+    if (directory := _directory_at_hand(config)) is None:
+        return None
+    try:
+        load_codec(config.model, directory, note)
+    except WeightsError:
+        return None
+    return found[0] if found else ""
 
 
 def preview_weights(config: Config, spec: ModelSpec) -> tuple[int, int]:
@@ -66,10 +84,18 @@ def preview_attention(config: Config) -> tuple[AttentionSpec, torch.device, torc
 
 
 def _spec_at_hand(config: Config) -> ModelSpec | None:
+    directory = _directory_at_hand(config)
+    try:
+        return None if directory is None else read_model(directory, config.plugins)
+    except (WeightsError, PluginError):
+        return None
+
+
+def _directory_at_hand(config: Config) -> Path | None:
     path = config.model.path
     if path != DEMO and not Path(path).expanduser().exists():
         return None
     try:
-        return read_model(resolve_checkpoint(path, ""), config.plugins)
-    except (WeightsError, PluginError):
+        return resolve_checkpoint(path, "")
+    except WeightsError:
         return None

@@ -63,7 +63,8 @@ def load_rank(assignment: ExecutorAssignment) -> Runner:
     spec = read_model(Path(config.model.path), config.plugins, config.model)
     if assignment.fingerprint:
         check_fingerprint(assignment.fingerprint, spec, config.model.load_format, assignment.rank)
-    plugins = Plugins(config.chosen_plugins(), (), config.plugins.options, config.plugins.graph_passes)
+    wanted = config.plugins
+    plugins = Plugins(config.chosen_plugins(), (), wanted.options, wanted.graph_passes, wanted.logits_processors)
     runner = load_runner(
         config,
         spec,

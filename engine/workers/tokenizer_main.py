@@ -15,9 +15,10 @@ from engine.messages import Abort, Admit, Deltas, Failed
 from engine.plugins.families import read_model
 from engine.plugins.manager import Plugins
 from engine.plugins.parsers import plugin_codec
-from engine.plugins.structured import plugin_grammars
+from engine.plugins.structured import plugin_grammars, plugin_processors
 from engine.text.codec import TextCodec
 from engine.text.grammar import Grammars
+from engine.text.processors import Processors
 from engine.workers.child import Ticket, enter
 from engine.workers.main import Outgoing, WorkerProcess
 from engine.workers.messages import TokenizerAssignment, TokenizerProcessInbox, WorkerReady
@@ -39,8 +40,9 @@ class TokenizerProcess(WorkerProcess[TokenizerAssignment]):
 
     async def build(self, assignment: TokenizerAssignment, outgoing: Outgoing) -> Tokenizer:
         """Reads the files beside the loop, so that the process goes on saying that it is alive."""
-        spec, codec, grammars = await asyncio.to_thread(load_text, assignment.config)
+        spec, codec, grammars, processors = await asyncio.to_thread(load_text, assignment.config)
         tokenizer = Tokenizer(capacity=assignment.capacity, codec=codec, vocab_size=spec.vocab_size, grammars=grammars)
+        tokenizer.processors = processors
         link = TextLink(outgoing)
         tokenizer.connect(scheduler=link, ingress=link)
         outgoing.put(WorkerReady())
@@ -73,13 +75,14 @@ class TextLink:
             self._outgoing.fail(error)
 
 
-def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars]:
+def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars, Processors]:
     """What a tokenizer works with.  config: with the model's path resolved.  Raises CallboardError."""
     directory = Path(config.model.path)
     spec = read_model(directory, config.plugins, config.model)
     codec = plugin_codec(config, directory, spec.pooling)
-    # Of the plugins only the one that is needed here: others may need a device.
-    plugins = Plugins({"grammar": config.chosen_plugins()["grammar"]}, (), config.plugins.options)
+    # Of the plugins only those that are needed here: others may need a device.
+    grammar, options = config.chosen_plugins()["grammar"], config.plugins.options
+    plugins = Plugins({"grammar": grammar}, options=options, logits_processors=config.plugins.logits_processors)
     grammars = plugin_grammars(
         plugins,
         lambda: codec,
@@ -87,7 +90,7 @@ def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars]:
         eos_token_ids=spec.eos_token_ids,
         options=config.plugins.options,
     )
-    return spec, codec, grammars
+    return spec, codec, grammars, plugin_processors(plugins, spec.vocab_size)
 
 
 if __name__ == "__main__":

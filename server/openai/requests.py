@@ -122,6 +122,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    logits_processors: dict[str, dict[str, Any]] | None = None
     ignore_eos: bool | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Int] | None = None

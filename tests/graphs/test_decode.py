@@ -1,5 +1,6 @@
 """Decode steps through the seam: what each of them costs the host, what pads them, and that nothing is ever stale."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,9 +14,12 @@ from engine.graphs.device import HostDevice
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import DecodeInputs
 from engine.plugins.comm.local import LocalComm
+from engine.plugins.logits_processor.no_repeat_ngram import NoRepeatNgram
 from engine.plugins.testing.threads import on_ranks
 from engine.sampling.captured import Variant, columns_bytes, tensor_columns
+from engine.sampling.processing import Processing
 from engine.sampling.sampler import Sampler
+from engine.text.processors import Processors
 from tests.graphs.driver import KeepingRecorder, tensors_of
 from tests.graphs.engines import install
 from tests.graphs.recording import RecordingDevice, RecordingError
@@ -152,6 +156,20 @@ def test_every_batch_size_gives_what_a_plain_runner_gives(both, params):
     for num in (1, 2, 3, 4, 5, 6, 7, 8, 5, 2):
         for _ in range(2):
             both.decode(*range(num))
+
+
+def test_rows_that_asked_for_a_logits_processor_are_replayed_up_to_their_logits(both, loaded, monkeypatch):
+    for parts in (runner.parts for runner in loaded[:2]):
+        processing = Processing(Processors({"no_repeat_ngram": NoRepeatNgram()}), parts.rows.tokens_RM)
+        monkeypatch.setattr(parts.sampler, "processing", processing)
+    asked = GREEDY.replace(logits_processors={"no_repeat_ngram": {"size": 1}})
+    both.prefill(0, 5, asked)
+    both.prefill(1, 5)
+    seen = [both.decode(0, 1) for _ in range(12)]
+    assert len({first for first, _ in seen}) == 12, "each step sees what the step before has sampled"
+    both.prefill(0, 5)
+    both.decode(0, 1)
+    assert both.parts.decode_graphs.variant_of(np.array([0, 1]), np.array([6, 19])) is Variant.GREEDY
 
 
 def test_steps_with_prompts_come_between(both):

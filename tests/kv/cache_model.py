@@ -18,13 +18,13 @@ from engine.kv.radix import RadixTree
 from engine.plugins.hookspecs import EvictionContext
 from engine.plugins.manager import Plugins
 
-STRATEGIES = ("fifo", "lfu", "lru", "priority", "slru")
+STRATEGIES = ("fifo", "lfu", "lru", "priority", "s3fifo", "slru")
 Prefix = tuple[Namespace, tuple[object, ...]]
 
 
-def strategy(name: str = "lru", **options: object) -> EvictionStrategy:
+def strategy(name: str = "lru", num_pages: int = 40, **options: object) -> EvictionStrategy:
     """A built-in, through the door that plugins come through."""
-    context = EvictionContext(page_size=1, num_pages=1, options=options)
+    context = EvictionContext(page_size=1, num_pages=num_pages, options=options)
     return Plugins({"eviction": name}).hook.callboard_eviction_strategy(context=context)
 
 
@@ -183,13 +183,17 @@ class CacheModel:
         """Evict and check that the tree took the right number of the right pages."""
         loose = self.loose()
         ends = {prefix for _, prefix in self.nodes()}
-        ranks = sorted(self.strategy.rank(self.uses[prefix]) for prefix in loose)
+        # Prefixes are never used less than what continues them, but they are older; and the host keeps priorities.
+        # s3fifo ranks by what has been evicted up to then.
+        by_use = self.strategy_name not in ("fifo", "s3fifo") and not self.num_host_pages
+        ranks = []
+        if by_use or self.strategy_name == "lru":
+            ranks = sorted(self.strategy.rank(self.uses[prefix]) for prefix in loose)
         pages = self.tree.evict(count).tolist()
         assert len(pages) == min(count, len(loose)), f"asked for {count} of {len(loose)}, got {len(pages)}"
         gone = [self.memory[page] for page in pages]
         assert set(gone) <= loose, "a page that a request needs was evicted"
-        # Prefixes are never used less than what continues them, but they are older; and the host keeps priorities.
-        if self.strategy_name == "lru" or (self.strategy_name != "fifo" and not self.num_host_pages):
+        if ranks:
             assert sorted(self.strategy.rank(self.uses[prefix]) for prefix in gone) == ranks[: len(gone)]
         for prefix in gone:
             del self.cached[prefix], self.uses[prefix]

@@ -5,8 +5,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from engine.kv.events import KVEvent, namespace_seed
-from engine.kv.node import SHARED, Namespace
+from engine.kv.events import KVEvent
+from engine.kv.node import SHARED, Namespace, namespace_seed
 from engine.kv.radix import RadixTree
 from tests.kv.cache_model import CacheModel, strategy
 from tests.kv.inserting import insert

@@ -85,6 +85,64 @@ def test_slru_evicts_what_was_not_hit_again_first() -> None:
     assert shelf.order() == "cdba"
 
 
+def test_s3fifo_keeps_what_was_hit_or_came_back_through_a_scan() -> None:
+    tree = RadixTree(1, strategy("s3fifo", num_pages=40))
+    first = 0
+
+    def put(name: str) -> None:
+        nonlocal first
+        tree.now += 1
+        tree.evict(max(0, tree.num_cached + 4 - 40))
+        insert(tree, tree.key(ids(name)), np.arange(first, first + 4, dtype=np.int32))
+        first += 4
+
+    def has(name: str) -> bool:
+        return tree.match(tree.key(ids(name))).num_pages == 4
+
+    for name in "ab":
+        put(name)
+    tree.unlock(tree.lock(tree.match(tree.key(ids("a")))))
+    for name in "cdefghijklmnopq":  # more than the pool has room for
+        put(name)
+    assert has("a"), "it was hit"
+    assert not has("b")
+    put("b")  # a ghost
+    for name in "rstuvwxy":
+        put(name)
+    assert has("b"), "it came back"
+    for name in (chr(code) for code in range(0x100, 0x118)):
+        put(name)
+    assert not has("a"), "what nobody asks for any more goes in the end"
+    assert not has("b")
+    tree.check()
+
+
+def test_a_strategy_that_listens_hears_of_every_page_that_leaves() -> None:
+    class Listening:
+        def __init__(self) -> None:
+            self.gone: list[bytes] = []
+
+        def rank(self, candidate: Candidate) -> SortKey:
+            assert len(candidate.page_hashes) == candidate.num_pages
+            return (candidate.last_used,)
+
+        def evicted(self, candidate: Candidate) -> None:
+            self.gone += candidate.page_hashes
+
+    listening = Listening()
+    tree = RadixTree(2, listening, record_events=True)
+    for number, name in enumerate("abc"):
+        tree.now += 1
+        insert(tree, tree.key(ids(name, 20)), np.arange(10 * number, 10 * number + 10, dtype=np.int32))
+    for count in (3, 4, 7, 16):
+        tree.evict(count)
+    events = tree.drain_events()
+    removed = [name for event in events if event.kind == "removed" for name in event.hashes]
+    stored = [name for event in events if event.kind == "stored" for name in event.hashes]
+    assert listening.gone == removed
+    assert sorted(removed) == sorted(stored)
+
+
 def test_a_parent_goes_after_its_last_child_with_their_uses() -> None:
     tree = RadixTree(1, strategy("lfu"))
     stem, lone = ids("s"), ids("z")
@@ -188,5 +246,5 @@ def test_an_impossible_option_is_refused() -> None:
 
 
 def test_an_unknown_strategy_lists_the_choices() -> None:
-    with pytest.raises(PluginError, match="available: fifo, lfu, lru, priority, slru"):
+    with pytest.raises(PluginError, match="available: fifo, lfu, lru, priority, s3fifo, slru"):
         Plugins({"eviction": "random"})

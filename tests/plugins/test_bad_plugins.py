@@ -11,7 +11,7 @@ import pytest
 
 from engine.config import Config, build_config
 from engine.errors import PluginError, RequestError
-from engine.kv.eviction import EvictionStrategy
+from engine.kv.eviction import EvictionListener, EvictionStrategy
 from engine.messages import Finish
 from engine.params import Grammar, SamplingParams
 from engine.plugins.guards import GuardedRank, GuardedStrategy
@@ -252,3 +252,23 @@ def test_a_guarded_rank_puts_what_it_cannot_rank_behind_everything(error: BaseEx
     assert isinstance(guarded, EvictionStrategy)
     assert [guarded.rank(number) for number in (5, 9, 3, 1)] == [(5,), (9,), (9,), (9,)]
     assert GuardedRank("policy.odd", lambda _: "abc")(1) == (0,)
+    assert not isinstance(guarded, EvictionListener), "nobody pays for what it does not listen to"
+
+
+def test_a_guarded_listener_that_raises_is_told_nothing_any_more() -> None:
+    heard = []
+
+    class Strategy:
+        def rank(self, number: int) -> tuple[int, ...]:
+            return (number,)
+
+        def evicted(self, number: int) -> None:
+            heard.append(number)
+            if number == 2:
+                raise SystemExit(9)
+
+    guarded = GuardedStrategy("eviction.odd", Strategy())
+    assert isinstance(guarded, EvictionListener)
+    for number in (1, 2, 3):
+        guarded.evicted(number)
+    assert heard == [1, 2]

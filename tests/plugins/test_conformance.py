@@ -14,12 +14,17 @@ from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.declaration import Declaration, read_declaration
 from engine.plugins.kv_store.files import FileStore
+from engine.plugins.logits_processor.no_repeat_ngram import NoRepeatNgram
 from engine.plugins.manager import BUILTIN
+from engine.plugins.observer.log import RequestAndPageLog, RequestLog
 from engine.plugins.testing.attention import check_case, through_hook
 from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
 from engine.plugins.testing.comm import check_comm
 from engine.plugins.testing.eviction import check_eviction_strategy
+from engine.plugins.testing.grammar import check_grammar_engine
 from engine.plugins.testing.kv_store import check_kv_store
+from engine.plugins.testing.logits_processor import check_logits_processor
+from engine.plugins.testing.observer import check_observer
 from engine.plugins.testing.policy import check_scheduling_policy
 from engine.plugins.testing.threads import ThreadComm
 from tests.kv.cache_model import strategy
@@ -81,6 +86,23 @@ def test_eviction(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in BUILTIN if name.startswith("policy.")])
 def test_policy(name: str) -> None:
     check_scheduling_policy(lambda: policy(name.removeprefix("policy.")))
+
+
+def test_the_log() -> None:
+    check_observer(RequestLog)
+    check_observer(RequestAndPageLog)
+
+
+def test_llguidance() -> None:
+    pytest.importorskip("llguidance")
+    from engine.plugins.grammar.llguidance import callboard_grammar_engine
+
+    check_grammar_engine(lambda context: callboard_grammar_engine(context=context))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_repeat_ngram(device: str) -> None:
+    check_logits_processor(NoRepeatNgram, [{"size": size} for size in (1, 2, 3, 40)], device=device)
 
 
 def test_files(tmp_path: Path) -> None:

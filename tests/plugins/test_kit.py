@@ -18,11 +18,12 @@ from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.declaration import Declaration, Multiples
 from engine.plugins.testing import attention as kit
 from engine.plugins.testing import comm as comm_kit
+from engine.plugins.testing import promises
 from engine.plugins.testing.attention import check_attention_backend
 from engine.plugins.testing.attention_cases import attention_cases, trial_cases
 from engine.plugins.testing.comm import check_comm
 from engine.plugins.testing.eviction import check_eviction_strategy
-from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.testing.findings import ConformanceError, Findings
 from engine.plugins.testing.kv_store import check_kv_store
 from engine.plugins.testing.policy import check_scheduling_policy
 from engine.plugins.testing.reference import attend
@@ -333,6 +334,29 @@ class Fails:
         raise KeyError("planted")
 
 
+class Dozes:
+    def rank(self, candidate: Candidate) -> tuple[int, ...]:
+        if candidate.hits % 5 == 4:
+            time.sleep(0.06)
+        return (candidate.hits,)
+
+
+class Hoards:
+    def __init__(self) -> None:
+        self.ghosts: set[bytes] = set()
+
+    def rank(self, candidate: Candidate) -> tuple[int, ...]:
+        return (candidate.last_used,)
+
+    def evicted(self, candidate: Candidate) -> None:
+        self.ghosts.update(candidate.page_hashes)
+
+
+class Deaf(Hoards):
+    def evicted(self, candidate: Candidate) -> None:
+        raise RuntimeError("planted")
+
+
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
@@ -342,11 +366,32 @@ class Fails:
         (Forgetful, "when asked again"),
         (Meddler, "raised FrozenInstanceError"),
         (Fails, "raised KeyError"),
+        (Dozes, "ranks: rank took 0"),
+        (Hoards, "memory: it leaks: a candidate that comes and goes keeps"),
+        (Deaf, "random tree, page 1: raised RuntimeError: planted"),
     ],
 )
-def test_a_broken_strategy_is_named(strategy: type, said: str) -> None:
+def test_a_broken_strategy_is_named(strategy: type, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promises, "SLOW_S", 0.05)
     with pytest.raises(ConformanceError, match=said):
         check_eviction_strategy(strategy)
+
+
+def test_a_strategy_that_hangs_is_given_up_and_its_line_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Findings.timed, "__defaults__", (0.2,))
+    over = threading.Event()
+
+    class Hangs:
+        def rank(self, candidate: Candidate) -> tuple[int, ...]:
+            over.wait()
+            return (0,)
+
+    with pytest.raises(
+        ConformanceError, match=r"1 of 1 cases failed.*\n.*ranks: not done after 0.2 s, at .*test_kit.py"
+    ) as found:
+        check_eviction_strategy(Hangs)
+    over.set()
+    assert "in rank: over.wait()" in str(found.value)
 
 
 def test_a_strategy_with_dice_evicts_differently_in_a_second_run() -> None:

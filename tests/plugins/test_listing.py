@@ -71,6 +71,19 @@ def test_the_chosen_are_marked() -> None:
     assert chosen(attention={"prefill": "torch", "decode": "nonsense"}) == {**usual, "attention.torch": "prefill"}
 
 
+def test_the_parsers_that_the_chat_template_means_are_marked() -> None:
+    def chosen(template: str | None, **plugins: object) -> set[str]:
+        config = build_config(Config(), {"plugins": plugins})
+        listed = list_plugins(config, CPU, template)
+        return {row.info.name for row in listed if row.chosen and row.info.kind.endswith("_parser")}
+
+    assert chosen(None) == set()
+    assert chosen("") == {"tool_parser.hermes"}
+    assert chosen("[TOOL_CALLS] <think>") == {"tool_parser.mistral", "reasoning_parser.think"}
+    assert chosen("<think>", reasoning_parser="none", tool_parser="glm4") == {"tool_parser.glm4"}
+    assert chosen(None, reasoning_parser="granite") == {"reasoning_parser.granite"}
+
+
 def test_the_command_prints_them_all(
     acme: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +95,7 @@ def test_the_command_prints_them_all(
     assert "acme 1.0" in lines["attention.fast"]
     assert "cannot run here: package nowhere is not installed; device cpu, it takes cuda" in lines["attention.fast"]
     assert lines["attention.torch"].startswith("* ")
+    assert lines["tool_parser.hermes"].startswith("* "), "by the demo model's chat template"
     assert "here: cpu, float32, pages of 64, heads of 64" in out
 
 

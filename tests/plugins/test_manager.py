@@ -15,7 +15,7 @@ from engine.plugins.manager import (
     KV_STORE,
     LINEAR,
     MODEL,
-    OBSERVER,
+    SEVERAL,
     Plugins,
     available_plugins,
     decide,
@@ -32,10 +32,10 @@ EVICTION = HOOKIMPL + "@hookimpl\ndef callboard_eviction_strategy(context): retu
 def test_every_kind_has_a_key_a_default_and_built_ins() -> None:
     kinds = {name.partition(".")[0] for name in BUILTIN}
     parsers = {TOOL_PARSER, REASONING_PARSER}  # every process that reads outputs chooses them, by the chat template
-    assert {*AUTO, ATTENTION, LINEAR} == kinds - {KV_STORE, MODEL, OBSERVER}
-    assert set(Config().plugins.by_kind()) == kinds - {KV_STORE, MODEL, OBSERVER} - parsers
+    assert {*AUTO, ATTENTION, LINEAR} == kinds - {KV_STORE, MODEL, *SEVERAL}
+    assert set(Config().plugins.by_kind()) == kinds - {KV_STORE, MODEL, *SEVERAL} - parsers
     with_store = build_config(Config(), {"plugins": {"kv_store": "files"}}).plugins.by_kind()
-    assert set(with_store) == kinds - {MODEL, OBSERVER} - parsers
+    assert set(with_store) == kinds - {MODEL, *SEVERAL} - parsers
     assert {decide(kind, "auto") for kind in AUTO} <= set(BUILTIN)
     assert {f"attention.{name}" for name in PREFERRED["cpu"]} <= set(BUILTIN)
 
@@ -146,3 +146,22 @@ def test_two_attention_backends_may_be_chosen_and_each_is_asked_alone(install: I
 def test_the_manager_imports_no_plugin() -> None:
     code = "import sys, engine.plugins.manager; sys.exit(any('plugins.policy' in name for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_error_lists_what_can_run_here_and_says_why_the_rest_cannot(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = {
+        "good.py": 'CALLBOARD_PLUGIN = {"api": 1}\n',
+        "bare.py": 'CALLBOARD_PLUGIN = {"api": 1, "packages": ["nowhere"]}\n',
+        "gpu.py": 'CALLBOARD_PLUGIN = {"api": 1, "devices": ["cuda"]}\n',
+        "mute.py": "",
+    }
+    install("acme", {f"comm.{name}": name for name in ("good", "bare", "gpu", "mute")}, sources)
+    monkeypatch.setattr("engine.plugins.manager.gpu_bytes", lambda: 0)
+    absent = r"bare \(needs nowhere\), gpu \(needs a GPU\), mute \(broken: callboard plugins says how\)"
+    with pytest.raises(PluginError, match=rf"no comm plugin named 'x'; available: good, .*; not here: {absent}"):
+        Plugins({"comm": "x"})
+    monkeypatch.setattr("engine.plugins.manager.gpu_bytes", lambda: 1 << 30)
+    with pytest.raises(PluginError, match=r"needs nowhere.*; available: good, gpu, .*; not here: mute"):
+        Plugins({"comm": "bare"})

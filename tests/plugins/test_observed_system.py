@@ -14,10 +14,10 @@ import pytest
 
 from engine.config import Config, build_config
 from engine.errors import EngineDied, PluginError
-from engine.kv.events import namespace_seed
-from engine.kv.node import SHARED
-from engine.messages import Finish
+from engine.kv.node import SHARED, namespace_seed
+from engine.messages import Finish, RequestOptions
 from engine.params import SamplingParams
+from engine.prompt import Origin
 from engine.system import System
 from tests.models.checkpoints import build, random_tokens, save
 from tests.plugins.conftest import Install
@@ -145,6 +145,24 @@ def test_observers_learn_what_requests_cost_and_which_pages_are_where(checkpoint
             cached = cached - {*event.hashes} if event.kind == "removed" else cached | {*event.hashes}
         assert set(page_names(other, 6)[1:]) <= cached
         assert len(cached) == 7
+
+    asyncio.run(scenario())
+
+
+def test_observers_learn_who_asked_of_which_model_and_when(checkpoint: Path, spies: None) -> None:
+    async def scenario() -> None:
+        began = time.time()
+        options = RequestOptions(priority=3, origin=Origin("acme", "invoice-7"))
+        async with running(checkpoint, ["spy"]) as system:
+            await system.ingress.open(random_tokens(20, 0), GREEDY, options).collect()
+            await system.ingress.open(random_tokens(20, 1), GREEDY).collect()
+            name = system.model_name
+        import spy
+
+        first, second = spy.requests
+        assert (first.priority, first.client, first.client_request_id, first.model) == (3, "acme", "invoice-7", name)
+        assert (second.priority, second.client, second.client_request_id, second.model) == (0, "", "", name)
+        assert began <= first.ended_at_unix_s <= second.ended_at_unix_s <= time.time()
 
     asyncio.run(scenario())
 

@@ -191,9 +191,9 @@ def test_the_log_has_a_line_per_request(caplog: pytest.LogCaptureFixture) -> Non
     observers.request_finished([finished(3), unstarted(4)])
     assert [record.getMessage() for record in caplog.records] == [
         "request=3 finish=length prompt_tokens=20 output_tokens=8 cached_tokens=16 queue_ms=2.0 ttft_ms=12.3 "
-        "tpot_ms=4.0 e2e_ms=50.0 retractions=1",
+        "tpot_ms=4.0 e2e_ms=50.0 retractions=1 priority=0 client=- id=-",
         "request=4 finish=abort prompt_tokens=20 output_tokens=0 cached_tokens=0 queue_ms=- ttft_ms=- "
-        "tpot_ms=- e2e_ms=50.0 retractions=0",
+        "tpot_ms=- e2e_ms=50.0 retractions=0 priority=0 client=- id=-",
     ]
     assert {record.name for record in caplog.records} == {"engine.plugins.observer.log"}
 

@@ -82,8 +82,9 @@ def test_the_variant_is_the_cheapest_that_serves_all_rows():
 
 def test_what_has_no_columns_is_sampled_by_somebody_else():
     asked = [GREEDY.replace(logit_bias={3: 1.0}), GREEDY.replace(logprobs=0), GREEDY.replace(min_tokens=20), GREEDY]
+    asked.append(GREEDY.replace(logits_processors={"x": {}}))
     both = Uniform(asked)
-    assert {both.variant([row, 3], position=10) for row in range(3)} == {Variant.LOGITS}
+    assert {both.variant([row, 3], position=10) for row in (0, 1, 2, 4)} == {Variant.LOGITS}
     assert both.variant([2, 3], position=24) == Variant.GREEDY  # 4 of the prompt and 20 more
 
 

@@ -10,7 +10,7 @@ from itertools import takewhile
 import numpy as np
 
 from engine.execution.batch import lay_out
-from engine.kv.events import chained
+from engine.kv.node import chained
 from engine.messages import FetchPages, Step, StepDone
 
 VOCAB = 1000

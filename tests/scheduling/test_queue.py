@@ -4,13 +4,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.messages import Admit
 from engine.params import SamplingParams
 from engine.plugins.policy.fcfs import FirstComeFirstServed
 from engine.plugins.policy.lpm import LongestPrefixMatch
 from engine.plugins.policy.priority import MostUrgentFirst
-from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.policy import SchedulingPolicy, Waiting
 from engine.scheduling.queue import WINDOW, waiting_queue
 from engine.scheduling.rows import Sequence
+from tests.scheduling.bench import Bench
 
 POLICIES: list[SchedulingPolicy] = [FirstComeFirstServed(), MostUrgentFirst(), LongestPrefixMatch(64)]
 
@@ -62,6 +64,23 @@ def test_only_the_oldest_are_ranked_anew_but_an_urgent_one_is_among_them() -> No
     first = queue.first()
     assert first is not None
     assert first.arrival == 999
+
+
+def test_a_policy_sees_how_long_an_output_may_get() -> None:
+    class ShortestOutput:
+        looks_at_cache = False
+
+        def rank(self, waiting: Waiting) -> tuple[int, ...]:
+            return (waiting.max_tokens,)
+
+    planner = Bench(policy=ShortestOutput(), max_running=1).planner
+    for request_id, params in enumerate(
+        (SamplingParams(max_tokens=9), SamplingParams(max_tokens=None), SamplingParams(max_tokens=3))
+    ):
+        planner.admit(Admit(request_id, bytes(4 * 5), params))
+    seen = {one.request_id: one.max_tokens for one in planner._requests.open.values()}
+    assert (seen[0], seen[2]) == (9, 3)
+    assert seen[1] > 9, "what there is room for"
 
 
 def test_who_is_overtaken_too_often_goes_first() -> None:

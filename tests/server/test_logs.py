@@ -29,6 +29,8 @@ def lines() -> Iterator[io.StringIO]:
 
 def test_a_request_is_one_object_with_its_fields(live: LiveServer, lines: io.StringIO) -> None:
     ask(live.port, "POST", "/v1/completions", {"model": MODEL, "prompt": "p", "max_tokens": 3}, {"X-Request-Id": 'a"b'})
+    origin = live.call(lambda: live.ingress.asked[-1][2].origin)
+    assert (origin.client, origin.request) == ("127.0.0.1", 'a"b'), "observers hear who the access log says it was"
     (entry,) = [json.loads(line) for line in lines.getvalue().splitlines()]
     assert entry["time"].endswith("+00:00")
     assert entry.pop("duration_ms") >= 0

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from engine.actors.actor import Actor, Link
-from engine.kv.events import chained
+from engine.kv.node import chained
 from engine.kv.pages import Pages
 from engine.kv.store import DIGEST_BYTES, PageRecords
 from engine.messages import (

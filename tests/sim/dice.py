@@ -213,7 +213,7 @@ class _Draw:
             prefill_chunk=prefill_chunk,
             overlap=rng.choice((1, 2, 2, 2, 3)),
             max_len=rng.choice((min(1024, largest + 1), largest, 1024)),
-            eviction=rng.choice(("lru", "lfu", "fifo", "slru", "priority")),
+            eviction=rng.choice(("lru", "lfu", "fifo", "slru", "priority", "s3fifo")),
             policy=rng.choice(("fcfs", "priority", "lpm")),
             max_overtaken=rng.choice((1, 3, 64)),
             itl_target_s=rng.choice((0.0, 0.0, 0.02)),

@@ -19,6 +19,7 @@ from engine.plugins.eviction.fifo import FirstInFirstOut
 from engine.plugins.eviction.lfu import LeastFrequentlyUsed
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.eviction.priority import LeastUrgent
+from engine.plugins.eviction.s3fifo import S3FIFO
 from engine.plugins.eviction.slru import SegmentedLRU
 from engine.plugins.policy.fcfs import FirstComeFirstServed
 from engine.plugins.policy.lpm import LongestPrefixMatch
@@ -33,6 +34,7 @@ STRATEGIES: dict[str, Callable[[], EvictionStrategy]] = {
     "lfu": LeastFrequentlyUsed,
     "fifo": FirstInFirstOut,
     "slru": lambda: SegmentedLRU(2),
+    "s3fifo": lambda: S3FIFO(24, small=0.25, ghosts=1.0),
     "priority": LeastUrgent,
 }
 POLICIES: dict[str, Callable[[int], SchedulingPolicy]] = {

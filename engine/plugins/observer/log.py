@@ -27,7 +27,7 @@ class RequestLog:
         for one in requests:
             log.info(
                 "request=%d finish=%s prompt_tokens=%d output_tokens=%d cached_tokens=%d queue_ms=%s ttft_ms=%s "
-                "tpot_ms=%s e2e_ms=%s retractions=%d",
+                "tpot_ms=%s e2e_ms=%s retractions=%d priority=%d client=%s id=%s",
                 one.request_id,
                 one.finish.name.lower(),
                 one.num_prompt_tokens,
@@ -38,6 +38,9 @@ class RequestLog:
                 _milliseconds(one.tpot_s),
                 _milliseconds(one.e2e_s),
                 one.num_retractions,
+                one.priority,
+                one.client or "-",
+                one.client_request_id or "-",
             )
 
 

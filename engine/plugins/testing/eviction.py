@@ -8,14 +8,16 @@ Owns: random candidates and a random life of the prefix tree.  Does not know: to
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from engine.kv.eviction import EvictionStrategy
-from engine.kv.node import Handle
+from engine.kv.eviction import EvictionListener, EvictionStrategy
+from engine.kv.node import Handle, chained
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import RadixTree
 from engine.plugins.testing.findings import Findings
+from engine.plugins.testing.promises import watch_memory, with_clocks
 from engine.plugins.testing.ranks import check_ranks
 
 NUM_PAGES = 48
@@ -33,24 +35,45 @@ class Seen:
     priority: int
     num_pages: int
 
+    @property
+    def page_hashes(self) -> list[bytes]:
+        """Others for every other candidate."""
+        return list(chained(repr(self).encode(), bytes(self.num_pages), 1))
+
 
 def check_eviction_strategy(make: Callable[[], EvictionStrategy]) -> None:
-    """Ranks of random candidates, then a tree that lives by them.  Raises ConformanceError with all that fails.
+    """Ranks of random candidates, then a tree that lives by them, then what it keeps of those that have left.
 
-    make: builds a new one each time, as the plugin's hook does."""
+    make: builds a new one each time, as the plugin's hook does, for a pool of 48 pages.
+    Raises ConformanceError with all that fails."""
     findings = Findings("eviction strategy")
-    with findings.case("ranks"):
-        check_ranks(make().rank, _candidates())
+    findings.timed("ranks", lambda: check_ranks(make().rank, _candidates()))
     for page_size in (1, 4, 16):
-        with findings.case(f"random tree, page {page_size}"):
-            first, second = (_Life(page_size, make()).run() for _ in range(2))
-            assert first == second, "the same requests evict different pages in a second run"
+        findings.timed(f"random tree, page {page_size}", partial(_check_life, page_size, make))
+    findings.timed("memory", lambda: _check_memory(make()))
     findings.conclude()
+
+
+def _check_life(page_size: int, make: Callable[[], EvictionStrategy]) -> None:
+    first, second = (_Life(page_size, with_clocks(make(), "rank", "evicted")).run() for _ in range(2))
+    assert first == second, "the same requests evict different pages in a second run"
+
+
+def _check_memory(strategy: EvictionStrategy) -> None:
+    """New candidates all the time, of which each leaves."""
+
+    def come_and_go(number: int) -> None:
+        candidate = Seen(number, number, 0, 0, 1)
+        strategy.rank(candidate)
+        if isinstance(strategy, EvictionListener):
+            strategy.evicted(candidate)
+
+    watch_memory(come_and_go, "a candidate that comes and goes")
 
 
 def _candidates() -> list[Seen]:
     rng = np.random.default_rng(0)
-    seen = [Seen(0, 0, 0, 0, 1), Seen(1 << 40, 1 << 40, 1 << 40, 1 << 31, 1 << 20), Seen(0, 1 << 40, 0, -(1 << 31), 1)]
+    seen = [Seen(0, 0, 0, 0, 1), Seen(1 << 40, 1 << 40, 1 << 40, 1 << 31, 1 << 10), Seen(0, 1 << 40, 0, -(1 << 31), 1)]
     for _ in range(200):
         created, age, hits, priority, num_pages = rng.integers(0, 1000, 5).tolist()
         seen.append(Seen(created, created + age, hits % 7, priority % 5 - 2, 1 + num_pages % 9))

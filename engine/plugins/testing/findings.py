@@ -1,11 +1,19 @@
 """What a run of the conformance kit found: every failed case by name, not only the first.
 
-Owns: collecting failures and the error that lists them.  Does not know: what is checked.
+Owns: collecting failures, what a case may take, the error that lists them.  Does not know: what is checked.
 """
 
-from collections.abc import Iterator
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+from engine.patience import returns_within
+
+CASE_S = 20.0  # so long a timed case may take; each takes well below a second
+STDLIB = Path(threading.__file__).parent
 MAX_REASON = 600  # characters; a kernel's own error can be pages long
 
 
@@ -24,6 +32,7 @@ class Findings:
     def __init__(self, subject: str) -> None:
         self._subject = subject
         self._num_cases = 0
+        self._hangs = False
         self.failures: dict[str, str] = {}
 
     @contextmanager
@@ -37,7 +46,28 @@ class Findings:
         except (Exception, SystemExit) as error:
             self.failures[name] = f"raised {type(error).__name__}: {' '.join(str(error).split())[:MAX_REASON]}"
 
+    def timed(self, name: str, check: Callable[[], object], limit_s: float = CASE_S) -> None:
+        """One case, on a thread of its own: one that hangs is its failure, and the cases behind it are not run."""
+        if self._hangs:
+            return
+        with self.case(name):
+            self._hangs = not returns_within(limit_s, check, f"case {name}")
+            assert not self._hangs, (
+                f"not done after {limit_s:g} s, at {_place(f'case {name}')}; later cases were not run"
+            )
+
     def conclude(self) -> None:
         """Raise ConformanceError if any case has failed."""
         if self.failures:
             raise ConformanceError(self._subject, self._num_cases, self.failures)
+
+
+def _place(thread_name: str) -> str:
+    """Where the youngest thread of that name is: its innermost line outside of the standard library."""
+    for thread in reversed(threading.enumerate()):
+        frame = sys._current_frames().get(thread.ident or 0) if thread.name == thread_name else None
+        if frame is not None:
+            stack = traceback.extract_stack(frame)
+            last = [one for one in stack if Path(one.filename).parent != STDLIB][-1]
+            return f"{last.filename}:{last.lineno} in {last.name}: {last.line}"
+    return "its end"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.plugins.testing.findings import Findings
+from engine.plugins.testing.promises import watch_memory, with_clocks
 from engine.plugins.testing.ranks import check_ranks
 from engine.scheduling.policy import SchedulingPolicy
 
@@ -27,27 +28,41 @@ class Waits:
     num_tokens: int = 100
     num_cached_now: int = 0
     num_overtaken: int = 0
+    max_tokens: int = 100
 
 
 def check_scheduling_policy(make: Callable[[], SchedulingPolicy]) -> None:
-    """Ranks of random requests, then whether one can wait for ever.  Raises ConformanceError with all that fails.
+    """Ranks of random requests, then whether one can wait for ever, or is kept for ever.
 
-    make: builds a new one each time, as the plugin's hook does."""
+    make: builds a new one each time, as the plugin's hook does.  Raises ConformanceError with all that fails."""
+
+    def timed() -> SchedulingPolicy:
+        return with_clocks(make(), "rank")
+
     findings = Findings("scheduling policy")
     waiting = _waiting()
-    with findings.case("looks_at_cache"):
-        seen = make().looks_at_cache
-        assert isinstance(seen, bool), f"looks_at_cache is {seen!r}, not True or False"
-    with findings.case("ranks"):
-        check_ranks(make().rank, waiting)
-    with findings.case("two of the same rank alike"):
-        first, second = make(), make()
-        assert [first.rank(one) for one in waiting] == [second.rank(one) for one in waiting], "their ranks differ"
-    with findings.case("ranks that do not follow the cache"):
-        _check_unmoved(make(), waiting)
-    with findings.case("nobody waits for ever"):
-        _check_patience(make())
+    findings.timed("looks_at_cache", lambda: _check_flag(make()))
+    findings.timed("ranks", lambda: check_ranks(make().rank, waiting))
+    findings.timed("two of the same rank alike, in any order", lambda: _check_order(timed(), timed(), waiting))
+    findings.timed("ranks that do not follow the cache", lambda: _check_unmoved(timed(), waiting))
+    findings.timed("nobody waits for ever", lambda: _check_patience(timed()))
+    findings.timed("memory", lambda: _check_memory(make()))
     findings.conclude()
+
+
+def _check_flag(policy: SchedulingPolicy) -> None:
+    seen = policy.looks_at_cache
+    assert isinstance(seen, bool), f"looks_at_cache is {seen!r}, not True or False"
+
+
+def _check_order(first: SchedulingPolicy, second: SchedulingPolicy, waiting: list[Waits]) -> None:
+    """A request's rank is its own, whoever else was ranked before it."""
+    backwards = [second.rank(one) for one in reversed(waiting)]
+    assert [first.rank(one) for one in waiting] == backwards[::-1], "their ranks differ"
+
+
+def _check_memory(policy: SchedulingPolicy) -> None:
+    watch_memory(lambda number: policy.rank(Waits(number)), "a request that is ranked")
 
 
 def _waiting() -> list[Waits]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from engine.plugins.testing.promises import at_once
+
 T = TypeVar("T")
 
 
@@ -14,6 +16,7 @@ def check_ranks(rank: Callable[[T], object], ranked: Sequence[T]) -> None:
     """Raise AssertionError unless ranks are tuples of ints, of one length, and the same when asked again.
 
     ranked: frozen dataclasses, so that a plugin that changes what it looks at is caught as well."""
+    rank = at_once(rank, "rank")
     length: int | None = None
     first: list[object] = []
     for one in ranked:
