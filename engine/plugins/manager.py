@@ -237,8 +237,8 @@ class Plugins:
                 self._choose_linear(wanted)
             else:
                 self.names[kind] = decide(kind, wanted)
-                if wanted == "auto" and kind in AUTO:
-                    log.info("plugin: %s (auto: %s)", self.names[kind], AUTO[kind][1])
+                reason = f"auto: {AUTO[kind][1]}" if wanted == "auto" and kind in AUTO else "chosen by name"
+                log.info("plugin: %s (%s)", self.names[kind], reason)
                 try:
                     self.load(self.names[kind])
                 except PluginError as error:
@@ -246,6 +246,7 @@ class Plugins:
                         raise
                     self.absent = f"{error} (pip install {AUTO[kind][0]}, or name another in plugins.{kind})"
         for full_name in (*self.observers, *self.graph_passes, *self.logits_processors):
+            log.info("plugin: %s (chosen by name)", full_name)
             self.load(full_name)
 
     def _choose_attention(self, wanted: AttentionNames) -> None:

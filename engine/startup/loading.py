@@ -32,7 +32,7 @@ from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
-from engine.models.model import Model, build_model
+from engine.models.model import build_model
 from engine.params import SamplingParams
 from engine.plugins.hookspecs import CommContext, KVStoreContext
 from engine.plugins.manager import KV_STORE, Plugins
@@ -196,7 +196,7 @@ def load_runner(
     # Invariant numerics are proved with one number of threads, and compiled pieces are made for one.
     threads = None
     if thread_choices and not invariant and model.pooled_head is None:
-        threads = _measured_threads(thread_choices, config, plan, max_len, parts, comm)
+        threads = _measured_threads(thread_choices, config, max_len, parts, comm)
     piecewise = graphs.piecewise(parts, config.scheduler, progress)
     decode_graphs = graphs.decode(parts, config.scheduler, progress)
     log.info(
@@ -303,7 +303,7 @@ def _measure(config: Config, max_len: int, graphs: RankGraphs, parts: StepParts)
 
 
 def _measured_threads(
-    choices: Sequence[int], config: Config, plan: Model, max_len: int, parts: StepParts, comm: Comm
+    choices: Sequence[int], config: Config, max_len: int, parts: StepParts, comm: Comm
 ) -> StepThreads:
     """Rows of ``parts.sampler`` must be free."""
     steps, greedy = _steps_of(parts), SamplingParams(temperature=0.0)
@@ -313,8 +313,7 @@ def _measured_threads(
         rows = min(rows, most_rows)
         steps.run(np.full(rows, length, dtype=np.int32), np.ones(rows, dtype=np.int32), rows, greedy)
 
-    about = (plan.linear_shapes(), str(plan.dtype), config.model.quantization, config.plugins.linear, length, most_rows)
-    return StepThreads(choices, ThreadRace(comm, step, about).run(choices))
+    return StepThreads(choices, ThreadRace(comm, step).run(choices))
 
 
 def _steps_of(parts: StepParts) -> ModelSteps:

@@ -1,23 +1,19 @@
 """How many CPU threads a model's steps run with: measured with decode steps of its own, once it is loaded.
 
-Owns: the measurement, the file that keeps it for the next start.
+Owns: the measurement.  Nothing is kept for the next start: it takes under a second, and a neighbour who was busy then
+may be gone.
 Does not know: what a step computes, what is done when the machine changes (``engine/execution/step_threads.py``).
 """
 
-import hashlib
 import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-import msgspec
 import torch
 
-from engine.cache_folder import cache_folder, replace_file
 from engine.execution.step_threads import HOPELESS, fastest
 from engine.layers.comm import Comm
-from engine.startup.linear_race import processor
 
 log = logging.getLogger(__name__)
 
@@ -31,38 +27,28 @@ Times = dict[int, list[float]]
 class ThreadRace:
     """All ranks together: steps need all of them, and they must try the same numbers.
 
-    step: runs a decode step of so many rows.  about: names the model and how it is kept."""
+    step: runs a decode step of so many rows."""
 
     def __init__(
         self,
         comm: Comm,
         step: Callable[[int], None],
-        about: object,
         *,
         clock: Callable[[], float] = time.perf_counter,
         set_threads: Callable[[int], None] = torch.set_num_threads,
     ) -> None:
         self._comm = comm
         self._step = step
-        self._about = about
         self._clock = clock
         self._set_threads = set_threads
 
     def run(self, choices: Sequence[int]) -> int:
-        """Measure, or take what was measured at an earlier start; say so, and leave the threads at the fastest."""
-        path = self._path(choices)
-        times = _load(path)
-        measured = bool(self._told(0.0 if times else 1.0))
-        if measured:
-            times = self._measure(choices)
-            if self._comm.rank == 0:
-                _save(path, times)
-        means = {threads: statistics.geometric_mean(of_rows) for threads, of_rows in times.items()}
-        chosen = fastest(means)
+        """Measure, say so, and leave the threads at the fastest."""
+        times = self._measure(choices)
+        chosen = fastest({threads: statistics.geometric_mean(of_rows) for threads, of_rows in times.items()})
         self._set_threads(chosen)
         table = "; ".join(f"{threads}: {', '.join(f'{1e3 * one:.2f}' for one in times[threads])}" for threads in times)
-        how = "measured" if measured else "measured at an earlier start"
-        log.info("threads: %d (%s, ms of steps of %s rows: %s)", chosen, how, " and ".join(map(str, ROWS)), table)
+        log.info("threads: %d (measured, ms of steps of %s rows: %s)", chosen, " and ".join(map(str, ROWS)), table)
         return chosen
 
     def _measure(self, choices: Sequence[int]) -> Times:
@@ -97,28 +83,3 @@ class ThreadRace:
         if self._comm.size == 1:
             return value
         return float(self._comm.all_gather(torch.tensor([value], dtype=torch.float64), 0).max())
-
-    def _path(self, choices: Sequence[int]) -> Path | None:
-        folder = cache_folder("threads")
-        what = (self._about, list(choices), self._comm.size, torch.__version__, processor())
-        return folder and folder / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}.json"
-
-
-def _load(path: Path | None) -> Times:
-    """Empty where nothing was measured, or cannot be read, which costs a measurement and nothing else."""
-    try:
-        return {} if path is None else msgspec.json.decode(path.read_bytes(), type=Times)
-    except FileNotFoundError:
-        return {}
-    except (OSError, msgspec.DecodeError) as error:
-        log.warning("threads: measurements in %s are not used: %s", path, error)
-        return {}
-
-
-def _save(path: Path | None, times: Times) -> None:
-    if path is None:
-        return
-    try:
-        replace_file(path, msgspec.json.encode(times))
-    except OSError as error:
-        log.warning("threads: measurements are not kept for the next start: %s", error)

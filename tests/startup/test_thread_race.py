@@ -33,15 +33,9 @@ class Machine:
     def set_threads(self, threads):
         self.threads = threads
 
-    def race(self, comm=None, about="a model"):
+    def race(self, comm=None):
         clock = lambda: self.now  # noqa: E731
-        return ThreadRace(comm or LocalComm(), self.step, about, clock=clock, set_threads=self.set_threads)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "callboard" / "threads"
+        return ThreadRace(comm or LocalComm(), self.step, clock=clock, set_threads=self.set_threads)
 
 
 def test_many_threads_are_taken_where_they_are_faster(caplog):
@@ -72,25 +66,6 @@ def test_a_large_model_is_measured_in_a_single_turn():
     machine = Machine(lambda threads, rows: 0.5 / threads)
     assert machine.race().run((1, 2)) == 2
     assert len(machine.steps) == 8
-
-
-def test_the_next_start_takes_what_was_measured(cache, caplog):
-    assert Machine(lambda threads, rows: 1 / threads).race().run((1, 2)) == 2
-    again = Machine(lambda threads, rows: 1 * threads)
-    with caplog.at_level(logging.INFO):
-        assert again.race().run((1, 2)) == 2
-    assert not again.steps
-    assert again.threads == 2
-    assert "measured at an earlier start" in caplog.text
-    assert again.race(about="another model").run((1, 2)) == 1
-
-
-def test_a_broken_file_costs_a_measurement(cache, caplog):
-    Machine(lambda threads, rows: 1 / threads).race().run((1, 2))
-    for path in cache.iterdir():
-        path.write_text("{")
-    assert Machine(lambda threads, rows: 1 * threads).race().run((1, 2)) == 1
-    assert "are not used" in caplog.text
 
 
 def test_ranks_go_by_the_slowest():
