@@ -49,7 +49,7 @@ class Race:
             str(self._dtype),
             torch.get_num_threads(),
             str(torch.__version__),
-            processor(),
+            _processor(),
         )
         key = hashlib.sha256(msgspec.json.encode(what)).hexdigest()[:16]
         known = _load(self._path)
@@ -105,14 +105,14 @@ class _Plain:
         return torch.nn.functional.linear(x_TI, self._weight_OI, bias_O)
 
 
-def processor() -> str:
+def _processor() -> str:
     """The CPU's name, and what torch's kernels use of it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{names[0] if names else platform._processor()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _cache_path() -> Path | None:
