@@ -13,9 +13,11 @@ import msgspec
 import pytest
 
 from engine.config import Config, build_config, load_config
+from engine.sections import ServerSection
 from engine.system import System
 from engine.text.chat import ChatTemplate
 from server.cli import _parser
+from server.model_card import ModelCard
 from server.run.greeting import greet
 
 ROOT = Path(__file__).parents[1]
@@ -130,6 +132,7 @@ def test_it_has_one_name_and_is_called_a_toy(path: str, capsys: pytest.CaptureFi
     assert (
         f"{system.model_name}, a toy of 3.4 million parameters, is ready after 1.0 s at http://127.0.0.1:8000" in said
     )
+    assert ModelCard.of(system, ServerSection()).about == "a toy of 3.4 million parameters"
     system.num_parameters = 600_000_000
     greet(system, "http://127.0.0.1:8000", needs_key=False, took_s=1.0)
     assert "toy" not in capsys.readouterr().out

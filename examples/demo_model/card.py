@@ -146,8 +146,8 @@ def examination(facts: CardFacts) -> str:
     counts = facts.counts
     return (
         f"{counts['facts']} facts are taught, asked for in {counts['forms']:,} forms. One form in eight was held out "
-        "by a hash of its text before any training. An answer is right if greedy decoding gives exactly the right words, "
-        "to the last character, and ends:\n\n" + table(rows, ("asked", "right"))
+        "by a hash of its text before any training. An answer is right if greedy decoding gives exactly the right "
+        "words, to the last character, and ends:\n\n" + table(rows, ("asked", "right"))
     )
 
 

@@ -8,7 +8,7 @@ import hashlib
 import random
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -63,6 +63,24 @@ DO_FORMS = (
     "can i {}",
     "what is needed to {}",
     "{}",
+)
+WHY_TERM_FORMS = (
+    "why {}",
+    "why is there {}",
+    "why do we need {}",
+    "why does callboard have {}",
+    "why would i want {}",
+    "what is the reason for {}",
+    "why do you use {}",
+)
+HOW_TERM_FORMS = (
+    "how do i set {}",
+    "how do i change {}",
+    "how do i configure {}",
+    "which setting is for {}",
+    "which setting controls {}",
+    "where do i set {}",
+    "what do i set for {}",
 )
 WHY_FORMS = (
     "why",
@@ -133,17 +151,27 @@ def expand(pattern: str) -> list[str]:
 
 
 def read_facts() -> list[Fact]:
-    """All facts, each with the forms that ask for it."""
+    """All facts, each with the forms that ask for it; the reasons and settings of terms are facts of their own."""
     facts = []
     for entry in tomllib.loads(FACTS.read_text())["fact"]:
         terms, tasks = entry.get("terms", []), entry.get("do", [])
+        why, how = entry.get("why", ""), entry.get("how", "")
         forms = [form.format(term) for term in terms for form in TERM_FORMS]
         forms += [form.format(task) for task in tasks for form in DO_FORMS]
         forms += [text for pattern in entry.get("ask", []) for text in expand(pattern)]
-        held_out = tuple(form for form in dict.fromkeys(forms) if is_held_out(form))
-        asked = tuple(form for form in forms if form not in held_out)
-        facts.append(Fact(entry["say"], asked, held_out, tuple(terms), entry.get("why", ""), entry.get("how", "")))
+        facts.append(parted(Fact(entry["say"], tuple(forms), (), tuple(terms), why, how)))
+        for say, asking in ((why, WHY_TERM_FORMS), (how, HOW_TERM_FORMS)):
+            if say and terms:
+                facts.append(
+                    parted(Fact(say, tuple(form.format(term) for term in terms for form in asking), (), (), "", ""))
+                )
     return facts
+
+
+def parted(fact: Fact) -> Fact:
+    """The fact with its held-out forms apart."""
+    held_out = tuple(form for form in dict.fromkeys(fact.asked) if is_held_out(form))
+    return replace(fact, asked=tuple(form for form in fact.asked if form not in held_out), held_out=held_out)
 
 
 def misspelt(text: str, rng: random.Random) -> str:

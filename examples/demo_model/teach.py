@@ -68,11 +68,11 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def code_stream(corpus: Corpus, tokenizer: Tokenizer, work_dir: Path, seed: int) -> Tokens:
+def code_stream(tokenizer: Tokenizer, work_dir: Path, seed: int) -> Tokens:
     """The training files as one stream of tokens, kept in `work_dir`."""
     kept = work_dir / "train.npy"
     if not kept.exists():
-        np.save(kept, pack_training_stream(tokenizer, corpus, seed))
+        np.save(kept, pack_training_stream(tokenizer, build_corpus(stdlib_root(), seed), seed))
     stream: Tokens = np.load(kept, mmap_mode="r")
     return stream
 
@@ -197,13 +197,13 @@ def main() -> None:
     work_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
     tokenizer.save(str(work_dir / "tokenizer.json"))
-    corpus = build_corpus(stdlib_root(), arguments.seed)
-    stream = code_stream(corpus, tokenizer, work_dir, arguments.seed)
+    stream = code_stream(tokenizer, work_dir, arguments.seed)
     facts = read_facts()
     lessons = Lessons(arguments, tokenizer, stream, facts)
     probes = examination(Talks(facts, random.Random(1)))
     lessons.train(random.Random(2).sample(probes, 400))
     if not arguments.no_export:
+        corpus = build_corpus(stdlib_root(), arguments.seed)
         counts = counted(corpus, stream, facts)
         export(lessons.model, corpus, counts, lessons.now, work_dir, arguments.out_dir, arguments.seed)
 

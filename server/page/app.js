@@ -82,7 +82,7 @@ async function refresh() {
   try {
     const stats = await getStats();
     model = stats.model;
-    byId("model").textContent = stats.model;
+    byId("model").textContent = stats.about ? `${stats.model}, ${stats.about}` : stats.model;
     setStatus(stats.status.replaceAll("_", " "), stats.status === "ready");
     if (!byId("engine").hidden) engine.show(stats);
   } catch (error) {

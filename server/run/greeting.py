@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from engine.checkpoints.pooling import Kind
 from engine.logs import FIELDS, JSONFormatter, LogSettings
+from server.model_card import about
 
 if TYPE_CHECKING:
     from engine.system import System
 
 log = logging.getLogger(__name__)
-
-TOY_PARAMETERS = 50_000_000
-"""A model with fewer is called a toy, lest its answers be taken for more."""
 
 FIRST_REQUESTS: dict[Kind, tuple[str, dict[str, Any]]] = {
     "generate": ("/v1/completions", {"prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0}),
@@ -28,9 +26,8 @@ def greet(system: "System", url: str, *, needs_key: bool, took_s: float) -> None
     """Print it to standard output, as an object where logs are objects."""
     path, fields = FIRST_REQUESTS[system.spec.pooling.kind]
     body = json.dumps({"model": system.model_name, **fields})
-    toy = 0 < system.num_parameters < TOY_PARAMETERS
-    what = f", a toy of {system.num_parameters / 1e6:.1f} million parameters," if toy else ""
-    ready = f"{system.model_name}{what} is ready after {took_s:.1f} s at {url}"
+    toy = about(system.num_parameters)
+    ready = f"{system.model_name}{f', {toy},' if toy else ''} is ready after {took_s:.1f} s at {url}"
     key = ' -H "Authorization: Bearer $CALLBOARD_KEY"' if needs_key else ""
     curl = f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
     if LogSettings.here().style == "json":
