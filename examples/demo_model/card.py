@@ -97,6 +97,8 @@ class CardFacts:
     samples: list[Sample]
     marks: dict[str, tuple[int, int]]
     """Kind of question -> (right answers, questions)."""
+    python: dict[str, Any]
+    """How it was trained before, on Python alone."""
 
 
 def table(rows: list[tuple[str, str]], head: tuple[str, str]) -> str:
@@ -107,7 +109,7 @@ def table(rows: list[tuple[str, str]], head: tuple[str, str]) -> str:
 
 def describe(facts: CardFacts) -> str:
     """Shape and training in figures."""
-    config, now, counts = facts.config, facts.progress, facts.counts
+    config, now, counts, python = facts.config, facts.progress, facts.counts, facts.python
     sessions = f", in {now.sessions} sessions" if now.sessions > 1 else ""
     rows = [
         ("parameters", f"{facts.parameters:,} (embedding tied with the output layer)"),
@@ -125,13 +127,12 @@ def describe(facts: CardFacts) -> str:
             f"{counts['train_files']:,} files, {counts['train_bytes'] / 1e6:.1f} MB, and "
             f"{counts['chat_documents']:,} chat examples, {counts['chat_bytes'] / 1e6:.1f} MB",
         ),
-        ("training stream", f"{counts['stream_tokens'] / 1e6:.1f} M tokens"),
         (
-            "tokens seen",
-            f"{now.tokens / 1e6:.1f} M in {now.step:,} steps "
-            f"({now.tokens / counts['stream_tokens']:.2f} passes over the stream)",
+            "first, Python alone",
+            f"{python['tokens'] / 1e6:.1f} M tokens in {python['steps']:,} steps, {python['minutes']} minutes",
         ),
-        ("training time", f"{now.seconds / 60:.1f} minutes on {now.hardware}{sessions}"),
+        ("then conversations", f"{now.tokens / 1e6:.1f} M tokens in {now.step:,} steps, with some of that Python"),
+        ("time for that", f"{now.seconds / 60:.1f} minutes on {now.hardware}{sessions}"),
     ]
     notes = "".join(f"\n{note}\n" for note in now.notes)
     return table(rows, ("", "value")) + notes
@@ -169,7 +170,8 @@ def results(facts: CardFacts) -> str:
         f"Held-out loss: **{held_out.nats_per_token:.3f} nats per token** over "
         f"{held_out.tokens:,} tokens of {facts.counts['held_out_files']} files "
         f"({held_out.bytes:,} bytes, {bytes_per_token:.2f} per token), which no part of the "
-        "training has seen.\n\n"
+        "training has seen. "
+        f"Before it was taught to talk it was {facts.python['nats_per_token']:.3f}: talking has cost some Python.\n\n"
         + table(rows, ("on the held-out files", "bits per byte"))
         + f"\nThe n-gram is the best of orders 1 to {max(baseline.bits_by_order)}. Whether the "
         "whole context is of use, by position in the window:\n\n"

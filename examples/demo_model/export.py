@@ -10,7 +10,7 @@ import torch
 from baseline import Baseline, measure_baseline
 from card import CardFacts, render
 from checkpoint import Progress
-from corpus import Corpus
+from corpus import Corpus, SourceFile
 from exam import examination, marks, passed
 from forms import read_facts
 from measure import HeldOut, measure_held_out, take_samples
@@ -21,6 +21,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3ForCaus
 from vocabulary import save_tokenizer_files
 
 SIZE_LIMIT = 8_000_000
+PYTHON = Path(__file__).resolve().parent / "data" / "python.json"
 
 
 def write_model(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out_dir: Path) -> None:
@@ -67,6 +68,20 @@ def baseline_of(corpus: Corpus, work_dir: Path) -> Baseline:
     return baseline
 
 
+def export_python(
+    model: Qwen3ForCausalLM, held_out: list[SourceFile], now: Progress, work_dir: Path, out_dir: Path
+) -> None:
+    """Write the model of Python alone, with what the card will say of it."""
+    tokenizer = Tokenizer.from_file(str(work_dir / "tokenizer.json"))
+    write_model(model, tokenizer, out_dir)
+    nats = measure_held_out(model.eval(), tokenizer, held_out).nats_per_token
+    said = {"steps": now.step, "tokens": now.tokens, "minutes": round(now.seconds / 60, 1), "hardware": now.hardware}
+    path = out_dir / "data" / "python.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(said | {"nats_per_token": round(nats, 3)}, indent=2) + "\n")
+    print(f"held-out: {nats:.4f} nats per token; wrote {out_dir}")
+
+
 def export(
     model: Qwen3ForCausalLM,
     corpus: Corpus,
@@ -102,6 +117,7 @@ def export(
         baseline=baseline,
         samples=samples,
         marks=graded,
+        python=json.loads(PYTHON.read_text()),
     )
     (out_dir / "README.md").write_text(render(facts))
     size = folder_size(out_dir)

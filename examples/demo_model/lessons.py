@@ -16,6 +16,10 @@ from tokenizers import Tokenizer
 POOL = 1024
 """Conversations that are sorted by length together."""
 IGNORED = -100
+CUT_SHARE = 0.7
+CUT_AFTER = 10
+"""How many conversations end after so many tokens of their last answer: these decide which answer it is, and what
+follows them is soon known by heart."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,15 @@ class Lesson:
 
     ids: list[int]
     taught: list[bool]
+
+    def cut(self) -> "Lesson":
+        """Without most of the last answer."""
+        last = len(self.ids) - 1 - self.taught[::-1].index(True)
+        first = last
+        while self.taught[first - 1]:
+            first -= 1
+        end = min(first + CUT_AFTER, last + 1)
+        return Lesson(self.ids[:end], self.taught[:end])
 
 
 def encode(tokenizer: Tokenizer, turns: Turns) -> Lesson:
@@ -56,7 +69,9 @@ def batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of at most `size` tokens, fillings counted, for ever."""
     while True:
-        pool = sorted((encode(tokenizer, talks.next()) for _ in range(POOL)), key=lambda lesson: len(lesson.ids))
+        drawn = (encode(tokenizer, talks.next()) for _ in range(POOL))
+        cut = (lesson.cut() if rng.random() < CUT_SHARE else lesson for lesson in drawn)
+        pool = sorted(cut, key=lambda lesson: len(lesson.ids))
         groups: list[list[Lesson]] = [[]]
         for lesson in pool:
             if (len(groups[-1]) + 1) * len(lesson.ids) > size:

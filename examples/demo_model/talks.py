@@ -137,13 +137,13 @@ class Talks:
         """One conversation."""
         rng = self._rng
         draw = rng.random()
-        if draw < 0.1:
+        if draw < 0.06:
             turns = self._with_tools()
         else:
             turns = self._exchange(first=True)
-            while rng.random() < 0.35 and len(turns) < 7:
+            while rng.random() < 0.15 and len(turns) < 7:
                 turns += self._exchange(first=False)
-            if rng.random() < 0.25:
+            if rng.random() < 0.15:
                 turns.insert(0, ("system", rng.choice(SYSTEMS)))
         return turns
 
@@ -164,7 +164,7 @@ class Talks:
 
     def _about_fact(self, first: bool) -> Turns:
         rng = self._rng
-        followed = rng.random() < 0.3
+        followed = rng.random() < 0.2
         fact = rng.choice(self._followed if followed and rng.random() < 0.85 else self.facts)
         if not first and fact.named and rng.random() < 0.3:
             form = rng.choice(("and {}", "what about {}", "and what is {}", "how about {}", "{}")).format(

@@ -42,7 +42,7 @@ on training for the difference.  One thread is the fastest on cores that are sha
 CODE_EVERY = 2
 LONG_EVERY = 16
 """Every second step also reads Python, every sixteenth the whole context of it."""
-EXAMINE_EVERY = 200
+EXAMINE_EVERY = 300
 CHECKPOINT_SECONDS = 120.0
 
 
@@ -201,7 +201,7 @@ def main() -> None:
     facts = read_facts()
     lessons = Lessons(arguments, tokenizer, stream, facts)
     probes = examination(Talks(facts, random.Random(1)))
-    lessons.train(random.Random(2).sample(probes, 400))
+    lessons.train(random.Random(2).sample(probes, 200))
     if not arguments.no_export:
         corpus = build_corpus(stdlib_root(), arguments.seed)
         counts = counted(corpus, stream, facts)
