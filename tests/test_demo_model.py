@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from callboard import LLM, SamplingParams
 from engine.config import Config, build_config, load_config
 from engine.sections import ServerSection
 from engine.system import System
@@ -22,6 +23,7 @@ from server.run.greeting import greet
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "demo_model"
+GREEDY = SamplingParams(temperature=0, max_tokens=80)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -120,6 +122,24 @@ def test_tools_are_offered_and_called_as_it_is_taught() -> None:
         f"{rendered}<|im_start|>assistant\n"
     )
     assert template.render(messages=messages[1:2], tools=functions).startswith("<|im_start|>system\nTools:\ncalc(")
+
+
+def test_it_answers_in_its_own_words_remembers_what_was_said_and_calls_tools() -> None:
+    from exam import examination
+    from forms import read_facts
+    from talks import UNKNOWN, Talks
+
+    talks = Talks(read_facts(), random.Random(1))
+    chosen = random.Random(4).sample(examination(talks), 60)
+    conversations = [[{"role": role, "content": text} for role, text in probe.turns] for probe in chosen]
+    (page,) = (fact for fact in talks.facts if fact.say.startswith("A page is"))
+    followed = [("user", "What is a page?"), ("assistant", page.say), ("user", "and why?")]
+    conversations.append([{"role": role, "content": text} for role, text in followed])
+    conversations.append([{"role": "user", "content": "Who wrote Hamlet?"}])
+    with LLM(str(FOLDER), progress=False) as llm:
+        answers = [answer.text for answer in llm.chat(conversations, GREEDY)]
+    assert answers[-2:] == [page.why, UNKNOWN]
+    assert sum(answer == probe.answer for answer, probe in zip(answers, chosen, strict=False)) >= 48
 
 
 @pytest.mark.parametrize("path", ["demo", str(FOLDER)])
