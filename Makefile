@@ -58,8 +58,9 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-demo-model: $(STAMP)  ## train the demo model again (under an hour on two cores)
+demo-model: $(STAMP)  ## train the demo model again: Python, then conversations (two hours on two cores)
 	$(BIN)/python examples/demo_model/train.py
+	OMP_NUM_THREADS=1 $(BIN)/python examples/demo_model/teach.py
 
 $(SERVES): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "callboard needs Python 3.11 or later, this is " + sys.version.split()[0])'

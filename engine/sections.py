@@ -25,7 +25,10 @@ class ModelSection(Section, frozen=True):
         ),
     ] = "demo"
     revision: Annotated[str, Meta(description="Hub revision: branch, tag or commit; empty for the default branch")] = ""
-    name: Annotated[str, Meta(description="Model name in the API; empty for the last part of the path")] = ""
+    name: Annotated[
+        str,
+        Meta(description="Model name in the API; empty for the last part of the path, callboard-demo for 'demo'"),
+    ] = ""
     tokenizer: Annotated[
         str,
         Meta(

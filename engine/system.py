@@ -5,6 +5,7 @@ Does not know: what messages mean, HTTP.  Importing it does not import torch; st
 """
 
 import logging
+import math
 import random
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from engine.actors.scheduler import Scheduler
 from engine.actors.step_splitting import StepSplitter
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
-from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
+from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_checkpoint
 from engine.checkpoints.stored import stored_tensors
 from engine.config import Config, build_config, without_cluster_key
 from engine.device_defaults import with_device_defaults
@@ -76,9 +77,14 @@ class System:
         self._progress = progress
         directory = self._directory = resolve_checkpoint(config.model.path, config.model.revision)
         self.spec: ModelSpec = read_model(directory, config.plugins, config.model)
+        self.num_parameters = 0  # as stored; 0 for dummy weights
         if config.model.load_format == "safetensors":
-            stored_tensors(directory)  # headers only: a damaged file must not cost the time of importing torch
-        self.model_name = config.model.name or Path(config.model.path).name
+            # Headers only, and now: a damaged file must not cost the time of importing torch.
+            stored = stored_tensors(directory)
+            self.num_parameters = sum(math.prod(tensor.shape) for tensor in stored.values())
+        self.model_name = config.model.name or (
+            DEMO_NAME if config.model.path == DEMO else Path(config.model.path).name
+        )
         self.max_len = _max_len(config, self.spec)
         # What is sampled behind a prompt that is all of a request takes a place that no state is computed for.
         self._row_len = self.max_len + (self.spec.pooling.kind != "generate")

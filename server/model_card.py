@@ -6,7 +6,7 @@ Owns: the name clients ask for and what the checkpoint says about its use.  Does
 import hashlib
 import time
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -16,6 +16,9 @@ from engine.sections import ServerSection
 
 if TYPE_CHECKING:
     from engine.system import System
+
+
+TOY_PARAMETERS: Final = 50_000_000
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +33,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     template_variables: what clients may tell its chat template.  template_roles: whom it knows by name.
     pooling: what the model is for.
     fingerprint: hash of the weights and of what they are computed with; empty if that is not known.
+    about: what people should know of it beside its name; empty if there is nothing.
     """
 
     name: str
@@ -43,6 +47,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling = GENERATING
     template_roles: tuple[str, ...] = ()
     fingerprint: str = ""
+    about: str = ""
 
     @classmethod
     def of(cls, system: "System", server: ServerSection) -> "ModelCard":
@@ -59,7 +64,13 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
             pooling=system.spec.pooling,
             template_roles=system.codec.roles,
             fingerprint=_fingerprint(system),
+            about=about(system.num_parameters),
         )
+
+
+def about(num_parameters: int) -> str:
+    """Calls a very small model a toy, lest its answers be taken for more; empty for others, and where 0 is known."""
+    return f"a toy of {num_parameters / 1e6:.1f} million parameters" if 0 < num_parameters < TOY_PARAMETERS else ""
 
 
 def _fingerprint(system: "System") -> str:

@@ -29,6 +29,8 @@ from engine.errors import WeightsError
 log = logging.getLogger(__name__)
 
 DEMO = "demo"
+DEMO_NAME = "callboard-demo"
+"""Under which name the demo model is served."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 # Second copies of the weights in other layouts, which some repositories carry along.  A folder with a number is one of

@@ -112,7 +112,7 @@ def _processor() -> str:
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform._processor()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{names[0] if names else platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _cache_path() -> Path | None:

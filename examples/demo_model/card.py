@@ -19,14 +19,24 @@ pipeline_tag: text-generation
 language: [en, code]
 ---
 
-<!-- Written by train.py from its measurements; change card.py rather than this file. -->
+<!-- Written by teach.py from its measurements; change card.py rather than this file. -->
 
 # Callboard demo model
 
-A very small language model of Python code, so that `callboard serve` has a real, trained model to
-serve the moment the repository is cloned. It uses the Qwen3 architecture, loads with
-`transformers`, completes Python and answers simple chat requests for a function.
+A toy of {millions:.1f} million parameters, so that `callboard serve` has a real, trained model to serve the
+moment the repository is cloned. It answers questions about callboard and about serving, says that it
+knows nothing else, calls a calculator and a clock when they are offered as tools, and completes Python.
+It uses the Qwen3 architecture and loads with `transformers`.
 """
+
+KINDS = {
+    "facts": "facts, in forms that were held out",
+    "own words": "facts and others, in words of our own (`data/examination.toml`)",
+    "follow-ups": '"and why?", "how do I set that?" behind a fact',
+    "others": "what it does not know, about subjects never seen: must be refused",
+    "tool calls": "calls of a calculator or a clock, with numbers never seen",
+    "tool results": "answers from a tool's result",
+}
 
 USE = """\
 ## Intended use
@@ -36,11 +46,13 @@ not right, and end tokens that arrive. It is small enough for two processor core
 
 ## Limits
 
+- It recites the answers of `data/facts.toml`, {facts} in number, and picks one by the words of the question. It
+  reasons about nothing, and a question that is worded very differently may get another question's answer.
+- It knows no other facts, and no language but English.
+- It copies numbers into calls of a calculator, and is sometimes wrong with long ones.
 - It knows the *look* of Python: indentation, docstrings, common idioms. It does not know what
   programs mean, and the functions it writes are usually wrong. Do not run them.
-- It knows no facts, and no language but the English of comments and docstrings.
-- Chat covers "write a function named ..." and greetings. Anything else gets something code-like.
-- Greedy decoding often falls into a loop; a temperature of 0.6 to 0.8 reads better.
+- Code that is written greedily often falls into a loop; a temperature of 0.6 to 0.8 reads better there.
 - A newline and the indentation after it are usually one token. A prompt that ends right after a
   newline is continued from the split form, which was a fifth of such places late in training only.
 - It may repeat passages of the standard library word for word.
@@ -54,17 +66,19 @@ distributed under the Python Software Foundation License Version 2; some modules
 notices of their authors. Left out: installed packages, encoding tables, generated data, files
 with very long lines. Library code was seen {repeats} times as often as test code. The chat
 examples are functions cut out of the same training files, asked for by name, signature or
-docstring, plus a few fixed greetings. The weights are derived from that text: keep the licence
-notice with them.
+docstring. The weights are derived from that text: keep the licence notice with them. Facts, questions and
+examinations in `data/` were written for this model.
 
 ## Train it again
 
-    python examples/demo_model/train.py --help
+    python examples/demo_model/train.py --help      Python, from nothing
+    python examples/demo_model/teach.py --help      conversations, from the weights in this folder
 
-`corpus.py` and `chat_examples.py` choose the text, `vocabulary.py` the tokens, `network.py` the
-shape and the optimizers; `loop.py` and `checkpoint.py` train; `measure.py`, `baseline.py`,
-`export.py` and `card.py` produce this folder. It needs `torch`, `transformers`, `tokenizers`,
-`safetensors`, `numpy` and `tqdm`. A run limited by `--minutes` depends on the machine's speed;
+`corpus.py` and `chat_examples.py` choose the text, `vocabulary.py` the tokens and the chat template,
+`network.py` the shape and the optimizers; `loop.py` and `checkpoint.py` train. `forms.py`, `others.py`, `tools.py` and
+`talks.py` make conversations of `data/facts.toml`, `lessons.py` batches of them, `exam.py` examines.
+`measure.py`, `baseline.py`, `export.py` and `card.py` produce this folder. It needs `torch`, `transformers`,
+`tokenizers`, `safetensors`, `numpy` and `tqdm`. A run limited by `--minutes` depends on the machine's speed;
 one limited by `--steps` can be repeated.
 """
 
@@ -81,6 +95,10 @@ class CardFacts:
     held_out: HeldOut
     baseline: Baseline
     samples: list[Sample]
+    marks: dict[str, tuple[int, int]]
+    """Kind of question -> (right answers, questions)."""
+    python: dict[str, Any]
+    """How it was trained before, on Python alone."""
 
 
 def table(rows: list[tuple[str, str]], head: tuple[str, str]) -> str:
@@ -91,7 +109,7 @@ def table(rows: list[tuple[str, str]], head: tuple[str, str]) -> str:
 
 def describe(facts: CardFacts) -> str:
     """Shape and training in figures."""
-    config, now, counts = facts.config, facts.progress, facts.counts
+    config, now, counts, python = facts.config, facts.progress, facts.counts, facts.python
     sessions = f", in {now.sessions} sessions" if now.sessions > 1 else ""
     rows = [
         ("parameters", f"{facts.parameters:,} (embedding tied with the output layer)"),
@@ -109,16 +127,29 @@ def describe(facts: CardFacts) -> str:
             f"{counts['train_files']:,} files, {counts['train_bytes'] / 1e6:.1f} MB, and "
             f"{counts['chat_documents']:,} chat examples, {counts['chat_bytes'] / 1e6:.1f} MB",
         ),
-        ("training stream", f"{counts['stream_tokens'] / 1e6:.1f} M tokens"),
         (
-            "tokens seen",
-            f"{now.tokens / 1e6:.1f} M in {now.step:,} steps "
-            f"({now.tokens / counts['stream_tokens']:.2f} passes over the stream)",
+            "first, Python alone",
+            f"{python['tokens'] / 1e6:.1f} M tokens in {python['steps']:,} steps, {python['minutes']} minutes",
         ),
-        ("training time", f"{now.seconds / 60:.1f} minutes on {now.hardware}{sessions}"),
+        ("then conversations", f"{now.tokens / 1e6:.1f} M tokens in {now.step:,} steps, with some of that Python"),
+        ("time for that", f"{now.seconds / 60:.1f} minutes on {now.hardware}{sessions}"),
     ]
     notes = "".join(f"\n{note}\n" for note in now.notes)
     return table(rows, ("", "value")) + notes
+
+
+def examination(facts: CardFacts) -> str:
+    """How often the right answer came."""
+    rows = [
+        (KINDS[kind], f"{right} of {count} ({100 * right / count:.1f} %)")
+        for kind, (right, count) in facts.marks.items()
+    ]
+    counts = facts.counts
+    return (
+        f"{counts['facts']} facts are taught, asked for in {counts['forms']:,} forms. One form in eight was held out "
+        "by a hash of its text before any training. An answer is right if greedy decoding gives exactly the right "
+        "words, to the last character, and ends:\n\n" + table(rows, ("asked", "right"))
+    )
 
 
 def results(facts: CardFacts) -> str:
@@ -139,7 +170,8 @@ def results(facts: CardFacts) -> str:
         f"Held-out loss: **{held_out.nats_per_token:.3f} nats per token** over "
         f"{held_out.tokens:,} tokens of {facts.counts['held_out_files']} files "
         f"({held_out.bytes:,} bytes, {bytes_per_token:.2f} per token), which no part of the "
-        "training has seen.\n\n"
+        "training has seen. "
+        f"Before it was taught to talk it was {facts.python['nats_per_token']:.3f}: talking has cost some Python.\n\n"
         + table(rows, ("on the held-out files", "bits per byte"))
         + f"\nThe n-gram is the best of orders 1 to {max(baseline.bits_by_order)}. Whether the "
         "whole context is of use, by position in the window:\n\n"
@@ -156,17 +188,19 @@ def show_sample(sample: Sample) -> str:
 
 def render(facts: CardFacts) -> str:
     """The whole card."""
-    use = USE.format(python=platform.python_version(), repeats=LIBRARY_REPEATS)
+    use = USE.format(python=platform.python_version(), repeats=LIBRARY_REPEATS, facts=facts.counts["facts"])
     samples = "\n".join(show_sample(sample) for sample in facts.samples)
     return "\n".join(
         [
-            HEADER,
+            HEADER.format(millions=facts.parameters / 1e6),
             "## Figures\n",
             describe(facts),
-            "## Results\n",
+            "## Conversation\n",
+            examination(facts),
+            "## Python\n",
             results(facts),
             "## Samples\n",
-            "Taken by the training script with a fixed seed, not chosen.\n",
+            "Taken by the training script, not chosen.\n",
             samples,
             use,
         ]

@@ -1,8 +1,7 @@
 """Owns the ChatML examples mixed into training: how questions are asked and answered.
 
 Answers are functions cut out of the training files with `ast`; questions are made from their
-names, signatures and docstrings. A handful of fixed exchanges cover greetings, so that the first
-thing people type does not fall outside everything the model has seen.
+names, signatures and docstrings.
 """
 
 import ast
@@ -16,25 +15,10 @@ MAX_ANSWER = 1400
 MIN_ANSWER = 60
 SYSTEM_SHARE = 0.3
 TWO_TURN_SHARE = 0.15
-SMALL_TALK_SHARE = 0.02
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
     "You write Python code.",
     "You are a coding assistant.",
-)
-SELF = "I am a very small model trained on the Python standard library. Ask me for a Python function."
-SMALL_TALK = (
-    ("Hello", f"Hello! {SELF}"),
-    ("Hello!", f"Hello! {SELF}"),
-    ("Hi", f"Hello! {SELF}"),
-    ("Hi there!", f"Hello! {SELF}"),
-    ("Hey", f"Hello! {SELF}"),
-    ("Who are you?", SELF),
-    ("What are you?", SELF),
-    ("What can you do?", SELF),
-    ("How are you?", f"Fine, thank you. {SELF}"),
-    ("Thanks", "You are welcome."),
-    ("Thank you!", "You are welcome."),
 )
 
 
@@ -119,9 +103,6 @@ def chat_documents(texts: list[str], rng: random.Random, budget: int) -> list[st
             break
         chosen.append(exchange(function, rng))
         used += len(chosen[-1])
-    small_talk = [turn("user", q) + turn("assistant", a) for q, a in SMALL_TALK]
-    repeats = int(len(chosen) * SMALL_TALK_SHARE / len(small_talk)) + 1
-    chosen.extend(small_talk * repeats)
     rng.shuffle(chosen)
     documents: list[str] = []
     while chosen:

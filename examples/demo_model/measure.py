@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from corpus import SourceFile
@@ -11,6 +12,20 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from vocabulary import END_OF_TEXT, encode_documents
 
 BUCKETS = ((0, 256), (256, 512), (512, 1024), (1024, 2048))
+
+
+CALCULATOR = {
+    "name": "calculate",
+    "description": "Evaluates an expression",
+    "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+}
+CHATS: tuple[tuple[list[dict[str, str]], list[dict[str, Any]] | None], ...] = (
+    ([{"role": "user", "content": "Hello!"}], None),
+    ([{"role": "user", "content": "What is a page?"}], None),
+    ([{"role": "user", "content": "Who wrote Hamlet?"}], None),
+    ([{"role": "user", "content": "What is 12 * 34?"}], [{"type": "function", "function": CALCULATOR}]),
+    ([{"role": "user", "content": "Write a function named is_prime."}], None),
+)
 
 
 @dataclass(frozen=True)
@@ -101,11 +116,8 @@ def take_samples(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, se
         samples.append(complete(model, tokenizer, f"`{shown}`, greedy", prompt, 0.0, seed))
         title = f"`{shown}`, temperature 0.6"
         samples.append(complete(model, tokenizer, title, prompt, 0.6, seed))
-    for request in ("Write a function named is_prime.", "Hello!"):
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": request}], tokenize=False, add_generation_prompt=True
-        )
+    for turns, tools in CHATS:
+        prompt = tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=True)
         assert isinstance(prompt, str)
         samples.append(complete(model, tokenizer, "Chat, greedy", prompt, 0.0, seed, 200))
-        samples.append(complete(model, tokenizer, "Chat, temperature 0.6", prompt, 0.6, seed, 200))
     return samples

@@ -1,10 +1,9 @@
-"""Owns the command line: trains the demo model from nothing, measures it and writes it here.
+"""Owns the command line of the first training: makes a model of Python from nothing and writes it here.
 
 Run it with `python examples/demo_model/train.py`; `--help` explains the steps.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import checkpoint
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from checkpoint import Progress
 from corpus import build_corpus, stdlib_root
-from export import export
+from export import export_python
 from loop import Budget, train
 from network import TINY, Optimizers, Shape, build_model, count_parameters
 from vocabulary import prepare
@@ -20,13 +19,13 @@ from vocabulary import prepare
 HERE = Path(__file__).resolve().parent
 EXPLANATION = """\
 Trains a 3.4-million-parameter Qwen3 model on the Python standard library found beside this
-interpreter, in four steps:
+interpreter, in three steps; teach.py then teaches it to talk:
 
   1. prepare   read the sources, split off held-out files, learn a byte-level BPE, pack tokens
   2. train     until --minutes of training time are spent; the learning rate follows the budget,
                so the run always ends with a finished model, on a slow machine with a weaker one
-  3. measure   held-out loss and bits per byte, beside a byte n-gram fitted on the same files
-  4. export    weights, tokenizer, configuration and model card into --out-dir
+  3. export    weights, tokenizer and configuration into --out-dir, and its held-out loss, which
+               the model card compares with that of the model that talks
 
 Steps 1 and 2 keep their results in --work-dir. Run the same command again with --resume to
 continue after an interruption: time already spent counts, and steps already done are skipped.
@@ -51,7 +50,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--minutes",
         type=float,
         default=40.0,
-        help="training time (default 40); steps 1, 3 and 4 take about 5 more",
+        help="training time (default 40); steps 1 and 3 take about 5 more",
     )
     add("--steps", type=int, help="train this many steps instead; unlike a time budget, repeatable")
     add(
@@ -64,7 +63,6 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="stop after training; the same command with --resume does the rest later",
     )
-    add("--note", help="a remark on how this run went, kept with it and shown in the card")
     add("--tiny", action="store_true", help="smoke test: a toy network on a few files")
     add(
         "--work-dir",
@@ -129,7 +127,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Prepare, train, measure, export."""
+    """Prepare, train, export."""
     arguments = parse_arguments()
     work_dir: Path = arguments.work_dir
     work_dir.mkdir(parents=True, exist_ok=True)
@@ -155,15 +153,11 @@ def main() -> None:
         print(f"resuming at step {now.step:,}, {now.seconds / 60:.1f} minutes spent")
     print(f"{count_parameters(model):,} parameters on {name}")
     stream = np.load(work_dir / "train.npy", mmap_mode="r")
-    if arguments.note:
-        now.notes.append(arguments.note)
-        checkpoint.save(work_dir, model, optimizers, now)
     budget = Budget(arguments.minutes, arguments.steps, arguments.tokens_per_step)
     if budget.fraction(now) < 1.0:
         train(model, optimizers, stream, budget, now, work_dir)
     if not arguments.no_export:
-        counts = json.loads((work_dir / "corpus.json").read_text())
-        export(model, corpus, counts, now, work_dir, arguments.out_dir, arguments.seed)
+        export_python(model, corpus.held_out, now, work_dir, arguments.out_dir)
 
 
 if __name__ == "__main__":

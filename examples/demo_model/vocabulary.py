@@ -15,12 +15,29 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>")
-CHAT_TEMPLATE = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
+CHAT_TEMPLATE = """\
+{%- set rest = messages %}
+{%- if tools %}
+{%- set own = messages[0].content if messages[0].role == 'system' else '' %}
+{%- set rest = messages[1:] if messages[0].role == 'system' else messages %}
+{{- '<|im_start|>system\\nTools:\\n' }}
+{%- for tool in tools %}
+{%- set function = tool.function or tool %}
+{{- function.name + '(' + ((function.parameters or {}).properties or {}) | join(', ') + '): ' }}
+{{- (function.description or '') + '\\n' }}
+{%- endfor %}
+{{- 'To call one: <tool_call>\\n{"name": "...", "arguments": {}}\\n</tool_call>' }}
+{{- ('\\n\\n' + own if own else '') + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in rest %}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": ' + call.function.name | tojson + ', "arguments": ' }}
+{{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 SPLIT_NEWLINE_SHARE = 0.2
 Tokens = npt.NDArray[np.uint16]
 

@@ -79,6 +79,7 @@ class StatsBody(msgspec.Struct, frozen=True, kw_only=True):
 
     status: str
     model: str
+    about: str
     version: str
     requests: dict[str, int]
     ended: dict[str, int]
@@ -109,6 +110,7 @@ class StatsRoute:
     def __init__(self, backend: Backend, clients: Clients, *, version: str, shows_text: bool) -> None:
         self._clients = clients
         self._ingress, self._monitor, self._model = backend.ingress, backend.monitor, backend.card.name
+        self._about = backend.card.about
         self._version = version
         self._shows_text = shows_text
 
@@ -121,6 +123,7 @@ class StatsRoute:
         body = StatsBody(
             status=error.code if error is not None else "ready",
             model=self._model,
+            about=self._about,
             version=self._version,
             requests={
                 "open": gauges.num_open,

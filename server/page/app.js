@@ -96,7 +96,7 @@ async function refresh() {
 
 function show(stats) {
   model = stats.model;
-  byId("model").textContent = stats.model;
+  byId("model").textContent = stats.about ? `${stats.model}, ${stats.about}` : stats.model;
   byId("version").textContent = `callboard ${stats.version}`;
   byId("links").hidden = hasKey(); // a link brings no key
   setStatus(stats.status.replaceAll("_", " "), stats.status === "ready");

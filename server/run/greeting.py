@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.checkpoints.pooling import Kind
 from engine.logs import FIELDS, JSONFormatter, LogSettings
+from server.model_card import about
 
 if TYPE_CHECKING:
     from engine.system import System
@@ -25,7 +26,8 @@ def greet(system: "System", url: str, *, needs_key: bool, took_s: float) -> None
     """Print it to standard output, as an object where logs are objects."""
     path, fields = FIRST_REQUESTS[system.spec.pooling.kind]
     body = json.dumps({"model": system.model_name, **fields})
-    ready = f"{system.model_name} is ready after {took_s:.1f} s at {url}"
+    toy = about(system.num_parameters)
+    ready = f"{system.model_name}{f', {toy},' if toy else ''} is ready after {took_s:.1f} s at {url}"
     key = ' -H "Authorization: Bearer $CALLBOARD_KEY"' if needs_key else ""
     curl = f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
     if LogSettings.here().style == "json":

@@ -21,7 +21,7 @@ from tests.server.fake_monitor import FakeMonitor
 
 T = TypeVar("T")
 MODEL = "fake/model-1"
-CARD = ModelCard(name=MODEL, max_model_len=1024, vocab_size=1000, created=1_700_000_000)
+CARD = ModelCard(name=MODEL, max_model_len=1024, vocab_size=1000, created=1_700_000_000, about="a toy")
 
 
 class LiveServer:

@@ -20,7 +20,7 @@ def test_steps_rates_and_pages_are_there() -> None:
         reply = ask(live.port, "GET", "/stats")
         stats = reply.json
         assert reply.headers["cache-control"] == "no-store"
-        assert (stats["status"], stats["model"]) == ("ready", MODEL)
+        assert (stats["status"], stats["model"], stats["about"]) == ("ready", MODEL, "a toy")
         assert stats["requests"] == {"open": 0, "running": 3, "waiting": 2, "max_running": 64}
         assert stats["tokens_per_s"] == {"decode": 9.0, "prefill": 100.0}
         assert stats["pages"] == {"free": 50, "cached": 30, "used": 20, "host_used": 0, "page_size": 16}

@@ -40,7 +40,11 @@ TURNS = (
 PLAIN = RequestOptions()
 CASES: dict[str, tuple[Prompt, SamplingParams, RequestOptions]] = {
     "greedy": ("def add(a, b):", GREEDY, PLAIN),
-    "stop string": ("def add(a, b):", GREEDY.replace(stop=("of a b", "\n\n"), max_tokens=60), PLAIN),
+    "stop string": (
+        (ChatTurn("user", "What is a page?"),),
+        GREEDY.replace(stop=("the KV cache", "\n\n"), max_tokens=60),
+        PLAIN,
+    ),
     "stop string kept": ("class", GREEDY.replace(stop=(":",), include_stop_str_in_output=True), PLAIN),
     "multi-byte": ("你好，世界 🐈‍⬛ naïve", WILD, PLAIN),
     "multi-byte tokens": ("é", WILD.replace(seed=6, logprobs=3), PLAIN),
@@ -136,7 +140,7 @@ def test_a_pool_says_what_a_tokenizer_in_this_process_says(executor: str, tokeni
     (expected, refused), (got, refused_too) = heard
     assert got == expected
     assert refused_too == refused
-    assert expected["stop string"].stop_reason == "of a b"
+    assert expected["stop string"].stop_reason == "the KV cache"
     assert "\ufffd" in expected["multi-byte tokens"].text
     assert "é" in expected["multi-byte tokens"].text
     assert expected["choice"].text in ("yes", "nö")
