@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+QUESTION = [{"role": "user", "content": "What is a page?"}]
+CHAT = ("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 64, "temperature": 0})
 FIRST_REQUESTS: dict[Kind, tuple[str, dict[str, Any]]] = {
     "generate": ("/v1/completions", {"prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0}),
     **dict.fromkeys(("embed", "classify"), ("/pooling", {"input": "def fibonacci(n):"})),
@@ -24,7 +26,8 @@ FIRST_REQUESTS: dict[Kind, tuple[str, dict[str, Any]]] = {
 
 def greet(system: "System", url: str, *, needs_key: bool, took_s: float) -> None:
     """Print it to standard output, as an object where logs are objects."""
-    path, fields = FIRST_REQUESTS[system.spec.pooling.kind]
+    kind = system.spec.pooling.kind
+    path, fields = CHAT if kind == "generate" and system.codec.template_source else FIRST_REQUESTS[kind]
     body = json.dumps({"model": system.model_name, **fields})
     toy = about(system.num_parameters)
     ready = f"{system.model_name}{f', {toy},' if toy else ''} is ready after {took_s:.1f} s at {url}"
