@@ -113,6 +113,7 @@ def test_it_works_beside_penalties_bias_logprobs_and_choices(llm: LLM) -> None:
         ({"no_repeat_ngram": {"size": 2, "sice": 3}}, "unknown field `sice`"),
         ({"no_repeat_ngram": 3}, "must be a mapping of plugins' names"),
         ([1], "must be a mapping of plugins' names"),
+        ({1: {}}, "must be a mapping of plugins' names"),
     ],
 )
 def test_what_it_does_not_take_is_the_clients_mistake(llm: LLM, wanted: object, said: str) -> None:
