@@ -59,6 +59,7 @@ class RequestOptions(Message, frozen=True):
 
 
 DEFAULT_OPTIONS: Final = RequestOptions()
+RULED_OUT: Final = -2  # instead of a token, in ``StepDone``
 
 
 class Tokenize(Message, frozen=True):
@@ -237,7 +238,7 @@ class StepExtras(Message, frozen=True):
 
     logprobs: of the token.  prompt_logprobs: of the part of the prompt that the step computes; all parts come before
     the first token or with it, and a part may come again.  pooled: float32[n], a state or labels' logits.
-    failure: why the token is -1, where it is not for its logits."""
+    failure: why there is no token, where a grammar has none."""
 
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -248,7 +249,7 @@ class StepExtras(Message, frozen=True):
 class StepDone(Message, frozen=True):
     """A step has finished.
 
-    token_ids: int32[N] in the order ``Step`` defines; -1 where the row's logits were not finite.
+    token_ids: int32[N] as ``Step`` orders them; -1: the logits are not finite, ``RULED_OUT``: processors left no token.
     extras: row -> what it has beside a token; of prefills that sample nothing too."""
 
     rank: int

@@ -266,7 +266,10 @@ def _tables(field: str, value: Any) -> dict[str, str]:
         if not all(isinstance(one, str | Mapping) for one in tables):
             raise TypeError
         msgspec.json.encode(value)  # the names too
-        return {name: one if type(one) is str else msgspec.json.encode(one).decode() for name, one in value.items()}
+        return {
+            str.__str__(name): one if type(one) is str else msgspec.json.encode(one).decode()
+            for name, one in value.items()
+        }
     except (TypeError, ValueError, AttributeError, RecursionError):
         raise _refused(field, _shown(value), "a mapping of plugins' names to their parameters") from None
 

@@ -84,7 +84,11 @@ def read_prompt(
 ) -> tuple[str | None, bytes | None, tuple[ChatTurn, ...] | None]:
     """(text, token ids, turns), exactly one of them set.
 
-    Raises RequestError for a prompt that cannot fit the context, or is none."""
+    Raises RequestError for a prompt, or output to go on from, that cannot fit the context, and for no prompt at all."""
+    if (num_resumed := len(options.resumed) // 4) >= max_model_len:  # before it becomes text
+        raise RequestError(
+            f"the output to go on from has {num_resumed} tokens, the context is {max_model_len}", code="not_resumable"
+        )
     if options.truncate_to:
         prompt = _shortened(prompt, options.truncate_to, max_model_len)
     if isinstance(prompt, str):

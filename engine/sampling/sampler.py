@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.choice import choose_kernels
+from engine.messages import RULED_OUT
 from engine.params import SamplingParams
 from engine.sampling.captured import CapturedSampler, Columns
 from engine.sampling.constraints import Masks
@@ -48,7 +49,7 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """token_ids_N: int64; -1 where a row's logits had no finite maximum.  logprobs: None if no row asked."""
+    """token_ids_N: int64; as ``StepDone`` has them where there is none.  logprobs: None if no row asked."""
 
     token_ids_N: Tensor
     logprobs: BatchLogprobs | None
@@ -108,6 +109,9 @@ class Sampler:
         else:
             raw_RV = masks.apply(chosen_NV)
             token_ids_N = self._pick_all(batch, chosen_NV, positions)
+        if chosen_NV is not logits_NV:
+            token_ids_N = torch.where(chosen_NV.amax(dim=-1) == -torch.inf, RULED_OUT, token_ids_N)
+        elif masks is not None:
             masks.restore(chosen_NV, raw_RV)
         logprobs = None
         if len(batch.logprobs_at):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.messages import Failed, Finish, StepDone, StepExtras, Tokens
+from engine.messages import RULED_OUT, Failed, Finish, StepDone, StepExtras, Tokens
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.meter import StepRecord
 from engine.scheduling.pages import PageManager
@@ -82,7 +82,7 @@ class Completions:
             rows, tokens = rows[live], tokens[live]
         if len(tokens) and tokens.min() < 0:
             failed = tokens < 0
-            self._fail_rows(rows[failed].tolist(), done.extras)
+            self._fail_rows(rows[failed], tokens[failed], done.extras)
             rows, tokens = rows[~failed], tokens[~failed]
         ids, running = self._table.request_ids, self._table.running
         extras = {int(ids[row]): one for row, one in done.extras.items() if running[row]}
@@ -142,19 +142,19 @@ class Completions:
         for row, finish in zip(rows[ends].tolist(), finishes[ends].tolist(), strict=True):
             self.end(row, Finish(finish))
 
-    def _fail_rows(self, rows: list[int], extras: dict[int, StepExtras]) -> None:
-        """End rows that have no token."""
-        for row in rows:
+    def _fail_rows(self, rows: Rows, tokens: Rows, extras: dict[int, StepExtras]) -> None:
+        """End rows that have no token.  tokens: what ``StepDone`` says instead of one."""
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            status, code = 400, "grammar_failed"
             reason = extras[row].failure if row in extras else ""
+            if not reason and token == RULED_OUT:
+                code = "no_token_left"
+                reason = "the logits_processors of this request leave no token that it may take, and so it was ended"
+            elif not reason:
+                status, code = 500, "nonfinite_logits"
+                reason = "the model's logits were not finite (NaN or infinity) for this request; it was ended"
             self.end(row, Finish.ERROR, share=False)
-            self._requests.outbox.append(
-                Failed(
-                    int(self._table.request_ids[row]),
-                    reason or "the model's logits were not finite (NaN or infinity) for this request; it was ended",
-                    status=400 if reason else 500,
-                    code="grammar_failed" if reason else "nonfinite_logits",
-                )
-            )
+            self._requests.outbox.append(Failed(int(self._table.request_ids[row]), reason, status=status, code=code))
 
     def end(self, row: int, finish: Finish, *, share: bool = True) -> None:
         """End the request that has this row.  share: see ``leave``."""

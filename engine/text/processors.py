@@ -54,7 +54,7 @@ class LogitsProcessor(Protocol):
         parameters alone: a request may lose its row and come back.  All ranks must come to the same.  It must not wait
         for the device.
         Imports of torch belong inside of it: processes that only read requests have the plugin as well.
-        If it raises, or leaves a row no finite maximum, the requests of these rows end with an error."""
+        If it raises, or a row's maximum is not finite, these requests end with an error: 400 for -inf, else 500."""
         ...
 
 

@@ -11,7 +11,7 @@ import pytest
 from engine.actors.ingress import Ingress
 from engine.actors.stream import Stream
 from engine.errors import EngineDied, RequestError
-from engine.messages import Abort, Delta, Deltas, EngineReady, Failed, Finish, Stats, Tokenize, Usage
+from engine.messages import Abort, Delta, Deltas, EngineReady, Failed, Finish, RequestOptions, Stats, Tokenize, Usage
 from engine.params import SamplingParams
 from engine.prompt import ChatTurn
 from engine.sections import LimitsSection
@@ -237,6 +237,17 @@ def test_a_bad_prompt_is_refused_before_any_work(prompt: Any, code: str, said: s
         assert (refused.value.status, refused.value.code) == (400, code)
         assert not sent.messages
         assert ingress.num_open == 0
+
+    with_ingress(scenario)
+
+
+def test_output_to_go_on_from_that_no_request_can_have_is_refused_before_any_work() -> None:
+    async def scenario(ingress: Ingress, sent: Sent) -> None:
+        with pytest.raises(RequestError, match="has 32 tokens, the context is 32") as refused:
+            ingress.open("hello", SamplingParams(), RequestOptions(resumed=bytes(4 * 32)))
+        assert (refused.value.status, refused.value.code) == (400, "not_resumable")
+        assert not sent.messages
+        ingress.open("hello", SamplingParams(), RequestOptions(resumed=bytes(4 * 31)))
 
     with_ingress(scenario)
 

@@ -113,12 +113,21 @@ def test_it_works_beside_penalties_bias_logprobs_and_choices(llm: LLM) -> None:
         ({"no_repeat_ngram": {"size": 2, "sice": 3}}, "unknown field `sice`"),
         ({"no_repeat_ngram": 3}, "must be a mapping of plugins' names"),
         ([1], "must be a mapping of plugins' names"),
+        ({1: {}}, "must be a mapping of plugins' names"),
     ],
 )
 def test_what_it_does_not_take_is_the_clients_mistake(llm: LLM, wanted: object, said: str) -> None:
     with pytest.raises(RequestError, match=said) as found:
         llm.generate([PROMPTS[0]], GREEDY.replace(logits_processors=wanted))
     assert (found.value.status, found.value.param) == (400, "logits_processors")
+
+
+def test_parameters_that_leave_no_token_are_the_clients_mistake(llm: LLM) -> None:
+    for changes in ({}, {"temperature": 1.0}, {"logit_bias": {5: 2.0}, "logprobs": 1}):
+        params = without_repeats(1, allowed_token_ids=(5,), **changes)
+        with pytest.raises(RequestError, match="leave no token") as found:
+            llm.generate([PROMPTS[0]], params)
+        assert (found.value.status, found.value.code) == (400, "no_token_left")
 
 
 def test_without_plugins_it_says_that_there_are_none(checkpoint: Path) -> None:
