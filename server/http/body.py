@@ -144,6 +144,8 @@ class BodyReader(Generic[B, T]):
                 raise RequestError(f"not what a router sends: {error}", code="malformed_json") from None
             request[ORIGIN] = routed.origin
             body = bytes(routed.request)
+            if len(body) > self._server.max_body_bytes:
+                raise _too_large(self._server.max_body_bytes)
         if len(body) > LARGE_BODY_BYTES:
             return await asyncio.to_thread(self._understand, body)
         return self._understand(body)
