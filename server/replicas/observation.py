@@ -182,7 +182,7 @@ def _pool(told: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _history(told: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Spans that ended at about the same time are one.  Of ``busy`` the mean, of ``most_rows`` the most there may be."""
+    """Spans that ended at about the same time are one, with the mean of ``busy`` and the sums of all else."""
     spans: dict[int, dict[str, Any]] = {}
     for body in told.values():
         for span in body["history"]:

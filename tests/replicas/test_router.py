@@ -338,6 +338,17 @@ def test_the_router_counts_what_the_application_generates_and_replicas_count_not
     assert generating == set(GENERATING)
 
 
+def test_what_is_nested_too_deep_is_the_replicas_to_refuse() -> None:
+    async def test(one: Routed) -> None:
+        body = b'{"prompt": %b}' % (b"[" * 100_000 + b"]" * 100_000)
+        headers = {"Content-Type": "application/json"}
+        async with one.client.post("/v1/completions", data=body, headers=headers) as response:
+            assert response.status == 200  # this replica answers everything
+        assert sum(fake.bodies == [body] for fake in one.fleet.replicas) == 1
+
+    run(test)
+
+
 def test_clients_do_not_speak_as_routers_do() -> None:
     """A replica would go on from output that a client names, and no token of the stream would be counted."""
 
