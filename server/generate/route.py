@@ -200,7 +200,7 @@ class GenerateRoute(Generic[B]):
         """Returns the generation as the router wants it.  Raises RequestError: 400, or 409 if it cannot go on here."""
         try:
             origin = msgspec.json.decode(raw, type=Origin)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise RequestError(f"not what a router sends: {error}", code="malformed_json") from None
         if any(len(one.tokens) % TOKEN_ID_BYTES for one in origin.told.values()):
             raise RequestError("not what a router sends: token ids are int32", code="malformed_json")

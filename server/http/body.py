@@ -142,8 +142,12 @@ class BodyReader(Generic[B, T]):
                 routed = msgspec.json.decode(body, type=Routed)
             except msgspec.MsgspecError as error:
                 raise RequestError(f"not what a router sends: {error}", code="malformed_json") from None
+            except RecursionError:
+                raise _too_deep() from None
             request[ORIGIN] = routed.origin
             body = bytes(routed.request)
+            if len(body) > self._server.max_body_bytes:
+                raise _too_large(self._server.max_body_bytes)
         if len(body) > LARGE_BODY_BYTES:
             return await asyncio.to_thread(self._understand, body)
         return self._understand(body)
@@ -233,7 +237,7 @@ def is_object(body: bytes) -> bool:
     """Whether a body is an object of JSON, whatever is in it."""
     try:
         msgspec.json.decode(body, type=_Object)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return False
     return True
 

@@ -26,22 +26,28 @@ export class Flow {
 
   show(stats) {
     const now = performance.now() / 1000;
-    const taken = new Map(stats.mailboxes.map((box) => [box.name, box.taken]));
+    const taken = new Map(stats.mailboxes.map((box) => [nameOf(box), box.taken]));
     const rate = (name) => {
       const earlier = this.#before?.taken.get(name);
       return earlier === undefined ? 0 : Math.max(0, taken.get(name) - earlier) / Math.max(0.1, now - this.#before.at);
     };
     for (const station of this.stations) {
       const boxes = stats.mailboxes.filter((box) => box.name.startsWith(station.name));
-      station.show(boxes, boxes.reduce((sum, box) => sum + rate(box.name), 0));
+      station.show(boxes, boxes.reduce((sum, box) => sum + rate(nameOf(box)), 0));
     }
     for (const [index, wire] of this.wires.entries()) wire.show(this.stations[index].rate + this.stations[index + 1].rate);
-    const last = stats.steps.at(-1)?.id ?? -1;
+    const latest = new Map(stats.steps.map((step) => [step.replica, step.id + 1]));
+    const last = [...latest.values()].reduce((sum, count) => sum + count, 0) - 1;
     this.wires[2].carry(Array.from({ length: stats.steps_in_flight }, (_, index) => `step ${last + 1 + index}`));
     const steps = Math.max(0, last - (this.#before?.last ?? last)) / Math.max(0.1, now - (this.#before?.at ?? now));
     this.stations[3].line.textContent = `${whole(steps)} steps/s · ${stats.steps_in_flight} in flight`;
     this.#before = { taken, last, at: now };
   }
+}
+
+// What tells a mailbox from those of other replicas.
+export function nameOf(box) {
+  return box.replica ? `${box.name} of ${box.replica}` : box.name;
 }
 
 class Station {

@@ -1,6 +1,6 @@
 // The live view: what /stats says, once a second while somebody looks.
 
-import { Flow } from "/page/actors.js";
+import { Flow, nameOf } from "/page/actors.js";
 import { Board } from "/page/board.js";
 import { historyChart, sparkline, stepChart } from "/page/charts.js";
 import { term } from "/page/help.js";
@@ -24,7 +24,8 @@ export class EngineView {
     this.flow = new Flow(byId("flow"));
   }
 
-  show(stats) {
+  show(given) {
+    const stats = { ...given, board: given.board.map(numbered) };
     this.#rates = [...this.#rates, stats.tokens_per_s.decode].slice(-HISTORY);
     const hidden = this.board.show(stats.board) + stats.board_hidden;
     byId("board-about").textContent = hidden ? `and ${whole(hidden)} more` : stats.board.length ? "" : "Nothing is due. Make load, or ask in the playground.";
@@ -36,7 +37,7 @@ export class EngineView {
     byId("steps").replaceChildren(stepChart(stats.steps, byId("steps").clientWidth));
     byId("steps-about").textContent = stats.steps.length ? `· half of all steps take less than ${milliseconds(stats.latency.step.p50)}` : "· none yet";
     byId("history").replaceChildren(historyChart(stats.history, byId("history").clientWidth));
-    byId("mailboxes").replaceChildren(...stats.mailboxes.map((box) => row([box.name, box.waiting, box.peak, box.capacity])));
+    byId("mailboxes").replaceChildren(...stats.mailboxes.map((box) => row([nameOf(box), box.waiting, box.peak, box.capacity])));
   }
 
   #figures(stats) {
@@ -126,6 +127,11 @@ export class EngineView {
     if (node) parts.push(`part of a prefix found ${node.hits} times${node.text ? `: ${node.text}` : ""}`);
     return parts.join(" · ");
   }
+}
+
+// Replicas count their requests each for itself: request 7 of replica1 is 1:7.
+function numbered(request) {
+  return request.replica ? { ...request, number: `${request.replica.replace(/\D+/, "")}:${request.number}` } : request;
 }
 
 function figure(name, title) {

@@ -43,7 +43,7 @@ class PrefixAffinity:
         tenant: what requests must have in common to share a cache, e.g. the API key.  [] for what has no prompt."""
         try:
             asked = self._decoder.decode(body)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return []
         every = (asked.prompt, asked.messages, asked.input, asked.input_ids)
         parts = [bytes(part) for part in every if part is not UNSET]

@@ -1,10 +1,12 @@
 """GET /metrics, /stats and /load of a router: what every replica says, in one answer.
 
-Owns: how answers become one: samples and rows get a ``replica`` of their own, counts are added up.
+Owns: how answers become one: samples and rows get a ``replica`` of their own, counts are added up, pools and trees are
+put one behind another.
 Does not know: what is counted, what the page shows.
 """
 
 import asyncio
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,6 +19,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from engine.scheduling.board import FIRST_ROW
+from engine.scheduling.meter import SPAN_S
 from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
 from server.http.replies import json_reply
 from server.replicas.replica import CHECK_TIMEOUT_S, Replica, Replicas, State, unavailable
@@ -116,7 +120,11 @@ def labelled(texts: dict[str, str]) -> list[Metric]:
 def added_up(told: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What several replicas say of themselves as one would say it.  told: /stats of each."""
     first = next(iter(told.values()))
-    whole = {key: _joined(key, {name: body[key] for name, body in told.items()}) for key in first}
+    own = {"pool": _pool, "history": _history, "steps": _steps}
+    whole = {
+        key: own[key](told) if key in own else _joined(key, {name: body[key] for name, body in told.items()})
+        for key in first
+    }
     statuses = [body["status"] for body in told.values() if "status" in body]
     if "ready" in statuses:
         whole["status"] = "ready"
@@ -151,3 +159,41 @@ def _rows(values: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
             parent = {"parent": row["parent"] + num_before} if row.get("parent", -1) >= 0 else {}
             rows.append({**row, **parent, ADDED_LABEL: name})
     return rows
+
+
+def _pool(told: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The cells of all pools, which mean rows and nodes where ``_rows`` has put them.
+
+    Each replica numbers its evictions by itself, so only their sum is told."""
+    pools = [body["pool"] for body in told.values()]
+    runs, num_rows, num_nodes = [], 0, 0
+    for body in told.values():
+        for count, shown, node in body["pool"]["runs"]:
+            runs.append((count, shown + num_rows * (shown >= FIRST_ROW), node + num_nodes * (node >= 0)))
+        num_rows += len(body["board"])
+        num_nodes += len(body["prefixes"])
+    return {
+        "pages": sum(one["pages"] for one in pools),
+        "cell_pages": max(one["cell_pages"] for one in pools),
+        "runs": runs,
+        "evictions": sum(one["evictions"] for one in pools),
+        "evicted": [],
+    }
+
+
+def _history(told: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Spans that ended at about the same time are one, with the mean of ``busy`` and the sums of all else."""
+    spans: dict[int, dict[str, Any]] = {}
+    for body in told.values():
+        for span in body["history"]:
+            given = {**span, "busy": span["busy"] / len(told)}
+            number = math.floor(span["age_s"] / SPAN_S)
+            if (whole := spans.setdefault(number, given)) is not given:
+                age_s = max(whole["age_s"], given["age_s"])
+                whole |= {name: whole[name] + given[name] for name in given} | {"age_s": age_s}
+    return [spans[number] for number in sorted(spans, reverse=True)]
+
+
+def _steps(told: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Oldest first."""
+    return sorted(_rows({name: body["steps"] for name, body in told.items()}), key=lambda step: -step["age_s"])

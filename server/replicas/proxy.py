@@ -82,6 +82,13 @@ class Proxy:
             self._rates.spend(exchange.client, sum(exchange.usage or ()))
 
     async def _send_on(self, request: web.Request, body: bytes, passage: Passage | None) -> web.StreamResponse:
+        if media_type(request) == ROUTED_TYPE:
+            # A replica would take it for the router's own, and what its stream costs would not be counted here.
+            raise RequestError(
+                f"{ROUTED_TYPE} is what a router sends; send application/json",
+                status=415,
+                code="unsupported_media_type",
+            )
         # With keys, requests share cached prefixes only among those of one key.
         headers = request.headers
         tenant = headers.get("Authorization", headers.get("X-Api-Key", "")) if self._server.needs_key else ""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import aiohttp
 
-from engine.errors import RequestError
+from engine.errors import CallboardError, RequestError
 from server.replicas.affinity import PrefixAffinity
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Fleet(Protocol):
 class Replica:
     """One replica.  num_open: requests that it was sent and that have not ended.  num_lost: how often it was lost.
 
-    num_starts: how often it was started again after a stop."""
+    num_starts: how often it was started again after a stop.  settled: it is ready, or cannot be started any more."""
 
     name: str
     url: str = ""
@@ -77,7 +77,7 @@ class Replica:
     num_lost: int = 0
     num_starts: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    is_ready: asyncio.Event = field(default_factory=asyncio.Event)
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -147,7 +147,7 @@ class Replicas:
         What it has not finished in time goes on elsewhere, as if the replica had been lost."""
         log.info("%s is drained: %d requests are open", replica.name, replica.num_open)
         replica.state = State.DRAINING
-        replica.is_ready.clear()
+        replica.settled.clear()
         if replica.num_open:
             with suppress(TimeoutError):
                 await asyncio.wait_for(replica.idle.wait(), self._drain_timeout_s)
@@ -168,12 +168,16 @@ class Replicas:
             log.info("%s comes back", replica.name)
 
     async def restart(self, replicas: list[Replica]) -> None:
-        """Drain, stop and start replicas, one after another: each is ready again before the next one is drained."""
+        """Drain, stop and start replicas, one after another: each is ready again before the next one is drained.
+
+        Raises CallboardError if one does not come back; those behind it are not touched."""
         for replica in replicas:
             if replica.state is not State.STOPPED:
                 await self.drain(replica)
             await self.undrain(replica)
-            await replica.is_ready.wait()
+            await replica.settled.wait()
+            if replica.state is State.STOPPED:
+                raise CallboardError(f"{replica.name} cannot be started; those behind it were left as they are")
 
     async def watch(self, replica: Replica) -> None:
         """Keep finding out where a replica is and whether it is ready."""
@@ -192,10 +196,11 @@ class Replicas:
             if replica.state is State.STARTING and replica.num_starts == num_starts:
                 log.exception("%s cannot be started any more; the others go on", replica.name)
                 replica.state = State.STOPPED
+                replica.settled.set()
 
     def _set_starting(self, replica: Replica) -> None:
         replica.state = State.STARTING
-        replica.is_ready.clear()
+        replica.settled.clear()
 
     async def _check(self, replica: Replica) -> None:
         timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
@@ -208,6 +213,6 @@ class Replicas:
         if ready and replica.state is State.STARTING:
             log.info("%s is ready at %s", replica.name, replica.url)
             replica.state = State.READY
-            replica.is_ready.set()
+            replica.settled.set()
         elif not ready and replica.state is State.READY:
             self.lose(replica, "it is not ready any more")

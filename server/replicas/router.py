@@ -19,7 +19,7 @@ from engine.errors import RequestError
 from server.anthropic.objects import COUNT, ERROR_FORMATS
 from server.clients import Rates, require_key
 from server.http.connection import HttpRunner
-from server.http.exchange import Traffic, note_route
+from server.http.exchange import Traffic, note_route, refuse_foreign_page
 from server.http.replies import json_reply
 from server.keys import Keys
 from server.operators.administration import administration_routes
@@ -76,6 +76,7 @@ class RouterRoutes:
 
     async def drain(self, request: web.Request) -> web.Response:
         """POST /replicas/{name}/drain: 202, and the replica ends when its requests have."""
+        refuse_foreign_page(request)
         replica, state = self._named(request), State.DRAINING
         if replica.state in (State.READY, State.STARTING):
             self._begin([replica], self._replicas.drain(replica))
@@ -85,6 +86,7 @@ class RouterRoutes:
 
     async def undrain(self, request: web.Request) -> web.Response:
         """POST /replicas/{name}/undrain: 202, and the replica takes requests again, or is started again."""
+        refuse_foreign_page(request)
         replica = self._named(request)
         task = self._tasks.get(replica.name)
         if task is not None and not task.done():
@@ -95,6 +97,7 @@ class RouterRoutes:
 
     async def restart(self, request: web.Request) -> web.Response:
         """POST /replicas/restart and /replicas/{name}/restart: 202; all of them one after another, or one."""
+        refuse_foreign_page(request)
         replicas = [self._named(request)] if "name" in request.match_info else self._replicas.all
         self._begin(replicas, self._replicas.restart(replicas))
         return json_reply({"restarting": [one.name for one in replicas]}, status=202)

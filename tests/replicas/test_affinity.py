@@ -47,7 +47,7 @@ def test_tenants_share_nothing(fields: dict) -> None:
     assert shared(one, affinity.blocks(prompt(LONG), "")) == 0
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"model": "m"}', b"\xff\xfe"])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"model": "m"}', b"\xff\xfe", b"[" * 100_000])
 def test_what_has_no_prompt_has_no_blocks(body: bytes) -> None:
     assert PrefixAffinity().blocks(body) == []
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.scheduling.board import BoardRow, Pool
 from server.replicas.observation import added_up, labelled
 from server.replicas.replica import Replicas
 from tests.replicas.test_administration import NUM_REPLICAS, Ask, run
@@ -52,6 +53,44 @@ def test_the_page_sees_the_sum_and_each_one() -> None:
         assert (await ask("/load", method="GET"))[0] == 200
 
     run(test)
+
+
+def test_the_pools_cells_mean_the_rows_and_prefixes_of_their_own_replica() -> None:
+    """Runs are lists and no rows, and their numbers are places in other lists."""
+
+    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+        for server in servers:
+            monitor = server.monitor
+            monitor.rows = tuple(BoardRow(number, "decoding", 9, 4, 9, 1, 5, 0.25, 1.5) for number in (1, 2))
+            monitor.pool = Pool(9, 1, ((4, 0, -1), (2, 1, 0), (3, 5, 0)), 3, ((3, 8),))
+            server.call(lambda monitor=monitor: monitor.cache(list(range(16))))
+            server.call(lambda monitor=monitor: monitor.run(seconds=1.0, decodes=8))
+        status, body = await ask("/stats", method="GET")
+        assert status == 200
+        assert body["pool"] == {
+            "pages": 18,
+            "cell_pages": 1,
+            "runs": [[4, 0, -1], [2, 1, 0], [3, 5, 0], [4, 0, -1], [2, 1, 1], [3, 7, 1]],
+            "evictions": 6,
+            "evicted": [],
+        }
+        second = body["board"][7 - 4]
+        assert (second["number"], second["replica"]) == (2, "replica1")
+        assert [span["output_tokens"] for span in body["history"]] == [16]
+        assert [step["replica"] for step in body["steps"]] == ["replica0", "replica1"]
+
+    run(test)
+
+
+def test_spans_of_one_time_are_one() -> None:
+    def stats(*ages: float) -> dict[str, Any]:
+        spans = [{"age_s": age, "output_tokens": 10, "most_rows": 4, "busy": 0.5} for age in ages]
+        return {"history": spans}
+
+    assert added_up({"a": stats(7.0, -1.0), "b": stats(-4.0)})["history"] == [
+        {"age_s": 7.0, "output_tokens": 10, "most_rows": 4, "busy": 0.25},
+        {"age_s": -1.0, "output_tokens": 20, "most_rows": 8, "busy": 0.5},
+    ]
 
 
 def test_numbers_are_added_times_are_the_longest_and_trees_stay_trees() -> None:

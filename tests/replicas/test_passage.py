@@ -72,5 +72,9 @@ def test_what_a_router_sends_is_read_and_what_none_would_send_is_refused() -> No
         ):
             status, answer = sent(live, json.dumps({"request": request, "origin": {**origin, **wrong}}).encode())
             assert (status, answer["error"]["code"]) == (400, "malformed_json"), wrong
+        long = json.dumps({"request": {**request, "prompt": "p" * (5 << 20)}, "origin": origin}).encode()
+        assert sent(live, long)[0] == 413  # more room is for what the router adds
+        for deep in ('{"request": %s, "origin": {}}', '{"request": {}, "origin": {"deep": %s}}'):
+            assert sent(live, (deep % ("[" * 100_000 + "]" * 100_000)).encode())[0] == 400
         for body in (b"", b"{", b"{}", json.dumps({"request": request}).encode()):
             assert sent(live, body)[0] == 400

@@ -13,9 +13,11 @@ from aiohttp import web
 from engine.config import Config, build_config
 from engine.sections import LimitsSection, ServerSection
 from server.generate.route import USAGE_HEADER, GenerateRoute
+from server.http.body import ROUTED_TYPE
 from server.http.listener import bind
 from server.replicas import proxy
 from server.replicas import replica as replica_module
+from server.replicas.passage import Passage
 from server.replicas.replica import SLACK_REQUESTS, Replicas, State
 from server.replicas.router import GENERATING, routing
 from server.run.app import create_runner
@@ -336,8 +338,32 @@ def test_the_router_counts_what_the_application_generates_and_replicas_count_not
     assert generating == set(GENERATING)
 
 
-async def ask(one: Routed, path: str, status: int = 202) -> dict:
-    async with one.client.post(path) as response:
+def test_what_is_nested_too_deep_is_the_replicas_to_refuse() -> None:
+    async def test(one: Routed) -> None:
+        body = b'{"prompt": %b}' % (b"[" * 100_000 + b"]" * 100_000)
+        headers = {"Content-Type": "application/json"}
+        async with one.client.post("/v1/completions", data=body, headers=headers) as response:
+            assert response.status == 200  # this replica answers everything
+        assert sum(fake.bodies == [body] for fake in one.fleet.replicas) == 1
+
+    run(test)
+
+
+def test_clients_do_not_speak_as_routers_do() -> None:
+    """A replica would go on from output that a client names, and no token of the stream would be counted."""
+
+    async def test(one: Routed) -> None:
+        headers = {"Content-Type": f"{ROUTED_TYPE.upper()}; charset=utf-8"}
+        for path in ("/v1/completions", "/tokenize"):
+            async with one.client.post(path, data=Passage(b'{"stream": true}').body(), headers=headers) as response:
+                assert response.status == 415
+        assert not any(fake.bodies for fake in one.fleet.replicas)
+
+    run(test)
+
+
+async def ask(one: Routed, path: str, status: int = 202, **headers: str) -> dict:
+    async with one.client.post(path, headers=headers) as response:
         assert response.status == status, await response.text()
         return await response.json()
 
@@ -379,6 +405,35 @@ def test_a_restart_that_fails_is_logged_and_one_of_a_router_that_ends_starts_not
         one.replicas.is_leaving = True
         await ask(one, "/replicas/replica0/undrain")
         assert one.fleet.started == []
+
+    run(test)
+
+
+def test_pages_of_other_sites_restart_nothing() -> None:
+    async def test(one: Routed) -> None:
+        for path in ("/replicas/restart", *(f"/replicas/replica0/{what}" for what in ("drain", "undrain", "restart"))):
+            error = (await ask(one, path, 403, **{"Sec-Fetch-Site": "cross-site"}))["error"]
+            assert error["code"] == "foreign_page"
+        assert one.fleet.stopped == []
+
+    run(test)
+
+
+def test_a_rolling_restart_ends_at_a_replica_that_cannot_be_started(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(one: Routed) -> None:
+        async def gone(number: int) -> str:
+            raise OSError("no room")
+
+        monkeypatch.setattr(one.fleet, "url", gone)
+        await ask(one, "/replicas/restart")
+        await one.until(lambda: "has failed" in caplog.text)
+        assert [replica.state for replica in one.replicas.all] == [State.STOPPED, State.READY]
+        assert one.fleet.stopped == [0]
+        monkeypatch.undo()
+        await ask(one, "/replicas/replica0/undrain")
+        await one.until(lambda: one.replicas.all[0].state is State.READY)
 
     run(test)
 
