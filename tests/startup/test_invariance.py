@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,13 +13,14 @@ from engine.errors import ConfigError, PluginError
 from engine.execution.attention import RankAttention
 from engine.execution.ordered_comm import OrderedComm
 from engine.execution.split_attention import SplitAttention
-from engine.layers.attention import AttentionBackend, AttentionSpec
+from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.mlp import DIVIDED, GatedMLP, activated_by_rows
 from engine.layers.packing import LinearKernel, Linears
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
+from engine.plugins.attention import tiles
 from engine.plugins.attention.tiles import TiledAttention
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.comm.local import LocalComm
@@ -124,6 +126,47 @@ def test_a_sampler_that_depends_on_the_batch_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(invariance, "batch_logprobs", rounded_by_batch)
     with pytest.raises(ConfigError, match=r"the sampler gives a row other bits among [12] than among 128"):
         prove(model())
+
+
+@pytest.mark.parametrize("window", [0, 200])
+def test_a_long_chunk_is_added_up_in_parts_with_the_same_bits(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    length, count, limit = 700, 500, 1 << 18
+    spec = AttentionSpec(1, 6, 2, 16, 0.25, window=window)
+    pool = KVPool(1, 44, 16, 2, 16, torch.float32, CPU)
+    for slots in (pool.keys(0), pool.values(0)):
+        slots.normal_()
+    q_TNH = torch.randn(count, 6, 16)
+    batch = AttentionBatch(
+        num_decodes=0,
+        page_table_BP=torch.arange(44, dtype=torch.int32)[None],
+        lengths_B=torch.tensor([length]),
+        query_starts_B1=torch.tensor([0, count]),
+        host_lengths=np.array([length], dtype=np.int32),
+        host_query_lengths=np.array([count], dtype=np.int32),
+    )
+    at_once = TiledAttention(spec, pool)
+    at_once.plan_step(batch)
+    expected_TNH = at_once.attend(0, q_TNH)
+    monkeypatch.setattr(tiles, "RESULT_BYTES", limit)
+    monkeypatch.setattr(tiles, "weighted_mean", within := Within(limit))
+    in_parts = TiledAttention(spec, pool)
+    in_parts.plan_step(batch)
+    assert torch.equal(in_parts.attend(0, q_TNH), expected_TNH)
+    assert within.calls > 1
+
+
+class Within:
+    """``weighted_mean`` of results that take so many bytes at most."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._mean = tiles.weighted_mean
+        self.calls = 0
+
+    def __call__(self, results: list[tuple[tiles.Spans, torch.Tensor, torch.Tensor]], q: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        assert sum(out.nbytes for _, out, _ in results) <= self._limit
+        return self._mean(results, q)
 
 
 def test_every_small_number_of_rows_is_tried_and_every_row_once() -> None:

@@ -39,6 +39,8 @@ KEYS = 128  # of a key tile
 ROWS = 4
 # Keys up to this size stay in a core's cache from their copy to their use.
 CACHED_BYTES = 1 << 20
+# What the key tiles of a run may give before it is added up: a longer chunk of a prompt becomes several runs.
+RESULT_BYTES = 64 << 20
 # Instead of minus infinity: a row that sees nothing of a tile then has a weight of 0 for it, and no NaN.
 HIDDEN = -1e30
 
@@ -158,9 +160,20 @@ class TiledAttention:
             for rows in (single[at : at + self._together] for at in range(0, len(single), self._together))
         ]
         for row in np.flatnonzero(batch.host_query_lengths > 1).tolist():
-            count = int(batch.host_query_lengths[row])
-            runs.append(self._prefill_run(table_BP[row], int(starts[row]), count, int(lengths[row]), window))
+            first, last = int(starts[row]), int(starts[row + 1])
+            behind = int(lengths[row]) - last  # from a place in T to its position
+            step = self._most_positions(int(lengths[row]), last - first, window)
+            for at in range(first, last, step):
+                end = min(at + step, last)
+                runs.append(self._prefill_run(table_BP[row], at, end - at, end + behind, window))
         return runs
+
+    def _most_positions(self, length: int, count: int, window: int) -> int:
+        """How many of a sequence's last ``count`` positions a run may have for ``RESULT_BYTES``."""
+        num_keys = min(length, count + window) if window else length
+        row_bytes = self.spec.num_kv_heads * self.spec.head_size * self.pool.dtype.itemsize
+        tile_bytes = self._rows * row_bytes * (num_keys // KEYS + 2)
+        return max(1, RESULT_BYTES // tile_bytes) * self._positions
 
     def _first_key_tile(self, position: npt.NDArray[np.int64], window: int) -> npt.NDArray[np.int64]:
         """The first key tile that any position of a position's query tile sees."""
