@@ -56,7 +56,7 @@ from engine.startup.memory import (
 )
 from engine.startup.model_steps import ModelSteps
 from engine.startup.race import Race, measured_attention
-from engine.startup.thread_race import ThreadRace
+from engine.startup.thread_race import ThreadRace, common_choices
 from engine.text.codec import TextCodec
 from engine.text.grammar import Grammars
 
@@ -99,7 +99,9 @@ def load_runner(
     graphs.device.trim()  # of what a runner before this one has left
     room = fair_share(free_bytes(device), place, comm, device)
     plan = build_model(spec.shape, comm, torch.device("meta"), dtype)
-    thread_choices = set_threads(config.device.threads, device, plan.parameter_bytes)
+    thread_choices: Sequence[int] = set_threads(config.device.threads, device, plan.parameter_bytes)
+    if on_cpu:
+        thread_choices = common_choices(thread_choices, comm)
     model = load_model(
         spec,
         graphs.comm,

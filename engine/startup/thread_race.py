@@ -24,6 +24,20 @@ LIMIT_S = 0.8  # no turn begins later; one is made in any case
 Times = dict[int, list[float]]
 
 
+def common_choices(choices: Sequence[int], comm: Comm) -> Sequence[int]:
+    """The choices if every rank has the same ones, else none: steps need all ranks, so they measure together or not.
+
+    Machines differ in their cores, and in OMP_NUM_THREADS.  Of all ranks together."""
+    if comm.size == 1:
+        return choices
+    most = max(choices, default=0)  # by which all of them are given
+    everyones = comm.all_gather(torch.tensor([most], dtype=torch.float64), 0)
+    if bool((everyones == most).all()):
+        return choices
+    log.info("threads: %d (not measured: ranks have different choices)", torch.get_num_threads())
+    return ()
+
+
 class ThreadRace:
     """All ranks together: steps need all of them, and they must try the same numbers.
 

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 from callboard import LLM
 from engine.execution import device
@@ -12,7 +13,7 @@ from engine.execution.step_threads import StepThreads
 from engine.params import SamplingParams
 from engine.plugins.comm.local import LocalComm
 from engine.startup import loading
-from engine.startup.thread_race import ThreadRace
+from engine.startup.thread_race import ThreadRace, common_choices
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 
@@ -36,6 +37,28 @@ class Machine:
     def race(self, comm=None):
         clock = lambda: self.now  # noqa: E731
         return ThreadRace(comm or LocalComm(), self.step, clock=clock, set_threads=self.set_threads)
+
+
+class Two(LocalComm):
+    """One of two ranks, whose other one gathers ``other``."""
+
+    size = 2
+
+    def __init__(self, other):
+        self.other = other
+
+    def all_gather(self, tensor, dim=-1):
+        return torch.cat([tensor, torch.full_like(tensor, self.other)])
+
+
+def test_ranks_with_other_choices_measure_nothing(caplog):
+    assert common_choices((1, 2), LocalComm()) == (1, 2)
+    assert common_choices((1, 2), Two(2)) == (1, 2)
+    assert common_choices((), Two(0)) == ()
+    with caplog.at_level(logging.INFO):
+        assert common_choices((1, 2), Two(0)) == (), "torchrun gives its ranks one thread each"
+        assert common_choices((1, 2, 3), Two(4)) == ()
+    assert "not measured: ranks have different choices" in caplog.text
 
 
 def test_many_threads_are_taken_where_they_are_faster(caplog):
