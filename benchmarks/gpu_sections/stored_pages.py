@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from engine.execution.stored_pages import StoredPages
-from engine.kv.events import chained
+from engine.kv.node import chained
 from engine.kv.store import PageRecords
 from engine.layers.kv_pool import KVPool
 from engine.messages import FetchPages, Landing, PagesFetched, Step

@@ -185,8 +185,8 @@ def test_capturing_where_nothing_captures_compiles_ahead(direct):
 def test_operations_that_plugins_name_are_split_at(cases: Cases, monkeypatch, device):
     finish = DecoderLayer.finish
 
-    def scaled(self, x, attended, kernels):
-        half, quarter = torch.ops.callboard_test.halves(finish(self, x, attended, kernels))
+    def scaled(self, x, normed, attended, kernels):
+        half, quarter = torch.ops.callboard_test.halves(finish(self, x, normed, attended, kernels))
         return half + quarter
 
     monkeypatch.setattr(DecoderLayer, "finish", scaled)

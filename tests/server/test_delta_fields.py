@@ -21,6 +21,7 @@ SAMPLES: dict[str, Any] = {
     "prompt_logprobs": (ENTRY, ENTRY),
     "pooled": b"\0\0\0\0",
     "prompt_token_ids": b"\1\0\0\0\2\0\0\0",
+    "resumed": True,
 }
 FIELDS = [field.name for field in msgspec.structs.fields(Delta) if field.name != "request_id"]
 PIECE = Delta(1, "a", b"\3\0\0\0")
