@@ -276,7 +276,11 @@ class FrontendTraffic(Traffic):
             silence_timeout_s=silence_s,
         )
         super().__init__(world, ingress)
-        ingress.connect(look=lambda ask: Snapshot(ask.number, 0.0, Gauges()), watch=lambda observer, name: None)
+        ingress.connect(
+            look=lambda ask: Snapshot(ask.number, 0.0, Gauges()),
+            watch=lambda observer, name: None,
+            profile=lambda ask: None,
+        )
         ingress.inbox.put(EngineReady())
         self._next_id = 0
         self._by_worker: dict[int, int] = {}
