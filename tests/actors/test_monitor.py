@@ -46,7 +46,7 @@ def test_gauges_meter_and_outline_are_those_of_the_engine() -> None:
     async def scenario() -> None:
         system = NullSystem(configured())
         monitor = system.monitor
-        assert (monitor.meter, monitor.gauges().num_open, monitor.outline(10).nodes) == (None, 0, ())
+        assert (monitor.meter, monitor.gauges().num_open, monitor.board().outline.nodes) == (None, 0, ())
         await system.start()
         streams = [system.ingress.open(list(range(10, 60)), GREEDY) for _ in range(3)]
         await streams[0].next()
@@ -62,7 +62,7 @@ def test_gauges_meter_and_outline_are_those_of_the_engine() -> None:
         meter = monitor.meter
         assert meter is not None
         assert (meter.num_output_tokens, meter.num_prompt_tokens) == (3 * 40, 3 * 50)
-        assert sum(node.num_pages for node in monitor.outline(10).nodes) == idle.pages_cached
+        assert sum(node.num_pages for node in monitor.board().outline.nodes) == idle.pages_cached
         assert [box.name for box in idle.mailboxes] == ["ingress", "tokenizer", "scheduler", "executors"]
         assert all(box.peak >= 1 for box in idle.mailboxes[:3])
         assert monitor.decode([10, 11]) == system.codec.decode([10, 11])
