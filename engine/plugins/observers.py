@@ -88,7 +88,10 @@ class Observers:
         """Tell observers which requests have ended."""
         if self._on_request_finished:
             now = self._wall_clock()
-            told = [replace(one, model=self._model, ended_at_unix_s=now) for one in requests]
+            # A frontend's observers hear of requests through the engine's, which have said both.
+            told = [
+                one if one.ended_at_unix_s else replace(one, model=self._model, ended_at_unix_s=now) for one in requests
+            ]
             self._tell(self._on_request_finished, requests=told)
 
     def kv_event(self, events: Sequence[KVEvent]) -> None:

@@ -86,7 +86,7 @@ def test_observers_are_told_and_one_that_raises_is_told_nothing_any_more() -> No
         monitor.watch(good, "tests.good")
         monitor.watch(bad, "tests.bad")
         assert sent.messages == [Subscribe()]
-        one = RequestMetrics(1, Finish.STOP, 2, 3, 0, 0, 1.0, 0.1, 0.2, 0.1, 1.0)
+        one = RequestMetrics(1, Finish.STOP, 2, 3, 0, 0, 1.0, 0.1, 0.2, 0.1, 1.0, model="m", ended_at_unix_s=5.0)
         for _ in range(2):
             monitor.take(RequestsFinished((one,)))
         assert (good.told, bad.told) == ([one, one], [one])
