@@ -98,8 +98,8 @@ def test_an_embedding_is_the_same_however_it_is_computed(llm: LLM, pooling: str)
 
 
 def test_the_last_token_sees_all_and_the_mean_weighs_all(llm: LLM) -> None:
-    changed = [41, *PROMPT[1:]]
-    assert abs(float(vector(llm, PROMPT, "last") @ vector(llm, changed, "last"))) < 0.999999
+    changed = [5, *PROMPT[1:]]
+    assert abs(float(vector(llm, PROMPT, "last") @ vector(llm, changed, "last"))) < 0.99999
     assert float(vector(llm, PROMPT, "mean") @ vector(llm, changed, "mean")) > 0.9
     assert vector(llm, [50], "last") == pytest.approx(vector(llm, [50], "mean"), abs=1e-6)
 
