@@ -203,7 +203,9 @@ def build_batch(
         counted_lines=_upload(state, state.counts.lines(rows_N[counted_at])) if len(counted_at) else None,
         logprobs_at=logprobs_at,
         num_logprobs=state.logprobs[rows_N[logprobs_at]],
-        named=named_tokens([state.named[row] for row in rows_N[logprobs_at]], state.device),
+        named=named_tokens([state.named[row] for row in rows_N[logprobs_at]], state.device)
+        if len(logprobs_at)
+        else None,
     )
 
 

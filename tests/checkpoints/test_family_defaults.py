@@ -18,10 +18,11 @@ VARIANTS = {family: variant for variant, (family, _) in {**PLAIN, **NOT_PLAIN}.i
 @pytest.mark.parametrize("family", sorted(VARIANTS))
 def test_the_norms_have_the_familys_own_epsilon(family: str):
     config: PretrainedConfig = configuration(VARIANTS[family])
-    table = {name: value for name, value in config.to_dict().items() if name != "rms_norm_eps"}
+    (eps_name,) = {"rms_norm_eps", "layer_norm_eps"} & set(config.to_dict())
+    table = {name: value for name, value in config.to_dict().items() if name != eps_name}
     architecture = f"{family}ForCausalLM"
     shape = hook_of(architecture)(context=ModelContext(architecture, Fields(table, "config.json"), {}))
-    expected = type(config)().rms_norm_eps
+    expected = getattr(type(config)(), eps_name)
     assert shape.norm.eps == expected
     assert {getattr(layer.behind_mlp, "eps", expected) for layer in shape.layers} == {expected}
     assert {getattr(layer.before_mlp, "eps", expected) for layer in shape.layers} == {expected}
