@@ -9,6 +9,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,17 +83,21 @@ def load_config(
     path: Path | None = None,
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    text: str | None = None,
 ) -> Config:
     """Read ``path``, then lay CALLBOARD_SECTION__KEY variables and ``section.key=value`` overrides over it.
 
-    A relative ``model.path`` from the file that exists beside the file is resolved against it.
+    text: what to read instead of the file.  A relative ``model.path`` is resolved against the file, if it is beside it.
     Raises ConfigError naming the file or origin, the key, what was seen and what is allowed.
     """
     table: dict[str, Any] = {}
-    if path is not None:
+    origin = str(path) if path is not None and text is None else "configuration"
+    if text is None and path is not None:
         text = _read_text(path)
-        table = _parse(path, text)
-        _decode(table, str(path), text)  # so that an error names the file, not an override
+    if text is not None:
+        table = _parse(origin, text)
+        _decode(table, origin, text)  # so that an error names the file, not an override
+    if path is not None:
         _anchor_model_path(table, path.parent)
     environment = os.environ if environment is None else environment
     for name in sorted(environment):
@@ -104,9 +109,21 @@ def load_config(
         if not separator:
             raise ConfigError(f"--set {override}: expected section.key=value, for example kv.page_size=64")
         _lay_over(table, key.strip(), value.strip(), origin=f"--set {override}")
-    config = _decode(table, str(path) if path else "configuration")
+    config = _decode(table, origin)
     _check(config)
     return config
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigSource:
+    """Where a configuration is from, to be read again.  path: None for no file.  overrides: as of ``load_config``."""
+
+    path: Path | None = None
+    overrides: tuple[str, ...] = ()
+
+    def load(self, text: str | None = None) -> Config:
+        """Read it all again, or ``text`` in the place of the file.  Raises ConfigError as ``load_config`` does."""
+        return load_config(self.path, self.overrides, text=text)
 
 
 def build_config(base: Config, tables: Mapping[str, Mapping[str, Any]]) -> Config:
@@ -139,11 +156,11 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
 
 
-def _parse(path: Path, text: str) -> dict[str, Any]:
+def _parse(origin: str, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+        raise ConfigError(f"{origin}: not valid TOML: {error}") from None
 
 
 def _decode(table: dict[str, Any], origin: str, text: str = "") -> Config:

@@ -4,9 +4,8 @@
     ingress ←─Deltas── tokenizer ←Tokens─ scheduler ←StepDone─ executors
 
 What worker processes and their engine say to each other besides is in ``engine/workers/messages.py``.
-Messages are immutable plain data.  Integer columns travel as packed little-endian bytes
-(int32 unless said otherwise), so a message costs per step and not per token.
-``engine/workers/wire.py`` encodes them with msgpack; nothing is ever pickled.
+Messages are immutable plain data; ``engine/workers/wire.py`` encodes them with msgpack, and nothing is ever pickled.
+Integer columns travel as packed little-endian bytes (int32 unless said otherwise): a cost per step, not per token.
 """
 
 from enum import IntEnum
@@ -63,9 +62,8 @@ RULED_OUT: Final = -2  # instead of a token, in ``StepDone``
 
 
 class Tokenize(Message, frozen=True):
-    """A new request.  Exactly one of text, token_ids, turns is given.
+    """A new request.  Exactly one of text, token_ids (int32[n]), turns is given.
 
-    token_ids: int32[n].
     max_model_len has been checked by nobody yet: the tokenizer counts, the scheduler decides.
     """
 
@@ -200,10 +198,11 @@ class ExecutorsLost(Message, frozen=True):
     """Every executor is gone, with all that was on the devices; new ones are on their way (their group -> scheduler).
 
     is_fault: of the executors or of what they ran; not where a step was only too large, which may be known late and
-    is then said once more."""
+    is then said once more, nor where others replace them.  is_sleep: new ones come when an operator says so."""
 
     reason: str
     is_fault: bool = True
+    is_sleep: bool = False
 
 
 class LossExplained(Message, frozen=True):
@@ -354,9 +353,10 @@ class EngineReady(Message, frozen=True):
 
 
 class EngineRecovering(Message, frozen=True):
-    """The executors were lost; requests wait until the next EngineReady and then go on where they were."""
+    """The executors were lost; requests wait until the next EngineReady and then go on.  is_sleep: no new ones come."""
 
     reason: str
+    is_sleep: bool = False
 
 
 class Stats(Message, frozen=True):

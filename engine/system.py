@@ -40,8 +40,10 @@ from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec, warn_of_unknown_tokens
-from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings, InlineExecutors
+from engine.text.grammar import Grammars
+from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings
 from engine.workers.frontend import FrontendCommand, RemoteIngress
+from engine.workers.inline import InlineExecutors
 from engine.workers.limits import RestartIntensity
 from engine.workers.tokenizers import TokenizerPool
 
@@ -66,16 +68,18 @@ class System:
         progress: bool = False,
         head: "Head | None" = None,
         frontend: FrontendCommand | None = None,
+        before: "System | None" = None,
     ) -> None:
         """Check everything that can be checked without loading weights.  Raises CallboardError.
 
         head: the head of several machines; None if all ranks are on this one.
-        frontend: how to start the process that takes requests; None for an ingress in this process."""
+        frontend: how to start the process that takes requests; None for an ingress in this process.
+        before: a running engine that this configuration is for: its actors stay, and this one gets none of its own."""
         config = self.config = with_device_defaults(config, several_machines=head is not None)
         self._head = head
         self._front = frontend
         self._progress = progress
-        directory = self._directory = resolve_checkpoint(config.model.path, config.model.revision)
+        directory = self.directory = resolve_checkpoint(config.model.path, config.model.revision)
         self.spec: ModelSpec = read_model(directory, config.plugins, config.model)
         self.num_parameters = 0  # as stored; 0 for dummy weights
         if config.model.load_format == "safetensors":
@@ -85,10 +89,12 @@ class System:
         self.model_name = config.model.name or (
             DEMO_NAME if config.model.path == DEMO else Path(config.model.path).name
         )
+        if before is not None:
+            self.model_name = before.model_name  # clients know it
         self.max_len = _max_len(config, self.spec)
         # What is sampled behind a prompt that is all of a request takes a place that no state is computed for.
         self._row_len = self.max_len + (self.spec.pooling.kind != "generate")
-        self._codec = plugin_codec(config, directory, self.spec.pooling)
+        self._codec = plugin_codec(config, directory, self.spec.pooling) if before is None else before.codec
         log.info("%s: %s", self.model_name, self.spec.pooling)
         warn_of_unknown_tokens(self._codec, self.spec.vocab_size)
         chosen = config.plugins
@@ -99,18 +105,32 @@ class System:
         check_linear_fits(self._plugins, linear_context(config, self.spec.dtype))
         if self._plugins.absent:
             log.warning("requests with a grammar are refused: %s", self._plugins.absent)
-        self._policy = self._scheduling_policy()
-        self._observers = Observers(
-            self._plugins, config.plugins.options, page_size=config.kv.page_size, model=self.model_name
+        self._observers, self._grammars = self._watched_by(before), self._grammars_of(before)
+        ranks_as_before = before is not None and self._ranks_as(before)
+        self.policy: SchedulingPolicy = before.policy if before and ranks_as_before else self._scheduling_policy()
+        if before is None:
+            self._build()
+
+    def _watched_by(self, before: "System | None") -> Observers:
+        if before is not None:
+            return before._observers
+        return Observers(
+            self._plugins,
+            self.config.plugins.options,
+            page_size=self.config.kv.page_size,
+            model=self.model_name,
         )
-        self._grammars = plugin_grammars(
+
+    def _grammars_of(self, before: "System | None") -> Grammars:
+        if before is not None:
+            return before._grammars
+        return plugin_grammars(
             self._plugins,
             lambda: self._codec,
             vocab_size=self.spec.vocab_size,
             eos_token_ids=self.spec.eos_token_ids,
-            options=config.plugins.options,
+            options=self.config.plugins.options,
         )
-        self._build()
 
     def _build(self) -> None:
         """Create the actors in the order of the flow, then close the circle of links."""
@@ -118,21 +138,20 @@ class System:
         # Per open request at most: its Tokenize and Abort, or its Admit and Abort, plus steps and their results.
         # What other processes say comes as fast as it is read, some of each before the next actor's turn.
         num_outside = config.placement.tokenizers + (self._front is not None)
-        capacity = 4 * config.limits.max_requests + 64 + READ_AT_ONCE * num_outside
+        self.capacity = capacity = 4 * config.limits.max_requests + 64 + READ_AT_ONCE * num_outside
         self.tokenizer = self._tokenizer(capacity)
         self.entrance = self._entrance(capacity)
         placement = config.placement
         self.executors = Executors(
             num_ranks=config.device.tensor_parallel,
-            placement=self._placement(capacity),
+            placement=self.placement(capacity),
             intensity=RestartIntensity(placement.max_restarts, RESTART_WINDOW_S),
             step_timeout_s=placement.step_timeout_s,
         )
         self.scheduler = Scheduler(
             capacity=capacity,
             overlap_depth=config.scheduler.overlap_depth,
-            page_size=config.kv.page_size,
-            new_planner=self._new_planner,
+            new_planner=self.new_planner,
             executors=self.executors.links,
             explain=self.executors.explain,
             tokenizer=self.tokenizer.inbox,
@@ -150,8 +169,7 @@ class System:
             scheduler=self.scheduler,
             executors=self.executors,
             observers=self._observers,
-            page_size=config.kv.page_size,
-            max_running=config.scheduler.max_running,
+            limits=self.planner_limits(0),
             decode=self._codec.decode,
             clock=time.monotonic,
         )
@@ -210,7 +228,7 @@ class System:
     def _child_config(self) -> Config:
         """Return the configuration that this machine's other processes get: an absolute path and no secret."""
         config = without_cluster_key(self.config)
-        model = msgspec.structs.replace(config.model, path=str(self._directory))
+        model = msgspec.structs.replace(config.model, path=str(self.directory))
         config = msgspec.structs.replace(config, model=model)
         if self._head is not None:  # placement.link is for ranks on other machines then
             config = build_config(config, {"placement": {"link": "unix"}})
@@ -234,7 +252,8 @@ class System:
             silence_timeout_s=placement.silence_timeout_s,
         )
 
-    def _placement(self, capacity: int) -> ExecutorPlacement:
+    def placement(self, capacity: int) -> ExecutorPlacement:
+        """Where executors of this configuration run.  capacity: of their mailboxes."""
         num_ranks = self.config.device.tensor_parallel
         if self.config.placement.executor == "process":
             from engine.workers.placement import ProcessExecutors  # ZeroMQ is needed from here on
@@ -265,9 +284,10 @@ class System:
         )
         return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=settings.most_tokens)
 
-    def _new_planner(self, num_pages: int) -> Planner:
+    def planner_limits(self, num_pages: int) -> PlannerLimits:
+        """What the planner works with for a pool of so many pages."""
         scheduler, kv = self.config.scheduler, self.config.kv
-        limits = PlannerLimits(
+        return PlannerLimits(
             max_running=scheduler.max_running,
             max_step_tokens=scheduler.max_step_tokens,
             prefill_chunk=scheduler.prefill_chunk,
@@ -282,7 +302,32 @@ class System:
             num_ranks=self.config.device.tensor_parallel,
             scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
         )
-        return Planner(limits, self._eviction_strategy(num_pages), self._policy, time.monotonic)
+
+    def new_planner(self, num_pages: int) -> Planner:
+        """The planner of this configuration, for a pool of so many pages."""
+        limits = self.planner_limits(num_pages)
+        return Planner(limits, self._eviction_strategy(num_pages), self.policy, time.monotonic)
+
+    @property
+    def is_head(self) -> bool:
+        """Whether its ranks are on several machines."""
+        return self._head is not None
+
+    def with_config(self, config: Config) -> "System":
+        """What this engine would be with another configuration: for ``Changeover``, to check it and to ``become`` it.
+
+        Raises CallboardError."""
+        return System(config, head=self._head, frontend=self._front, before=self)
+
+    def become(self, new: "System") -> None:
+        """Have the configuration of another one, and what follows from it."""
+        self.config, self.spec, self.directory, self.num_parameters = (
+            new.config,
+            new.spec,
+            new.directory,
+            new.num_parameters,
+        )
+        self.policy, self._plugins, self._grammars = new.policy, new._plugins, new._grammars
 
     def _eviction_strategy(self, num_pages: int) -> EvictionStrategy:
         name = self._plugins.names["eviction"]
@@ -297,6 +342,13 @@ class System:
         context = PolicyContext(self.config.scheduler.max_running, self.config.kv.page_size, options)
         policy = self._plugins.build(name, "callboard_scheduling_policy", context, SchedulingPolicy)
         return policy if self._plugins.known[name].built_in else GuardedPolicy(name, policy)
+
+    def _ranks_as(self, before: "System") -> bool:
+        """Whether the policy is the same, which may have learnt something of those that it ranks."""
+        ours, theirs = self.config.plugins, before.config.plugins
+        name = self._plugins.names["policy"]
+        same_options = ours.options.get(name) == theirs.options.get(name)
+        return ours.policy == theirs.policy and same_options and self.config.scheduler == before.config.scheduler
 
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises what the loading raised."""

@@ -201,6 +201,13 @@ class Quarantine:
             self.alone = None
         self._records.pop(sequence.request_id, None)
 
+    def reorder(self, waiting: WaitingQueue) -> None:
+        """Have those that are no suspects wait in another queue."""
+        old, self._waiting = self._waiting, waiting
+        while len(old):
+            old.rerank(lambda sequence: 0)
+            waiting.push(old.pop(starts=False))
+
     # ---- as a waiting queue -----------------------------------------------------------------
 
     def __len__(self) -> int:

@@ -33,12 +33,18 @@ JSON_OBJECT = Grammar("json_object")
 class Translator:
     """Turns request bodies into generations for one model, which ``card`` describes.
 
-    tool_format: how it writes function calls."""
+    tool_format: how it writes function calls.  The card may be replaced by one of the same name."""
 
-    def __init__(self, card: ModelCard, tool_format: ToolFormat | None = None) -> None:
-        """tool_format: None for the hermes format."""
+    def __init__(self, card: ModelCard, tool_format: ToolFormat | None = None, server: str = "") -> None:
+        """tool_format: None for the hermes format.  server: what the fingerprint says of it."""
         self.card = card
+        self._server = server
         self.tool_format = tool_format or HERMES
+
+    @property
+    def fingerprint(self) -> str:
+        """What answers say of the system: of the server, and of the weights and what they are computed with."""
+        return "-".join(filter(None, (self._server, self.card.fingerprint)))
 
     def translate(
         self,

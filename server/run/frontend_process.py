@@ -20,6 +20,7 @@ from msgspec import structs
 from engine.actors.actor import Actor, Link
 from engine.actors.admission import RETRY_LATER_S
 from engine.actors.ingress import Ingress
+from engine.actors.operations import Operated
 from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.errors import CallboardError, EngineDied, RequestError
 from engine.messages import Abort, Failed, Profile, Stop, Tokenize
@@ -43,6 +44,7 @@ from server.backend import Backend
 from server.clients import CacheSalts
 from server.model_card import ModelCard
 from server.run.app import create_runner
+from server.run.operations import RemoteOperations
 
 MAX_ASKED = 64  # without an answer; more would only wait behind them
 CAPACITY = 1 << 18  # of the link, in messages: of as many requests as may be open at most, four each
@@ -139,15 +141,16 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
             pooling=card.pooling,
         )
         engine.connect(ingress)
-        for message in handover.replay:
-            ingress.handle(message)
         self._monitor = RemoteMonitor(outgoing, ingress, codec.decode)
+        self._operations = RemoteOperations(outgoing)
         self._runner = create_runner(
             config.server,
             config.limits,
-            Backend(ingress, self._monitor, card, codec),
+            Backend(ingress, self._monitor, card, codec, self._operations),
             CacheSalts(config.server, kept=handover.state, keep=lambda what: outgoing.put(FrontendState(what))),
         )
+        for message in handover.replay:
+            ingress.handle(message)
         gc.collect()
         gc.freeze()  # what loading has left lives as long as the process
         listener = socket.socket(fileno=assignment.listener)
@@ -161,6 +164,8 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
         match message:
             case Snapshot() | RequestsFinished():
                 self._monitor.take(message)
+            case Operated():
+                self._operations.take(message)
             case Drain():
                 self._ingress.draining = True
                 self._outgoing.put(FrontendDrained())
