@@ -22,11 +22,12 @@ from engine.params import SamplingParams
 from engine.system import System
 
 NUM_STREAMS = 64
-BETWEEN_S = 1.0  # undisturbed, before and after each change
+ON_THE_WAY_S = 0.02  # until the last tokens of the old executors have been read
+BETWEEN_S = 0.5  # undisturbed, before and after each change
 Tables = dict[str, dict[str, Any]]
 SAME: list[Tables] = [
-    {"kv": {"num_pages": 1200}},
-    {"kv": {"page_size": 32, "num_pages": 700}},
+    {"kv": {"num_pages": 4000}},
+    {"kv": {"page_size": 32, "num_pages": 1600}},
     {"plugins": {"policy": "lpm", "eviction": "fifo"}},
     {"scheduler": {"max_step_tokens": 1024}},
     {"plugins": {"linear": "onednn"}},
@@ -35,10 +36,10 @@ SAME: list[Tables] = [
 OTHER: list[Tables] = [
     {"kv": {"dtype": "int8"}},
     {"plugins": {"linear": "auto"}, "model": {"quantization": "int8"}},
+    {"plugins": {"linear": "torch"}, "model": {"quantization": "none"}},
+    {"kv": {"dtype": "auto", "num_pages": 3500}},
     {"model": {"dtype": "bfloat16"}},
-    {"plugins": {"attention": "auto"}},
-    {"kv": {"dtype": "auto", "num_pages": 900}},
-    {"model": {"dtype": "float32", "quantization": "none"}},
+    {"model": {"dtype": "float32"}},
 ]
 
 
@@ -49,6 +50,7 @@ class Reader:
     stream: Stream
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    came: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def read(self) -> None:
         finish = Finish.RUNNING
@@ -57,6 +59,7 @@ class Reader:
             self.times.append(time.perf_counter())
             self.tokens += np.frombuffer(delta.token_ids, dtype=np.int32).tolist()
             finish = delta.finish
+            self.came.set()
 
     def longest_gap(self, begin: float, end: float) -> float:
         """Between two deltas of which one came within the time, or 0."""
@@ -80,7 +83,12 @@ async def run(config: Config, changes: list[Tables], num_tokens: int) -> list[li
         config, began = build_config(config, tables), time.perf_counter()
         outcome = await changeover.apply(config)
         what = ", ".join(f"{one.key}={one.after}" for one in outcome.changes)
+        await asyncio.sleep(ON_THE_WAY_S)
         spans.append((f"{what} ({outcome.road}, {outcome.took_s:.2f} s)", began, time.perf_counter()))
+        for reader in readers:
+            reader.came.clear()
+        running = (reader for reader, task in zip(readers, reading, strict=True) if not task.done())
+        await asyncio.gather(*(reader.came.wait() for reader in running))  # else two changes would be one pause
         await asyncio.sleep(BETWEEN_S)
     if changes:
         print(f"{sum(not one.done() for one in reading)} of {NUM_STREAMS} streams run after the last change")
