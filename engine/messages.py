@@ -140,9 +140,12 @@ class FetchPages(Message, frozen=True):
 class Step(Message, frozen=True):
     """One forward pass, told as changes to what the executor already holds.
 
-    Applied in order: pages to the store, transfers between the tiers, landings, admissions, writes to page tables, then
+    Applied in order: pages to the store, transfers between the tiers, landings, admissions, writes to page tables and
+    of proposed tokens, then
     the batch: every decode row (one token each, its last sampled one) followed by every prefill segment.  Sampled: all
-    decode rows, then the segments that reach the end of their known tokens (``prefill_samples`` is 1), in order.
+    decode rows, then of each segment as many of its last positions as ``prefill_samples`` says, in order: 1 where it
+    reaches the end of the known tokens, and all where it is a last known token with proposed ones behind it.
+    A row that had proposed tokens in a step is a segment in the next step too, so that its start is told.
     """
 
     step_id: int
@@ -154,7 +157,10 @@ class Step(Message, frozen=True):
     prefill_rows: bytes = b""  # int32[S]
     prefill_starts: bytes = b""  # int32[S]  first position of the segment
     prefill_lengths: bytes = b""  # int32[S]
-    prefill_samples: bytes = b""  # int32[S]  0 or 1
+    prefill_samples: bytes = b""  # int32[S]
+    proposed_rows: bytes = b""  # int32[K]  tokens that may follow the known ones, to be verified by what is sampled
+    proposed_positions: bytes = b""  # int32[K]
+    proposed_tokens: bytes = b""  # int32[K]
     # Copies between the KV pool and the host tier, to be made in this order.
     transfer_to_host: bytes = b""  # int32[X]  1: device page to host page, 0: back
     transfer_device_pages: bytes = b""  # int32[X]
@@ -223,18 +229,22 @@ class StepExtras(Message, frozen=True):
 
     logprobs: of the token.  prompt_logprobs: of the part of the prompt that the step computes; all parts come before
     the first token or with it, and a part may come again.  pooled: float32[n], a state or labels' logits.
-    failure: why the token is -1, where it is not for its logits."""
+    failure: why the token is -1, where it is not for its logits.  later_logprobs: of the row's other tokens, if it has
+    some.  num_proposed, num_accepted: tokens that were proposed for the row, and those of them that were right."""
 
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     pooled: bytes = b""
     failure: str = ""
+    later_logprobs: tuple[Logprobs, ...] = ()
+    num_proposed: int = 0
+    num_accepted: int = 0
 
 
 class StepDone(Message, frozen=True):
     """A step has finished.
 
-    token_ids: int32[N] in the order ``Step`` defines; -1 where the row's logits were not finite.
+    token_ids: int32[N] in the order ``Step`` defines, of a row perhaps several; -1 where logits were not finite.
     extras: row -> what it has beside a token; of prefills that sample nothing too."""
 
     rank: int
@@ -275,12 +285,16 @@ class Failed(Message, frozen=True):
 
 
 class Usage(Message, frozen=True):
-    """Token counts of a request, final in its last delta.  reasoning_tokens: of the completion, where told apart."""
+    """Token counts of a request, final in its last delta.  reasoning_tokens: of the completion, where told apart.
+
+    accepted_tokens, rejected_tokens: that were proposed, and right or not."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
 
 
 class TokenText(Message, frozen=True):

@@ -14,7 +14,6 @@ from engine.execution.batch import Batch, Int32, Int64
 from engine.layers.upload import upload
 from engine.messages import Step
 
-_NOTHING = np.empty(0, dtype=np.int32)
 _NOWHERE = np.empty(0, dtype=np.int64)
 
 
@@ -70,8 +69,9 @@ class DeviceRows:
             self.lengths_R.copy_(torch.from_numpy(computed))
 
     def apply(self, step: Step) -> None:
-        """Take in the sequences that a step gives rows to and its entries of page tables: one packed copy for all."""
-        if not step.admissions and not step.table_rows:
+        """Take in the sequences that a step gives rows to, its entries of page tables and the tokens that it proposes:
+        one packed copy for all."""
+        if not step.admissions and not step.table_rows and not step.proposed_rows:
             return
         row_len, width = self.tokens_RM.shape[1], self.pages_RP.shape[1]
         tokens, pages, token_places, page_places = [], [], [_NOWHERE], []
@@ -83,10 +83,12 @@ class DeviceRows:
             page_places.append(np.arange(row * width, row * width + len(pages[-1])))
             self.computed[row] = admission.num_computed_tokens
         places_A, pages_A = self.appends(step)
+        proposed = (step.proposed_rows, step.proposed_positions, step.proposed_tokens)
+        rows_K, positions_K, tokens_K = (np.frombuffer(column, dtype=np.int32) for column in proposed)
         columns = (
-            np.concatenate(token_places),
+            np.concatenate((*token_places, rows_K.astype(np.int64) * row_len + positions_K)),
             np.concatenate((*page_places, places_A)),
-            np.concatenate((_NOTHING, *tokens)),
+            np.concatenate((*tokens, tokens_K)),
             np.concatenate((*pages, pages_A)),
         )
         token_at, page_at, token_ids, page_ids = upload(columns, self._device)

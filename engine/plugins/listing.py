@@ -19,6 +19,7 @@ from engine.plugins.manager import (
     LINEAR,
     MODEL,
     OBSERVER,
+    PROPOSER,
     PluginInfo,
     available_plugins,
     checked,
@@ -54,7 +55,7 @@ def list_plugins(config: Config, context: AttentionContext) -> list[Listed]:
 
 
 def _row(info: PluginInfo, chosen: str, context: AttentionContext | LinearContext) -> Listed:
-    if info.kind not in (*AUTO, ATTENTION, GRAPH_PASS, KV_STORE, LINEAR, MODEL, OBSERVER):
+    if info.kind not in (*AUTO, ATTENTION, GRAPH_PASS, KV_STORE, LINEAR, MODEL, OBSERVER, PROPOSER):
         return Listed(info, chosen, "", (f"this callboard has no plugins of kind {info.kind!r}",))
     try:
         declaration = checked(info, declared(info))

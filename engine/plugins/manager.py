@@ -32,7 +32,7 @@ ENTRY_POINT_GROUP = "callboard"
 DISTRIBUTION = "callboard"
 ATTENTION = "attention"  # the kind of which there may be two, one for each phase
 GRAMMAR = "grammar"  # the kind that only some requests need: what nobody named may be missing until one comes
-KV_STORE = "kv_store"  # the kind that is not there unless it is named
+KV_STORE, PROPOSER = "kv_store", "proposer"  # the kinds that are not there unless they are named
 LINEAR = "linear"  # the kind that 'auto' chooses by measuring, once the model's shapes are known
 MODEL = "model"  # the kind that is chosen by a checkpoint's architecture: every built-in, others if they are named
 OBSERVER, GRAPH_PASS = "observer", "graph_pass"  # the kinds of which any number may be chosen
@@ -84,6 +84,8 @@ BUILTIN: Mapping[str, str] = {
     "policy.fcfs": "engine.plugins.policy.fcfs",
     "policy.lpm": "engine.plugins.policy.lpm",
     "policy.priority": "engine.plugins.policy.priority",
+    "proposer.ngram": "engine.plugins.proposer.ngram",
+    "proposer.suffix": "engine.plugins.proposer.suffix",
     "reasoning_parser.granite": "engine.plugins.reasoning_parser.granite",
     "reasoning_parser.harmony": "engine.plugins.reasoning_parser.harmony",
     "reasoning_parser.think": "engine.plugins.reasoning_parser.think",
@@ -115,6 +117,7 @@ KINDS: Mapping[str, str] = {
     "callboard_kv_store": KV_STORE,
     "callboard_linear": LINEAR,
     "callboard_model": MODEL,
+    "callboard_proposer": PROPOSER,
     "callboard_reasoning_parser": "reasoning_parser",
     "callboard_scheduling_policy": "policy",
     "callboard_tool_parser": "tool_parser",

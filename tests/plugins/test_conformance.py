@@ -21,6 +21,7 @@ from engine.plugins.testing.comm import check_comm
 from engine.plugins.testing.eviction import check_eviction_strategy
 from engine.plugins.testing.kv_store import check_kv_store
 from engine.plugins.testing.policy import check_scheduling_policy
+from engine.plugins.testing.proposer import check_proposer
 from engine.plugins.testing.threads import ThreadComm
 from tests.kv.cache_model import strategy
 from tests.plugins.test_policy import policy
@@ -81,6 +82,13 @@ def test_eviction(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in BUILTIN if name.startswith("policy.")])
 def test_policy(name: str) -> None:
     check_scheduling_policy(lambda: policy(name.removeprefix("policy.")))
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_proposer(name: str) -> None:
+    plugins = Plugins({"proposer": name})
+    context = ProposerContext(vocab_size=1000, max_len=4096)
+    check_proposer(lambda: plugins.build(f"proposer.{name}", "callboard_proposer", context, Proposer))
 
 
 def test_files(tmp_path: Path) -> None:

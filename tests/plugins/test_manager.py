@@ -16,6 +16,7 @@ from engine.plugins.manager import (
     LINEAR,
     MODEL,
     OBSERVER,
+    PROPOSER,
     Plugins,
     available_plugins,
     decide,
@@ -32,10 +33,10 @@ EVICTION = HOOKIMPL + "@hookimpl\ndef callboard_eviction_strategy(context): retu
 def test_every_kind_has_a_key_a_default_and_built_ins() -> None:
     kinds = {name.partition(".")[0] for name in BUILTIN}
     parsers = {TOOL_PARSER, REASONING_PARSER}  # every process that reads outputs chooses them, by the chat template
-    assert {*AUTO, ATTENTION, LINEAR} == kinds - {KV_STORE, MODEL, OBSERVER}
-    assert set(Config().plugins.by_kind()) == kinds - {KV_STORE, MODEL, OBSERVER} - parsers
-    with_store = build_config(Config(), {"plugins": {"kv_store": "files"}}).plugins.by_kind()
-    assert set(with_store) == kinds - {MODEL, OBSERVER} - parsers
+    assert {*AUTO, ATTENTION, LINEAR} == kinds - {KV_STORE, MODEL, OBSERVER, PROPOSER}
+    assert set(Config().plugins.by_kind()) == kinds - {KV_STORE, MODEL, OBSERVER, PROPOSER} - parsers
+    named = build_config(Config(), {"plugins": {"kv_store": "files", "proposer": "ngram"}}).plugins.by_kind()
+    assert set(named) == kinds - {MODEL, OBSERVER} - parsers
     assert {decide(kind, "auto") for kind in AUTO} <= set(BUILTIN)
     assert {f"attention.{name}" for name in PREFERRED["cpu"]} <= set(BUILTIN)
 
