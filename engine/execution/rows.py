@@ -146,8 +146,10 @@ class DeviceRows:
         """Put sampled tokens where the next step reads them.  -1 (a failed row) is written as 0: nobody reads it.
 
         Takes no memory of the device: penalties have counted the tokens by now, and would count them again."""
-        clamped_N = self._sampled_R[: len(token_ids_N)].copy_(token_ids_N).clamp_(min=0)
-        self._tokens_flat.index_copy_(0, write_at_N, clamped_N)
+        num_rows = len(self._sampled_R)  # of which each may have several tokens
+        for write_at_n, token_ids_n in zip(write_at_N.split(num_rows), token_ids_N.split(num_rows), strict=True):
+            clamped_n = self._sampled_R[: len(token_ids_n)].copy_(token_ids_n).clamp_(min=0)
+            self._tokens_flat.index_copy_(0, write_at_n, clamped_n)
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:

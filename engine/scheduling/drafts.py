@@ -31,7 +31,7 @@ from engine.scheduling.rows import PlannerLimits, Rows, RowTable
 
 log = logging.getLogger(__name__)
 
-TOLD_AT_ONCE = 1024  # tokens of a long prompt, so that other requests do not wait for its session
+TOLD_AT_ONCE = 512  # tokens of a long prompt, so that other requests do not wait for its session
 
 
 @dataclass(slots=True)

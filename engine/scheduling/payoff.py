@@ -11,8 +11,9 @@ from typing import NamedTuple
 FORGETTING = 0.95
 FIRST_SLOPE = 0.04  # what one more token is thought to cost, in decode steps, until it has been measured
 SLOPE_WEIGHT = 4.0  # of that guess, in squared tokens
-OUTLIER = 3.0  # a step that took so many times what was expected says nothing of its size
-MARGIN = 1.03  # what speculation must promise
+OUTLIER = 1.5  # a step counts as at most so many times what was expected: the machine does other things too
+MARGIN = 1.1  # what speculation must promise: beginning and ending it costs a step's overlap
+SHORTEST_S = 1e-9  # of a step, whatever the clock says
 WORTHLESS = 0.05  # a proposal that is less likely to stay than this is not verified
 
 
@@ -32,7 +33,7 @@ class HitRate:
     __slots__ = ("_hits", "_misses")
 
     def __init__(self) -> None:
-        self._hits, self._misses = 1.0, 1.0
+        self._hits, self._misses = 0.5, 1.5  # a row has to show that it can be guessed
 
     def note(self, *, is_hit: bool) -> None:
         """A token came, and one had been proposed for its place."""
@@ -59,8 +60,8 @@ class Payoff:
 
     def note_verification(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         """A step of so many tokens, proposals among them, and without prompts took so long."""
-        if seconds > OUTLIER * self._verification_s(num_tokens, num_rows):
-            seconds = OUTLIER * self._verification_s(num_tokens, num_rows)
+        base_s, slope_s = self._verification(num_rows)
+        seconds = min(seconds, OUTLIER * max(base_s + slope_s * num_tokens, SHORTEST_S))
         sums = (self._weight, self._tokens, self._seconds, self._squares, self._products)
         added = (1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
         self._weight, self._tokens, self._seconds, self._squares, self._products = (
@@ -72,17 +73,24 @@ class Payoff:
 
         All 0 where that is expected to give fewer tokens per second than decoding does."""
         counts = [0] * len(chances)
-        gains = sorted(
-            ((chance.share ** (chance.ahead + nth), index) for index, chance in enumerate(chances)
-             for nth in range(1, chance.num + 1)),
-            reverse=True,
-        )  # fmt: skip
-        best, num_best, expected = MARGIN * num_rows / self._plain_s(num_rows), 0, float(num_rows)
+        plain_rate = num_rows / self._plain_s(num_rows)
+        base_s, slope_s = self._verification(num_rows)
+        # More tokens in a step pay where they bring more than their time would bring otherwise.
+        worthless = max(WORTHLESS, slope_s * plain_rate)
+        gains: list[tuple[float, int]] = []
+        for index, (share, num, ahead) in enumerate(chances):
+            gain = share ** (ahead + 1)
+            for _ in range(num):
+                if gain < worthless:
+                    break
+                gains.append((gain, index))
+                gain *= share
+        gains.sort(reverse=True)
+        best, num_best, expected = MARGIN * plain_rate, 0, float(num_rows)
         for number, (gain, _) in enumerate(gains[:most], 1):
-            if gain < WORTHLESS:
-                break
             expected += gain
-            if (rate := expected / self._verification_s(num_rows + number, num_rows)) > best:
+            rate = expected / max(base_s + slope_s * (num_rows + number), SHORTEST_S)
+            if rate > best:
                 best, num_best = rate, number
         for _, index in gains[:num_best]:
             counts[index] += 1
@@ -90,19 +98,20 @@ class Payoff:
 
     def _plain_s(self, num_rows: int) -> float:
         """Of a decode step; of another number of rows where this one has not run."""
-        if num_rows in self._decode_s or not self._decode_s:
-            return self._decode_s.get(num_rows, 1.0)
-        nearest = min(self._decode_s, key=lambda rows: (abs(rows - num_rows), rows))
-        return self._decode_s[nearest]
+        if num_rows not in self._decode_s:
+            num_rows = min(self._decode_s, key=lambda rows: (abs(rows - num_rows), rows), default=0)
+        return max(self._decode_s.get(num_rows, 1.0), SHORTEST_S)
 
-    def _verification_s(self, num_tokens: int, num_rows: int) -> float:
-        """By least squares, with a guess of the slope that counts for less the more has been measured."""
+    def _verification(self, num_rows: int) -> tuple[float, float]:
+        """Of a step with proposals: its time without any token, and with each.
+
+        By least squares, with a guess of the slope that counts for less the more has been measured."""
         plain_s = self._plain_s(num_rows)
         slope = FIRST_SLOPE * plain_s
         if not self._weight:
-            return plain_s + slope * (num_tokens - num_rows)
+            return plain_s - slope * num_rows, slope
         mean_tokens, mean_s = self._tokens / self._weight, self._seconds / self._weight
         variance = self._squares - self._weight * mean_tokens * mean_tokens
         covariance = self._products - self._weight * mean_tokens * mean_s
         slope = max(0.0, (covariance + SLOPE_WEIGHT * slope) / (max(0.0, variance) + SLOPE_WEIGHT))
-        return max(mean_s + slope * (num_tokens - mean_tokens), 1e-9)
+        return mean_s - slope * mean_tokens, slope

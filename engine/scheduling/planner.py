@@ -120,10 +120,11 @@ class Planner:
         drafts, in_flight = self._drafts, self._completions.in_flight
         if in_flight and (self._quarantine.is_on or (drafts is not None and drafts.await_tokens)):
             return None
-        step = self._next_step()
-        if drafts is not None and step is not None and len(in_flight) == 1:
+        if (step := self._next_step()) is None:
+            return None
+        if drafts is not None and len(in_flight) == 1:
             step, in_flight[0] = drafts.added_to(step, in_flight[0])
-        return step
+        return self._page_manager.moves.added_to(step)
 
     def _next_step(self) -> Step | None:
         self._page_manager.tick(self._num_steps)
@@ -171,7 +172,7 @@ class Planner:
         )
 
     def _launch(self, appends: Appends, record: InFlight, decode_rows: Rows) -> Step:
-        """Note a step as in flight; returns it without its prefills."""
+        """Note a step as in flight; returns it without its prefills and what moves between the tiers."""
         step_id = self._num_steps
         self._num_steps += 1
         self._rows.last_step[decode_rows] = step_id
@@ -183,14 +184,13 @@ class Planner:
                 np.concatenate([one.indexes for one in every]),
                 np.concatenate([one.pages for one in every]),
             )
-        step = Step(
+        return Step(
             step_id=step_id,
             table_rows=appends.rows.tobytes(),
             table_indexes=appends.indexes.tobytes(),
             table_pages=appends.pages.tobytes(),
             decode_rows=decode_rows.tobytes(),
         )
-        return self._page_manager.moves.added_to(step)
 
     def take_fetches(self) -> list[FetchPages]:
         """What the executors are to get from the store, since the last call."""

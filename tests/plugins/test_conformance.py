@@ -13,8 +13,9 @@ from engine.layers.attention import AttentionFactory
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.declaration import Declaration, read_declaration
+from engine.plugins.hookspecs import ProposerContext
 from engine.plugins.kv_store.files import FileStore
-from engine.plugins.manager import BUILTIN
+from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.testing.attention import check_case, through_hook
 from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
 from engine.plugins.testing.comm import check_comm
@@ -23,6 +24,7 @@ from engine.plugins.testing.kv_store import check_kv_store
 from engine.plugins.testing.policy import check_scheduling_policy
 from engine.plugins.testing.proposer import check_proposer
 from engine.plugins.testing.threads import ThreadComm
+from engine.scheduling.proposer import Proposer
 from tests.kv.cache_model import strategy
 from tests.plugins.test_policy import policy
 

@@ -3,6 +3,8 @@
 import random
 from collections.abc import Callable, Sequence
 
+from engine.scheduling.payoff import Chance, Payoff
+
 
 class Liar:
     """Sessions of one kind.  next_token: what the model says behind some tokens."""
@@ -44,3 +46,14 @@ class LiarSession:
 
 
 KINDS = ("right", "half", "wrong", "random", "many", "strange", "moody")
+
+
+class Everything(Payoff):
+    """Whatever steps cost, all that is proposed is verified, as far as it fits a step."""
+
+    def counts(self, chances: Sequence[Chance], num_rows: int, most: int) -> list[int]:
+        counts = []
+        for chance in chances:
+            counts.append(max(0, min(chance.num, most)))
+            most -= counts[-1]
+        return counts

@@ -7,21 +7,13 @@ from engine.messages import Finish
 from engine.scheduling.payoff import Payoff
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
 from tests.scheduling.fake_device import VOCAB, next_token
-from tests.scheduling.liars import KINDS, Liar
+from tests.scheduling.liars import KINDS, Everything, Liar
 
 
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it costs, everything proposed is verified."""
-    monkeypatch.setattr(Payoff, "counts", everything)
-
-
-def everything(self: Payoff, chances: list, num_rows: int, most: int) -> list[int]:
-    counts = []
-    for chance in chances:
-        counts.append(max(0, min(chance.num, most)))
-        most -= counts[-1]
-    return counts
+    monkeypatch.setattr(Payoff, "counts", Everything.counts)
 
 
 def liar(kind: str, num: int = 4) -> Liar:
