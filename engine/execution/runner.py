@@ -22,7 +22,7 @@ from engine.layers.attention import AttentionBackend, AttentionBatch
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
-from engine.messages import Admission, Logprobs, Step, StepDone, StepExtras
+from engine.messages import Admission, Step, StepDone, StepExtras
 from engine.models.model import Model
 from engine.patience import returns_within
 from engine.sampling.captured import Variant
@@ -68,26 +68,12 @@ class LaunchedStep:
             step_id=self.step_id,
             token_ids=self.tokens().astype(np.int32, copy=False).tobytes(),
             extras=extras_by_row(
-                **self._logprobs(),
+                **(self.sampled.logprobs.by_row(self.rows_N) if self.sampled.logprobs is not None else {}),
                 prompt_logprobs=self.prompts.prompt_logprobs() if self.prompts is not None else {},
                 pooled=self.prompts.pooled_bytes() if self.prompts is not None else {},
                 failure=self._by_row(self.failures),
             ),
         )
-
-    def _logprobs(self) -> dict[str, dict[int, Any]]:
-        """Row -> log probabilities of its first token, and of the others where it has several."""
-        if self.sampled.logprobs is None:
-            return {}
-        first: dict[int, Logprobs] = {}
-        later: dict[int, tuple[Logprobs, ...]] = {}
-        for index, one in self.sampled.logprobs.messages().items():
-            row = int(self.rows_N[index])
-            if row in first:
-                later[row] = (*later.get(row, ()), one)
-            else:
-                first[row] = one
-        return {"logprobs": first, "later_logprobs": later}
 
     def _by_row(self, by_index: dict[int, T]) -> dict[int, T]:
         return {int(self.rows_N[index]): value for index, value in by_index.items()}

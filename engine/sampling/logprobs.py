@@ -6,6 +6,7 @@ Owns: computing them on the device, and their form in messages.  Does not know: 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,18 @@ class BatchLogprobs:
             at: Logprobs(logprob=chosen[i], top_ids=top_ids[i, :num].tobytes(), top_logprobs=top[i, :num].tobytes())
             for i, (at, num) in enumerate(zip(self.at.tolist(), self.num_top.tolist(), strict=True))
         }
+
+    def by_row(self, rows_N: npt.NDArray[np.int64]) -> dict[str, dict[int, Any]]:
+        """As ``StepExtras`` names them: row -> those of its first token, and of the others where it has several."""
+        first: dict[int, Logprobs] = {}
+        later: dict[int, tuple[Logprobs, ...]] = {}
+        for at, one in self.messages().items():
+            row = int(rows_N[at])
+            if row in first:
+                later[row] = (*later.get(row, ()), one)
+            else:
+                first[row] = one
+        return {"logprobs": first, "later_logprobs": later}
 
 
 def batch_logprobs(

@@ -75,11 +75,8 @@ class Planner:
         )
         self._requests = Requests(limits, self._forecast, self._quarantine, clock)
         self.outbox, self.finished, self.meter = self._requests.outbox, self._requests.finished, self._requests.meter
-        self._drafts = (
-            None
-            if drafts is None
-            else drafts(limits, self._rows, self._page_manager, self._decodes, self._requests.meter)
-        )
+        parts = (limits, self._rows, self._page_manager, self._decodes, self.meter)
+        self._drafts = drafts(*parts) if drafts is not None else None
         self._completions = Completions(
             self._rows, self._page_manager, self._decodes, self._prefills, self._requests, clock, self._drafts
         )
