@@ -43,8 +43,7 @@ class RequestOptions(Message, frozen=True):
     return_prompt_ids: the first delta tells the prompt's token ids.
     truncate_to: a longer prompt loses its end; 0 for none.  Of a query and a document it is the document's.
     keep_last: the last so many tokens of a prompt that is text are all that is read of it; 0 for all.
-    resumed: int32[n], output that the client has from another engine already; what comes is what follows it.
-    """
+    resumed: int32[n], output that the client has from another engine already; what comes is what follows it."""
 
     echo: bool = False
     priority: int = 0
@@ -65,9 +64,7 @@ RULED_OUT: Final = -2  # instead of a token, in ``StepDone``
 class Tokenize(Message, frozen=True):
     """A new request.  Exactly one of text, token_ids, turns is given.
 
-    token_ids: int32[n].
-    max_model_len has been checked by nobody yet: the tokenizer counts, the scheduler decides.
-    """
+    token_ids: int32[n].  Nobody has checked max_model_len yet: the tokenizer counts, the scheduler decides."""
 
     request_id: int
     params: SamplingParams
@@ -78,10 +75,8 @@ class Tokenize(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """Cancel a request, whatever state it is in; idempotent, unknown ids are ignored.
-
-    finish: STOP where a stop string has ended it.
-    Travels the same road as the request itself, so it can never overtake it."""
+    """Cancel a request, whatever state it is in; idempotent, unknown ids are ignored.  It takes the request's own road,
+    and so never overtakes it.  finish: STOP where a stop string has ended it."""
 
     request_id: int
     finish: Finish = Finish.ABORT
@@ -111,8 +106,7 @@ class Admission(Message, frozen=True):
     token_ids: int32[n], all tokens known so far (prompt, then output kept over a retraction).
     num_prompt_tokens: how many of them are the prompt.
     num_computed_tokens: how many already have their K/V in ``pages``.
-    pages: int32[k], the row's page-table entries 0..k-1.
-    """
+    pages: int32[k], the row's page-table entries 0..k-1."""
 
     row: int
     token_ids: bytes
@@ -155,10 +149,11 @@ class FetchPages(Message, frozen=True):
 class Step(Message, frozen=True):
     """One forward pass, told as changes to what the executor already holds.
 
-    Applied in order: pages to the store, transfers between the tiers, landings, admissions, writes to page tables, then
-    the batch: every decode row (one token each, its last sampled one) followed by every prefill segment.  Sampled: all
-    decode rows, then the segments that reach the end of their known tokens (``prefill_samples`` is 1), in order.
-    """
+    Applied in order: pages to the store, transfers between the tiers, landings, admissions, writes to page tables and
+    of proposed tokens, then the batch: every decode row (one token each, its last sampled one), then every prefill
+    segment.  Sampled: all decode rows, then of each segment as many of its last positions as ``prefill_samples`` says:
+    1 where it reaches the end of the known tokens, all where it is a last known token with proposed ones behind it.
+    A row that had proposed tokens in a step is a segment in the next step too, so that its start is told."""
 
     step_id: int
     admissions: tuple[Admission, ...] = ()
@@ -169,7 +164,10 @@ class Step(Message, frozen=True):
     prefill_rows: bytes = b""  # int32[S]
     prefill_starts: bytes = b""  # int32[S]  first position of the segment
     prefill_lengths: bytes = b""  # int32[S]
-    prefill_samples: bytes = b""  # int32[S]  0 or 1
+    prefill_samples: bytes = b""  # int32[S]
+    proposed_rows: bytes = b""  # int32[K]  tokens that may follow the known ones, to be verified by what is sampled
+    proposed_positions: bytes = b""  # int32[K]
+    proposed_tokens: bytes = b""  # int32[K]
     # Copies between the KV pool and the host tier, to be made in this order.
     transfer_to_host: bytes = b""  # int32[X]  1: device page to host page, 0: back
     transfer_device_pages: bytes = b""  # int32[X]
@@ -199,8 +197,7 @@ class ExecutorsReady(Message, frozen=True):
 class ExecutorsLost(Message, frozen=True):
     """Every executor is gone, with all that was on the devices; new ones are on their way (their group -> scheduler).
 
-    is_fault: of the executors or of what they ran; not where a step was only too large, which may be known late and
-    is then said once more."""
+    is_fault: theirs, or of what they ran; not where a step was only too large, which may be said again later."""
 
     reason: str
     is_fault: bool = True
@@ -209,8 +206,7 @@ class ExecutorsLost(Message, frozen=True):
 class LossExplained(Message, frozen=True):
     """The request that brought the last losses is found, and has ended (scheduler -> their group).
 
-    num_losses: in a row.  executors_work: they have completed steps since a request was blamed before; if they have
-    not, it may be they and no request."""
+    num_losses: in a row.  executors_work: they have completed steps since the last one; if not, it may be they."""
 
     num_losses: int
     executors_work: bool
@@ -238,12 +234,16 @@ class StepExtras(Message, frozen=True):
 
     logprobs: of the token.  prompt_logprobs: of the part of the prompt that the step computes; all parts come before
     the first token or with it, and a part may come again.  pooled: float32[n], a state or labels' logits.
-    failure: why there is no token, where a grammar has none."""
+    failure: why there is no token, where a grammar has none.  later_logprobs: of the row's other tokens.
+    num_proposed, num_accepted: tokens that were proposed for the row, and those of them that were right."""
 
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     pooled: bytes = b""
     failure: str = ""
+    later_logprobs: tuple[Logprobs, ...] = ()
+    num_proposed: int = 0
+    num_accepted: int = 0
 
 
 class StepDone(Message, frozen=True):
@@ -266,8 +266,7 @@ class Tokens(Message, frozen=True):
 
     request_ids: int64[N].  token_ids: int32[N], -1 for "no token, only an end".  finishes: uint8[N], Finish.
     cached_tokens: request id -> prompt tokens that needed no computing, told with a request's first token.
-    extras: request id -> what it has beside a token; it may have no line.
-    """
+    extras: request id -> what it has beside a token; it may have no line."""
 
     request_ids: bytes
     token_ids: bytes
@@ -290,16 +289,19 @@ class Failed(Message, frozen=True):
 
 
 class Usage(Message, frozen=True):
-    """Token counts of a request, final in its last delta.  reasoning_tokens: of the completion, where told apart."""
+    """Token counts of a request, final in its last delta.  reasoning_tokens: of the completion, where told apart.
+    accepted_tokens, rejected_tokens: that were proposed, and right or not."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
 
 
 class TokenText(Message, frozen=True):
-    """A token as text, for log probabilities: its own bytes may be part of a character."""
+    """A token for log probabilities: its own bytes may be part of a character."""
 
     token_id: int
     text: str
@@ -315,16 +317,14 @@ class TokenLogprobs(Message, frozen=True):
 
 
 class Delta(Message, frozen=True):
-    """New output of one request; the last one carries a finish and the usage, and the first one with a token the
-    usage so far.
+    """New output of one request.  usage: in the last one, with the finish, and so far in the first with a token.
 
     text: what may be shown now.  token_ids: int32[n] of the tokens since the last delta.
     stop_reason: the stop string or stop token id that ended it, where that is the cause.
     reasoning: text that comes before all other text, where the two are told apart.
     prompt_logprobs: of every prompt token, in the first delta; the first token's number means nothing.
     pooled: float32[n], in the last delta, where asked for.  prompt_token_ids: int32[n], in the first one, likewise.
-    resumed: this is ``RequestOptions.resumed`` once more, with its text; it comes first, and log probabilities are 0.
-    """
+    resumed: this is ``RequestOptions.resumed`` once more, with its text; it comes first, its log probabilities are 0."""
 
     request_id: int
     text: str = ""

@@ -306,6 +306,10 @@ class PluginsSection(Section, frozen=True):
     kv_store: Annotated[
         str, Meta(description="Where KV pages are kept beyond the pool and the process: files; 'none' is nowhere")
     ] = "none"
+    proposer: Annotated[
+        str,
+        Meta(description="What guesses the next tokens for a step to verify: ngram, suffix; 'none' is no speculation"),
+    ] = "none"
     observers: Annotated[
         list[str],
         Meta(description="Who is told of finished requests and cached pages: any number of names, e.g. ['log']"),
@@ -330,7 +334,7 @@ class PluginsSection(Section, frozen=True):
         """Plugin kind -> the name wanted for it, of the kinds of which there is one; attention may have two.
 
         A kind that is left out has no plugin."""
-        names = ("attention", "linear", "eviction", "policy", "comm", "grammar", "kv_store")
+        names = ("attention", "linear", "eviction", "policy", "comm", "grammar", "kv_store", "proposer")
         return {kind: getattr(self, kind) for kind in names if getattr(self, kind) != "none"}
 
 

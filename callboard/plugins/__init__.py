@@ -65,12 +65,14 @@ from engine.plugins.hookspecs import (
     ObserverContext,
     ParserContext,
     PolicyContext,
+    ProposerContext,
     hookimpl,
 )
 from engine.plugins.options import Options, decode_options
 from engine.plugins.selection import attention_factory
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.policy import SchedulingPolicy, Waiting
+from engine.scheduling.proposer import Proposer, ProposerSession
 from engine.text.call_reader import CallReader, Reading
 from engine.text.grammar import CompiledGrammar, GrammarEngine, GrammarFailure, Mask, Matcher
 from engine.text.processors import LogitsProcessor, LogitsRows
@@ -156,6 +158,9 @@ __all__ = [
     "PluginError",
     "PolicyContext",
     "PooledHead",
+    "Proposer",
+    "ProposerContext",
+    "ProposerSession",
     "RMSNormShape",
     "Reading",
     "ReasoningFormat",

@@ -14,7 +14,6 @@ from engine.execution.batch import Batch, Int32, Int64
 from engine.layers.upload import upload
 from engine.messages import Step
 
-_NOTHING = np.empty(0, dtype=np.int32)
 _NOWHERE = np.empty(0, dtype=np.int64)
 
 
@@ -70,8 +69,9 @@ class DeviceRows:
             self.lengths_R.copy_(torch.from_numpy(computed))
 
     def apply(self, step: Step) -> None:
-        """Take in the sequences that a step gives rows to and its entries of page tables: one packed copy for all."""
-        if not step.admissions and not step.table_rows:
+        """Take in the sequences that a step gives rows to, its entries of page tables and the tokens that it proposes:
+        one packed copy for all."""
+        if not step.admissions and not step.table_rows and not step.proposed_rows:
             return
         row_len, width = self.tokens_RM.shape[1], self.pages_RP.shape[1]
         tokens, pages, token_places, page_places = [], [], [_NOWHERE], []
@@ -83,10 +83,12 @@ class DeviceRows:
             page_places.append(np.arange(row * width, row * width + len(pages[-1])))
             self.computed[row] = admission.num_computed_tokens
         places_A, pages_A = self.appends(step)
+        proposed = (step.proposed_rows, step.proposed_positions, step.proposed_tokens)
+        rows_K, positions_K, tokens_K = (np.frombuffer(column, dtype=np.int32) for column in proposed)
         columns = (
-            np.concatenate(token_places),
+            np.concatenate((*token_places, rows_K.astype(np.int64) * row_len + positions_K)),
             np.concatenate((*page_places, places_A)),
-            np.concatenate((_NOTHING, *tokens)),
+            np.concatenate((*tokens, tokens_K)),
             np.concatenate((*pages, pages_A)),
         )
         token_at, page_at, token_ids, page_ids = upload(columns, self._device)
@@ -144,8 +146,10 @@ class DeviceRows:
         """Put sampled tokens where the next step reads them.  -1 (a failed row) is written as 0: nobody reads it.
 
         Takes no memory of the device: penalties have counted the tokens by now, and would count them again."""
-        clamped_N = self._sampled_R[: len(token_ids_N)].copy_(token_ids_N).clamp_(min=0)
-        self._tokens_flat.index_copy_(0, write_at_N, clamped_N)
+        num_rows = len(self._sampled_R)  # of which each may have several tokens
+        for write_at_n, token_ids_n in zip(write_at_N.split(num_rows), token_ids_N.split(num_rows), strict=True):
+            clamped_n = self._sampled_R[: len(token_ids_n)].copy_(token_ids_n).clamp_(min=0)
+            self._tokens_flat.index_copy_(0, write_at_n, clamped_n)
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:

@@ -69,7 +69,7 @@ class LaunchedStep:
             step_id=self.step_id,
             token_ids=self.tokens().astype(np.int32, copy=False).tobytes(),
             extras=extras_by_row(
-                logprobs=self._by_row(self.sampled.logprobs.messages()) if self.sampled.logprobs is not None else {},
+                **(self.sampled.logprobs.by_row(self.rows_N) if self.sampled.logprobs is not None else {}),
                 prompt_logprobs=self.prompts.prompt_logprobs() if self.prompts is not None else {},
                 pooled=self.prompts.pooled_bytes() if self.prompts is not None else {},
                 failure=self._by_row(self.failures),

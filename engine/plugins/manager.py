@@ -33,7 +33,7 @@ ENTRY_POINT_GROUP = "callboard"
 DISTRIBUTION = "callboard"
 ATTENTION = "attention"  # the kind of which there may be two, one for each phase
 GRAMMAR = "grammar"  # the kind that only some requests need: what nobody named may be missing until one comes
-KV_STORE = "kv_store"  # the kind that is not there unless it is named
+KV_STORE, PROPOSER = "kv_store", "proposer"  # the kinds that are not there unless they are named
 LINEAR = "linear"  # the kind that 'auto' chooses by measuring, once the model's shapes are known
 MODEL = "model"  # the kind that is chosen by a checkpoint's architecture: every built-in, others if they are named
 OBSERVER, GRAPH_PASS, LOGITS_PROCESSOR = "observer", "graph_pass", "logits_processor"
@@ -58,6 +58,7 @@ BUILTIN: Mapping[str, str] = {
         "phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 transformers",
         "observer": "log",
         "policy": "fcfs lpm priority",
+        "proposer": "ngram suffix",
         "reasoning_parser": "granite harmony think",
         "tool_parser": "deepseek_v3 glm4 harmony hermes kimi_k2 llama3_json mistral pythonic qwen3_coder",
     }.items()
@@ -82,6 +83,7 @@ KINDS: Mapping[str, str] = {
     "callboard_linear": LINEAR,
     "callboard_logits_processor": LOGITS_PROCESSOR,
     "callboard_model": MODEL,
+    "callboard_proposer": PROPOSER,
     "callboard_reasoning_parser": "reasoning_parser",
     "callboard_scheduling_policy": "policy",
     "callboard_tool_parser": "tool_parser",

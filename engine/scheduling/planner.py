@@ -11,6 +11,7 @@ The halves of a step are planned by ``Decodes`` and ``Prefills``, what it has br
 
 from collections.abc import Callable
 from operator import add
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -33,6 +34,7 @@ from engine.scheduling.board import Board, draw_board
 from engine.scheduling.completions import Completions, InFlight
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.fetches import Fetches
+from engine.scheduling.meter import Meter
 from engine.scheduling.pages import Appends, PageManager
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.prefills import Prefills, Segments
@@ -40,15 +42,25 @@ from engine.scheduling.queue import Quarantine, waiting_queue
 from engine.scheduling.requests import OutputForecast, Requests
 from engine.scheduling.rows import PlannerLimits, Rows, RowTable, Sequence
 
+if TYPE_CHECKING:
+    from engine.scheduling.drafts import Drafts
+
+NewDrafts = Callable[[PlannerLimits, RowTable, PageManager, Decodes, Meter], "Drafts"]
+
 
 class Planner:
     """Continuous batching over rows and pages.
 
-    clock: seconds, for metrics and the adaptive budget; no other decision depends on it.  outbox, finished, meter: see
-    ``Requests``."""
+    clock: seconds, for metrics, the adaptive budget and whether speculation pays; no other decision depends on it.
+    drafts: builds what speculates; None if nobody does.  outbox, finished, meter: see ``Requests``."""
 
     def __init__(
-        self, limits: PlannerLimits, strategy: EvictionStrategy, policy: SchedulingPolicy, clock: Callable[[], float]
+        self,
+        limits: PlannerLimits,
+        strategy: EvictionStrategy,
+        policy: SchedulingPolicy,
+        clock: Callable[[], float],
+        drafts: NewDrafts | None = None,
     ) -> None:
         self._clock = clock
         self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size)
@@ -63,8 +75,10 @@ class Planner:
         )
         self._requests = Requests(limits, self._forecast, self._quarantine, clock)
         self.outbox, self.finished, self.meter = self._requests.outbox, self._requests.finished, self._requests.meter
+        parts = (limits, self._rows, self._page_manager, self._decodes, self.meter)
+        self._drafts = drafts(*parts) if drafts is not None else None
         self._completions = Completions(
-            self._rows, self._page_manager, self._decodes, self._prefills, self._requests, clock
+            self._rows, self._page_manager, self._decodes, self._prefills, self._requests, clock, self._drafts
         )
         self._num_steps = 0
         self._completed_at_blame = 0
@@ -100,8 +114,16 @@ class Planner:
 
     def next_step(self) -> Step | None:
         """Plan one step: every decode row first, then prefill chunks within the token budget.  None: nothing to do."""
-        if self._completions.in_flight and self._quarantine.is_on:
+        drafts, in_flight = self._drafts, self._completions.in_flight
+        if in_flight and (self._quarantine.is_on or (drafts is not None and drafts.await_tokens)):
             return None
+        if (step := self._next_step()) is None:
+            return None
+        if drafts is not None and len(in_flight) == 1:
+            step, in_flight[0] = drafts.added_to(step, in_flight[0])
+        return self._page_manager.moves.added_to(step)
+
+    def _next_step(self) -> Step | None:
         self._page_manager.tick(self._num_steps)
         while self._decodes.lack_pages() and self._retract_one():
             pass
@@ -147,7 +169,7 @@ class Planner:
         )
 
     def _launch(self, appends: Appends, record: InFlight, decode_rows: Rows) -> Step:
-        """Note a step as in flight; returns it without its prefills."""
+        """Note a step as in flight; returns it without its prefills and what moves between the tiers."""
         step_id = self._num_steps
         self._num_steps += 1
         self._rows.last_step[decode_rows] = step_id
@@ -159,14 +181,13 @@ class Planner:
                 np.concatenate([one.indexes for one in every]),
                 np.concatenate([one.pages for one in every]),
             )
-        step = Step(
+        return Step(
             step_id=step_id,
             table_rows=appends.rows.tobytes(),
             table_indexes=appends.indexes.tobytes(),
             table_pages=appends.pages.tobytes(),
             decode_rows=decode_rows.tobytes(),
         )
-        return self._page_manager.moves.added_to(step)
 
     def take_fetches(self) -> list[FetchPages]:
         """What the executors are to get from the store, since the last call."""
@@ -236,6 +257,8 @@ class Planner:
         self._page_manager.forget()
         self._decodes.clear()
         self._prefills.clear()
+        if self._drafts is not None:
+            self._drafts.clear()
         for sequence in running:
             if sequence is not culprit:
                 self._prefills.wait(sequence)

@@ -161,6 +161,9 @@ SAMPLES = {
     "prompt_logprobs": PromptLogprobs(1, (Logprobs(-1.0),)),
     "pooled": b"vector",
     "failure": "no way on",
+    "later_logprobs": (Logprobs(-2.0),),
+    "num_proposed": 3,
+    "num_accepted": 2,
 }
 
 

@@ -57,6 +57,7 @@ def test_the_page_shows_these_files() -> None:
         "words",
         "casts",
         "memory",
+        "period",
         "table",
         "arcee",
         "squared",

@@ -1,5 +1,7 @@
 """A planner, a fake device and every stream that comes out: what the tests of scheduling work at."""
 
+from functools import partial
+
 import numpy as np
 
 from engine.kv.eviction import EvictionStrategy
@@ -7,9 +9,11 @@ from engine.messages import Admit, Failed, Finish, LossExplained, Step
 from engine.params import SamplingParams
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.policy.priority import MostUrgentFirst
+from engine.scheduling.drafts import Drafts
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.proposer import Proposer
 from engine.scheduling.rows import PlannerLimits
 from tests.scheduling.fake_device import VOCAB, FakeDevice, expected_output
 
@@ -22,13 +26,14 @@ class Bench:
     def __init__(self, *, depth: int = 2, max_running: int = 4, max_step_tokens: int = 64, prefill_chunk: int = 16,
                  page_size: int = 4, num_pages: int = 64, max_len: int = 128,
                  strategy: EvictionStrategy | None = None, policy: SchedulingPolicy | None = None,
-                 **limits: object) -> None:  # fmt: skip
+                 proposer: Proposer | None = None, **limits: object) -> None:  # fmt: skip
         self.now = 0.0
         self.planner = Planner(
             PlannerLimits(max_running, max_step_tokens, prefill_chunk, page_size, num_pages, max_len, (EOS,), **limits),
             strategy or LeastRecentlyUsed(),
             policy or MostUrgentFirst(),
             lambda: self.now,
+            None if proposer is None else partial(Drafts, proposer=proposer, vocab_size=VOCAB),
         )
         self.device = FakeDevice(
             max_running=max_running,

@@ -76,6 +76,9 @@ class FakeDevice:
             np.frombuffer(column, dtype=np.int32) for column in (step.table_rows, step.table_indexes, step.table_pages)
         )
         self._pages[rows, indexes] = pages
+        proposed = (step.proposed_rows, step.proposed_positions, step.proposed_tokens)
+        rows, positions, tokens = (np.frombuffer(column, dtype=np.int32) for column in proposed)
+        self._tokens[rows, positions] = tokens
         batch = lay_out(step, self._computed)
         slots = self._slot(batch.rows_T, batch.positions_T)
         assert len(np.unique(slots)) == len(slots), "two tokens of a step share a slot"

@@ -29,7 +29,7 @@ from engine.messages import (
 )
 from tests.sim.failures import SimIncorrect
 from tests.sim.luck import luck
-from tests.sim.oracle import U64, WEIGHT, hashes, next_tokens
+from tests.sim.oracle import U64, VOCAB, WEIGHT, hashes, next_tokens
 from tests.sim.store import SimStore
 
 POISON = np.uint64(0xDEADBEEFDEADBEEF)
@@ -85,6 +85,8 @@ class SimDevice:
         self._break_positions: dict[int, int] = {}
         self._nan_positions: dict[int, int] = {}
         self._logprob_rows: set[int] = set()
+        # Rows that had proposals in their last step: a device does not know how many of them were right.
+        self._overrun: set[int] = set()
         self._mark = mark
 
     def forget(self) -> None:
@@ -99,6 +101,7 @@ class SimDevice:
         self._nan_positions.clear()
         self._break_positions.clear()
         self._logprob_rows.clear()
+        self._overrun.clear()
 
     def poison(self, pages: Pages) -> None:
         """The scheduler has freed these; those that a step before still saves keep what they have."""
@@ -145,6 +148,7 @@ class SimDevice:
             if nan_token is not None and admission.num_prompt_tokens + nan_token >= len(tokens):
                 self._nan_positions[row] = admission.num_prompt_tokens + nan_token
             self._logprob_rows.discard(row)
+            self._overrun.discard(row)
             if admission.params.logprobs is not None:
                 self._logprob_rows.add(row)
         if step.table_rows:
@@ -194,47 +198,77 @@ class SimDevice:
     def _forward(self, step: Step) -> StepDone:
         rows = ints(step.decode_rows)
         starts = self._computed[rows]
-        if not step.prefill_rows:
-            lengths = np.ones(len(rows), dtype=np.int64)
-            sampled = rows
-        else:
-            segment_rows = ints(step.prefill_rows)
-            sampled = np.concatenate((rows, segment_rows[ints(step.prefill_samples) == 1]))
-            rows = np.concatenate((rows, segment_rows))
+        lengths = samples = np.ones(len(rows), dtype=np.int64)
+        proposed = self._propose(step) if step.proposed_rows else {}
+        if untold := self._overrun.intersection(rows.tolist()):
+            raise SimIncorrect(f"step {step.step_id}: rows {sorted(untold)} decode, and are not told from where on")
+        if step.prefill_rows:
+            rows = np.concatenate((rows, ints(step.prefill_rows)))
             starts = np.concatenate((starts, ints(step.prefill_starts)))
-            lengths = np.concatenate((np.ones(len(step.decode_rows) // 4, np.int64), ints(step.prefill_lengths)))
+            lengths = np.concatenate((lengths, ints(step.prefill_lengths)))
+            samples = np.concatenate((samples, ints(step.prefill_samples)))
+            self._overrun.difference_update(rows.tolist())
         ends = starts + lengths
-        if (starts != self._computed[rows]).any() or (ends > self._known[rows]).any():
+        known = self._known[rows]
+        for row, tokens in proposed.items():
+            known[rows == row] += len(tokens)
+        if (starts != self._computed[rows]).any() or (ends > known).any():
             raise SimIncorrect(
                 f"step {step.step_id}: rows {rows.tolist()} go from {starts.tolist()} to {ends.tolist()}, "
                 f"but have {self._computed[rows].tolist()} computed of {self._known[rows].tolist()}"
             )
         written = self._compute(step, rows, starts, lengths)
         self._computed[rows] = ends
-        tokens = self._sample(step, sampled)
-        positions = self._known[sampled]
-        for row, position in zip(sampled.tolist(), positions.tolist(), strict=True):
+        sampled = np.repeat(rows, samples)
+        # How many tokens come before each one that is sampled: the last positions of each sequence.
+        positions = np.repeat(ends - samples, samples) + 1
+        positions += np.arange(len(sampled)) - np.repeat(np.cumsum(samples) - samples, samples)
+        tokens = self._sample(step, sampled, positions)
+        counts = self._verify(proposed, sampled, tokens)
+        for row, position in zip(sampled[counts].tolist(), positions[counts].tolist(), strict=True):
             if self._break_positions.get(row) == position:
                 raise DeviceBroken
-        logprobs = {}
-        for row in self._logprob_rows.intersection(sampled.tolist()) if self._logprob_rows else ():
-            index = sampled.tolist().index(row)
+        logprobs: dict[int, tuple[Logprobs, ...]] = {}
+        for index in np.flatnonzero(np.isin(sampled, list(self._logprob_rows))).tolist() if self._logprob_rows else ():
             token = int(tokens[index])
             value = logprob_of(token, int(positions[index]))
             top = np.array([token], np.int32).tobytes(), np.array([value], np.float32).tobytes()
-            logprobs[row] = Logprobs(value, *top)
+            row = int(sampled[index])
+            logprobs[row] = (*logprobs.get(row, ()), Logprobs(value, *top))
         for row in [row for row in self._nan_positions if row in sampled]:
-            at = np.flatnonzero(sampled == row)[0]
-            if positions[at] == self._nan_positions[row]:
+            at = np.flatnonzero((sampled == row) & counts & (positions == self._nan_positions[row]))
+            if len(at):
                 del self._nan_positions[row]
-                tokens[at] = -1
-                logprobs.pop(row, None)
+                tokens[at[0]] = -1
                 self._slots[written[np.repeat(rows, lengths) == row]] = GARBAGE
                 self._mark("NaN")
         self._tokens[sampled, positions] = np.maximum(tokens, 0)
-        self._known[sampled] = positions + 1
-        extras = {row: StepExtras(logprobs) for row, logprobs in logprobs.items()}
+        self._known[sampled[counts]] = positions[counts] + 1
+        self._computed[sampled[counts]] = positions[counts]
+        extras = {row: StepExtras(first, later_logprobs=tuple(later)) for row, (first, *later) in logprobs.items()}
         return StepDone(0, step.step_id, tokens.astype(np.int32).tobytes(), extras)
+
+    def _propose(self, step: Step) -> dict[int, list[int]]:
+        """Write proposed tokens behind the known ones; returns them by row."""
+        proposed: dict[int, list[int]] = {}
+        columns = step.proposed_rows, step.proposed_positions, step.proposed_tokens
+        for row, position, token in zip(*(ints(column).tolist() for column in columns), strict=True):
+            if position != self._known[row] + len(proposed.setdefault(row, [])) or not 0 <= token < VOCAB:
+                raise SimIncorrect(f"step {step.step_id} proposes {token} at {position} of row {row}")
+            proposed[row].append(token)
+            self._tokens[row, position] = token
+        return proposed
+
+    def _verify(self, proposed: dict[int, list[int]], sampled: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Which of the tokens decoding would have sampled as well."""
+        counts = np.ones(len(sampled), dtype=np.bool_)
+        for row, wanted in proposed.items():
+            at = np.flatnonzero(sampled == row)
+            wrong = np.flatnonzero(tokens[at[:-1]] != wanted)
+            counts[at[wrong[0] + 1 :] if len(wrong) else at[:0]] = False
+            self._overrun.add(row)
+            self._mark("proposals rejected" if len(wrong) else "proposals accepted")
+        return counts
 
     def _compute(self, step: Step, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Write the K/V of the step's tokens; returns their slots."""
@@ -267,11 +301,10 @@ class SimDevice:
             raise SimIncorrect(f"step {step.step_id}: two of its tokens share a slot")
         return slots
 
-    def _sample(self, step: Step, rows: np.ndarray) -> np.ndarray:
-        """The next token of each row, from all its slots as its page table has them."""
+    def _sample(self, step: Step, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """The token behind so many of each row, from all their slots as its page table has them."""
         if not len(rows):
             return np.zeros(0, dtype=np.int64)
-        lengths = self._computed[rows]
         num_pages = -(-int(lengths.max()) // self._page_size)
         values = self._kv[self._tables[rows, :num_pages]].reshape(len(rows), -1)
         width = values.shape[1]

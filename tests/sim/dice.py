@@ -8,6 +8,7 @@ a fault that is always there hides what happens without it.
 import random
 from collections.abc import Callable
 
+from tests.scheduling.liars import KINDS
 from tests.sim.codec import text_of
 from tests.sim.links import LinkWeather
 from tests.sim.oracle import VOCAB, as_prompt, continuation
@@ -44,6 +45,7 @@ class _Draw:
         self.seed = seed
         self.order = order
         self.rng = rng = random.Random(seed * 2 + 1)
+        self.proposing = random.Random(seed * 2)  # its own, so that seeds keep what else they draw
         self.page_size = rng.choice((1, 4, 4, 16, 16, 64))
         self.longest_prompt = rng.choice(
             {1: (24, 60, 90), 4: (30, 80, 120), 16: (64, 150), 64: (130, 260)}[self.page_size]
@@ -224,6 +226,8 @@ class _Draw:
             step_s=step_s * pace,
             load_s=rng.choice((0.0, 0.1)),
             record_events=rng.random() < 0.3,
+            proposer=self.proposing.choice(("", *KINDS)) if self.proposing.random() < 0.5 else "",
+            num_proposed=self.proposing.choice((1, 2, 4, 8)),
             check_every=rng.choice((1, 3, 8)),
             weather=weather,
         )

@@ -6,6 +6,7 @@ Every one is a mistake that this code could make or that other engines have made
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import engine.scheduling.pages as holdings_module
@@ -17,8 +18,9 @@ from engine.kv.node import SHARED, Namespace, Node
 from engine.kv.radix import RadixTree
 from engine.kv.store import PageRecords
 from engine.messages import Abort, StepDone
-from engine.scheduling.completions import Completions
+from engine.scheduling.completions import Completions, InFlight, Wave
 from engine.scheduling.decodes import Decodes
+from engine.scheduling.drafts import Drafts
 from engine.scheduling.fetches import Fetches
 from engine.scheduling.pages import Appends, Fetched, PageManager, PageMoves
 from engine.scheduling.planner import Planner
@@ -238,6 +240,48 @@ def who_stands_aside_is_forgotten(_: Callable[..., None]) -> Callable[..., None]
     return mutant
 
 
+# ---- speculation --------------------------------------------------------------------------------
+
+
+def whatever_was_proposed_is_accepted(verified: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(self: Drafts, record: InFlight, sampled: Wave) -> Any:
+        drafts, at = {}, record.num_decodes
+        for row, proposed in record.drafts.items():
+            drafts[row] = tuple(sampled.tokens[at : at + len(proposed)].tolist())
+            at += len(proposed) + 1
+        return verified(self, replace(record, drafts=drafts), sampled)
+
+    return mutant
+
+
+def a_row_goes_on_a_token_too_late(completed: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Drafts, record: InFlight, seconds: float) -> None:
+        completed(self, record, seconds)
+        self._table.num_known[list(self._overrun)] += 1
+
+    return mutant
+
+
+def the_device_is_not_told_where_a_row_goes_on(completed: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Drafts, record: InFlight, seconds: float) -> None:
+        completed(self, record, seconds)
+        self._overrun.clear()
+
+    return mutant
+
+
+def a_rejected_page_is_published(num_done: Callable[..., int]) -> Callable[..., int]:
+    def mutant(self: Completions, row: int) -> int:
+        # Where the row goes on, keys and values are still those of the token that was rejected there.
+        return num_done(self, row) + (self._drafts is not None and row in self._drafts._lines)
+
+    return mutant
+
+
+def more_is_proposed_than_a_request_may_say(_: Callable[..., int]) -> Callable[..., int]:
+    return lambda self, row, line: len(line.guess)
+
+
 # ---- the end of a request -----------------------------------------------------------------------
 
 
@@ -332,6 +376,11 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     a_retraction_forgets_a_token: (Prefills, "wait"),
     the_youngest_goes_first: (RankedQueue, "push"),
     who_stands_aside_is_forgotten: (Prefills, "_publishes_no_more"),
+    whatever_was_proposed_is_accepted: (Drafts, "verified"),
+    a_row_goes_on_a_token_too_late: (Drafts, "completed"),
+    the_device_is_not_told_where_a_row_goes_on: (Drafts, "completed"),
+    a_rejected_page_is_published: (Completions, "num_done"),
+    more_is_proposed_than_a_request_may_say: (Drafts, "_room"),
     a_token_after_the_end_is_shown: (Completions, "complete"),
     a_request_ends_twice: (Ingress, "_end"),
     a_cancel_is_lost: (Tokenizer, "_abort"),

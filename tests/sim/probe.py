@@ -4,6 +4,7 @@ Owns: those names.  Does not know: what is right or wrong.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,12 @@ from engine.plugins.eviction.slru import SegmentedLRU
 from engine.plugins.policy.fcfs import FirstComeFirstServed
 from engine.plugins.policy.lpm import LongestPrefixMatch
 from engine.plugins.policy.priority import MostUrgentFirst
+from engine.scheduling.drafts import Drafts
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.rows import PlannerLimits, Sequence
+from tests.scheduling.liars import Everything, Liar
+from tests.sim.oracle import VOCAB, Oracle, as_prompt
 from tests.sim.scenario import Setup
 
 STRATEGIES: dict[str, Callable[[], EvictionStrategy]] = {
@@ -59,7 +63,21 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float]) -> P
         record_events=setup.record_events,
         store_timeout_s=setup.store_timeout_s,
     )
-    return Planner(limits, STRATEGIES[setup.eviction](), POLICIES[setup.policy](setup.max_overtaken), clock)
+    drafts = partial(_drafts, proposer=Liar(setup.proposer, next_token, VOCAB, setup.num_proposed))
+    policy = POLICIES[setup.policy](setup.max_overtaken)
+    return Planner(limits, STRATEGIES[setup.eviction](), policy, clock, drafts if setup.proposer else None)
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the device's model says."""
+    return Oracle(as_prompt(tokens)).next()
+
+
+def _drafts(*arguments: Any, proposer: Liar) -> Drafts:
+    drafts = Drafts(*arguments, proposer=proposer, vocab_size=VOCAB)
+    if proposer.num_tokens != 2:  # else what is verified is what the simulated clock says that it pays
+        drafts._payoff = Everything()
+    return drafts
 
 
 class Probe:

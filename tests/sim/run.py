@@ -65,6 +65,8 @@ MARKS = (
     "pages to host",
     "pause",
     "prefix hit",
+    "proposals accepted",
+    "proposals rejected",
     "refused 400",
     "refused 429",
     "refused 503",

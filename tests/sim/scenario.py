@@ -24,7 +24,8 @@ ACTORS = ("tokenizer", "scheduler", "executor0", "ingress")
 class Setup:
     """One engine.
 
-    store_timeout_s: 0 for no store.  store_read_s: mean time to read a page.  store_faults: share of bad calls."""
+    store_timeout_s: 0 for no store.  store_read_s: mean time to read a page.  store_faults: share of bad calls.
+    proposer: how it lies, see ``tests/scheduling/liars.py``, '' for none.  num_proposed: what it is asked for."""
 
     page_size: int
     num_pages: int
@@ -48,6 +49,8 @@ class Setup:
     step_s: float
     load_s: float
     record_events: bool
+    proposer: str
+    num_proposed: int
     check_every: int
     weather: LinkWeather
 
