@@ -28,7 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.config import Config, build_config
-from engine.messages import ExecutorsLost, ExecutorsReady, Finish, Step, StepDone, Stop
+from engine.messages import Finish, Step, StepDone, Stop
+from engine.notices import ExecutorsLost, ExecutorsReady
 from engine.params import SamplingParams
 from engine.system import System
 from engine.workers.executors import ExecutorPlacement, Executors, InlineExecutors

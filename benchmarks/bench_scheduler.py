@@ -35,7 +35,8 @@ from simulation import DEPTH, PAGE_SIZE, Request, Simulation, new_planner, num_s
 
 from engine.actors.scheduler import Scheduler
 from engine.kv.events import KVEvent
-from engine.messages import Admit, ExecutorsReady, Failed, Step, StepDone, Stop, Tokens
+from engine.messages import Admit, Failed, Step, StepDone, Stop, Tokens
+from engine.notices import ExecutorsReady
 from engine.params import SamplingParams
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers

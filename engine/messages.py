@@ -3,7 +3,8 @@
     ingress ─Tokenize→ tokenizer ─Admit→ scheduler ─Step→ executors
     ingress ←─Deltas── tokenizer ←Tokens─ scheduler ←StepDone─ executors
 
-What worker processes and their engine say to each other besides is in ``engine/workers/messages.py``.
+What the engine's parts say of themselves is in ``engine/notices.py``; what worker processes and their engine say to
+each other besides is in ``engine/workers/messages.py``.
 Messages are immutable plain data.  Integer columns travel as packed little-endian bytes
 (int32 unless said otherwise), so a message costs per step and not per token.
 ``engine/workers/wire.py`` encodes them with msgpack; nothing is ever pickled.
@@ -12,14 +13,19 @@ Messages are immutable plain data.  Integer columns travel as packed little-endi
 from enum import IntEnum
 from typing import Final
 
-import msgspec
+from msgspec import field
 
+from engine.notices import (
+    EngineReady,
+    EngineRecovering,
+    ExecutorsLost,
+    ExecutorsReady,
+    Message,
+    TokenizersLost,
+    TokenizersReady,
+)
 from engine.params import SamplingParams
 from engine.prompt import NOBODY, ChatOptions, ChatTurn, Origin
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Immutable, tagged with its class name, encodable to msgpack."""
 
 
 class Finish(IntEnum):
@@ -188,30 +194,6 @@ class PagesFetched(Message, frozen=True):
     num_pages: int
 
 
-class ExecutorsReady(Message, frozen=True):
-    """Every executor has loaded the model, and each has at least so many pages (executor group -> scheduler)."""
-
-    num_pages: int
-
-
-class ExecutorsLost(Message, frozen=True):
-    """Every executor is gone, with all that was on the devices; new ones are on their way (their group -> scheduler).
-
-    is_fault: theirs, or of what they ran; not where a step was only too large, which may be said again later."""
-
-    reason: str
-    is_fault: bool = True
-
-
-class LossExplained(Message, frozen=True):
-    """The request that brought the last losses is found, and has ended (scheduler -> their group).
-
-    num_losses: in a row.  executors_work: they have completed steps since the last one; if not, it may be they."""
-
-    num_losses: int
-    executors_work: bool
-
-
 class Logprobs(Message, frozen=True):
     """Log probabilities of one sampled token, and of the k most likely or of those that the request names.
 
@@ -255,7 +237,7 @@ class StepDone(Message, frozen=True):
     rank: int
     step_id: int
     token_ids: bytes
-    extras: dict[int, StepExtras] = {}
+    extras: dict[int, StepExtras] = field(default_factory=dict)
 
 
 # ---- scheduler -> tokenizer -----------------------------------------------------------------
@@ -271,8 +253,8 @@ class Tokens(Message, frozen=True):
     request_ids: bytes
     token_ids: bytes
     finishes: bytes
-    cached_tokens: dict[int, int] = {}
-    extras: dict[int, StepExtras] = {}
+    cached_tokens: dict[int, int] = field(default_factory=dict)
+    extras: dict[int, StepExtras] = field(default_factory=dict)
 
 
 class Failed(Message, frozen=True):
@@ -324,7 +306,7 @@ class Delta(Message, frozen=True):
     reasoning: text that comes before all other text, where the two are told apart.
     prompt_logprobs: of every prompt token, in the first delta; the first token's number means nothing.
     pooled: float32[n], in the last delta, where asked for.  prompt_token_ids: int32[n], in the first one, likewise.
-    resumed: this is ``RequestOptions.resumed`` once more, with its text; it comes first, its log probabilities are 0."""
+    resumed: this is ``RequestOptions.resumed`` again, with its text; it comes first, its log probabilities are 0."""
 
     request_id: int
     text: str = ""
@@ -349,16 +331,6 @@ class Deltas(Message, frozen=True):
 # ---- scheduler -> ingress -------------------------------------------------------------------
 
 
-class EngineReady(Message, frozen=True):
-    """Requests can be served from now on."""
-
-
-class EngineRecovering(Message, frozen=True):
-    """The executors were lost; requests wait until the next EngineReady and then go on where they were."""
-
-    reason: str
-
-
 class Stats(Message, frozen=True):
     """Gauges of the scheduler, sent when a step has changed them.
 
@@ -370,19 +342,6 @@ class Stats(Message, frozen=True):
     pages_free: int
     pages_cached: int
     pages_used: int
-
-
-# ---- tokenizer pool -> ingress --------------------------------------------------------------
-
-
-class TokenizersReady(Message, frozen=True):
-    """There is a tokenizer for every request that may come."""
-
-
-class TokenizersLost(Message, frozen=True):
-    """No tokenizer process is left just now; requests that come wait for the next ``TokenizersReady``."""
-
-    reason: str
 
 
 # ---- supervision ----------------------------------------------------------------------------

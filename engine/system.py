@@ -8,7 +8,6 @@ import logging
 import math
 import random
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,19 +25,16 @@ from engine.checkpoints.stored import stored_tensors
 from engine.config import Config, build_config, without_cluster_key
 from engine.device_defaults import with_device_defaults
 from engine.errors import ConfigError, EngineDied
-from engine.kv.eviction import EvictionStrategy
 from engine.monitor import Monitor
+from engine.plugins.deciders import plugin_drafts, plugin_policy, plugin_strategy
 from engine.plugins.families import read_model
-from engine.plugins.guards import GuardedPolicy, GuardedStrategy
-from engine.plugins.hookspecs import EvictionContext, PolicyContext, ProposerContext
 from engine.plugins.linears import check_linear_fits, linear_context
-from engine.plugins.manager import KV_STORE, PROPOSER, Plugins
+from engine.plugins.manager import KV_STORE, Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import check_named, expected_context
 from engine.plugins.structured import plugin_grammars, plugin_processors
-from engine.scheduling.planner import NewDrafts, Planner
-from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.planner import Planner
 from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec, warn_of_unknown_tokens
 from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings, InlineExecutors
@@ -100,8 +96,8 @@ class System:
         check_linear_fits(self._plugins, linear_context(config, self.spec.dtype))
         if self._plugins.absent:
             log.warning("requests with a grammar are refused: %s", self._plugins.absent)
-        self._policy = self._scheduling_policy()
-        self._drafts = self._new_drafts()
+        self._policy = plugin_policy(self._plugins, config)
+        self._drafts = plugin_drafts(self._plugins, config, vocab_size=self.spec.vocab_size, max_len=self.max_len)
         self._observers = Observers(
             self._plugins, config.plugins.options, page_size=config.kv.page_size, model=self.model_name
         )
@@ -284,32 +280,8 @@ class System:
             num_ranks=self.config.device.tensor_parallel,
             scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
         )
-        return Planner(limits, self._eviction_strategy(num_pages), self._policy, time.monotonic, self._drafts)
-
-    def _eviction_strategy(self, num_pages: int) -> EvictionStrategy:
-        name = self._plugins.names["eviction"]
-        options = self.config.plugins.options.get(name, {})
-        context = EvictionContext(self.config.kv.page_size, num_pages, options)
-        strategy = self._plugins.build(name, "callboard_eviction_strategy", context, EvictionStrategy)
-        return strategy if self._plugins.known[name].built_in else GuardedStrategy(name, strategy)
-
-    def _scheduling_policy(self) -> SchedulingPolicy:
-        name = self._plugins.names["policy"]
-        options = self.config.plugins.options.get(name, {})
-        context = PolicyContext(self.config.scheduler.max_running, self.config.kv.page_size, options)
-        policy = self._plugins.build(name, "callboard_scheduling_policy", context, SchedulingPolicy)
-        return policy if self._plugins.known[name].built_in else GuardedPolicy(name, policy)
-
-    def _new_drafts(self) -> NewDrafts | None:
-        if (name := self._plugins.names.get(PROPOSER)) is None:
-            return None
-        from engine.scheduling.drafts import Drafts  # nobody else needs it
-        from engine.scheduling.proposer import Proposer
-
-        options = self.config.plugins.options.get(name, {})
-        context = ProposerContext(self.spec.vocab_size, self.max_len, options)
-        proposer = self._plugins.build(name, "callboard_proposer", context, Proposer)
-        return partial(Drafts, proposer=proposer, vocab_size=self.spec.vocab_size)
+        strategy = plugin_strategy(self._plugins, self.config, num_pages)
+        return Planner(limits, strategy, self._policy, time.monotonic, self._drafts)
 
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises what the loading raised."""

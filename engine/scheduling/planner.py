@@ -18,18 +18,8 @@ import numpy as np
 
 from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
-from engine.messages import (
-    Admit,
-    Failed,
-    FetchPages,
-    Finish,
-    LossExplained,
-    PagesFetched,
-    Stats,
-    Step,
-    StepDone,
-    Tokens,
-)
+from engine.messages import Admit, Failed, FetchPages, Finish, PagesFetched, Stats, Step, StepDone, Tokens
+from engine.notices import LossExplained
 from engine.scheduling.board import Board, draw_board
 from engine.scheduling.completions import Completions, InFlight
 from engine.scheduling.decodes import Decodes

@@ -17,13 +17,13 @@ from engine.messages import (
     ExecutorInbox,
     Failed,
     IngressInbox,
-    Message,
     Profile,
     SchedulerInbox,
     Stop,
     Tokenize,
     TokenizerInbox,
 )
+from engine.notices import Message
 
 # Errors that mean the same on both sides of a process boundary; any other is told as text.
 TOLD_AS_THEMSELVES = {error.__name__: error for error in (ConfigError, WeightsError, PluginError, GraphError)}

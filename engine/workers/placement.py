@@ -18,7 +18,8 @@ from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config, without_cluster_key
 from engine.errors import ConfigError
 from engine.logs import LogSettings
-from engine.messages import ExecutorInbox, FromExecutor, Message, TokenizerInbox
+from engine.messages import ExecutorInbox, FromExecutor, TokenizerInbox
+from engine.notices import Message
 from engine.plugins.families import read_model
 from engine.workers.child import Child, Ticket
 from engine.workers.cluster.head import Head

@@ -5,7 +5,8 @@ from functools import partial
 import numpy as np
 
 from engine.kv.eviction import EvictionStrategy
-from engine.messages import Admit, Failed, Finish, LossExplained, Step
+from engine.messages import Admit, Failed, Finish, Step
+from engine.notices import LossExplained
 from engine.params import SamplingParams
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.policy.priority import MostUrgentFirst

@@ -14,7 +14,7 @@ from engine.actors.ingress import Ingress
 from engine.actors.scheduler import Scheduler
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
-from engine.messages import Message
+from engine.notices import Message
 from engine.scheduling.planner import Planner
 from engine.sections import LimitsSection
 from tests.sim.codec import SimCodec

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.errors import EngineDied, RequestError
-from engine.messages import Abort, Admit, Deltas, Failed, Finish, Message, Step, Tokens
+from engine.messages import Abort, Admit, Deltas, Failed, Finish, Step, Tokens
+from engine.notices import Message
 from engine.scheduling.meter import RequestMetrics
 from tests.sim.client import Client
 from tests.sim.codec import ALPHABET, text_of

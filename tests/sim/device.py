@@ -15,18 +15,8 @@ from engine.actors.actor import Actor, Link
 from engine.kv.node import chained
 from engine.kv.pages import Pages
 from engine.kv.store import DIGEST_BYTES, PageRecords
-from engine.messages import (
-    ExecutorInbox,
-    ExecutorsLost,
-    ExecutorsReady,
-    FetchPages,
-    FromExecutor,
-    Logprobs,
-    PagesFetched,
-    Step,
-    StepDone,
-    StepExtras,
-)
+from engine.messages import ExecutorInbox, FetchPages, FromExecutor, Logprobs, PagesFetched, Step, StepDone, StepExtras
+from engine.notices import ExecutorsLost, ExecutorsReady
 from tests.sim.failures import SimIncorrect
 from tests.sim.luck import luck
 from tests.sim.oracle import U64, VOCAB, WEIGHT, hashes, next_tokens
