@@ -209,8 +209,10 @@ def _is_one(body: NativeBody) -> bool:
 
 def _is_several(name: str, given: Any) -> bool:
     """Whether a field's value is a list with an entry for each prompt.  Raises RequestError if it may be either."""
-    if name != "token_ids_logprob" or not given:
+    if name != "token_ids_logprob":
         return isinstance(given, list)
+    if not given:
+        return False
     kinds = {isinstance(one, list) for one in given}
     if len(kinds) > 1:
         raise FieldError(name, "a mixed list; expected token ids, or a list of them for each prompt")

@@ -25,6 +25,7 @@ from server.generate.route import USAGE_HEADER
 from server.http.body import JSON_TYPE, ROUTED_TYPE, collect, is_object, media_type
 from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
 from server.http.replies import error_body
+from server.http.sse import DONE
 from server.replicas.affinity import PrefixAffinity
 from server.replicas.passage import Passage
 from server.replicas.replica import Replica, Replicas, unavailable
@@ -196,12 +197,12 @@ class _Delivery:
             return stream
 
     async def fail(self, error: RequestError) -> web.StreamResponse:
-        """End the stream with an error."""
+        """End the stream with an error, as an engine ends one."""
         assert self.stream is not None, "nothing was sent, so the error has a status"
         form = self._exchange.error_format
-        name = b"" if form is error_body else b"event: error\n"
+        name, last = (b"", DONE) if form is error_body else (b"event: error\n", b"")
         with suppress(ConnectionError):
-            await self.stream.write(b"%bdata: %b\n\n" % (name, msgspec.json.encode(form(error))))
+            await self.stream.write(b"%bdata: %b\n\n%b" % (name, msgspec.json.encode(form(error)), last))
         return self.stream
 
     async def _open(self, url: str) -> aiohttp.ClientResponse:
