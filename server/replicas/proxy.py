@@ -27,7 +27,7 @@ from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
 from server.http.replies import error_body
 from server.replicas.affinity import PrefixAffinity
 from server.replicas.passage import Passage
-from server.replicas.replica import Replica, Replicas, unavailable
+from server.replicas.replica import Choice, Replica, unavailable
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Proxy:
     def __init__(
         self,
         server: ServerSection,
-        replicas: Replicas,
+        replicas: Choice,
         session: aiohttp.ClientSession,
         affinity: PrefixAffinity,
         rates: Rates,
@@ -64,24 +64,30 @@ class Proxy:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Send a request on.  Raises RequestError if no replica can answer."""
-        return await self._send_on(request, await collect(request, self._server), None)
+        return await self.send_on(request, await collect(request, self._server))
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Send on what costs tokens: they are counted, and a stream outlives its replica.
 
         Raises RequestError if no replica can answer, and for a client that has used up what it has in a minute."""
+        self._rates.check(request[EXCHANGE].client)
+        return await self.send_counted(request, await collect(request, self._server))
+
+    async def send_counted(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        """Do so for a body that has been read, of a client that was let in."""
         exchange = request[EXCHANGE]
-        self._rates.check(exchange.client)
-        body = await collect(request, self._server)
         passage = Passage(body) if media_type(request) == JSON_TYPE and is_object(body) else None
         try:
-            return await self._send_on(request, body, passage)
+            return await self.send_on(request, body, passage)
         finally:
             if passage is not None and passage.has_begun:
                 exchange.usage = passage.num_prompt_tokens, passage.num_tokens
             self._rates.spend(exchange.client, sum(exchange.usage or ()))
 
-    async def _send_on(self, request: web.Request, body: bytes, passage: Passage | None) -> web.StreamResponse:
+    async def send_on(self, request: web.Request, body: bytes, passage: Passage | None = None) -> web.StreamResponse:
+        """Send a request on.  passage: of what may be cut and go on elsewhere.
+
+        Raises RequestError if no replica can answer."""
         if media_type(request) == ROUTED_TYPE:
             # A replica would take it for the router's own, and what its stream costs would not be counted here.
             raise RequestError(
