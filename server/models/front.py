@@ -61,7 +61,7 @@ async def _serve(config: SeveralModels, listener: socket.socket) -> None:
     Raises ConfigError for a model that cannot be one of several."""
     told_to_stop = listen_for_signals()
     async with fronting(config, listener) as (routes, models):
-        starting = asyncio.create_task(_start(routes, models))
+        starting = asyncio.create_task(start(routes, models))
         await told_to_stop.wait()
         starting.cancel()
         log.info("draining: %d requests are open, up to %g s", models.num_open, config.server.drain_timeout_s)
@@ -70,7 +70,8 @@ async def _serve(config: SeveralModels, listener: socket.socket) -> None:
             log.warning("draining: %d requests end unfinished", models.num_open)
 
 
-async def _start(routes: ModelsRoutes, models: Models) -> None:
+async def start(routes: ModelsRoutes, models: Models) -> None:
+    """Load the models of the start."""
     await models.start()
     routes.started = True
     loaded = [one.name for one in models.all if one.is_ready]

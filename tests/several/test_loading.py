@@ -5,50 +5,15 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from engine.config import Config, ServedModel
-from engine.errors import CallboardError, RequestError
-from engine.sections import ModelTable
+from engine.errors import RequestError
 from server.models import models as models_module
-from server.models.model import Model
 from server.models.models import Models
 from server.replicas.replica import State
 from tests.pace import far
+from tests.several.fake_model import FakeModel
 
 MB = 1 << 20
 SOON_S = 20.0
-
-
-class FakeModel(Model):
-    """Loads when ``gate`` is open.  fails: with which reason it cannot be loaded."""
-
-    def __init__(self, name: str, megabytes: int = 10, **table: object) -> None:
-        super().__init__(ServedModel(ModelTable(name=name, memory_mb=megabytes, **table), Config()))
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.fails = ""
-        self.began: list[str] = []
-
-    async def load(self) -> None:
-        self.began.append("load")
-        self._set(State.STARTING)
-        try:
-            await self.gate.wait()
-        except asyncio.CancelledError:
-            self._set(State.STOPPED)
-            raise
-        if self.fails:
-            self._set(State.STOPPED)
-            raise CallboardError(self.fails)
-        self._set(State.READY)
-
-    def unload(self) -> None:
-        assert not self.num_wanted or self.is_leaving
-        self.began.append("unload")
-        self._set(State.DRAINING)
-
-    async def unloaded(self) -> None:
-        await asyncio.sleep(0)
-        self._set(State.STOPPED)
 
 
 class Clock:
@@ -66,7 +31,7 @@ def run(test: Callable[[Models, dict[str, FakeModel]], Awaitable[None]], *, budg
     """Run a test with models a, b and c, or those that are given with what their tables have."""
 
     async def within() -> None:
-        fakes = [FakeModel(name, **table) for name, table in (given or dict.fromkeys("abc", {})).items()]
+        fakes = [FakeModel(name, **table) for name, table in (given or {name: {} for name in "abc"}).items()]
         models = Models(fakes, budget_mb * MB, Clock())
         async with asyncio.timeout(far(SOON_S)):
             await test(models, {one.name: one for one in fakes})
