@@ -97,8 +97,10 @@ async def fronting(config: SeveralModels, listener: socket.socket) -> AsyncItera
     ):
         models = Models([Model(one) for one in config.models], server.models_memory_mb << 20)
         rates, affinity = Rates(config.limits), PrefixAffinity()
-        proxies = {one.name: Proxy(server, one, session, affinity, rates) for one in models.all}
-        routes = ModelsRoutes(server, config.limits, models, proxies, rates)
+        # As long as its requests may wait for a model, a stream does whose model is loaded again.
+        patience_s = config.limits.first_token_timeout_s or config.limits.request_timeout_s
+        proxies = {one.name: Proxy(server, one, session, affinity, rates, patience_s) for one in models.all}
+        routes = ModelsRoutes(server, config.limits, models, proxies, rates, patience_s)
         runner = HttpRunner(_application(server, routes, models, session), server, Traffic())
         stack.push_async_callback(runner.cleanup)
         stack.push_async_callback(models.stop)

@@ -47,7 +47,7 @@ class Model(Replica):
         self.refusal: RequestError | None = None
         self.changed: Callable[[], None] = lambda: None
         self.bring: Callable[[], object] = lambda: None
-        self.is_leaving = False
+        self.server_leaves = False
         self.num_resumed = 0
         self.num_wanted = 0
         self.num_loads = 0
@@ -60,6 +60,11 @@ class Model(Replica):
         self._child: Child | None = None
         self._ended_because = ""
         self._measured = 0
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether nobody need wait for it to be loaded."""
+        return self.server_leaves or self.refusal is not None
 
     @property
     def is_ready(self) -> bool:
@@ -103,7 +108,7 @@ class Model(Replica):
     def unload(self) -> None:
         """Let its process end, which gives back all of its memory; ``unloaded`` waits for that."""
         assert self._child is not None
-        assert not self.num_wanted or self.is_leaving, f"{self.name} is in use"
+        assert not self.num_wanted or self.server_leaves, f"{self.name} is in use"
         log.info("%s is unloaded: it takes %d MB", self.name, self.num_bytes >> 20)
         self._set(State.DRAINING)
         self._child.let_go()

@@ -111,7 +111,7 @@ class Models:
     async def drain(self, timeout_s: float) -> bool:
         """Wait until no request is open, and load nothing more meanwhile; False if the time ran out first."""
         for one in self.all:
-            one.is_leaving = True
+            one.server_leaves = True
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         return not self.num_open
@@ -119,7 +119,7 @@ class Models:
     async def stop(self) -> None:
         """End them all.  Requests that are open end with an error."""
         for one in self.all:
-            one.is_leaving = True
+            one.server_leaves = True
         for timer in self._timers.values():
             timer.cancel()
         loads = [task for task in self._loads.values() if not task.done()]
@@ -138,7 +138,7 @@ class Models:
     async def _bring(self, model: Model) -> None:
         """Load a model unless it is there after all, or has failed a moment ago."""
         await model.settle()
-        if model.is_ready or model.refusal is not None or model.is_leaving:
+        if model.is_ready or model.is_leaving:
             return
         async with self._claiming:
             if not await self._make_room(model):
@@ -209,6 +209,6 @@ class Models:
             self._timers[model.name] = loop.call_later(model.table.unload_after_s, self._unload_by_time, model)
 
     def _unload_by_time(self, model: Model) -> None:
-        if model.is_ready and not model.num_wanted and not model.is_leaving:
+        if model.is_ready and not model.num_wanted and not model.server_leaves:
             model.unload()
             self._leaving[model.name] = asyncio.create_task(model.unloaded())

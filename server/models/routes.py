@@ -38,18 +38,25 @@ class _Named(msgspec.Struct):
 
 
 class ModelsRoutes:
-    """Handles what the front answers, and sends on what it does not.  proxies: by the model's name.
+    """Handles what the front answers, and sends on what it does not.
 
+    proxies: by the model's name.  patience_s: how long a request waits for a load.
     is_leaving: no request is taken any more.  started: the models of the start are loaded, as far as they could be."""
 
     def __init__(
-        self, server: ServerSection, limits: LimitsSection, models: Models, proxies: Mapping[str, Proxy], rates: Rates
+        self,
+        server: ServerSection,
+        limits: LimitsSection,
+        models: Models,
+        proxies: Mapping[str, Proxy],
+        rates: Rates,
+        patience_s: float,
     ) -> None:
         self.is_leaving = False
         self.started = False
         self._server = server
         self._limits = limits
-        self._patience_s = limits.first_token_timeout_s or limits.request_timeout_s
+        self._patience_s = patience_s
         self._models = models
         self._proxies = proxies
         self._rates = rates

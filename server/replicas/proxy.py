@@ -41,12 +41,12 @@ NOT_SENT_ON = frozenset(
 TRY_ELSEWHERE = frozenset({429, 503})  # this one is full or leaving; another one may not be
 EVENT_STREAM = "text/event-stream"
 MOST_LOSSES = 3  # of replicas, in one stream: it may be what ends them
-GO_ON_WITHIN_S = 30.0  # how long a stream waits for a replica that goes on with it
+GO_ON_WITHIN_S = 30.0
 LOOK_EVERY_S = 0.2
 
 
 class Proxy:
-    """Sends requests on."""
+    """Sends requests on.  go_on_within_s: how long a stream waits for one that goes on with it."""
 
     def __init__(
         self,
@@ -55,12 +55,14 @@ class Proxy:
         session: aiohttp.ClientSession,
         affinity: PrefixAffinity,
         rates: Rates,
+        go_on_within_s: float = GO_ON_WITHIN_S,
     ) -> None:
         self._server = server
         self._replicas = replicas
         self._session = session
         self._affinity = affinity
         self._rates = rates
+        self._go_on_within_s = go_on_within_s
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Send a request on.  Raises RequestError if no replica can answer."""
@@ -127,7 +129,7 @@ class Proxy:
     async def _go_on(self, delivery: "_Delivery", blocks: list[bytes]) -> web.StreamResponse:
         """Let other replicas go on with a stream whose replica is lost, or end it with an error."""
         clock = asyncio.get_running_loop().time
-        num_losses, deadline = 1, clock() + GO_ON_WITHIN_S
+        num_losses, deadline = 1, clock() + self._go_on_within_s
         while delivery.can_go_on and num_losses < MOST_LOSSES and clock() < deadline and not self._replicas.is_leaving:
             try:
                 replica = self._replicas.choose(blocks, [])
@@ -141,7 +143,7 @@ class Proxy:
                     response = await delivery.ask(replica)
             except _ReplicaLost as error:
                 self._replicas.lose(replica, error, error.url)
-                num_losses, deadline = num_losses + 1, clock() + GO_ON_WITHIN_S
+                num_losses, deadline = num_losses + 1, clock() + self._go_on_within_s
                 continue
             if response is delivery.stream:
                 return response

@@ -37,7 +37,7 @@ class FakeModel(Model):
         """Nothing asks it anything."""
 
     def unload(self) -> None:
-        assert not self.num_wanted or self.is_leaving
+        assert not self.num_wanted or self.server_leaves
         self.began.append("unload")
         self._set(State.DRAINING)
 
