@@ -57,7 +57,7 @@ KEYS = rf"{KEY}(?:\s*\.\s*{KEY})*"
 HEADER = re.compile(rf"\s*\[\[?\s*({KEYS})\s*\]")
 ASSIGNMENT = re.compile(rf"\s*({KEYS})\s*=")
 MODELS = "models"  # the array of tables in a file with several models
-MODELS_HEADER = re.compile(rf"^\s*\[\[\s*{MODELS}\s*\]\]", re.MULTILINE)
+MODELS_HEADER = re.compile(rf"^[ \t]*\[\[\s*{MODELS}\s*\]\]", re.MULTILINE)
 S = TypeVar("S", bound=Section)
 
 
@@ -183,7 +183,7 @@ def _from_table(text: str, number: int) -> str:
     if number >= len(starts):
         return ""
     end = starts[number + 1] if number + 1 < len(starts) else len(text)
-    return "\n" * text.count("\n", 0, starts[number]) + text[starts[number] : end].lstrip("\n")
+    return "\n" * text.count("\n", 0, starts[number]) + text[starts[number] : end]
 
 
 def build_config(base: Config, tables: Mapping[str, Mapping[str, Any]]) -> Config:
