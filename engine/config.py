@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ from engine.sections import (
     KVSection,
     LimitsSection,
     ModelSection,
+    ModelTable,
     PlacementSection,
     PluginsSection,
     SchedulerSection,
@@ -55,6 +56,9 @@ KEY = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
 KEYS = rf"{KEY}(?:\s*\.\s*{KEY})*"
 HEADER = re.compile(rf"\s*\[\[?\s*({KEYS})\s*\]")
 ASSIGNMENT = re.compile(rf"\s*({KEYS})\s*=")
+MODELS = "models"  # the array of tables in a file with several models
+MODELS_HEADER = re.compile(rf"^[ \t]*\[\[\s*{MODELS}\s*\]\]", re.MULTILINE)
+S = TypeVar("S", bound=Section)
 
 
 class Config(Section, frozen=True):
@@ -78,6 +82,25 @@ class Config(Section, frozen=True):
         return chosen
 
 
+class ServedModel(NamedTuple):
+    """One of several models.  config: the file's sections with its own laid over them."""
+
+    table: ModelTable
+    config: Config
+
+
+class SeveralModels(Config, frozen=True, kw_only=True):
+    """The whole of a callboard.toml with [[models]]: the sections that hold for all of them, and each by itself."""
+
+    models: tuple[ServedModel, ...]
+
+
+class ConfigFile(Config, frozen=True):
+    """The whole of callboard.toml as it may be written."""
+
+    models: tuple[ModelTable, ...] = ()
+
+
 def load_config(
     path: Path | None = None,
     overrides: Sequence[str] = (),
@@ -88,13 +111,45 @@ def load_config(
     A relative ``model.path`` from the file that exists beside the file is resolved against it.
     Raises ConfigError naming the file or origin, the key, what was seen and what is allowed.
     """
+    config = load_served(path, overrides, environment)
+    if isinstance(config, SeveralModels):
+        raise ConfigError(
+            f"{path}: it has [[models]], which `callboard serve` alone takes; give a file or model of one"
+        )
+    return config
+
+
+def load_served(
+    path: Path | None = None,
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Config:
+    """Do as ``load_config``, but return ``SeveralModels`` for a file with [[models]].
+
+    What is laid over the file holds for every model, whatever its own sections say."""
     table: dict[str, Any] = {}
+    text, several = "", []
     if path is not None:
         text = _read_text(path)
         table = _parse(path, text)
-        _decode(table, str(path), text)  # so that an error names the file, not an override
+        several = _model_tables(table.pop(MODELS, []), path, text)
+        _decode(table, Config, str(path), text)  # so that an error names the file, not an override
         _anchor_model_path(table, path.parent)
     environment = os.environ if environment is None else environment
+    origin = str(path) if path else "configuration"
+    models = []
+    for number, one in enumerate(several):
+        own = {name: {**table.get(name, {}), **keys} for name, keys in one.sections().items()}
+        own = {**table, **own}
+        _decode(own, Config, str(path), _from_table(text, number), (MODELS,))
+        _anchor_model_path(own, path.parent if path else Path())
+        models.append(ServedModel(one, _laid_over(own, overrides, environment, f"{origin}: [[models]] {one.name}")))
+    config = _laid_over(table, overrides, environment, origin)
+    return SeveralModels(**msgspec.structs.asdict(config), models=tuple(models)) if models else config
+
+
+def _laid_over(table: dict[str, Any], overrides: Sequence[str], environment: Mapping[str, str], where: str) -> Config:
+    """The configuration that a table comes to with the environment and overrides.  Raises ConfigError."""
     for name in sorted(environment):
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
             key = name[len(ENVIRONMENT_PREFIX) :].lower().replace("__", ".")
@@ -104,9 +159,31 @@ def load_config(
         if not separator:
             raise ConfigError(f"--set {override}: expected section.key=value, for example kv.page_size=64")
         _lay_over(table, key.strip(), value.strip(), origin=f"--set {override}")
-    config = _decode(table, str(path) if path else "configuration")
+    config = _decode(table, Config, where)
     _check(config)
     return config
+
+
+def _model_tables(given: Any, path: Path, text: str) -> list[ModelTable]:
+    """The [[models]] of a file, checked by themselves.  Raises ConfigError."""
+    if not isinstance(given, list):
+        raise ConfigError(f"{path}: {MODELS}: expected [[{MODELS}]], one table for each model")
+    tables: list[ModelTable] = []
+    for number, one in enumerate(given):
+        table = _decode(one, ModelTable, str(path), _from_table(text, number), (MODELS,))
+        if table.name in [other.name for other in tables]:
+            raise ConfigError(f"{path}: two [[{MODELS}]] are called {table.name!r}; requests choose by the name")
+        tables.append(table)
+    return tables
+
+
+def _from_table(text: str, number: int) -> str:
+    """The text with nothing but its line breaks before the header of a model, and nothing behind that of the next."""
+    starts = [found.start() for found in MODELS_HEADER.finditer(text)]
+    if number >= len(starts):
+        return ""
+    end = starts[number + 1] if number + 1 < len(starts) else len(text)
+    return "\n" * text.count("\n", 0, starts[number]) + text[starts[number] : end]
 
 
 def build_config(base: Config, tables: Mapping[str, Mapping[str, Any]]) -> Config:
@@ -114,7 +191,7 @@ def build_config(base: Config, tables: Mapping[str, Mapping[str, Any]]) -> Confi
     merged: dict[str, Any] = msgspec.to_builtins(base)
     for section, keys in tables.items():
         merged[section] = {**merged.get(section, {}), **keys} if isinstance(keys, Mapping) else keys
-    config = _decode(merged, "configuration")
+    config = _decode(merged, Config, "configuration")
     _check(config)
     return config
 
@@ -146,22 +223,25 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
-def _decode(table: dict[str, Any], origin: str, text: str = "") -> Config:
-    """Check a table and return the configuration.  text: the file it came from, so that an error can name the line."""
+def _decode(table: dict[str, Any], kind: type[S], origin: str, text: str = "", under: tuple[str, ...] = ()) -> S:
+    """Check a table and return what it is.  text: the file it came from, so that an error can name the line.
+
+    under: where the table is in the file."""
     try:
-        return msgspec.convert(table, Config, strict=True)
+        return msgspec.convert(table, kind, strict=True)
     except msgspec.ValidationError as error:
         reason, _, where = str(error).partition(" - at `$")
         key = where.rstrip("`").lstrip(".")
         hint, wrong = "", [one for one in key.partition("[")[0].split(".") if one]
         if reason.startswith(("Invalid enum value", PATTERN)):
             # A person does not read patterns.
-            reason, hint = "not of its form" if reason.startswith(PATTERN) else reason, _allowed_values(key)
+            reason, hint = "not of its form" if reason.startswith(PATTERN) else reason, _allowed_values(key, kind)
         if unknown := UNKNOWN_FIELD.search(reason):
-            hint = _instead(f"{key}.{unknown[1]}") or _allowed_keys(key)
+            hint = _instead(f"{key}.{unknown[1]}") or _allowed_keys(key, kind)
             wrong.append(unknown[1])
-        if line := line_of(text, tuple(wrong)):
+        if line := line_of(text, (*under, *wrong)):
             origin = f"{origin}:{line}"
+        key = ".".join((*under, key)) if key else "".join(f"[[{name}]]" for name in under)
         raise ConfigError(f"{origin}: {key + ': ' if key else ''}{reason}{hint}") from None
 
 
@@ -171,17 +251,18 @@ def _instead(key: str) -> str:
     return f"; it is {OLD_KEYS[key]} now" if OLD_KEYS[key] else "; it is no setting any more"
 
 
-def _allowed_keys(section: str) -> str:
-    known: type[Any] | None = Config
+def _allowed_keys(section: str, kind: type[Section]) -> str:
+    known: type[Any] | None = kind
     if section:
         known = {**Config.__annotations__, "plugins.attention": AttentionNames}.get(section)
     return f"; known keys: {', '.join(known.__struct_fields__)}" if known is not None else ""
 
 
-def _allowed_values(key: str) -> str:
+def _allowed_values(key: str, kind: type[Section]) -> str:
     """Name the values of a key that has a few, or say what it is for."""
-    section, _, name = key.partition(".")
-    fields = msgspec.inspect.type_info(type(getattr(Config(), section))).fields  # type: ignore[attr-defined]
+    section, dot, name = key.partition(".")
+    owner, name = (type(getattr(Config(), section)), name) if dot else (kind, key)
+    fields = msgspec.inspect.type_info(owner).fields  # type: ignore[attr-defined]
     for field in (field for field in fields if field.name == name):
         one = field.type.type if isinstance(field.type, msgspec.inspect.Metadata) else field.type
         if isinstance(one, msgspec.inspect.LiteralType):
@@ -202,7 +283,7 @@ def _lay_over(table: dict[str, Any], key: str, text: str, origin: str) -> None:
     except tomllib.TOMLDecodeError:
         value = text
     changed = {**table, section: {**table.get(section, {}), name: value}}
-    _decode(changed, origin)
+    _decode(changed, Config, origin)
     table.update(changed)
 
 
@@ -238,7 +319,7 @@ def _check(config: Config) -> None:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of the configuration file."""
-    return msgspec.json.schema(Config)
+    return msgspec.json.schema(ConfigFile)
 
 
 def render_toml(config: Config) -> str:

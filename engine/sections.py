@@ -397,6 +397,14 @@ class ServerSection(Section, frozen=True):
         str, Meta(description="Where OpenTelemetry spans go, e.g. 'http://127.0.0.1:4318/v1/traces'; empty for none")
     ] = ""
 
+    models_memory_mb: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Most memory that loaded [[models]] may take together; the idle one used longest ago is unloaded for another; 0 for no limit",
+        ),
+    ] = 0
+
     @property
     def needs_key(self) -> bool:
         """Whether clients must bring a key."""
@@ -427,6 +435,38 @@ class LimitsSection(Section, frozen=True):
         Meta(ge=0, description="A request that has had no token for so long gets 503 with Retry-After; 0 for never"),
     ] = 0.0
     request_timeout_s: Annotated[float, Meta(gt=0, description="Longest time a request may take in all")] = 600.0
+
+
+class ModelTable(Section, frozen=True):
+    """[[models]]: one of several models that a server has; its own sections are laid over the file's."""
+
+    name: Annotated[str, Meta(min_length=1, description="What requests put into model; each model has its own")]
+    load: Annotated[
+        Literal["start", "demand"], Meta(description="'start': with the server; 'demand': when a request asks for it")
+    ] = "start"
+    unload_after_s: Annotated[
+        float, Meta(ge=0, description="Unloaded when it has been idle for so long; 0 for never by time alone")
+    ] = 0.0
+    memory_mb: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="What it takes of server.models_memory_mb; 0 measures its processes, which does not see a GPU's memory",
+        ),
+    ] = 0
+    model: Annotated[dict[str, Any], Meta(description="[models.model], over the file's [model]")] = {}
+    device: Annotated[dict[str, Any], Meta(description="[models.device], likewise")] = {}
+    kv: Annotated[dict[str, Any], Meta(description="[models.kv], likewise")] = {}
+    scheduler: Annotated[dict[str, Any], Meta(description="[models.scheduler], likewise")] = {}
+    graphs: Annotated[dict[str, Any], Meta(description="[models.graphs], likewise")] = {}
+    placement: Annotated[dict[str, Any], Meta(description="[models.placement], likewise")] = {}
+    plugins: Annotated[dict[str, Any], Meta(description="[models.plugins], likewise")] = {}
+
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """Section -> what this model has of its own in it."""
+        own = ("model", "device", "kv", "scheduler", "graphs", "placement", "plugins")
+        tables: dict[str, dict[str, Any]] = {name: getattr(self, name) for name in own}
+        return {**tables, "model": {**self.model, "name": self.name}}
 
 
 # fmt: on

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine import __version__
-from engine.config import Config, json_schema, load_config, render_toml
+from engine.config import Config, SeveralModels, json_schema, load_config, load_served, render_toml
 from engine.errors import CallboardError, ConfigError, PluginError, RequestError
 from engine.logs import LogSettings
 from engine.params import SamplingParams
@@ -174,7 +174,8 @@ def _configuration(parsed: argparse.Namespace, *overrides: str) -> Config:
         if len(found) > 1:
             raise ConfigError(f"two {what} are given, {found[0]} and {found[1]}; name one of them")
     model = [f"model.path={json.dumps(models[0])}"] if models else []
-    return load_config(Path(files[0]) if files else None, [*model, *parsed.set, *overrides])
+    load = load_served if parsed.run is _serve else load_config
+    return load(Path(files[0]) if files else None, [*model, *parsed.set, *overrides])
 
 
 def _is_configuration(given: str) -> bool:
@@ -187,6 +188,13 @@ def _serve(parsed: argparse.Namespace, config: Config) -> None:
     overrides = [f"server.{key}={getattr(parsed, key)}" for key in ("host", "port") if getattr(parsed, key) is not None]
     if overrides:
         config = _configuration(parsed, *overrides)
+    if isinstance(config, SeveralModels):
+        from server.models.front import serve_several
+
+        if parsed.replicas is not None or parsed.on is not None:
+            raise ConfigError(f"{parsed.target}: replicas are of one model, and it has [[models]]")
+        serve_several(config)
+        return
     if parsed.replicas is not None or parsed.on is not None:
         _serve_replicas(parsed, config)
         return
@@ -203,20 +211,11 @@ def _serve(parsed: argparse.Namespace, config: Config) -> None:
 
 
 def _serve_replicas(parsed: argparse.Namespace, config: Config) -> None:
-    from server.replicas.ray_fleet import RayFleet
-    from server.replicas.router import route
+    from server.replicas.ray_fleet import serve_on_ray
 
     if parsed.on is None or (parsed.replicas or 0) < 1:
         raise ConfigError("--replicas N needs an N of at least 1 and --on ray")
-    read_keys(config.server)
-    if config.placement.ingress == "process":
-        raise ConfigError("placement.ingress = 'process': a replica has its HTTP with it; use 'inline' here")
-    with bind(config.server.host, config.server.port) as listener:
-        fleet = RayFleet(config, parsed.replicas)
-        print(
-            f"router of {parsed.replicas} replicas at {url_of(listener)}; GET /replicas says how they are", flush=True
-        )
-        uvloop.run(route(config, fleet, listener))
+    serve_on_ray(config, parsed.replicas)
 
 
 async def _join(cluster: Cluster, config: Config) -> None:

@@ -194,14 +194,15 @@ class ChatChunk(ResponseHead, frozen=True, kw_only=True):
 class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
     """A model that can be asked for.  root, parent: what an adapter would be made of; this is a model by itself.
 
-    kind: what it is for."""
+    kind: what it is for.  loaded: of one of several models; that and its length are not known before it was loaded."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["callboard"] = "callboard"
-    max_model_len: int
-    kind: Kind = "generate"
+    max_model_len: int | UnsetType = UNSET
+    kind: Kind | UnsetType = "generate"
+    loaded: bool | UnsetType = UNSET
     root: str
     parent: None = None
 

@@ -25,7 +25,7 @@ from server.keys import Keys
 from server.operators.administration import administration_routes
 from server.replicas.administration import FleetAdministration
 from server.replicas.affinity import PrefixAffinity
-from server.replicas.observation import Observation
+from server.replicas.observation import Observation, routed
 from server.replicas.proxy import Proxy
 from server.replicas.replica import Fleet, Replica, Replicas, State, unavailable
 
@@ -179,7 +179,7 @@ async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> Asyn
     ):
         affinity = PrefixAffinity()
         replicas = Replicas(fleet, session, affinity, server.drain_timeout_s)
-        observation = Observation(replicas, session)
+        observation = Observation(replicas, session, lambda: routed(replicas))
         routes, proxy = RouterRoutes(replicas), Proxy(server, replicas, session, affinity, Rates(config.limits))
         administration = FleetAdministration(server, replicas, session)
         keys = Keys(server)

@@ -52,7 +52,7 @@ def create_runner(
     """Returns aiohttp's runner for the whole API, to be set up on the event loop that ingress runs on.
 
     salts: None for new ones."""
-    version = _version()
+    version = own_version()
     fingerprint = "-".join(filter(None, (DISTRIBUTION, version, backend.card.fingerprint)))
     translator = Translator(backend.card, backend.codec.formats.tools)
     clients = Clients(backend.ingress, server, limits, salts)
@@ -148,7 +148,8 @@ def _operators_routes(
     ]
 
 
-def _version() -> str:
+def own_version() -> str:
+    """Returns what is installed."""
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:

@@ -39,7 +39,7 @@ async def serve(
     A SIGHUP changes nothing, so that no service manager's reload and no terminal that closes cuts a stream.
     The engine's failure: open requests were ended by it; clients are told, then its exception is raised here.
     """
-    told_to_stop = _listen_for_signals()
+    told_to_stop = listen_for_signals()
     runner = create_runner(server, limits, backend)
     try:
         await runner.listen(listener)
@@ -54,7 +54,7 @@ async def serve_from_process(
     server: ServerSection, ingress: RemoteIngress, *, listener: socket.socket, engine: "asyncio.Future[None]"
 ) -> None:
     """Serve as ``serve`` does while a process of its own has the connections; that ends before this returns."""
-    told_to_stop = _listen_for_signals()
+    told_to_stop = listen_for_signals()
     try:
         await _serve_and_drain(server, ingress, engine, told_to_stop)
     finally:
@@ -64,7 +64,8 @@ async def serve_from_process(
         engine.result()
 
 
-def _listen_for_signals() -> asyncio.Event:
+def listen_for_signals() -> asyncio.Event:
+    """Returns what SIGTERM and SIGINT set."""
     told_to_stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
