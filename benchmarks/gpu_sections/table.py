@@ -70,6 +70,10 @@ SECTIONS: Mapping[str, Section] = {
     "through_transformers": Section(
         "gpu_sections.greedy:through_transformers", {"num_prompts": 2, "num_out": 12, "graphs": {"mode": "off"}}
     ),
+    "pooled": Section(
+        "gpu_sections.pooled:pooled",
+        {**MODEL, "num_prompts": 2, "prompt_len": 12, "num_pages": 16, "graphs": {"max_tokens": 4}},
+    ),
     "graph_tokens": Section("gpu_sections.graphs:tokens", {"max_tokens": 4, "num_prompts": 2, "num_out": 8}),
     # Two sizes, as each is compiled by itself, and longer, as the compiler is Inductor.
     "graph_tokens_compiled": Section(
