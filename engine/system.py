@@ -28,7 +28,7 @@ from engine.errors import ConfigError, EngineDied
 from engine.kv.eviction import EvictionStrategy
 from engine.monitor import Monitor
 from engine.plugins.families import read_model
-from engine.plugins.guards import GuardedPolicy, GuardedStrategy
+from engine.plugins.guards import GuardedStrategy, guarded
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.linears import check_linear_fits, linear_context
 from engine.plugins.manager import KV_STORE, Plugins
@@ -296,7 +296,7 @@ class System:
         options = self.config.plugins.options.get(name, {})
         context = PolicyContext(self.config.scheduler.max_running, self.config.kv.page_size, options)
         policy = self._plugins.build(name, "callboard_scheduling_policy", context, SchedulingPolicy)
-        return policy if self._plugins.known[name].built_in else GuardedPolicy(name, policy)
+        return policy if self._plugins.known[name].built_in else guarded(name, policy)
 
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises what the loading raised."""
