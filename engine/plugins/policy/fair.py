@@ -6,7 +6,7 @@ of one tenant, and nobody else's."""
 
 from typing import Annotated
 
-from msgspec import Meta, field
+from msgspec import Meta
 
 from engine.plugins.hookspecs import PolicyContext, hookimpl
 from engine.plugins.options import Options, decode_options
@@ -23,7 +23,7 @@ class FairOptions(Options, frozen=True):
 
     output_cost: what an output token counts, where a prompt token that is not cached counts 1."""
 
-    weights: dict[str, Weight] = field(default_factory=dict)
+    weights: dict[str, Weight] | None = None
     output_cost: Annotated[float, Meta(ge=0)] = 2.0
 
 
@@ -33,7 +33,8 @@ class FairShare:
     looks_at_cache = False
 
     def __init__(self, options: FairOptions) -> None:
-        self._options = options
+        self._weights = options.weights or {}
+        self._output_cost = options.output_cost
         self._counters: dict[str, float] = {}
         self._floor = 0.0  # who has no counter stands here
         self._sweep_at = MOST_IDLE
@@ -58,8 +59,8 @@ class FairShare:
 
     def served(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Charge for tokens."""
-        cost = num_prompt_tokens + self._options.output_cost * num_output_tokens
-        self._counters[tenant] = self.turn(tenant) + cost / self._options.weights.get(tenant, 1.0)
+        cost = num_prompt_tokens + self._output_cost * num_output_tokens
+        self._counters[tenant] = self.turn(tenant) + cost / self._weights.get(tenant, 1.0)
 
 
 @hookimpl
