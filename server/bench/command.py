@@ -152,12 +152,6 @@ def _serve(parsed: Namespace, config: Config) -> None:
     asked = {name: getattr(parsed, name) for name in TOLD} if parsed.trace is None else {"trace": parsed.trace.name}
     asked |= {"model": model, "endpoint": parsed.endpoint, "fields": target.fields}
     asked |= {"concurrency": concurrency or None, "slo": parsed.slo}
-        "model": model,
-        "concurrency": concurrency or None,
-        "slo": parsed.slo,
-        "endpoint": parsed.endpoint,
-        "fields": target.fields,
-    }
     result = report.Result("serve", describe_machine(), asked, figures, errors, report.requests_of(records))
     _publish(result, parsed)
     if figures["failed"] == figures["requests"]:
