@@ -132,7 +132,9 @@ def test_refusals_and_streams_that_fail_are_counted_by_what_they_say(
     ]
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
     with LiveServer() as live:
-        result = bench(live, tmp_path, "--trace", str(tmp_path / "trace.jsonl"), "--slo", "e2e=60")
+        result = bench(
+            live, tmp_path, "--trace", str(tmp_path / "trace.jsonl"), "--slo", "e2e=60", "--endpoint", "completions"
+        )
     assert (result["figures"]["requests"], result["figures"]["failed"]) == (5, 4)
     assert sum(result["errors"].values()) == 4
     assert any(error.startswith("in its stream: ") for error in result["errors"])
@@ -142,10 +144,11 @@ def test_refusals_and_streams_that_fail_are_counted_by_what_they_say(
 
 
 def test_a_failed_turn_fails_what_is_left_of_its_conversation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("server.bench.loads.WORDS", ["!refuse"])
-    with LiveServer() as live, pytest.raises(SystemExit) as ended:
+    ingress = FakeIngress()
+    ingress.draining = True
+    with LiveServer(ingress) as live, pytest.raises(SystemExit) as ended:
         bench(live, tmp_path, "--requests", "2", "--turns", "3")
     assert ended.value.code == 1
     assert "every request failed" in capsys.readouterr().err
