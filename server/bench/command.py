@@ -182,4 +182,6 @@ def _compare(parsed: Namespace, config: Config) -> None:
     first, second = report.read(parsed.first), report.read(parsed.second)
     report.compare(first, second, Console())
     if parsed.plot is not None:
-        report.plot({str(parsed.first): first, str(parsed.second): second}, parsed.plot)
+        paths = parsed.first, parsed.second
+        names = [path.stem for path in paths] if parsed.first.stem != parsed.second.stem else map(str, paths)
+        report.plot(dict(zip(names, (first, second), strict=True)), parsed.plot)

@@ -137,9 +137,11 @@ def _sentence(figures: Figures) -> str:
 
 
 def write(result: Result, path: Path) -> None:
-    """Raises ConfigError."""
+    """A line for each figure, and for each request.  Raises ConfigError."""
+    head = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(result, requests=[])), indent=1)
+    rows = b",\n".join(b"  " + msgspec.json.encode(row) for row in result.requests)
     try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+        path.write_bytes(head.replace(b'"requests": []', b'"requests": [\n' + rows + b"\n ]") + b"\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
