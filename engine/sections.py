@@ -284,7 +284,7 @@ class PluginsSection(Section, frozen=True):
         Meta(description="What leaves the prefix cache first: lru, lfu, fifo, slru, s3fifo, priority; 'auto' is lru"),
     ] = "auto"
     policy: Annotated[
-        str, Meta(description="Who of those that wait runs first: priority, fcfs, lpm; 'auto' is priority")
+        str, Meta(description="Who of those that wait runs first: priority, fcfs, lpm, fair; 'auto' is priority")
     ] = "auto"
     grammar: Annotated[str, Meta(description="What makes output follow a schema or grammar; 'auto' is llguidance")] = (
         "auto"

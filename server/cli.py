@@ -1,4 +1,4 @@
-"""The ``callboard`` command: serve, generate, chat, config, plugins, models, tune, verify, doctor.
+"""The ``callboard`` command: serve, generate, chat, config, plugins, models, tune, verify, doctor, bench.
 
 Owns: arguments, exit codes, what a person at a terminal sees.  Does not know: how the engine does any of it.
 torch is imported only by the commands that run a model, and by the one that says which plugins could run here.
@@ -32,6 +32,7 @@ from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
 from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
 from server.backend import Backend
+from server.bench.command import add_bench
 from server.http.listener import bind, url_of
 from server.keys import read_keys
 from server.model_card import ModelCard
@@ -117,12 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     add("tune", _tune, tune, _target(), _shared("warning"))
     command = add("verify", _verify, "run requests in many ways: every bit must be the same", _shared("warning"))
     command.add_argument("subject", choices=["numerics"])
-    command = add(
-        "doctor", _doctor, "look for what a start would lack, and say how to get it", _target(), _shared("warning")
-    )
-    command.add_argument(
-        "--gpu", action="store_true", help="test the GPUs instead: kernels, graphs, collectives (2 min)"
-    )
+    command = add("doctor", _doctor, "look for what a start lacks, and how to get it", _target(), _shared("warning"))
+    command.add_argument("--gpu", action="store_true", help="test the GPUs instead: kernels, graphs, collectives")
+    add_bench(commands, _target(), _shared("warning"))
     return parser
 
 

@@ -71,7 +71,7 @@ from engine.plugins.hookspecs import (
 from engine.plugins.options import Options, decode_options
 from engine.plugins.selection import attention_factory
 from engine.scheduling.meter import RequestMetrics
-from engine.scheduling.policy import SchedulingPolicy, Waiting
+from engine.scheduling.policy import SchedulingPolicy, TenantPolicy, Waiting
 from engine.scheduling.proposer import Proposer, ProposerSession
 from engine.text.call_reader import CallReader, Reading
 from engine.text.grammar import CompiledGrammar, GrammarEngine, GrammarFailure, Mask, Matcher
@@ -175,6 +175,7 @@ __all__ = [
     "SchedulingPolicy",
     "Sizes",
     "SortKey",
+    "TenantPolicy",
     "Thinking",
     "Tier",
     "Tool",

@@ -7,7 +7,7 @@ from functools import partial
 
 from engine.config import Config
 from engine.kv.eviction import EvictionStrategy
-from engine.plugins.guards import GuardedPolicy, GuardedStrategy
+from engine.plugins.guards import GuardedStrategy, guarded
 from engine.plugins.hookspecs import EvictionContext, PolicyContext, ProposerContext
 from engine.plugins.manager import PROPOSER, Plugins
 from engine.scheduling.planner import NewDrafts
@@ -27,7 +27,7 @@ def plugin_policy(plugins: Plugins, config: Config) -> SchedulingPolicy:
     options = config.plugins.options.get(name, {})
     context = PolicyContext(config.scheduler.max_running, config.kv.page_size, options)
     policy = plugins.build(name, "callboard_scheduling_policy", context, SchedulingPolicy)
-    return policy if plugins.known[name].built_in else GuardedPolicy(name, policy)
+    return policy if plugins.known[name].built_in else guarded(name, policy)
 
 
 def plugin_drafts(plugins: Plugins, config: Config, *, vocab_size: int, max_len: int) -> NewDrafts | None:

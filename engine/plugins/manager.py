@@ -57,7 +57,7 @@ BUILTIN: Mapping[str, str] = {
         "model": "cohere deepseek_v2 deepseek_v3 gemma2 gemma3 glm4 gpt2 gpt_oss granite llama mistral mixtral olmo2 "
         "phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 transformers",
         "observer": "log",
-        "policy": "fcfs lpm priority",
+        "policy": "fair fcfs lpm priority",
         "proposer": "ngram suffix",
         "reasoning_parser": "granite harmony think",
         "tool_parser": "deepseek_v3 glm4 harmony hermes kimi_k2 llama3_json mistral pythonic qwen3_coder",

@@ -57,7 +57,7 @@ class Planner:
         self._page_manager = PageManager(limits, self._rows, strategy)
         self._forecast = OutputForecast()
         self._decodes = Decodes(self._rows, self._page_manager)
-        self._quarantine = Quarantine(waiting_queue(policy))
+        self._quarantine = Quarantine(waiting_queue(policy, self._rows))
         # A suspect is the only one to run when its turn comes, and so must not give it up for a while.
         self._fetches = Fetches(limits, self._page_manager, lambda: not self._quarantine.is_on)
         self._prefills = Prefills(

@@ -62,6 +62,11 @@ class Sequence:
     origin: Origin = NOBODY
 
     @property
+    def tenant(self) -> str:
+        """Whose share of the engine it uses."""
+        return self.origin.tenant or self.origin.client
+
+    @property
     def max_tokens(self) -> int:
         """The most tokens that its output may get, by its own limit or what there is room for."""
         return self.max_total - self.num_prompt

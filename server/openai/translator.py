@@ -13,7 +13,7 @@ import msgspec
 from engine.errors import FieldError, RequestError
 from engine.messages import DEFAULT_OPTIONS, RequestOptions
 from engine.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
-from engine.prompt import ChatOptions, Prompt
+from engine.prompt import ChatOptions, Origin, Prompt
 from engine.text.tool_calls import ToolFormat
 from server.generate.generation import MAX_CHOICES, Generation
 from server.http.body import is_given
@@ -25,6 +25,7 @@ from server.openai.structural_tags import decode_structural_tag, read_structural
 DEFAULT = SamplingParams()
 SAME_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name in GenerationBody.__struct_fields__)
 LEAST_SEED = -(1 << 63)
+MAX_TENANT = 256  # characters of a ``user`` that are looked at
 NO_SEED = -1  # to vLLM and llama.cpp
 Named = tuple[str, Grammar]
 JSON_OBJECT = Grammar("json_object")
@@ -77,6 +78,7 @@ class Translator:
             chat=chat,
             prompt_only=prompt_only,
             return_prompt_ids=bool(body.return_token_ids),
+            origin=Origin(tenant=(body.user or "")[:MAX_TENANT]),
         )
         return Generation(
             prompts=prompts,

@@ -168,6 +168,33 @@ def test_what_can_no_longer_rank_is_named_and_everybody_is_served(
     assert record.getMessage().startswith(f"plugin {kind}.odd failed to rank")
 
 
+SHARED = """
+class Odd:
+    looks_at_cache = False
+    def rank(self, waiting): return ()
+    def turn(self, tenant): {turn}
+    def returned(self, tenant, lowest): {returned}
+    def served(self, tenant, num_prompt_tokens, num_output_tokens): {served}
+
+@hookimpl
+def callboard_scheduling_policy(context): return Odd()
+"""
+
+
+@pytest.mark.reliability("P13", "a policy of tenants raises, or returns nonsense, at each of its calls")
+@pytest.mark.parametrize(
+    "broken", [{"turn": "raise ValueError"}, {"turn": "return 'x'"}, {"returned": "1 / 0"}, {"served": "1 / 0"}]
+)
+def test_who_can_no_longer_share_turns_is_named_and_everybody_is_served(
+    checkpoint: Path, install: Install, broken: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    bodies = {"turn": "return 0", "returned": "pass", "served": "pass"} | broken
+    install("acme", {"policy.odd": "odd"}, {"odd.py": HEAD + SHARED.format(**bodies)})
+    play(checkpoint, serves, {}, policy="odd")
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert record.getMessage().startswith("plugin policy.odd failed to share turns")
+
+
 @pytest.mark.reliability("P13", "a grammar plugin raises, or returns the wrong type, at each of its calls")
 @pytest.mark.parametrize("place", ["build", "compile", "matcher", "consume", "fill"])
 @pytest.mark.parametrize("body", ["raise ValueError('planted')", "return 42"], ids=["raises", "the wrong type"])

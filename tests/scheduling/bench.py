@@ -10,6 +10,7 @@ from engine.notices import LossExplained
 from engine.params import SamplingParams
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.policy.priority import MostUrgentFirst
+from engine.prompt import Origin
 from engine.scheduling.drafts import Drafts
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
@@ -62,11 +63,14 @@ class Bench:
         salt: str = "",
         priority: int = 0,
         num_resumed: int = 0,
+        tenant: str = "",
         **params: object,
     ) -> None:
         prompt = np.asarray(prompt, dtype=np.int32)
         given = SamplingParams(temperature=0.0, **params)
-        self.planner.admit(Admit(request_id, prompt.tobytes(), given, priority, salt, num_resumed))
+        self.planner.admit(
+            Admit(request_id, prompt.tobytes(), given, priority, salt, num_resumed, Origin(tenant=tenant))
+        )
         self.streams[request_id], self.ends[request_id] = [], []
         stops = frozenset(given.stop_token_ids) | (frozenset() if given.ignore_eos else {EOS})
         self.expected[request_id] = expected_output(prompt, given.max_tokens or 10_000, stops)

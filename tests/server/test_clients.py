@@ -129,3 +129,16 @@ def test_any_of_several_keys_opens_and_nothing_else() -> None:
         for key in ("", "three", "on", "onetwo", "one,two"):
             assert ask(live.port, "GET", "/version", headers=bearer(key)).status == 401
         assert ask(live.port, "GET", "/version").status == 401
+
+
+def tenants(**server: object) -> list[str]:
+    """Who asks, as a policy sees it: a client that names nobody, and one that names a user."""
+    with LiveServer(FakeIngress(), server=ServerSection(**server)) as live:  # type: ignore[arg-type]
+        for fields in ({}, {"user": "ann"}):
+            assert complete(live, "one", **fields).status == 200
+        return [options.origin.tenant or options.origin.client for _, _, options in live.ingress.asked]
+
+
+def test_a_tenant_is_a_key_or_else_a_user_or_else_an_address() -> None:
+    assert tenants() == ["127.0.0.1", "ann"]
+    assert len(set(tenants(api_key=["one", "two"]))) == 1, "who has a key is nobody else by saying so"

@@ -21,6 +21,7 @@ from tests.sim.failures import SimIncorrect
 from tests.sim.oracle import as_prompt, continuation
 from tests.sim.probe import Probe
 from tests.sim.scenario import Setup, Submit
+from tests.sim.shares import OUTPUT_COST, Shares
 
 
 class Expected(NamedTuple):
@@ -70,6 +71,7 @@ class Checks:
         self._ends: dict[int, Finish] = {}
         self._metrics: dict[int, RequestMetrics] = {}
         self._num_flushes = 0
+        self._shares = Shares(OUTPUT_COST * setup.max_running * (setup.overlap + 1))
         # Request ids that the tokenizer has sent to the scheduler, to be admitted and to be aborted.
         self._admitted: set[int] = set()
         self._aborted: set[int] = set()
@@ -100,6 +102,8 @@ class Checks:
                 for request_id, token, finish in zip(ids, tokens, message.finishes, strict=True):
                     self._speak(link, ended, request_id, bool(finish))
                     self._num_tokens[request_id] += token >= 0
+                    if token >= 0:
+                        self._shares.served(request_id, OUTPUT_COST)
                     if finish:
                         self._ends[request_id] = Finish(finish)
             case Deltas():
@@ -123,12 +127,17 @@ class Checks:
     def planned(self, step: Step, probe: Probe) -> None:
         """Nobody starts before those whose turn comes first, unless suspects run alone, which wait for no turn."""
         if probe.is_in_quarantine:
+            self._shares.waits.clear()
             return
         started = probe.started(step)
-        waiting = list(probe.waiting()) if started else []
         policy = self._setup.policy
+        waiting = list(probe.waiting()) if started or policy == "fair" else []
+        if policy == "fair":
+            self._shares.planned(step, started, waiting)
         for sequence in started:
             for other in waiting:
+                if policy == "fair" and other.tenant != sequence.tenant:
+                    continue
                 if policy == "fcfs" and other.arrival > sequence.arrival:
                     continue
                 if policy != "fcfs" and (other.priority, other.arrival) > (sequence.priority, sequence.arrival):

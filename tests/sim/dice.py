@@ -7,6 +7,7 @@ a fault that is always there hides what happens without it.
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from tests.scheduling.liars import KINDS
 from tests.sim.codec import text_of
@@ -64,7 +65,7 @@ class _Draw:
         self._draw_stems()
         self._draw_submits()
         self._draw_cancels()
-        setup = self._draw_setup()
+        setup = self._share_out(self._draw_setup())
         self._draw_faults(setup)
         # Stable, so that a cancellation at the very moment of its request stays behind it.
         places = sorted(range(len(self.ops)), key=lambda number: self.ops[number].at)
@@ -231,6 +232,16 @@ class _Draw:
             check_every=rng.choice((1, 3, 8)),
             weather=weather,
         )
+
+    def _share_out(self, setup: Setup) -> Setup:
+        """Some engines are shared by tenants, one of which asks for ten times as much.  By dice of their own."""
+        rng = random.Random(f"tenants {self.seed}")
+        if rng.random() >= 0.2:
+            return setup
+        for number, op in enumerate(self.ops):
+            if isinstance(op, Submit):
+                self.ops[number] = replace(op, tenant=rng.choices(("greedy", "calm"), (10, 1))[0])
+        return replace(setup, policy="fair")
 
     # ---- faults -----------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from engine.kv.node import SHARED, Namespace, Node
 from engine.kv.radix import RadixTree
 from engine.kv.store import PageRecords
 from engine.messages import Abort, StepDone
+from engine.plugins.policy.fair import FairShare
 from engine.scheduling.completions import Completions, InFlight, Wave
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.drafts import Drafts
@@ -233,6 +234,14 @@ def the_youngest_goes_first(push: Callable[..., None]) -> Callable[..., None]:
     return mutant
 
 
+def a_tenant_is_served_for_nothing(served: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: FairShare, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        if tenant != "greedy":
+            served(self, tenant, num_prompt_tokens, num_output_tokens)
+
+    return mutant
+
+
 def who_stands_aside_is_forgotten(_: Callable[..., None]) -> Callable[..., None]:
     def mutant(self: Prefills, row: int, sequence: Sequence) -> None:
         self._unshared.clear()
@@ -375,6 +384,7 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     more_counts_as_computed_than_is: (RowTable, "take"),
     a_retraction_forgets_a_token: (Prefills, "wait"),
     the_youngest_goes_first: (RankedQueue, "push"),
+    a_tenant_is_served_for_nothing: (FairShare, "served"),
     who_stands_aside_is_forgotten: (Prefills, "_publishes_no_more"),
     whatever_was_proposed_is_accepted: (Drafts, "verified"),
     a_row_goes_on_a_token_too_late: (Drafts, "completed"),

@@ -22,6 +22,7 @@ from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.eviction.priority import LeastUrgent
 from engine.plugins.eviction.s3fifo import S3FIFO
 from engine.plugins.eviction.slru import SegmentedLRU
+from engine.plugins.policy.fair import FairOptions, FairShare
 from engine.plugins.policy.fcfs import FirstComeFirstServed
 from engine.plugins.policy.lpm import LongestPrefixMatch
 from engine.plugins.policy.priority import MostUrgentFirst
@@ -45,6 +46,7 @@ POLICIES: dict[str, Callable[[int], SchedulingPolicy]] = {
     "fcfs": lambda _: FirstComeFirstServed(),
     "priority": lambda _: MostUrgentFirst(),
     "lpm": LongestPrefixMatch,
+    "fair": lambda _: FairShare(FairOptions()),
 }
 
 

@@ -73,6 +73,7 @@ class Submit:
     include_stop: bool = False
     ignore_eos: bool = False
     salt: str = ""
+    tenant: str = ""
     priority: int = 0
     reader: str = "fast"
     echo: bool = False
