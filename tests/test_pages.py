@@ -137,6 +137,7 @@ def test_every_command_of_ours_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
         raise SystemExit(0)
 
     monkeypatch.setattr("server.cli.load_config", check_instead)
+    monkeypatch.setattr("server.cli.load_served", check_instead)
     monkeypatch.setattr("server.cli.LogSettings.apply", lambda _: None)
     commands = [command for block in every_block() for command, _ in block.commands()]
     ours = [
