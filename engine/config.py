@@ -21,6 +21,7 @@ from engine.sections import (
     GraphsSection,
     KVSection,
     LimitsSection,
+    LoraSection,
     ModelSection,
     PlacementSection,
     PluginsSection,
@@ -61,6 +62,7 @@ class Config(Section, frozen=True):
     """The whole of callboard.toml."""
 
     model: ModelSection = ModelSection()
+    lora: LoraSection = LoraSection()
     device: DeviceSection = DeviceSection()
     kv: KVSection = KVSection()
     scheduler: SchedulerSection = SchedulerSection()

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from engine.params import SamplingParams
-from engine.prompt import NOBODY, ChatOptions, ChatTurn, Origin
+from engine.prompt import NOBODY, Adapter, ChatOptions, ChatTurn, Origin
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -43,8 +43,7 @@ class RequestOptions(Message, frozen=True):
     return_prompt_ids: the first delta tells the prompt's token ids.
     truncate_to: a longer prompt loses its end; 0 for none.  Of a query and a document it is the document's.
     keep_last: the last so many tokens of a prompt that is text are all that is read of it; 0 for all.
-    resumed: int32[n], output that the client has from another engine already; what comes is what follows it.
-    """
+    resumed: int32[n], output that the client has from another engine already; what comes is what follows it."""
 
     echo: bool = False
     priority: int = 0
@@ -56,6 +55,7 @@ class RequestOptions(Message, frozen=True):
     keep_last: int = 0
     resumed: bytes = b""
     origin: Origin = NOBODY
+    adapter: Adapter | None = None
 
 
 DEFAULT_OPTIONS: Final = RequestOptions()
@@ -63,11 +63,9 @@ RULED_OUT: Final = -2  # instead of a token, in ``StepDone``
 
 
 class Tokenize(Message, frozen=True):
-    """A new request.  Exactly one of text, token_ids, turns is given.
+    """A new request.  Exactly one of text, token_ids (int32[n]), turns is given.
 
-    token_ids: int32[n].
-    max_model_len has been checked by nobody yet: the tokenizer counts, the scheduler decides.
-    """
+    max_model_len has been checked by nobody yet: the tokenizer counts, the scheduler decides."""
 
     request_id: int
     params: SamplingParams
@@ -100,6 +98,7 @@ class Admit(Message, frozen=True):
     cache_salt: str = ""
     num_resumed: int = 0
     origin: Origin = NOBODY
+    adapter: Adapter | None = None
 
 
 # ---- scheduler -> executors -----------------------------------------------------------------
@@ -110,9 +109,8 @@ class Admission(Message, frozen=True):
 
     token_ids: int32[n], all tokens known so far (prompt, then output kept over a retraction).
     num_prompt_tokens: how many of them are the prompt.
-    num_computed_tokens: how many already have their K/V in ``pages``.
-    pages: int32[k], the row's page-table entries 0..k-1.
-    """
+    num_computed_tokens: how many already have their K/V in ``pages``: int32[k], the page table's entries 0..k-1.
+    slot: of the adapter that the row reads, 0 for none.  adapter: what the slot gets before, unless it has it."""
 
     row: int
     token_ids: bytes
@@ -120,6 +118,8 @@ class Admission(Message, frozen=True):
     num_computed_tokens: int
     pages: bytes
     params: SamplingParams
+    slot: int = 0
+    adapter: Adapter | None = None
 
 
 class Profile(Message, frozen=True):
@@ -238,12 +238,14 @@ class StepExtras(Message, frozen=True):
 
     logprobs: of the token.  prompt_logprobs: of the part of the prompt that the step computes; all parts come before
     the first token or with it, and a part may come again.  pooled: float32[n], a state or labels' logits.
-    failure: why there is no token, where a grammar has none."""
+    failure: why there is no token, where a grammar has none.  lost_adapter: why the row had none of its adapter, so
+    that what it has computed is of no use."""
 
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     pooled: bytes = b""
     failure: str = ""
+    lost_adapter: str = ""
 
 
 class StepDone(Message, frozen=True):
@@ -266,8 +268,7 @@ class Tokens(Message, frozen=True):
 
     request_ids: int64[N].  token_ids: int32[N], -1 for "no token, only an end".  finishes: uint8[N], Finish.
     cached_tokens: request id -> prompt tokens that needed no computing, told with a request's first token.
-    extras: request id -> what it has beside a token; it may have no line.
-    """
+    extras: request id -> what it has beside a token; it may have no line."""
 
     request_ids: bytes
     token_ids: bytes
@@ -323,8 +324,7 @@ class Delta(Message, frozen=True):
     reasoning: text that comes before all other text, where the two are told apart.
     prompt_logprobs: of every prompt token, in the first delta; the first token's number means nothing.
     pooled: float32[n], in the last delta, where asked for.  prompt_token_ids: int32[n], in the first one, likewise.
-    resumed: this is ``RequestOptions.resumed`` once more, with its text; it comes first, and log probabilities are 0.
-    """
+    resumed: this is ``RequestOptions.resumed`` once more, with its text; it comes first, log probabilities are 0."""
 
     request_id: int
     text: str = ""

@@ -192,9 +192,9 @@ class ChatChunk(ResponseHead, frozen=True, kw_only=True):
 
 
 class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that can be asked for.  root, parent: what an adapter would be made of; this is a model by itself.
+    """A model that can be asked for.  kind: what it is for.  root: the model whose weights these are.
 
-    kind: what it is for."""
+    parent: the model that this is an adapter of; null for the model."""
 
     id: str
     object: Literal["model"] = "model"
@@ -203,7 +203,7 @@ class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     kind: Kind = "generate"
     root: str
-    parent: None = None
+    parent: str | None = None
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
