@@ -23,6 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, lo
 PROMPTS = [random_tokens(length, seed) for seed, length in enumerate((3, 40, 17, 40, 9, 23))]
 NAMES = ("plain", "rooted", "", "few", "mixed", "plain")
 Asked = tuple[list[int], str]
+Said = tuple[list[int], list[float], int]
 
 
 class Made:
@@ -72,8 +73,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("llama"), "llama-biases")
 
 
-def run(made: Made, config: Config, rounds: Sequence[Sequence[Asked]]) -> list[list[Said]]:
-    """Each round's requests at once: tokens, log probabilities of prompt and output, and how many tokens were cached."""
+def run(
+    made: Made, config: Config, rounds: Sequence[Sequence[Asked]], params: SamplingParams = GREEDY
+) -> list[list[Said]]:
+    """Each round's requests at once: tokens, log probabilities of prompt and output, and cached tokens."""
 
     async def play() -> list[list[Said]]:
         system = System(config)
