@@ -1,6 +1,7 @@
 """Adapters mixed in one batch give what each gives alone, which is what the reference gives with merged weights."""
 
 import asyncio
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from engine.prompt import Adapter
 from engine.system import System
 from tests.adapters.made import greedy, make_adapter, merged
 from tests.models.checkpoints import build, random_tokens, save
+from tests.workers.executors import send
 
 NUM_NEW = 10
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=0, prompt_logprobs=0)
@@ -123,7 +125,6 @@ SETTINGS: dict[str, dict[str, dict[str, object]]] = {
     "four ranks, copies of heads": {"device": {"tensor_parallel": 4}},
     "one slot": {"lora": {"max_adapters": 1}},
     "two slots, short pool": {"lora": {"max_adapters": 2}, "kv": {"num_pages": 32}},
-    "a process": {"placement": {"executor": "process"}},
 }
 
 
@@ -166,3 +167,29 @@ def test_rounded_weights_get_the_same_adapters(llama: Made) -> None:
             scores = llama.references[name](whole).logits[0].log_softmax(-1)
         expected = scores[:-1].gather(1, whole[0, 1:, None])[:, 0]
         assert np.abs(np.array(said[1]) - expected.numpy()).max() < 0.1, name
+
+
+def test_they_outlive_the_executor_that_held_them(llama: Made) -> None:
+    """Its process is killed in the middle of the streams; another one reads the adapters anew."""
+    params = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+
+    async def play() -> list[list[int]]:
+        system = System(llama.config(placement={"executor": "process"}, kv={"num_pages": 512}))
+        await system.start()
+        try:
+            adapters = llama.adapters(system)
+            streams = [
+                system.ingress.open(prompt, params, RequestOptions(adapter=adapters[name]))
+                for prompt, name in zip(PROMPTS, NAMES, strict=True)
+            ]
+            first = [await stream.next() for stream in streams]
+            send(signal.SIGKILL)
+            rest = await asyncio.gather(*(stream.collect() for stream in streams))
+            assert system.executors.num_restarts == 1
+            whole = [one.token_ids + other.token_ids for one, other in zip(first, rest, strict=True)]
+            return [np.frombuffer(ids, np.int32).tolist() for ids in whole]
+        finally:
+            await system.stop()
+
+    for prompt, name, said in zip(PROMPTS, NAMES, asyncio.run(play()), strict=True):
+        assert said == greedy(llama.references[name], prompt, 150), name
