@@ -62,7 +62,6 @@ class Config(Section, frozen=True):
     """The whole of callboard.toml."""
 
     model: ModelSection = ModelSection()
-    lora: LoraSection = LoraSection()
     device: DeviceSection = DeviceSection()
     kv: KVSection = KVSection()
     scheduler: SchedulerSection = SchedulerSection()
@@ -71,6 +70,7 @@ class Config(Section, frozen=True):
     plugins: PluginsSection = PluginsSection()
     server: ServerSection = ServerSection()
     limits: LimitsSection = LimitsSection()
+    lora: LoraSection = LoraSection()
 
     def chosen_plugins(self) -> dict[str, str | AttentionNames]:
         """Plugin kind -> the name wanted for it, 'auto' where the kind's own default will do."""

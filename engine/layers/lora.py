@@ -22,21 +22,21 @@ from engine.layers.packing import PackedWeight
 class AdaptedRows:
     """Whose adapter each row of a product's input gets.
 
-    first, end: the slots in use, and those between them; of none if ``reads_TS11`` is None."""
+    first, end: the slots in use, and those between them; of none if ``reads_TS1`` is None."""
 
     def __init__(self) -> None:
         self.first = self.end = 0
-        self.reads_TS11: Tensor | None = None
+        self.reads_TS1: Tensor | None = None
 
     def set(self, slots_T: Tensor, first: int, end: int, dtype: torch.dtype) -> None:
         """slots_T: from 0, or below for no adapter.  first, end: at least those in use."""
         self.first, self.end = first, end
         numbers_S = torch.arange(first, end, device=slots_T.device)
-        self.reads_TS11 = (slots_T[:, None] == numbers_S).to(dtype)[:, :, None, None]
+        self.reads_TS1 = (slots_T[:, None] == numbers_S).to(dtype)[:, :, None]
 
     def clear(self) -> None:
         """No row has an adapter."""
-        self.reads_TS11 = None
+        self.reads_TS1 = None
 
 
 class AdaptedWeight:
@@ -90,15 +90,18 @@ class AdaptedWeight:
         """See ``PackedWeight``."""
         y_TO = self._plain(x_TI, bias_O)
         rows = self._rows
-        if rows.reads_TS11 is None:
+        if rows.reads_TS1 is None:
             return y_TO
         a_SPRI = self._a_SPRI[rows.first : rows.end]
         num_slots, num_matrices, rank, inputs = a_SPRI.shape
-        h_TX = F.linear(x_TI, a_SPRI.view(-1, inputs))
-        h_TSPR = h_TX.view(-1, num_slots, num_matrices, rank) * rows.reads_TS11
+        h_TSPR = F.linear(x_TI, a_SPRI.view(-1, inputs)).view(-1, num_slots, num_matrices, rank)
+        # The mask also brings together what belongs to one matrix.
+        h_PTSR = h_TSPR.new_empty(num_matrices, len(h_TSPR), num_slots, rank)
+        torch.mul(h_TSPR.permute(2, 0, 1, 3), rows.reads_TS1, out=h_PTSR)
+        h_PTC = h_PTSR.view(num_matrices, -1, num_slots * rank)
         first, end = rows.first * rank, rows.end * rank
         if num_matrices == 1:
-            return y_TO.addmm_(h_TSPR.view(len(x_TI), -1), self._b_PCO[0][first:end])
-        for index, (place, b_CO) in enumerate(zip(self._places, self._b_PCO, strict=True)):
-            y_TO[:, place].addmm_(h_TSPR[:, :, index].flatten(1), b_CO[first:end])
+            return y_TO.addmm_(h_PTC[0], self._b_PCO[0][first:end])
+        for h_TC, place, b_CO in zip(h_PTC.unbind(), self._places, self._b_PCO, strict=True):
+            y_TO[:, place].addmm_(h_TC, b_CO[first:end])
         return y_TO

@@ -171,7 +171,7 @@ def test_rounded_weights_get_the_same_adapters(llama: Made) -> None:
 
 def test_they_outlive_the_executor_that_held_them(llama: Made) -> None:
     """Its process is killed in the middle of the streams; another one reads the adapters anew."""
-    params = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
 
     async def play() -> list[list[int]]:
         system = System(llama.config(placement={"executor": "process"}, kv={"num_pages": 512}))
@@ -180,7 +180,7 @@ def test_they_outlive_the_executor_that_held_them(llama: Made) -> None:
             adapters = llama.adapters(system)
             streams = [
                 system.ingress.open(prompt, params, RequestOptions(adapter=adapters[name]))
-                for prompt, name in zip(PROMPTS, NAMES, strict=True)
+                for prompt, name in zip(PROMPTS[:3], NAMES[:3], strict=True)
             ]
             first = [await stream.next() for stream in streams]
             send(signal.SIGKILL)
@@ -191,5 +191,5 @@ def test_they_outlive_the_executor_that_held_them(llama: Made) -> None:
         finally:
             await system.stop()
 
-    for prompt, name, said in zip(PROMPTS, NAMES, asyncio.run(play()), strict=True):
-        assert said == greedy(llama.references[name], prompt, 150), name
+    for prompt, name, said in zip(PROMPTS[:3], NAMES[:3], asyncio.run(play()), strict=True):
+        assert said == greedy(llama.references[name], prompt, 90), name
