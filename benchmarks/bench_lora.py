@@ -1,9 +1,9 @@
 """What do adapters cost a decode step on this CPU?
 
 Whole steps of the engine's runner, sampling included, in turns: without adapters being served, with none of the step's
-rows having one, with one adapter for all rows, and with four among them.  Figures are medians of CPU time of the
-process, as multiples of the first.  The first model has a quarter of Qwen3-0.6B's layers and vocabulary at its sizes, so that its
-weights are read from memory as those of a whole one are; the other is the demo model.
+rows having one, with one adapter for all rows, and with four among them.  Figures are medians of the CPU time that the
+process takes, as multiples of the first.  The first model has a quarter of Qwen3-0.6B's layers and vocabulary at its
+sizes, so that its weights are read from memory as those of a whole one are; the other is the demo model.
 
     python benchmarks/bench_lora.py
     python benchmarks/bench_lora.py --rank 16 --quantization float16 --models demo

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from engine.checkpoints.adapter import read_adapter
 from engine.config import Config, build_config
+from engine.errors import RequestError
+from engine.kv.node import Namespace
 from engine.messages import RequestOptions
 from engine.params import SamplingParams
 from engine.prompt import Adapter
@@ -193,3 +195,31 @@ def test_they_outlive_the_executor_that_held_them(llama: Made) -> None:
 
     for prompt, name, said in zip(PROMPTS[:3], NAMES[:3], asyncio.run(play()), strict=True):
         assert said == greedy(llama.references[name], prompt, 90), name
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_adapter_that_is_gone_ends_its_request_alone(llama: Made, num_ranks: int) -> None:
+    """In the middle of a prompt: none of it is shared, and the ranks go on together."""
+
+    async def play() -> None:
+        system = System(llama.config(device={"tensor_parallel": num_ranks}))
+        await system.start()
+        try:
+            params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+            gone = Adapter("0" * 64, str(llama.folder / "nowhere"))
+            stays = system.ingress.open(PROMPTS[2], params, RequestOptions(adapter=llama.adapters(system)["few"]))
+            for _ in range(2):
+                lost = system.ingress.open(PROMPTS[1], params, RequestOptions(adapter=gone))
+                with pytest.raises(RequestError, match="can no longer be read") as found:
+                    await lost.collect()
+                assert (found.value.status, found.value.code) == (500, "adapter_lost")
+            said = np.frombuffer((await stays.collect()).token_ids, np.int32).tolist()
+            assert said == greedy(llama.references["few"], PROMPTS[2], 30)
+            assert system.executors.num_restarts == 0
+            planner = system.monitor._scheduler.planner
+            assert planner is not None
+            assert Namespace(adapter=gone.digest) not in planner._page_manager._tree._roots
+        finally:
+            await system.stop()
+
+    asyncio.run(play())
