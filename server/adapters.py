@@ -30,12 +30,16 @@ class ServedAdapter(msgspec.Struct, frozen=True):
     created: int
 
 
-def adapters_below(rules: AdapterRules) -> dict[str, ServedAdapter]:
-    """What each folder in the adapters' folder holds, by its name; what cannot be served is left out, and logged."""
+def adapters_below(rules: AdapterRules, model: str) -> dict[str, ServedAdapter]:
+    """What each folder in the adapters' folder holds, by its name; what cannot be served is left out, and logged.
+
+    model: the name that none of them may have."""
     found = {}
     for path in sorted(Path(rules.folder).iterdir())[:MAX_NAMES]:
         if (path / CONFIG).is_file():
             try:
+                if path.name == model:
+                    raise WeightsError("that is the model's own name; set model.name, or rename the folder")
                 found[path.name] = ServedAdapter(read_adapter(path.resolve(), rules), int(time.time()))
             except WeightsError as error:
                 log.warning("adapter %s is not served: %s", path.name, error)
@@ -64,7 +68,10 @@ class Adapters:
         in_place: also if the name is taken, by what others get no more then.  Raises RequestError: 400, 404."""
         rules = self._checked()
         self._check_name(name, in_place)
-        folder = (Path(rules.folder) / path).resolve()
+        try:
+            folder = (Path(rules.folder) / path).resolve()
+        except (OSError, RuntimeError, ValueError):  # a link to itself, a zero byte
+            folder = Path("/")
         if not folder.is_relative_to(rules.folder):
             raise FieldError("lora_path", f"{path[:200]!r} is not below lora.folder, where adapters have to be")
         try:

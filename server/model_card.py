@@ -71,7 +71,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
             fingerprint=_fingerprint(system),
             about=about(system.num_parameters),
             adapter_rules=system.adapter_rules,
-            adapters={} if system.adapter_rules is None else adapters_below(system.adapter_rules),
+            adapters={} if system.adapter_rules is None else adapters_below(system.adapter_rules, system.model_name),
         )
 
 

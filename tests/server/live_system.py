@@ -105,7 +105,7 @@ class LiveSystem:
             vocab_size=self.system.spec.vocab_size,
             created=0,
             adapter_rules=(rules := self.system.adapter_rules),
-            adapters={} if rules is None else adapters_below(rules),
+            adapters={} if rules is None else adapters_below(rules, MODEL),
         )
         config = self._config
         self.runner = create_runner(

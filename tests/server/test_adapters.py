@@ -38,6 +38,7 @@ class Scene:
         self.reference = build("qwen3-tied")
         self.folder = root / "adapters"
         self.good = make_adapter(self.folder / "good", self.reference, 1)
+        make_adapter(self.folder / MODEL, self.reference, 7)
         (self.folder / "broken").mkdir()
         (self.folder / "broken" / "adapter_config.json").write_text("{}")
         tables = {
@@ -76,7 +77,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def test_an_adapter_is_a_model_with_a_parent(scene: Scene) -> None:
-    assert scene.names() == [MODEL, "good"]  # what is broken was left out
+    assert scene.names() == [MODEL, "good"]  # what is broken, or has the model's name, was left out
     body = ask(scene.live.port, "GET", "/v1/models/good").json
     assert (body["id"], body["parent"], body["root"]) == ("good", MODEL, MODEL)
     assert ask(scene.live.port, "GET", f"/v1/models/{MODEL}").json["parent"] is None
@@ -141,6 +142,7 @@ def test_files_that_are_gone_end_the_request_and_nothing_else(scene: Scene) -> N
     [
         ("x", "..", "lora_path", "not below lora.folder"),
         ("x", "/etc", "lora_path", "not below lora.folder"),
+        ("x", "a\0b", "lora_path", "not below lora.folder"),
         ("x", "nowhere", "lora_path", "no such file"),
         ("x", "broken", "lora_path", "peft_type"),
         (MODEL, "good", "lora_name", "the model's own name"),
