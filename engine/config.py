@@ -21,6 +21,7 @@ from engine.sections import (
     GraphsSection,
     KVSection,
     LimitsSection,
+    LoraSection,
     ModelSection,
     ModelTable,
     PlacementSection,
@@ -73,6 +74,7 @@ class Config(Section, frozen=True):
     plugins: PluginsSection = PluginsSection()
     server: ServerSection = ServerSection()
     limits: LimitsSection = LimitsSection()
+    lora: LoraSection = LoraSection()
 
     def chosen_plugins(self) -> dict[str, str | AttentionNames]:
         """Plugin kind -> the name wanted for it, 'auto' where the kind's own default will do."""

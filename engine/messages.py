@@ -25,7 +25,7 @@ from engine.notices import (
     TokenizersReady,
 )
 from engine.params import SamplingParams
-from engine.prompt import NOBODY, ChatOptions, ChatTurn, Origin
+from engine.prompt import NOBODY, Adapter, ChatOptions, ChatTurn, Origin
 
 
 class Finish(IntEnum):
@@ -61,6 +61,7 @@ class RequestOptions(Message, frozen=True):
     keep_last: int = 0
     resumed: bytes = b""
     origin: Origin = NOBODY
+    adapter: Adapter | None = None
 
 
 DEFAULT_OPTIONS: Final = RequestOptions()
@@ -68,9 +69,9 @@ RULED_OUT: Final = -2  # instead of a token, in ``StepDone``
 
 
 class Tokenize(Message, frozen=True):
-    """A new request.  Exactly one of text, token_ids, turns is given.
+    """A new request.  Exactly one of text, token_ids (int32[n]), turns is given.
 
-    token_ids: int32[n].  Nobody has checked max_model_len yet: the tokenizer counts, the scheduler decides."""
+    Nobody has checked max_model_len yet: the tokenizer counts, the scheduler decides."""
 
     request_id: int
     params: SamplingParams
@@ -101,6 +102,7 @@ class Admit(Message, frozen=True):
     cache_salt: str = ""
     num_resumed: int = 0
     origin: Origin = NOBODY
+    adapter: Adapter | None = None
 
 
 # ---- scheduler -> executors -----------------------------------------------------------------
@@ -111,8 +113,8 @@ class Admission(Message, frozen=True):
 
     token_ids: int32[n], all tokens known so far (prompt, then output kept over a retraction).
     num_prompt_tokens: how many of them are the prompt.
-    num_computed_tokens: how many already have their K/V in ``pages``.
-    pages: int32[k], the row's page-table entries 0..k-1."""
+    num_computed_tokens: how many already have their K/V in ``pages``: int32[k], the page table's entries 0..k-1.
+    slot: of the adapter that the row reads, 0 for none.  adapter: what the slot gets before, unless it has it."""
 
     row: int
     token_ids: bytes
@@ -120,6 +122,8 @@ class Admission(Message, frozen=True):
     num_computed_tokens: int
     pages: bytes
     params: SamplingParams
+    slot: int = 0
+    adapter: Adapter | None = None
 
 
 class Profile(Message, frozen=True):
@@ -216,13 +220,15 @@ class StepExtras(Message, frozen=True):
 
     logprobs: of the token.  prompt_logprobs: of the part of the prompt that the step computes; all parts come before
     the first token or with it, and a part may come again.  pooled: float32[n], a state or labels' logits.
-    failure: why there is no token, where a grammar has none.  later_logprobs: of the row's other tokens.
-    num_proposed, num_accepted: tokens that were proposed for the row, and those of them that were right."""
+    failure: why there is no token, where a grammar has none.  lost_adapter: why the row had none of its adapter, so
+    that what it has computed is of no use.  later_logprobs: of the row's other tokens.  num_proposed, num_accepted:
+    tokens that were proposed for the row, and those of them that were right."""
 
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     pooled: bytes = b""
     failure: str = ""
+    lost_adapter: str = ""
     later_logprobs: tuple[Logprobs, ...] = ()
     num_proposed: int = 0
     num_accepted: int = 0

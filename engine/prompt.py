@@ -64,3 +64,12 @@ class Origin(_Content, frozen=True):
 
 
 NOBODY: Final = Origin()
+
+
+class Adapter(_Content, frozen=True):
+    """A LoRA adapter (Hu et al. 2021) as requests name it: by its content, whatever its name.
+
+    digest: SHA-256 of its files, in hex; what the cache tells weights apart by.  path: absolute, of its directory."""
+
+    digest: str
+    path: str

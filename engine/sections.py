@@ -82,6 +82,24 @@ class ModelSection(Section, frozen=True):
     ] = 0
 
 
+class LoraSection(Section, frozen=True):
+    """[lora]: adapters beside the model, chosen by their names as models."""
+
+    folder: Annotated[
+        str,
+        Meta(
+            description="Adapters as PEFT saves them lie below: at start each of its folders is served by its name, others "
+            "can be loaded from there; empty for none"
+        ),
+    ] = ""
+    max_adapters: Annotated[
+        int, Meta(ge=1, le=256, description="Most adapters that requests run with at once; others wait")
+    ] = 8
+    max_rank: Annotated[
+        int, Meta(ge=1, le=512, description="Largest rank of an adapter; each takes memory and time for that rank")
+    ] = 16
+
+
 class DeviceSection(Section, frozen=True):
     """[device]: where the model runs."""
 

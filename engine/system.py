@@ -20,6 +20,7 @@ from engine.actors.scheduler import Scheduler
 from engine.actors.step_splitting import StepSplitter
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
+from engine.checkpoints.adapter import AdapterRules, adapter_rules
 from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_checkpoint
 from engine.checkpoints.stored import stored_tensors
 from engine.config import Config, build_config, without_cluster_key
@@ -74,6 +75,10 @@ class System:
         self._progress = progress
         directory = self._directory = resolve_checkpoint(config.model.path, config.model.revision)
         self.spec: ModelSpec = read_model(directory, config.plugins, config.model)
+        lora, numerics = config.lora, config.model.numerics
+        self.adapter_rules: AdapterRules | None = None
+        if lora.folder:
+            self.adapter_rules = adapter_rules(self.spec.shape, lora.folder, lora.max_rank, numerics)
         self.num_parameters = 0  # as stored; 0 for dummy weights
         if config.model.load_format == "safetensors":
             # Headers only, and now: a damaged file must not cost the time of importing torch.
@@ -278,6 +283,7 @@ class System:
             record_events=self._observers.wants_kv_events,
             store_timeout_s=kv.store_timeout_s if KV_STORE in self._plugins.names else 0.0,
             num_ranks=self.config.device.tensor_parallel,
+            num_slots=self.config.lora.max_adapters if self.config.lora.folder else 0,
             scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
         )
         strategy = plugin_strategy(self._plugins, self.config, num_pages)

@@ -42,6 +42,8 @@ OPERATORS_ROUTES = frozenset(
         *(f"/replicas/{{name}}/{what}" for what in ("drain", "undrain", "restart")),
         "/start_profile",
         "/stop_profile",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
     }
 )
 MAX_IDLE_ALLOWANCES = 4096

@@ -200,7 +200,9 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             self._refuse(request.request_id, _fault(request.request_id, error))
             return
         ids, salt = encoded.token_ids.tobytes() + options.resumed, options.cache_salt
-        admit = Admit(request.request_id, ids, params, options.priority, salt, num_resumed, options.origin)
+        admit = Admit(
+            request.request_id, ids, params, options.priority, salt, num_resumed, options.origin, options.adapter
+        )
         self._scheduler.put(admit)
 
     def _abort(self, message: Abort) -> None:

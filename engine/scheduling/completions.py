@@ -96,6 +96,8 @@ class Completions:
         budget = self._prefills.budget
         if budget.learns:
             budget.observe(num_decodes, record.num_prefill_tokens, now - began_at)
+        if done.extras:
+            self._fail_adapted(done.extras)
         wave = Wave(record.sampled_rows, np.frombuffer(done.token_ids, dtype=np.int32), done.extras)
         later: list[Wave] = []
         if self._drafts is not None and record.drafts:
@@ -188,6 +190,15 @@ class Completions:
                 reason = "the model's logits were not finite (NaN or infinity) for this request; it was ended"
             self.end(row, Finish.ERROR, share=False)
             self._requests.outbox.append(Failed(int(self._table.request_ids[row]), reason, status=status, code=code))
+
+    def _fail_adapted(self, extras: dict[int, StepExtras]) -> None:
+        """End rows whose adapter could not be read, whether they have a token or not."""
+        for row, one in extras.items():
+            if one.lost_adapter and self._table.running[row]:
+                self._table.slots.forget(row)
+                self.end(row, Finish.ERROR, share=False)
+                request_id = int(self._table.request_ids[row])
+                self._requests.outbox.append(Failed(request_id, one.lost_adapter, status=500, code="adapter_lost"))
 
     def end(self, row: int, finish: Finish, *, share: bool = True) -> None:
         """End the request that has this row.  share: see ``leave``."""

@@ -53,7 +53,7 @@ class Planner:
         drafts: NewDrafts | None = None,
     ) -> None:
         self._clock = clock
-        self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size)
+        self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size, limits.num_slots)
         self._page_manager = PageManager(limits, self._rows, strategy)
         self._forecast = OutputForecast()
         self._decodes = Decodes(self._rows, self._page_manager)

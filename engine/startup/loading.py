@@ -6,6 +6,7 @@ Owns: how one rank is put together, and the sizes that follow from its memory.  
 import hashlib
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
 from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config
 from engine.errors import ConfigError
+from engine.execution.adapters import AdaptedRunner, RankAdapters
 from engine.execution.attention import RankAttention
 from engine.execution.copy_stream import copies_on
 from engine.execution.device import choose_device, choose_dtype, fair_share, free_bytes, host_place, set_threads
@@ -32,7 +34,7 @@ from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
-from engine.models.model import build_model
+from engine.models.model import Model, build_model
 from engine.params import SamplingParams
 from engine.plugins.hookspecs import CommContext, KVStoreContext
 from engine.plugins.manager import KV_STORE, Plugins
@@ -77,7 +79,7 @@ def load_runner(
     progress: bool,
     num_pages: int = 0,
     grammars: Grammars | None = None,
-) -> ModelRunner | WatchedRunner:
+) -> ModelRunner | WatchedRunner | AdaptedRunner:
     """Everything a rank needs, ready for its first step.  Runs on the device thread, of all ranks at the same time.
     local_rank: which GPU of this machine it takes; None for the one of its rank's number.
     rendezvous: where this group's ranks meet, see ``CommContext``; empty for one rank.
@@ -138,6 +140,7 @@ def load_runner(
         model.by_rows()
         sizes = {"page_size": page_size, "max_tokens": max_tokens, "max_rows": max_rows}
         prove_invariance(model, attention, comm, layout=layout, **sizes)
+    adapters = _adapters(config, model, comm)
     latent_size = attention_spec.latent_size
     page_stride = KVPool.page_stride_of(layout, attention_spec.num_layers, page_size, latent_size)
     rows = DeviceRows(max_rows, max_len, page_size, device, page_stride)
@@ -170,6 +173,8 @@ def load_runner(
     known = bool(num_pages)  # it has fitted, and the number may be none that the user has set
     num_pages = num_pages or config.kv.num_pages
     needs = host_needs(config, spec.shape, max_len, dtype) if on_cpu else Needs()
+    if on_cpu and adapters is not None:
+        needs = replace(needs, adapter_bytes=adapters.nbytes)
     if not num_pages and graphs.device.captures:
         needs = _measure(config, max_len, graphs, parts_with(1))
     graphs.device.trim()
@@ -217,21 +222,36 @@ def load_runner(
     runner = ModelRunner(
         comm=comm,
         graphs=graphs.device,
-        model=model,
+        model=model if adapters is None else adapters.around(model),
         pool=pool,
         host_pool=_host_pool(config.kv.num_host_pages, pool, landings, comm, needs),
         stored=_stored_pages(config, spec, plugins, pool, comm),
         attention=parts.attention,
-        piecewise=piecewise,
-        decode_graphs=decode_graphs,
+        piecewise=piecewise if adapters is None or piecewise is None else adapters.around(piecewise),
+        decode_graphs=decode_graphs if adapters is None or decode_graphs is None else adapters.beside(decode_graphs),
         rows=rows,
         constraints=Constraints(grammars or _own_grammars(config, spec, plugins), spec.vocab_size, device),
         sampler=sampler,
         eos_token_ids=spec.eos_token_ids if model.pooled_head is None else (),
     )
-    if threads is None or piecewise is not None or comm.size > 1:
-        return runner
-    return WatchedRunner(runner, rows, threads)
+    watched: ModelRunner | WatchedRunner = runner
+    if threads is not None and piecewise is None and comm.size == 1:
+        watched = WatchedRunner(runner, rows, threads)
+    return watched if adapters is None else AdaptedRunner(watched, adapters)
+
+
+def _adapters(config: Config, model: Model, comm: Comm) -> RankAdapters | None:
+    """Slots for adapters, or None if none are served.  Raises ConfigError if there is no room for them."""
+    lora = config.lora
+    if not lora.folder:
+        return None
+    assert isinstance(model, Decoder), f"{type(model).__name__} takes no adapters"
+    try:
+        return RankAdapters(model, comm, lora.max_adapters, lora.max_rank, config.scheduler.max_running)
+    except (MemoryError, RuntimeError) as error:  # what torch raises when it cannot allocate, on every device
+        raise ConfigError(
+            f"lora.max_adapters={lora.max_adapters}, lora.max_rank={lora.max_rank}: no memory ({error}); lower them"
+        ) from None
 
 
 def _check_device(config: Config, device: torch.device) -> None:

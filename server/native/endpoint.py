@@ -74,7 +74,7 @@ class Native(Endpoint[NativeBody]):
         most = _most_tokens(params)
         num_top = asked.num_top if asked.logprobs else None
         shared = GenerationBody(
-            model=self._translator.card.name,
+            model=body.model or self._translator.card.name,
             stream=body.stream,
             min_tokens=params.min_new_tokens,
             seed=params.sampling_seed,

@@ -85,7 +85,7 @@ class Chat(Endpoint[ChatBody]):
         return "messages" if field == "prompt" else field
 
     def writer(self, body: ChatBody, generation: Generation, usage: UsageCounter) -> "ChatWriter":
-        return ChatWriter(body, generation, usage, self._translator.card.name, self._fingerprint)
+        return ChatWriter(body, generation, usage, body.model, self._fingerprint)
 
 
 class ChatWriter(ChoicesWriter):

@@ -66,7 +66,7 @@ class Completions(Endpoint[CompletionBody]):
         )
 
     def writer(self, body: CompletionBody, generation: Generation, usage: UsageCounter) -> "CompletionWriter":
-        return CompletionWriter(body, generation, usage, self._translator.card.name, self._fingerprint)
+        return CompletionWriter(body, generation, usage, body.model, self._fingerprint)
 
 
 class CompletionWriter(ChoicesWriter):

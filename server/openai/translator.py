@@ -6,15 +6,17 @@ Does not know: JSON, prompts' formats, responses, how a grammar is compiled.  A 
 bodies declare it by the name that it has there; a name that only one of the two has never does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import msgspec
 
 from engine.errors import FieldError, RequestError
 from engine.messages import DEFAULT_OPTIONS, RequestOptions
 from engine.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
-from engine.prompt import ChatOptions, Origin, Prompt
+from engine.prompt import Adapter, ChatOptions, Origin, Prompt
 from engine.text.tool_calls import ToolFormat
+from server.adapters import ServedAdapter
 from server.generate.generation import MAX_CHOICES, Generation
 from server.http.body import is_given
 from server.model_card import ModelCard
@@ -34,11 +36,17 @@ JSON_OBJECT = Grammar("json_object")
 class Translator:
     """Turns request bodies into generations for one model, which ``card`` describes.
 
-    tool_format: how it writes function calls."""
+    tool_format: how it writes function calls.  adapters: name -> what else can be asked for as a model."""
 
-    def __init__(self, card: ModelCard, tool_format: ToolFormat | None = None) -> None:
-        """tool_format: None for the hermes format."""
+    def __init__(
+        self,
+        card: ModelCard,
+        tool_format: ToolFormat | None = None,
+        adapters: Mapping[str, ServedAdapter] = MappingProxyType({}),
+    ) -> None:
+        """tool_format: None for the hermes format.  adapters: they may come and go."""
         self.card = card
+        self.adapters = adapters
         self.tool_format = tool_format or HERMES
 
     def translate(
@@ -79,6 +87,7 @@ class Translator:
             prompt_only=prompt_only,
             return_prompt_ids=bool(body.return_token_ids),
             origin=Origin(tenant=(body.user or "")[:MAX_TENANT]),
+            adapter=self.adapter_of(body.model),
         )
         return Generation(
             prompts=prompts,
@@ -92,11 +101,17 @@ class Translator:
             request_id=body.request_id or body.rid or "",
         )
 
+    def adapter_of(self, name: str | None) -> Adapter | None:
+        """Returns the adapter that ``name`` asks for; None for the model itself."""
+        served = self.adapters.get(name) if name is not None else None
+        return None if served is None else served.adapter
+
     def check_model(self, name: str | None) -> None:
-        """Raise RequestError (404) unless ``name`` is the served model, or none is named."""
-        if name not in (None, self.card.name):
+        """Raise RequestError (404) unless ``name`` is the served model or an adapter of it, or none is named."""
+        if name is not None and name != self.card.name and name not in self.adapters:
+            more = f" and {len(self.adapters)} adapters, which GET /v1/models names" if self.adapters else ""
             raise RequestError(
-                f"the model '{name[:100]}' does not exist; this server has '{self.card.name}'",
+                f"the model '{name[:100]}' does not exist; this server has '{self.card.name}'{more}",
                 status=404,
                 code="model_not_found",
                 param="model",

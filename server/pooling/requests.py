@@ -99,7 +99,7 @@ class PooledTranslator:
         return Generation(
             prompts=tuple(prompts),
             params=params,
-            options=msgspec.structs.replace(options, chat=chat),
+            options=msgspec.structs.replace(options, chat=chat, adapter=self._translator.adapter_of(body.model)),
             request_id=body.request_id or "",
         )
 

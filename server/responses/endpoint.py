@@ -88,7 +88,7 @@ class Responses(Endpoint[ResponsesBody]):
         return field.replace("response_format", "text.format", 1) if body.text is not None else field
 
     def writer(self, body: ResponsesBody, generation: Generation, usage: UsageCounter) -> "ResponsesWriter":
-        return ResponsesWriter(body, generation, usage, self._translator.card.name)
+        return ResponsesWriter(body, generation, usage, body.model)
 
 
 async def refuse_stored(request: web.Request) -> web.StreamResponse:

@@ -11,6 +11,7 @@ from aiohttp import web
 from engine.pooling import check_task
 from engine.sections import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
+from server.adapters import Adapters
 from server.anthropic.endpoint import CountRoute, Messages
 from server.anthropic.objects import COUNT, ERROR_FORMATS
 from server.backend import Backend
@@ -27,6 +28,7 @@ from server.openai.completions import Completions
 from server.openai.models import ModelRoutes
 from server.openai.tokenization import TokenizationRoutes
 from server.openai.translator import Translator
+from server.operators.adapters import LOAD, UNLOAD, AdapterRoutes
 from server.operators.administration import AdministrationRoutes, administration_routes
 from server.operators.metrics import MetricsRoute
 from server.operators.profiling import ProfileRoutes
@@ -47,14 +49,20 @@ DISTRIBUTION = "callboard"
 
 
 def create_runner(
-    server: ServerSection, limits: LimitsSection, backend: Backend, salts: CacheSalts | None = None
+    server: ServerSection,
+    limits: LimitsSection,
+    backend: Backend,
+    salts: CacheSalts | None = None,
+    adapters: Adapters | None = None,
 ) -> HttpRunner:
     """Returns aiohttp's runner for the whole API, to be set up on the event loop that ingress runs on.
 
-    salts: None for new ones."""
+    salts: None for new ones.  adapters: None for those of the model's card."""
     version = own_version()
     fingerprint = "-".join(filter(None, (DISTRIBUTION, version, backend.card.fingerprint)))
-    translator = Translator(backend.card, backend.codec.formats.tools)
+    card = backend.card
+    adapters = adapters or Adapters(card.adapter_rules, card.adapters, card.name)
+    translator = Translator(card, backend.codec.formats.tools, adapters.served)
     clients = Clients(backend.ingress, server, limits, salts)
     traces = Traces(open_provider(server.traces, version), backend.card.name) if server.traces else None
     traffic = Traffic()
@@ -82,6 +90,8 @@ def create_runner(
     metrics = MetricsRoute(backend, traffic, version=version, aliases=server.vllm_metric_names)
     app.router.add_get("/metrics", metrics.get)
     app.add_routes(_operators_routes(server, limits, backend, clients, version))
+    loading = AdapterRoutes(adapters, server)
+    app.add_routes([web.post(LOAD, loading.load), web.post(UNLOAD, loading.unload)])
     if traces is not None:
         backend.monitor.watch(traces, "server.traces")
         app.on_cleanup.append(traces.close)

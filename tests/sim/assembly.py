@@ -66,6 +66,7 @@ def assemble(
         inbox.links.append(links[name])
     device = SimDevice(
         num_rows=setup.max_running,
+        num_slots=setup.num_slots,
         max_len=setup.max_len,
         page_size=setup.page_size,
         num_pages=setup.num_pages,

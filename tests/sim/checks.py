@@ -39,7 +39,7 @@ def expect(op: Submit, setup: Setup) -> Expected:
     stop_ids = {*op.stop_token_ids, *(() if op.ignore_eos else setup.eos_token_ids)}
     special = set(setup.eos_token_ids)
     text, tokens = "", []
-    for token in continuation(as_prompt(op.prompt), most):
+    for token in continuation(as_prompt(op.prompt), most, op.adapter):
         tokens.append(token)
         stops = token in stop_ids
         if not stops or op.include_stop:
@@ -319,7 +319,7 @@ class Checks:
             raise SimIncorrect(f"{where}: cached tokens changed, {client.first_usage} and {usage}")
 
     def check_sharing(self, clients: Sequence[Client]) -> None:
-        """Nobody has found more in the cache than somebody of the same salt could have left there."""
+        """Nobody has found more in the cache than somebody of the same salt and adapter could have left there."""
         page = self._setup.page_size
         texts: dict[int, np.ndarray] = {}
 
@@ -327,7 +327,8 @@ class Checks:
             if client.number not in texts:
                 prompt = as_prompt(client.op.prompt)
                 most = max(0, self._setup.longest - len(prompt))
-                said = continuation(prompt, min(client.op.max_tokens or most, most)) if len(prompt) else []
+                count = min(client.op.max_tokens or most, most)
+                said = continuation(prompt, count, client.op.adapter) if len(prompt) else []
                 texts[client.number] = np.concatenate((prompt, as_prompt(said)))
             return texts[client.number]
 
@@ -340,9 +341,10 @@ class Checks:
                 raise SimIncorrect(
                     f"operation {client.number}: {cached} of {len(prompt)} tokens cached, pages of {page}"
                 )
-            others = (other for other in clients if other is not client and other.op.salt == client.op.salt)
+            mine = client.op.salt, client.op.adapter
+            others = (one for one in clients if one is not client and (one.op.salt, one.op.adapter) == mine)
             if not any(np.array_equal(whole(other)[:cached], prompt[:cached]) for other in others):
                 raise SimIncorrect(
-                    f"operation {client.number}: {cached} tokens cached that nobody with salt "
-                    f"{client.op.salt!r} ever sent"
+                    f"operation {client.number}: {cached} tokens cached that nobody with salt and adapter {mine} "
+                    "ever sent"
                 )

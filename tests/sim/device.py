@@ -19,7 +19,7 @@ from engine.messages import ExecutorInbox, FetchPages, FromExecutor, Logprobs, P
 from engine.notices import ExecutorsLost, ExecutorsReady
 from tests.sim.failures import SimIncorrect
 from tests.sim.luck import luck
-from tests.sim.oracle import U64, VOCAB, WEIGHT, hashes, next_tokens
+from tests.sim.oracle import ADAPTER_SALT, U64, VOCAB, WEIGHT, hashes, next_tokens
 from tests.sim.store import SimStore
 
 POISON = np.uint64(0xDEADBEEFDEADBEEF)
@@ -46,6 +46,7 @@ class SimDevice:
         self,
         *,
         num_rows: int,
+        num_slots: int,
         max_len: int,
         page_size: int,
         num_pages: int,
@@ -67,6 +68,8 @@ class SimDevice:
         self._nowhere = num_pages
         self._tables = np.full((num_rows, -(-max_len // page_size)), num_pages, dtype=np.int64)
         self._tokens = np.zeros((num_rows, max_len + 1), dtype=np.int64)
+        self._salts: U64 = np.zeros(num_slots + 1, dtype=np.uint64)  # by slot; the first is for no adapter
+        self._row_slots = np.zeros(num_rows, dtype=np.int64)
         self._known = np.zeros(num_rows, dtype=np.int64)
         self._computed = np.zeros(num_rows, dtype=np.int64)
         self._offsets = np.arange(self._tables.shape[1] * page_size)
@@ -86,6 +89,8 @@ class SimDevice:
         self._fetched.clear()
         self._to_save.clear()
         self._tables[:] = self._nowhere
+        self._salts[1:] = POISON
+        self._row_slots[:] = 0
         self._known[:] = 0
         self._computed[:] = 0
         self._nan_positions.clear()
@@ -128,6 +133,11 @@ class SimDevice:
             self._tables[row] = self._nowhere
             self._tables[row, : len(pages)] = pages
             self._known[row] = len(tokens)
+            self._row_slots[row] = admission.slot
+            if admission.adapter is not None:
+                if self._salts[admission.slot] not in (0, POISON):
+                    self._mark("adapter replaced")
+                self._salts[admission.slot] = ADAPTER_SALT[admission.adapter.digest]
             self._computed[row] = admission.num_computed_tokens
             self._nan_positions.pop(row, None)
             self._break_positions.pop(row, None)
@@ -273,12 +283,12 @@ class SimDevice:
             first = np.cumsum(lengths) - lengths
             rows_T = np.repeat(rows, lengths)
             positions = np.arange(len(rows_T)) + np.repeat(starts - first, lengths)
-            added = hashes(self._tokens[rows_T, positions], positions)
+            added = hashes(self._tokens[rows_T, positions], positions) + self._salts[self._row_slots[rows_T]]
             sums = np.cumsum(added)
             values = sums + np.repeat(previous - sums[first] + added[first], lengths)
         else:
             rows_T, positions = rows, starts
-            values = previous + hashes(self._tokens[rows, starts], starts)
+            values = previous + hashes(self._tokens[rows, starts], starts) + self._salts[self._row_slots[rows]]
         pages = self._tables[rows_T, positions // size]
         slots = pages * size + positions % size
         if self._landing and np.isin(pages, self._landing).any():

@@ -12,7 +12,7 @@ from dataclasses import replace
 from tests.scheduling.liars import KINDS
 from tests.sim.codec import text_of
 from tests.sim.links import LinkWeather
-from tests.sim.oracle import VOCAB, as_prompt, continuation
+from tests.sim.oracle import ADAPTERS, VOCAB, as_prompt, continuation
 from tests.sim.scenario import (
     ACTORS,
     LINKS,
@@ -54,6 +54,9 @@ class _Draw:
         self.longest_output = rng.choice((4, 12, 24, 40, 80))
         self.eos_token_ids = tuple(range(rng.choice((1, 3, 12, 30))))
         self.salts = ["", *(f"tenant{number}" for number in range(rng.choice((0, 0, 0, 1, MAX_SALTS))))]
+        # Of a generator of their own: a scenario without adapters is what it would be if there were none.
+        self.adapter_rng = random.Random(~seed)
+        self.adapters = self.adapter_rng.choice((("",), ("",), ADAPTERS[:2], ADAPTERS[:3], ADAPTERS[1:]))
         self.priorities = rng.choice(((0,), (0,), (0, 1), (-1, 0, 5)))
         self.span_s = rng.choice((0.05, 0.3, 1.0, 3.0))
         self.ops: list[Op] = []
@@ -104,7 +107,9 @@ class _Draw:
             return rng.choice(earlier[-6:]).prompt
         if earlier and rng.random() < self.turns:
             before = rng.choice(earlier[-6:])
-            said = continuation(as_prompt(before.prompt), min(before.max_tokens or self.longest_output, 60))
+            said = continuation(
+                as_prompt(before.prompt), min(before.max_tokens or self.longest_output, 60), before.adapter
+            )
             prompt = (*before.prompt, *said, *self._tokens(rng.randint(0, 5)))
             if len(prompt) <= self.longest_prompt * 2:
                 return prompt
@@ -129,6 +134,7 @@ class _Draw:
             if rng.random() < 0.6:  # else in a burst with the one before
                 at += rng.expovariate(1.0) * self.span_s / 12
             prompt = self._prompt()
+            adapter = self.adapter_rng.choice(self.adapters)
             fields: dict = {}
             if rng.random() < text:
                 fields["kind"] = rng.choice(("text", "turns"))
@@ -146,7 +152,7 @@ class _Draw:
                     case 4:
                         fields["echo"] = True
             if prompt and rng.random() < stops:
-                said = continuation(as_prompt(prompt), min(max_tokens or 20, 40))
+                said = continuation(as_prompt(prompt), min(max_tokens or 20, 40), adapter)
                 place = rng.randrange(len(said))
                 if rng.random() < 0.5:
                     fields["stop_token_ids"] = (said[place], *self._tokens(rng.choice((0, 0, 6))))
@@ -160,6 +166,7 @@ class _Draw:
                     max_tokens=max_tokens,
                     ignore_eos=rng.random() < ignore_eos or 0 < lulled <= index,
                     salt=rng.choice(self.salts),
+                    adapter=adapter,
                     priority=rng.choice(self.priorities),
                     reader=rng.choice(("slow", "never", "collect")) if rng.random() < slow else "fast",
                     logprobs=rng.random() < 0.1,
@@ -212,6 +219,7 @@ class _Draw:
             store_read_s=rng.choice((0.0, 0.1, 10.0)) * step_s * pace,
             store_timeout_s=rng.choice((0.0, 0.5, 100.0)) * step_s * pace,
             max_running=max_running,
+            num_slots=self.adapter_rng.choice((1, 1, 2, 3)),
             max_step_tokens=max(max_step_tokens, max_running + 1),
             prefill_chunk=prefill_chunk,
             overlap=rng.choice((1, 2, 2, 2, 3)),

@@ -19,6 +19,7 @@ from engine.kv.radix import RadixTree
 from engine.kv.store import PageRecords
 from engine.messages import Abort, StepDone
 from engine.plugins.policy.fair import FairShare
+from engine.scheduling.adapters import AdapterSlots
 from engine.scheduling.completions import Completions, InFlight, Wave
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.drafts import Drafts
@@ -145,7 +146,35 @@ def rows_keep_stale_pages_after_dedup(_: Callable[..., list[Appends]]) -> Callab
 
 
 def salts_are_ignored(_: Callable[..., Namespace]) -> Callable[..., Namespace]:
-    return lambda cache_salt="": SHARED
+    return lambda cache_salt="", adapter="": Namespace(adapter=adapter)
+
+
+def pages_are_cached_under_the_wrong_adapter(_: Callable[..., Namespace]) -> Callable[..., Namespace]:
+    return lambda cache_salt="", adapter="": Namespace(cache_salt)
+
+
+def a_slot_is_filled_while_a_row_reads_it(_: Callable[..., bool]) -> Callable[..., bool]:
+    def mutant(self: AdapterSlots, adapter: Any) -> bool:
+        for slot in self._slots:
+            slot.rows.clear()
+        return True
+
+    return mutant
+
+
+def an_adapter_is_not_put_where_its_row_reads(take: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, row, adapter: (take(self, row, adapter)[0], not self._num_uses % 3)
+
+
+def slots_outlive_the_device(clear: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: RowTable) -> None:
+        slots = self.slots
+        clear(self)
+        for slot in slots._slots:
+            slot.rows.clear()
+        self.slots = slots
+
+    return mutant
 
 
 def the_look_ahead_ignores_the_salt(_: Callable[..., int]) -> Callable[..., int]:
@@ -374,6 +403,10 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     duplicates_are_freed_at_once: (PageManager, "publish"),
     rows_keep_stale_pages_after_dedup: (PageManager, "take_rewrites"),
     salts_are_ignored: (holdings_module, "Namespace"),
+    pages_are_cached_under_the_wrong_adapter: (holdings_module, "Namespace"),
+    a_slot_is_filled_while_a_row_reads_it: (AdapterSlots, "has_room"),
+    an_adapter_is_not_put_where_its_row_reads: (AdapterSlots, "take"),
+    slots_outlive_the_device: (RowTable, "clear"),
     the_look_ahead_ignores_the_salt: (PageManager, "num_cached_tokens"),
     damaged_pages_are_used: (PageRecords, "load"),
     the_store_does_not_know_salts: (RadixTree, "hash_before"),

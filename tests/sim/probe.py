@@ -64,6 +64,7 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float]) -> P
         itl_target_s=setup.itl_target_s,
         record_events=setup.record_events,
         store_timeout_s=setup.store_timeout_s,
+        num_slots=setup.num_slots,
     )
     drafts = partial(_drafts, proposer=Liar(setup.proposer, next_token, VOCAB, setup.num_proposed))
     policy = POLICIES[setup.policy](setup.max_overtaken)
@@ -216,7 +217,7 @@ class Probe:
     def cached_tokens(self, sequence: Sequence) -> int:
         """The same, page by page through what the tree has under the sequence's own salt."""
         key, page_bytes = self._page_manager._prefix_key(sequence), self._tree._page_bytes
-        node: Node | None = self._tree._roots.get(Namespace(sequence.cache_salt))
+        node: Node | None = self._tree._roots.get(Namespace(sequence.cache_salt, sequence.weights))
         at = 0
         while node is not None:
             for start in range(0, len(node.key), page_bytes):

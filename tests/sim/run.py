@@ -44,6 +44,7 @@ MARKS = (
     "abort in flight",
     "abort of an ended request",
     "abort while queued",
+    "adapter replaced",
     "clock jump",
     "crash",
     "drain",

@@ -22,7 +22,7 @@ ACTORS = ("tokenizer", "scheduler", "executor0", "ingress")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One engine.
+    """One engine.  num_slots: for adapters.
 
     store_timeout_s: 0 for no store.  store_read_s: mean time to read a page.  store_faults: share of bad calls.
     proposer: how it lies, see ``tests/scheduling/liars.py``, '' for none.  num_proposed: what it is asked for."""
@@ -34,6 +34,7 @@ class Setup:
     store_read_s: float
     store_timeout_s: float
     max_running: int
+    num_slots: int
     max_step_tokens: int
     prefill_chunk: int
     overlap: int
@@ -74,6 +75,7 @@ class Submit:
     ignore_eos: bool = False
     salt: str = ""
     tenant: str = ""
+    adapter: str = ""
     priority: int = 0
     reader: str = "fast"
     echo: bool = False
