@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import yaml
 
-from engine.config import Config, build_config, load_config
+from engine.config import Config, build_config, load_served
 from server.cli import main
 from tests.snippets import PAGES, Block, Runner, read_blocks
 
@@ -133,11 +133,11 @@ def test_every_command_of_ours_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def check_instead(file: Path | None, overrides: list[str]) -> None:
         known = None if file is None or str(file) == "my.toml" else ROOT / file
-        load_config(known, overrides, {"CALLBOARD_SERVER__API_KEY": "k"})
+        load_served(known, overrides, {"CALLBOARD_SERVER__API_KEY": "k"})
         raise SystemExit(0)
 
-    monkeypatch.setattr("server.cli.load_config", check_instead)
-    monkeypatch.setattr("server.cli.load_served", check_instead)
+    for load in ("load_config", "load_served"):
+        monkeypatch.setattr(f"server.cli.{load}", check_instead)
     monkeypatch.setattr("server.cli.LogSettings.apply", lambda _: None)
     commands = [command for block in every_block() for command, _ in block.commands()]
     ours = [

@@ -129,11 +129,6 @@ class Model(Replica):
         elif self.state is State.STARTING and not await self._child.wait(DEATH_SHOWS_WITHIN_S):
             self._set(State.READY)
 
-    def end(self) -> None:
-        """End its process at once."""
-        if self._child is not None:
-            self._child.kill()
-
     @property
     def num_bytes(self) -> int:
         """What it takes while it is loaded: as configured, or else as measured, or else the size of its weights."""

@@ -147,18 +147,18 @@ class Models:
             await asyncio.sleep(0)
         try:
             await loading
-        except CallboardError as error:
+        except (CallboardError, OSError) as error:  # of the model, or of starting a process
             self._refuse(model, error)
         except asyncio.CancelledError:
             loading.cancel()
-            with suppress(asyncio.CancelledError, CallboardError):
+            with suppress(asyncio.CancelledError, CallboardError, OSError):
                 await loading
             raise
         else:
             self._watch_idleness(model)
             await self._unload_idle(0, model)
 
-    def _refuse(self, model: Model, error: CallboardError) -> None:
+    def _refuse(self, model: Model, error: Exception) -> None:
         log.error("%s cannot be loaded: %s", model.name, error)
         model.num_failures += 1
         model.refusal = RequestError(

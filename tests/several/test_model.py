@@ -25,7 +25,8 @@ def run(test: Callable[[Model], Awaitable[None]], path: str = "serve", **table: 
             async with asyncio.timeout(far(20)):
                 await test(model)
         finally:
-            model.end()
+            if model._child is not None:
+                model._child.kill()
             await model.unloaded()
 
     asyncio.run(within())

@@ -74,10 +74,10 @@ class Served:
         """The process that has loaded it last."""
         return int(re.findall(rf"process (\d+) loads {model}\n", self.log.read_text())[-1])
 
-    def hold(self, model: str) -> RawClient:
+    def hold(self, model: str, **fields: object) -> RawClient:
         """A client that has the beginning of a long stream and reads no more of it for now."""
         client = RawClient(int(self.url.rsplit(":", 1)[1]), receive_buffer=4096, timeout_s=60)
-        client.send(http_bytes("POST", "/v1/completions", json.dumps({"model": model, **STREAM}).encode()))
+        client.send(http_bytes("POST", "/v1/completions", json.dumps({"model": model, **STREAM, **fields}).encode()))
         head = client.read_until(b"\r\n\r\n")
         assert b" 200 " in head, head
         client._buffer = head + client._buffer
@@ -152,7 +152,7 @@ def test_a_stream_outlives_its_killed_process_and_others_do_not_notice(served: S
 
 def test_sigterm_lets_streams_end_and_then_every_process(served: Served) -> None:
     processes = re.findall(r"process (\d+) loads", served.log.read_text())
-    with served.hold("demo") as stream:
+    with served.hold("demo", max_tokens=400) as stream:
         served.process.send_signal(signal.SIGTERM)
         assert stream.read_reply().events[-1] == "[DONE]"
     assert served.process.wait(far(30)) == 0, served.log.read_text()
