@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+from engine.config import Config
+from engine.params import SamplingParams
 from engine.sections import ServerSection
 from server.bench import report
 from server.bench.client import Record
@@ -193,6 +195,44 @@ def test_what_cannot_be_done_is_refused(
 def test_measuring_a_server_imports_no_torch() -> None:
     code = "import sys, server.bench.run, server.bench.report, server.bench.offline; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- on this machine -----------------------------------------------------------------------------
+
+
+class FakeLLM:
+    """Notes what it is asked."""
+
+    max_model_len, vocab_size = 20, 50
+    batches: ClassVar[list[tuple[list[list[int]], list[SamplingParams]]]] = []
+
+    def __init__(self, config: Config) -> None:
+        self.batches.clear()
+
+    def __enter__(self) -> "FakeLLM":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:
+        self.batches.append((prompts, params))
+
+
+def test_a_batch_is_warmed_up_with_other_tokens_and_fits_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("engine.llm.LLM", FakeLLM)
+    save = tmp_path / "offline.json"
+    main(["bench", "offline", "some/model", "--sequences", "3", "--longest", "64", "--save", str(save)])
+    (others, _), (prompts, params) = FakeLLM.batches
+    assert [len(prompt) for prompt in others] == [len(prompt) for prompt in prompts]
+    assert others != prompts
+    assert max(max(prompt) for prompt in (*others, *prompts)) < 50
+    result = json.loads(save.read_bytes())
+    assert result["load"] == {"model": "some/model", "sequences": 3, "longest": 10}
+    assert result["figures"]["output_tokens"] == sum(one.max_tokens or 0 for one in params) == 3 * 10
+    assert all(one.ignore_eos for one in params)
+    assert "output tokens/s" in capsys.readouterr().out
 
 
 # ---- results -------------------------------------------------------------------------------------
