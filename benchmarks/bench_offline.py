@@ -7,6 +7,7 @@ ignored, so that both produce exactly the asked-for tokens.  The table shows med
     python benchmarks/bench_offline.py --models demo --turns 5
     python benchmarks/bench_offline.py --models qwen3-moe           # a mixture of experts
     python benchmarks/bench_offline.py --table --batches 1 8 16 32  # precisions, memory, start, perplexity: by CPU time
+    python benchmarks/bench_offline.py --table --llama-python VENV/bin/python # beside llama.cpp, of the wheel xllamacpp
     python benchmarks/bench_offline.py --job qwen3-0.6b qwen3-14b   # on a GPU: the standard job beside its roofline
 """
 
@@ -15,6 +16,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import model_table
 import torch
 from bench_quantization import held_out
@@ -166,12 +169,14 @@ def run_jobs(names: list[str], device: str, num_sequences: int, longest: int) ->
     return rows
 
 
-def run_table(names: list[str], batches: list[int], turns: int, path: Path | None) -> dict[str, list[dict[str, Any]]]:
-    """``model_table.py`` for the demo model and others.  path: of a plot, or None."""
+def run_table(
+    names: list[str], batches: list[int], turns: int, path: Path | None, llama: list[str]
+) -> dict[str, list[dict[str, Any]]]:
+    """``model_table.py`` for the demo model and others.  path: of a plot, or None.  llama: what runs it, or []."""
     shapes = {"qwen3-0.6b": qwen3_06b_shape, "qwen3-moe": qwen3_moe_shape}
     known = {"demo": (DEMO_MODEL, 64, turns, held_out(NUM_TEXTS))}
     known |= {name: (write, 8, min(turns, 2), []) for name, write in shapes.items()}
-    tables = model_table.run({name: known[name] for name in names}, batches)
+    tables = model_table.run({name: known[name] for name in names}, batches, llama)
     if path is not None:
         model_table.plot(tables, path)
     return tables
@@ -189,6 +194,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the rows as JSON to this file as well")
     parser.add_argument("--table", action="store_true", help="the table of precisions instead")
     parser.add_argument("--plot", type=Path, help="write a PNG of it; needs matplotlib")
+    parser.add_argument("--llama-server", default="", help="llama.cpp's binary, for --table (default: of the PATH)")
+    parser.add_argument("--llama-python", default=sys.executable, help="else an interpreter that has xllamacpp")
     parser.add_argument("--job", nargs="+", choices=list(SHAPES), help="run the standard offline job instead")
     parser.add_argument("--sequences", type=int, default=256, help="of the job (default: 256)")
     parser.add_argument("--longest", type=int, default=1024, help="prompt and output of the job (default: 1024)")
@@ -201,7 +208,8 @@ def main() -> None:
         return
     transformers_logging.set_verbosity_error()
     if arguments.table:
-        tables = run_table(arguments.models, arguments.batches, arguments.turns, arguments.plot)
+        llama = llama_cpp.find(arguments.llama_server, arguments.llama_python)
+        tables = run_table(arguments.models, arguments.batches, arguments.turns, arguments.plot, llama)
         if arguments.output:
             arguments.output.write_text(json.dumps({"machine": describe_machine(), "tables": tables}, indent=1) + "\n")
         return
