@@ -81,11 +81,10 @@ def _add_tokenizer(writer: Any, directory: Path, vocab_size: int) -> None:
     stored = json.loads((directory / "tokenizer.json").read_text())
     special = {one["id"]: one["content"] for one in stored["added_tokens"]}
     tokens = {index: text for text, index in stored["model"]["vocab"].items()} | special
-    unused = {index: f"[UNUSED{index}]" for index in range(vocab_size) if index not in tokens}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([(tokens | unused)[index] for index in range(vocab_size)])
-    writer.add_token_types([3 if index in special else 5 if index in unused else 1 for index in range(vocab_size)])
+    writer.add_token_list([tokens.get(index, f"[UNUSED{index}]") for index in range(vocab_size)])
+    writer.add_token_types([3 if index in special else 1 if index in tokens else 5 for index in range(vocab_size)])
     writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in stored["model"]["merges"]])
     writer.add_eos_token_id(0)
     writer.add_add_bos_token(False)

@@ -41,7 +41,6 @@ ENGINES = {
     "llama.cpp Q8_0": ("llama.cpp", "Q8_0", "none"),
     "llama.cpp Q4_0": ("llama.cpp", "Q4_0", "none"),
 }
-FIRST = next(iter(ENGINES))
 
 
 class Engine(Protocol):
@@ -265,12 +264,18 @@ class Running:
 
 
 def measure(
-    directory: Path, batches: list[int], num_new: int, turns: int, texts: list[str], llama: list[str]
+    directory: Path,
+    engines: list[str],
+    batches: list[int],
+    num_new: int,
+    turns: int,
+    texts: list[str],
+    llama: list[str],
 ) -> list[dict[str, Any]]:
     """A row for each engine: tokens per CPU second, how many times those of the first in the same turn, and per second.
 
     texts: to be scored; empty for random weights.  llama: what runs llama.cpp; empty to do without."""
-    engines = [name for name, (kind, _, _) in ENGINES.items() if llama or kind != "llama.cpp"]
+    engines = [name for name in engines if llama or not name.startswith("llama.cpp")]
     rows: list[dict[str, Any]] = []
     running: list[Running] = []
     with tempfile.TemporaryDirectory() as caches:
@@ -324,7 +329,7 @@ def _in_turns(
 def show(model: str, rows: list[dict[str, Any]]) -> None:
     """As a table for a terminal."""
     shown = [name for name in rows[0] if not name.endswith((", x", ", wall"))]
-    title = f"{model}: tokens per CPU second (times {FIRST}; per second of the clock), one thread"
+    title = f"{model}: tokens per CPU second (times {rows[0]['engine']}; per second of the clock), one thread"
     table = Table(*shown, title=title, padding=(0, 1))
     for row in rows:
         cells = (_cell(row, name) for name in shown)
@@ -357,17 +362,21 @@ def plot(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
         axis.set_xticks([at + 0.4 - width / 2 for at in range(len(loads))], loads, rotation=15)
         axis.axhline(1.0, color="black", linewidth=0.5)
         axis.set_title(model)
-        axis.set_ylabel(f"tokens/s, times {FIRST}")
+        axis.set_ylabel(f"tokens/s, times {rows[0]['engine']}")
         axis.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
 def run(
-    models: dict[str, tuple[Path | Callable[[Path], None], int, int, list[str]]], batches: list[int], llama: list[str]
+    models: dict[str, tuple[Path | Callable[[Path], None], int, int, list[str]]],
+    engines: list[str],
+    batches: list[int],
+    llama: list[str],
 ) -> dict[str, list[dict[str, Any]]]:
-    """models: by name, a directory or what writes one, new tokens, turns, texts to be scored.  llama: what runs
-    llama.cpp, for models whose file it can have.  Prints each table."""
+    """models: by name, a directory or what writes one, new tokens, turns, texts to be scored.
+    engines: of ``ENGINES``, all at the same time; the others are compared with the first.  llama: what runs llama.cpp,
+    for models whose file it can have.  Prints each table."""
     Console().print(f"llama.cpp: {' '.join(llama) or 'not found'}")
     tables = {}
     for model, (source, num_new, turns, texts) in models.items():
@@ -376,7 +385,7 @@ def run(
             if not isinstance(source, Path):
                 source(directory)
             served = llama if llama_cpp.can_write(directory) else []
-            tables[model] = measure(directory, batches, num_new, turns, texts, served)
+            tables[model] = measure(directory, engines, batches, num_new, turns, texts, served)
         show(model, tables[model])
     return tables
 
