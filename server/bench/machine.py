@@ -16,7 +16,7 @@ from engine import __version__
 
 
 def describe_machine() -> dict[str, Any]:
-    """Commit, command, processor, threads, versions."""
+    """Commit, command, processor, threads, load of the last minutes, versions."""
     torch = sys.modules.get("torch")  # a benchmark that runs without it does not wait for its import
     return {
         "version": __version__,
@@ -24,6 +24,7 @@ def describe_machine() -> dict[str, Any]:
         "command": " ".join(["python", *_script(), *sys.argv[1:]]),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg(),
         "gpu": torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": version("torch"),
