@@ -50,7 +50,7 @@ CHECKPOINT_SECONDS = 120.0
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; the defaults are those of the shipped model."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=EXPLANATION, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--minutes", type=float, default=60.0, help="training time (default 60)")
