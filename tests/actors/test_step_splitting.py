@@ -161,6 +161,7 @@ SAMPLES = {
     "prompt_logprobs": PromptLogprobs(1, (Logprobs(-1.0),)),
     "pooled": b"vector",
     "failure": "no way on",
+    "lost_adapter": "it is gone",
 }
 
 
