@@ -164,6 +164,7 @@ SAMPLES = {
     "later_logprobs": (Logprobs(-2.0),),
     "num_proposed": 3,
     "num_accepted": 2,
+    "lost_adapter": "it is gone",
 }
 
 
