@@ -5,9 +5,9 @@ prompts are code to go on with, several turns of it, and random tokens.  Engines
 and each figure is the best of them: the ratio of tokens per second to those without, and of tokens per second of
 processor time, which other work on the machine disturbs less.  Greedy tokens must be the same.
 
-``--draft`` measures draft models instead.  The model has twelve layers of half the width of Qwen3-0.6B, a small vocabulary
-and random weights, and its draft model is its first layer alone, a sixth of it: the more the others add, the less often
-the two agree.
+``--draft`` measures draft models instead.  The model has twelve layers of half the width of Qwen3-0.6B, a small
+vocabulary and random weights, and its draft model is its first layer alone, a sixth of it: the more the others add, the
+less often the two agree.
 
     python benchmarks/bench_speculation.py --json benchmarks/results/speculation_2core_cpu.json
     python benchmarks/bench_speculation.py --draft --batches 1 4 --json benchmarks/results/draft_model_2core_cpu.json
@@ -52,7 +52,7 @@ def noise(index: int) -> Prompt:
 
 
 NUM_LAYERS = 12
-ADDED = (0.0, 0.05, 0.2, 1.0)
+ADDED = (0.0, 0.01, 0.03, 1.0)
 WORKLOADS = {"editing": (editing, 0.0), "turns": (turns, 0.0), "sampled": (editing, 1.0), "random": (noise, 1.0)}
 GREEDY_NOISE = "random tokens, greedy"
 
@@ -66,7 +66,8 @@ def measure(engines: dict[str, LLM], name: str, batch: int, num_tokens: int, rou
         for index in range(batch)
     ]
     best, cpu = dict.fromkeys(engines, float("inf")), dict.fromkeys(engines, float("inf"))
-    said, accepted, drafted = {}, dict.fromkeys(engines, 0), dict.fromkeys(engines, 0)
+    said, accepted = {}, dict.fromkeys(engines, 0)
+    every_right, every_wrong = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0)  # of all rounds
     for _ in range(rounds):
         for proposer, llm in engines.items():
             began, cpu_began = time.perf_counter(), time.process_time()
@@ -75,13 +76,14 @@ def measure(engines: dict[str, LLM], name: str, batch: int, num_tokens: int, rou
             cpu[proposer] = min(cpu[proposer], time.process_time() - cpu_began)
             said[proposer] = [one.token_ids for one in found]
             accepted[proposer] = sum(one.usage.accepted_tokens for one in found)
-            drafted[proposer] = accepted[proposer] + sum(one.usage.rejected_tokens for one in found)
+            every_right[proposer] += accepted[proposer]
+            every_wrong[proposer] += sum(one.usage.rejected_tokens for one in found)
     if not temperature:
         assert all(tokens == said["none"] for tokens in said.values()), f"{name}: speculation has changed tokens"
     ratios = {proposer: round(best["none"] / seconds, 2) for proposer, seconds in best.items()}
     cpu_ratios = {proposer: round(cpu["none"] / seconds, 2) for proposer, seconds in cpu.items()}
     share = {proposer: round(count / (batch * num_tokens), 2) for proposer, count in accepted.items()}
-    right = {proposer: round(count / max(1, drafted[proposer]), 2) for proposer, count in accepted.items()}
+    right = {one: round(every_right[one] / max(1, every_right[one] + every_wrong[one]), 2) for one in engines}
     named = {"workload": name, "batch": batch, "seconds": best}
     return {**named, "ratio": ratios, "cpu_ratio": cpu_ratios, "accepted_share": share, "right_share": right}
 
