@@ -66,6 +66,7 @@ class RequestOptions(Message, frozen=True):
 
 DEFAULT_OPTIONS: Final = RequestOptions()
 RULED_OUT: Final = -2  # instead of a token, in ``StepDone``
+DRAFTED: Final = -1  # instead of a proposed token, in ``Step``: the executors' draft model is to say it
 
 
 class Tokenize(Message, frozen=True):
@@ -177,7 +178,7 @@ class Step(Message, frozen=True):
     prefill_samples: bytes = b""  # int32[S]
     proposed_rows: bytes = b""  # int32[K]  tokens that may follow the known ones, to be verified by what is sampled
     proposed_positions: bytes = b""  # int32[K]
-    proposed_tokens: bytes = b""  # int32[K]
+    proposed_tokens: bytes = b""  # int32[K]  a token, or in all places ``DRAFTED``
     # Copies between the KV pool and the host tier, to be made in this order.
     transfer_to_host: bytes = b""  # int32[X]  1: device page to host page, 0: back
     transfer_device_pages: bytes = b""  # int32[X]
@@ -221,8 +222,9 @@ class StepExtras(Message, frozen=True):
     logprobs: of the token.  prompt_logprobs: of the part of the prompt that the step computes; all parts come before
     the first token or with it, and a part may come again.  pooled: float32[n], a state or labels' logits.
     failure: why there is no token, where a grammar has none.  lost_adapter: why the row had none of its adapter, so
-    that what it has computed is of no use.  later_logprobs: of the row's other tokens.  num_proposed, num_accepted:
-    tokens that were proposed for the row, and those of them that were right."""
+    that what it has computed is of no use.  later_logprobs: of the row's other tokens.
+    drafted: int32[k], what the draft model has proposed for the row; as many as were asked for, or none.
+    num_proposed, num_accepted: tokens that were proposed for the row, and those of them that were right."""
 
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -230,6 +232,7 @@ class StepExtras(Message, frozen=True):
     failure: str = ""
     lost_adapter: str = ""
     later_logprobs: tuple[Logprobs, ...] = ()
+    drafted: bytes = b""
     num_proposed: int = 0
     num_accepted: int = 0
 

@@ -326,7 +326,9 @@ class PluginsSection(Section, frozen=True):
     ] = "none"
     proposer: Annotated[
         str,
-        Meta(description="What guesses the next tokens for a step to verify: ngram, suffix; 'none' is no speculation"),
+        Meta(
+            description="What guesses the next tokens for a step to verify: ngram, suffix, draft_model; 'none' is no speculation"
+        ),
     ] = "none"
     observers: Annotated[
         list[str],

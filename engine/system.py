@@ -27,7 +27,7 @@ from engine.config import Config, build_config, without_cluster_key
 from engine.device_defaults import with_device_defaults
 from engine.errors import ConfigError, EngineDied
 from engine.monitor import Monitor
-from engine.plugins.deciders import plugin_drafts, plugin_policy, plugin_strategy
+from engine.plugins.deciders import plugin_drafts, plugin_policy, plugin_proposer, plugin_strategy
 from engine.plugins.families import read_model
 from engine.plugins.linears import check_linear_fits, linear_context
 from engine.plugins.manager import KV_STORE, Plugins
@@ -36,6 +36,7 @@ from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import check_named, expected_context
 from engine.plugins.structured import plugin_grammars, plugin_processors
 from engine.scheduling.planner import Planner
+from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec, warn_of_unknown_tokens
 from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings, InlineExecutors
@@ -102,7 +103,9 @@ class System:
         if self._plugins.absent:
             log.warning("requests with a grammar are refused: %s", self._plugins.absent)
         self._policy = plugin_policy(self._plugins, config)
-        self._drafts = plugin_drafts(self._plugins, config, vocab_size=self.spec.vocab_size, max_len=self.max_len)
+        proposer = plugin_proposer(self._plugins, config, self.spec, self.max_len, self._codec.vocabulary)
+        self._draft = proposer if isinstance(proposer, DraftModel) else None
+        self._drafts = plugin_drafts(proposer, self.spec.vocab_size)
         self._observers = Observers(
             self._plugins, config.plugins.options, page_size=config.kv.page_size, model=self.model_name
         )
@@ -249,6 +252,7 @@ class System:
                 capacity=capacity,
                 progress=self._progress,
                 head=self._head,
+                draft=self._draft,
             )
         return InlineExecutors(num_ranks=num_ranks, capacity=capacity, load=self._load_runner)
 
@@ -265,6 +269,7 @@ class System:
             progress=self._progress and not rank,
             num_pages=settings.num_pages,
             grammars=self._grammars,
+            draft=self._draft,
         )
         return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=settings.most_tokens)
 

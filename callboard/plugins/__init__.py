@@ -72,7 +72,7 @@ from engine.plugins.options import Options, decode_options
 from engine.plugins.selection import attention_factory
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.policy import SchedulingPolicy, TenantPolicy, Waiting
-from engine.scheduling.proposer import Proposer, ProposerSession
+from engine.scheduling.proposer import DraftModel, Proposer, ProposerSession
 from engine.text.call_reader import CallReader, Reading
 from engine.text.grammar import CompiledGrammar, GrammarEngine, GrammarFailure, Mask, Matcher
 from engine.text.processors import LogitsProcessor, LogitsRows
@@ -110,6 +110,7 @@ __all__ = [
     "CommContext",
     "CompiledGrammar",
     "DecoderShape",
+    "DraftModel",
     "EvictionContext",
     "EvictionListener",
     "EvictionStrategy",

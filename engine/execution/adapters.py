@@ -24,7 +24,7 @@ from torch import Tensor
 
 from engine.checkpoints.adapter import Product, digest_of, layer_products, module_scale, read_files, tensor_name
 from engine.checkpoints.fields import Fields
-from engine.errors import WeightsError
+from engine.errors import ConfigError, WeightsError
 from engine.execution.captured_steps import CapturedDecodes, CapturedModel
 from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.execution.step_threads import WatchedRunner
@@ -37,6 +37,7 @@ from engine.messages import Step, StepDone, StepExtras
 from engine.models.decoder import Decoder
 from engine.models.model import Model
 from engine.prompt import Adapter
+from engine.sections import LoraSection
 
 log = logging.getLogger(__name__)
 
@@ -229,6 +230,19 @@ class AdaptedDecodes:
         return not self._adapters.in_step and self._captured.fits(num_rows)
 
 
+def rank_adapters(lora: LoraSection, model: Model, comm: Comm, max_rows: int) -> RankAdapters | None:
+    """Slots for adapters, or None if none are served.  Raises ConfigError if there is no room for them."""
+    if not lora.folder:
+        return None
+    assert isinstance(model, Decoder), f"{type(model).__name__} takes no adapters"
+    try:
+        return RankAdapters(model, comm, lora.max_adapters, lora.max_rank, max_rows)
+    except (MemoryError, RuntimeError) as error:  # what torch raises when it cannot allocate, on every device
+        raise ConfigError(
+            f"lora.max_adapters={lora.max_adapters}, lora.max_rank={lora.max_rank}: no memory ({error}); lower them"
+        ) from None
+
+
 class AdaptedRunner:
     """See ``Runner``: one whose model asks ``adapters``, which learn of each step first."""
 
@@ -240,15 +254,15 @@ class AdaptedRunner:
         self._runner = runner
         self._adapters = adapters
 
-    def launch(self, step: Step) -> "LaunchedStep | _WithoutAdapters":
+    def launch(self, step: Step) -> "LaunchedStep | WithoutAdapters":
         """See ``Runner``."""
         lost = self._adapters.take(step)
         launched = self._runner.launch(step)
-        return _WithoutAdapters(launched, lost) if lost else launched
+        return WithoutAdapters(launched, lost) if lost else launched
 
 
 @dataclass(frozen=True, slots=True)
-class _WithoutAdapters:
+class WithoutAdapters:
     """A launched step.  lost: rows whose adapter could not be read, and why."""
 
     launched: LaunchedStep

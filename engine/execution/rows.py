@@ -4,6 +4,7 @@ Legend: R rows · P page-table width · M longest sequence · T new tokens · B 
 Owns: token ids, page table, and how many positions of each row are computed.  Does not know: sampling, attention.
 """
 
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.execution.batch import Batch, Int32, Int64
+from engine.layers.attention import AttentionBackend, AttentionBatch
+from engine.layers.kv_pool import KVPool
+from engine.layers.step import StepTensors
 from engine.layers.upload import upload
 from engine.messages import Step
 
@@ -34,6 +38,27 @@ class StepInputs:
     lengths_B: Tensor
     query_starts_B1: Tensor
 
+    def planned(self, batch: Batch, attention: AttentionBackend, pool: KVPool) -> StepTensors:
+        """What a model computes ``batch`` from, which these are the inputs of; attention is told of it."""
+        attention.plan_step(
+            AttentionBatch(
+                num_decodes=batch.num_decodes,
+                page_table_BP=self.page_table_BP,
+                lengths_B=self.lengths_B,
+                query_starts_B1=self.query_starts_B1,
+                host_lengths=batch.lengths_B,
+                host_query_lengths=batch.query_lengths_B,
+            )
+        )
+        return StepTensors(
+            token_ids_T=self.token_ids_T,
+            positions_T=self.positions_T,
+            slots_T=self.slots_T,
+            sample_at_N=self.sample_at_N,
+            attention=attention,
+            pool=pool,
+        )
+
 
 class DeviceRows:
     """tokens_RM: int32; a sampled token is written here, so the next step finds it without the host.
@@ -55,6 +80,20 @@ class DeviceRows:
         self._sampled_R = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._tokens_flat = self.tokens_RM.view(-1)
         self._pages_flat = self.pages_RP.view(-1)
+
+    def for_pool(self, page_stride: int) -> "DeviceRows":
+        """The same tokens and page table, for another model's pool: what it has computed is counted apart."""
+        other = copy(self)
+        other._page_stride = page_stride
+        other.computed = np.zeros_like(self.computed)
+        other.lengths_R = None
+        return other
+
+    def tokens_at(self, rows_K: Int32, positions_K: Int32) -> Tensor:
+        """int32[K], a copy."""
+        return self._tokens_flat.index_select(
+            0, self.upload(rows_K.astype(np.int64) * self.tokens_RM.shape[1] + positions_K)
+        )
 
     def keep_lengths(self) -> Tensor:
         """lengths_R, kept from now on: for steps that advance by themselves, without the host."""

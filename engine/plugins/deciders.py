@@ -5,6 +5,7 @@ Owns: asking these plugins, and a guard around those of other packages.  Does no
 
 from functools import partial
 
+from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import Config
 from engine.kv.eviction import EvictionStrategy
 from engine.plugins.guards import GuardedStrategy, guarded
@@ -12,6 +13,8 @@ from engine.plugins.hookspecs import EvictionContext, PolicyContext, ProposerCon
 from engine.plugins.manager import PROPOSER, Plugins
 from engine.scheduling.planner import NewDrafts
 from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.proposer import DraftModel, Proposer
+from engine.text.vocabulary import Vocabulary
 
 
 def plugin_strategy(plugins: Plugins, config: Config, num_pages: int) -> EvictionStrategy:
@@ -30,13 +33,28 @@ def plugin_policy(plugins: Plugins, config: Config) -> SchedulingPolicy:
     return policy if plugins.known[name].built_in else guarded(name, policy)
 
 
-def plugin_drafts(plugins: Plugins, config: Config, *, vocab_size: int, max_len: int) -> NewDrafts | None:
-    """None if no proposer is named."""
+def plugin_proposer(
+    plugins: Plugins, config: Config, spec: ModelSpec, max_len: int, vocabulary: Vocabulary
+) -> Proposer | DraftModel | None:
+    """None if no proposer is named.  A draft model is there, and its path resolved.  Others: of the model.
+
+    Raises WeightsError as well, for a draft model that cannot be read."""
     if (name := plugins.names.get(PROPOSER)) is None:
         return None
-    from engine.scheduling.drafts import Drafts  # nobody else needs it
-    from engine.scheduling.proposer import Proposer
+    context = ProposerContext(spec.vocab_size, max_len, config.plugins.options.get(name, {}))
+    built = plugins.build(name, "callboard_proposer", context, Proposer, DraftModel)
+    if isinstance(built, DraftModel):
+        from engine.plugins.draft_models import fitting_draft  # as below
 
-    context = ProposerContext(vocab_size, max_len, config.plugins.options.get(name, {}))
-    proposer = plugins.build(name, "callboard_proposer", context, Proposer)
+        return fitting_draft(built, name, config, spec, vocabulary)
+    assert isinstance(built, Proposer), f"{name} has built {built!r}"
+    return built
+
+
+def plugin_drafts(proposer: Proposer | DraftModel | None, vocab_size: int) -> NewDrafts | None:
+    """None if nobody proposes.  vocab_size: of the model."""
+    if proposer is None:
+        return None
+    from engine.scheduling.drafts import Drafts  # nobody else needs it
+
     return partial(Drafts, proposer=proposer, vocab_size=vocab_size)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.layers.packing import LinearKernel
     from engine.scheduling.meter import RequestMetrics
     from engine.scheduling.policy import SchedulingPolicy
-    from engine.scheduling.proposer import Proposer
+    from engine.scheduling.proposer import DraftModel, Proposer
     from engine.text.grammar import GrammarEngine
     from engine.text.processors import LogitsProcessor
     from engine.text.reasoning import ReasoningFormat
@@ -274,11 +274,12 @@ def callboard_scheduling_policy(context: PolicyContext) -> "SchedulingPolicy | N
 
 
 @hookspec(firstresult=True)
-def callboard_proposer(context: ProposerContext) -> "Proposer | None":
+def callboard_proposer(context: ProposerContext) -> "Proposer | DraftModel | None":
     """Build what guesses how sequences go on, so that one step can verify several tokens.
 
     Called: once, when the scheduler is built; no torch, no device.
-    Returns: a Proposer, see ``engine/scheduling/proposer.py``.  Raises: PluginError if its options are wrong.
+    Returns: a Proposer, or a DraftModel for the executors, see ``engine/scheduling/proposer.py``.
+    Raises: PluginError if its options are wrong.
     """
 
 

@@ -58,7 +58,7 @@ BUILTIN: Mapping[str, str] = {
         "phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 transformers",
         "observer": "log",
         "policy": "fair fcfs lpm priority",
-        "proposer": "ngram suffix",
+        "proposer": "draft_model ngram suffix",
         "reasoning_parser": "granite harmony think",
         "tool_parser": "deepseek_v3 glm4 harmony hermes kimi_k2 llama3_json mistral pythonic qwen3_coder",
     }.items()
@@ -280,8 +280,8 @@ class Plugins:
         ]
         return self._manager.subset_hook_caller(hook_name, others)
 
-    def build(self, full_name: str, hook_name: str, context: object, kind: type[Built]) -> Built:
-        """Ask a plugin's constructor hook, and return what it builds.  kind: the protocol that the result must meet.
+    def build(self, full_name: str, hook_name: str, context: object, *kinds: type[Built]) -> Built:
+        """Ask a plugin's constructor hook, and return what it builds.  kinds: protocols, of which it must meet one.
 
         Raises PluginError, which names the plugin whatever it did instead."""
         info = self.known[full_name]
@@ -292,8 +292,8 @@ class Plugins:
             raise
         except (Exception, SystemExit) as error:
             raise self.raised(full_name, hook_name, error) from error
-        if not isinstance(built, kind):
-            lacking = "" if built is None else f", which is no {kind.__name__}"
+        if not isinstance(built, kinds):
+            lacking = "" if built is None else f", which is no {' or '.join(kind.__name__ for kind in kinds)}"
             raise PluginError(
                 f"plugin {info.label}: {hook_name} must be implemented, and built {built!r:.100}{lacking}"
             )

@@ -1,47 +1,31 @@
 """Speculation: rows that decode get proposed tokens behind their last one, and one step samples behind each of them.
 
-Owns: each row's proposer session and its guess, which rows the device knows too far, when tokens are waited for.
-Does not know: how a step is planned otherwise, what a token's end means.
+Owns: how many guesses of which row a step verifies, which rows the device knows too far, when tokens are waited for.
+Does not know: who guesses, how a step is planned otherwise, what a token's end means.
 
 A token is drawn by seed and position, and by the tokens before it.  So what is sampled behind a proposed token is what
 decoding would sample, as long as every proposal before it was what was sampled there: those tokens stay, and the rest
 is dropped.  Their keys and values lie behind the row's end, where nobody reads, until they are overwritten.
 
 A row whose tokens are waited for has no step in flight, so steps do not overlap while somebody speculates.
-A guess is kept and compared with the tokens as they come, whether steps verify it or not: what speculation would bring
-is known before it begins, and text that nobody can guess is decoded as if there were no proposer.
 """
 
-import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 
-from engine.messages import Step, StepExtras
-from engine.params import SamplingParams
+from engine.messages import DRAFTED, Step, StepExtras
 from engine.scheduling.completions import InFlight, Wave
 from engine.scheduling.decodes import Decodes
+from engine.scheduling.drafted import DraftedGuesses
+from engine.scheduling.guesses import Guesses, SessionGuesses
 from engine.scheduling.meter import Meter
 from engine.scheduling.pages import PageManager
-from engine.scheduling.payoff import Chance, HitRate, Payoff
-from engine.scheduling.proposer import Proposer, ProposerSession
+from engine.scheduling.payoff import Chance, Payoff
+from engine.scheduling.proposer import DraftModel, Proposer
 from engine.scheduling.rows import PlannerLimits, Rows, RowTable
-
-log = logging.getLogger(__name__)
-
-TOLD_AT_ONCE = 512  # tokens of a long prompt, so that other requests do not wait for its session
-
-
-@dataclass(slots=True)
-class _Line:
-    """A row's session, None where it does not speculate.  guess: what may follow the ``num_told`` tokens."""
-
-    session: ProposerSession | None
-    num_told: int = 0
-    guess: list[int] = field(default_factory=list)
-    hit_rate: HitRate = field(default_factory=HitRate)
 
 
 class Drafts:
@@ -55,7 +39,7 @@ class Drafts:
         decodes: Decodes,
         meter: Meter,
         *,
-        proposer: Proposer,
+        proposer: Proposer | DraftModel,
         vocab_size: int,
     ) -> None:
         self.await_tokens = False
@@ -64,13 +48,15 @@ class Drafts:
         self._page_manager = page_manager
         self._decodes = decodes
         self._meter = meter
-        self._proposer = proposer
-        self._vocab_size = vocab_size
+        self._guesses: Guesses = (
+            DraftedGuesses(table, proposer)
+            if isinstance(proposer, DraftModel)
+            else SessionGuesses(table, proposer, vocab_size)
+        )
         self._payoff = Payoff()
-        self._lines: dict[int, _Line] = {}
         # Rows of which the device counts more tokens as computed than are: their next step must say where it begins.
         self._overrun: set[int] = set()
-        self._is_steady = False
+        self._is_steady = self._reads_first = False
 
     # ---- planning ---------------------------------------------------------------------------
 
@@ -116,21 +102,41 @@ class Drafts:
 
     def _draft(self, decode_rows: list[int], most: int) -> dict[int, tuple[int, ...]]:
         """Row -> proposals to verify; none for one that has only overrun."""
-        lines = {row: line for row in decode_rows if (line := self._lines.get(row)) is not None and line.guess}
-        chances = [Chance(line.hit_rate.share, self._room(row, line)) for row, line in lines.items()]
-        counts = self._payoff.counts(chances, len(decode_rows), most)
+        counts = self._counts(self._chances(decode_rows, in_flight=False), len(decode_rows), most)
+        self._reads_first = any(self._guesses.reads_first(row) for row in counts)
         drafts: dict[int, tuple[int, ...]] = {row: () for row in decode_rows if row in self._overrun}
-        for (row, line), count in zip(lines.items(), counts, strict=True):
-            if count:
-                drafts[row] = tuple(line.guess[:count])
-        return drafts
+        return drafts | {row: self._guesses.of(row, count) for row, count in counts.items()}
 
-    def _room(self, row: int, line: _Line) -> int:
-        """How many proposals fit the row: its request, its pages, and others if pages are plenty."""
+    def _chances(self, rows: Iterable[int], *, in_flight: bool) -> dict[int, Chance]:
+        """Of those for which something is guessed.  in_flight: behind their tokens that are being sampled."""
+        chances: dict[int, Chance] = {}
+        if self._guesses.rest:
+            return chances
+        table = self._table
+        for row in rows:
+            ahead = int(table.num_planned[row] - table.num_known[row]) if in_flight else 0
+            if (chance := self._guesses.chance(row, ahead)) is not None:
+                chances[row] = chance._replace(num=self._room(row, chance.num) - ahead)
+        return chances
+
+    def _counts(self, chances: dict[int, Chance], num_rows: int, most: int) -> dict[int, int]:
+        """How many proposals to verify, of the rows that get any."""
+        has_room = most > 0 and any(chance.num > 0 for chance in chances.values())
+        if not has_room or not (self._guesses.free or self._payoff.knows(num_rows)):
+            return {}
+        chosen = self._payoff.counts([*chances.values()], num_rows, most)
+        counts = {row: count for row, count in zip(chances, chosen, strict=True) if count}
+        if not counts and (row := self._guesses.probe(chances)) is not None:
+            return {row: min(chances[row].num, most)}
+        self._guesses.decided(pays=bool(counts))
+        return counts
+
+    def _room(self, row: int, num: int) -> int:
+        """How many of so many proposals fit the row: its request, its pages, and others if pages are plenty."""
         table = self._table
         known = int(table.num_known[row])
-        num = min(len(line.guess), int(table.max_total[row]) - known - 1)
-        if self._page_manager.num_available <= len(self._decodes) * (2 + self._proposer.num_tokens):
+        num = min(num, int(table.max_total[row]) - known - 1)
+        if self._page_manager.num_available <= len(self._decodes) * (2 + self._guesses.num_tokens):
             num = min(num, int(table.num_pages[row]) * table.page_size - known)
         return max(0, num)
 
@@ -152,12 +158,13 @@ class Drafts:
         places: list[list[int]] = [list(range(record.num_decodes))]
         later: list[dict[int, StepExtras]] = [dict(extras)]
         at = record.num_decodes
-        for row, proposed in record.drafts.items():
+        for row, asked in record.drafts.items():
+            first = extras.get(row, StepExtras())
+            proposed = asked if DRAFTED not in asked else np.frombuffer(first.drafted, dtype=np.int32).tolist()
             said = tokens[at : at + len(proposed)].tolist()
             num_right = next((nth for nth, one in enumerate(proposed) if said[nth] != one), len(proposed))
-            first = extras.get(row, StepExtras())
             later[0][row] = msgspec.structs.replace(
-                first, later_logprobs=(), num_proposed=len(proposed), num_accepted=num_right
+                first, later_logprobs=(), drafted=b"", num_proposed=len(proposed), num_accepted=num_right
             )
             for nth in range(num_right + 1):
                 if nth == len(places):
@@ -166,8 +173,9 @@ class Drafts:
                 places[nth].append(at + nth)
                 if nth and first.later_logprobs:
                     later[nth][row] = StepExtras(logprobs=first.later_logprobs[nth - 1])
-            at += len(proposed) + 1
+            at += len(asked) + 1
             if self._table.running[row]:
+                self._guesses.verified(row, len(proposed), num_right)
                 self._meter.verified(len(proposed), num_right)
         places[0] += range(at, len(tokens))
         return [Wave(rows[place], tokens[place], of_row) for place, of_row in zip(places, later, strict=True)]
@@ -184,92 +192,33 @@ class Drafts:
         self._measure(record, seconds)
         for row in dict.fromkeys(record.sampled_rows.tolist()):
             if table.running[row]:
-                self._tell(row)
-        self.await_tokens = bool(self._overrun) or any(self._promised(self._decodes.rows.tolist()))
+                self._guesses.told(row)
+        self.await_tokens = bool(self._overrun) or bool(self._promised(self._decodes.rows.tolist()))
 
     def _measure(self, record: InFlight, seconds: float) -> None:
         num_proposed = sum(map(len, record.drafts.values()))
         num_rows = record.num_decodes + len(record.drafts)
-        if num_proposed and not record.prefill_rows:
+        self._guesses.stepped(drafted=num_proposed > 0)
+        if num_proposed and self._reads_first:
+            pass
+        elif num_proposed and not record.prefill_rows:
             self._payoff.note_verification(num_rows + num_proposed, num_rows, seconds)
         # The first step that overlaps with the one before it shows what steps cost that do.
         elif self._is_steady and not record.drafts and not record.prefill_rows:
             self._payoff.note_decode(num_rows, seconds)
         self._is_steady = not record.drafts and not record.prefill_rows
 
-    def _promised(self, rows: Iterable[int]) -> list[int]:
+    def _promised(self, rows: list[int]) -> dict[int, int]:
         """What would be verified if the tokens in flight were known, and as guessed."""
-        table = self._table
-        chances, num_rows = [], 0
-        for row in rows:
-            num_rows += 1
-            line = self._lines.get(row)
-            if line is not None and line.guess:
-                ahead = int(table.num_planned[row] - table.num_known[row])
-                chances.append(Chance(line.hit_rate.share, self._room(row, line) - ahead, ahead))
-        return self._payoff.counts(chances, num_rows, self._max_step_tokens - num_rows) if chances else []
-
-    # ---- sessions ---------------------------------------------------------------------------
-
-    def _tell(self, row: int) -> None:
-        """The row has new tokens."""
-        line = self._lines.get(row)
-        if line is None:
-            line = self._lines[row] = _Line(self._open(row))
-        if line.session is None:
-            return
-        known = int(self._table.num_known[row])
-        until = min(known, line.num_told + TOLD_AT_ONCE)
-        tokens: list[int] = self._table.tokens[row, line.num_told : until].tolist()
-        for token in tokens[: len(line.guess)]:
-            is_hit = token == line.guess.pop(0)
-            line.hit_rate.note(is_hit=is_hit)
-            if not is_hit:
-                line.guess.clear()
-                break
-        line.num_told = until
-        try:
-            line.session.extend(tokens)
-            if until == known and not line.guess:
-                line.guess = self._sane(line.session.propose(self._proposer.num_tokens))
-        except BaseException:  # of a plugin, sys.exit as well, which would end the server
-            log.exception("the proposer failed; its request goes on without it")
-            line.session, line.guess = None, []
-
-    def _open(self, row: int) -> ProposerSession | None:
-        sequence = self._table.sequences[row]
-        assert sequence is not None, f"row {row} is free"
-        if not may_speculate(sequence.params):
-            return None
-        try:
-            return self._proposer.open()
-        except BaseException:  # as above
-            log.exception("the proposer failed; a request goes on without it")
-            return None
-
-    def _sane(self, proposed: Sequence[int]) -> list[int]:
-        """What the model could say of it."""
-        tokens: list[int] = []
-        for token in proposed[: self._proposer.num_tokens]:
-            if not 0 <= token < self._vocab_size:
-                break
-            tokens.append(int(token))
-        return tokens
+        return self._counts(self._chances(rows, in_flight=True), len(rows), self._max_step_tokens - len(rows))
 
     def leave(self, row: int) -> None:
         """The row ends, or goes back to the queue."""
-        self._lines.pop(row, None)
+        self._guesses.leave(row)
         self._overrun.discard(row)
 
     def clear(self) -> None:
         """Nobody runs, and nothing is in flight."""
-        self._lines.clear()
+        self._guesses.clear()
         self._overrun.clear()
         self.await_tokens = self._is_steady = False
-
-
-def may_speculate(params: SamplingParams) -> bool:
-    """Whether what is sampled at a position depends on the tokens before it through the model alone."""
-    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    limits = params.grammar or params.limits_tokens or params.logits_processors
-    return penalties == (1.0, 0.0, 0.0) and not limits and not params.pooling and not params.logprob_token_ids

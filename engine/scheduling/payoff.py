@@ -30,20 +30,21 @@ class Chance(NamedTuple):
 class HitRate:
     """How often a row's proposals were right.  They are compared with its tokens also while nothing is speculated."""
 
-    __slots__ = ("_hits", "_misses")
+    __slots__ = ("hits", "misses")
 
-    def __init__(self) -> None:
-        self._hits, self._misses = 0.5, 1.5  # a row has to show that it can be guessed
+    def __init__(self, hits: float = 0.5, misses: float = 1.5) -> None:
+        """What is thought of it at first; unless it is said, a row has to show that it can be guessed."""
+        self.hits, self.misses = hits, misses
 
     def note(self, *, is_hit: bool) -> None:
         """A token came, and one had been proposed for its place."""
-        self._hits = FORGETTING * self._hits + is_hit
-        self._misses = FORGETTING * self._misses + (not is_hit)
+        self.hits = FORGETTING * self.hits + is_hit
+        self.misses = FORGETTING * self.misses + (not is_hit)
 
     @property
     def share(self) -> float:
         """Between 0 and 1, of recent ones more than of old ones."""
-        return self._hits / (self._hits + self._misses)
+        return self.hits / (self.hits + self.misses)
 
 
 class Payoff:
@@ -67,6 +68,10 @@ class Payoff:
         self._weight, self._tokens, self._seconds, self._squares, self._products = (
             FORGETTING * before + more for before, more in zip(sums, added, strict=True)
         )
+
+    def knows(self, num_rows: int) -> bool:
+        """Whether decode steps of about so many rows have been measured."""
+        return any(num_rows <= 2 * rows and rows <= 2 * num_rows for rows in self._decode_s)
 
     def counts(self, chances: Sequence[Chance], num_rows: int, most: int) -> list[int]:
         """How many proposals of each row a step of ``num_rows`` rows should verify, ``most`` in all.

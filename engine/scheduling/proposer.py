@@ -1,11 +1,14 @@
 """What a proposer plugin builds: it guesses how a sequence goes on, and the model verifies the guess.
 
-Owns: the protocol.  Does not know: who is asked when, how guesses are verified.
+Owns: the protocol, and the name of a smaller model that guesses instead.
+Does not know: who is asked when, how guesses are verified, what a model is.
 A wrong guess costs time and never changes a token.
 """
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
+
+import msgspec
 
 
 class ProposerSession(Protocol):
@@ -29,3 +32,14 @@ class Proposer(Protocol):
     def open(self) -> ProposerSession:
         """A new sequence."""
         ...
+
+
+class DraftModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plugin may build instead: the checkpoint of a smaller model with the same tokenizer.
+
+    Every executor loads it beside the model, and decodes ``num_tokens`` at most with it in a step that verifies them.
+    path: as ``model.path``.  max_len: of sequences that it guesses for; 0 for what it was trained for."""
+
+    path: str
+    num_tokens: int
+    max_len: int = 0

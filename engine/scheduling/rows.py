@@ -218,6 +218,12 @@ class RowTable:
         self.num_pages[:] = 0
         self._free = list(range(len(self.sequences) - 1, -1, -1))
 
+    def params_of(self, row: int) -> SamplingParams:
+        """Of the sequence that has the row."""
+        sequence = self.sequences[row]
+        assert sequence is not None, f"row {row} is free"
+        return sequence.params
+
     def append_pages(self, rows: Rows, pages: Pages) -> Rows:
         """Append one page to each of ``rows``; returns the index it took in each row's page table."""
         indexes = self.num_pages[rows]

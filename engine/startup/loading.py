@@ -15,10 +15,11 @@ from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
 from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config
 from engine.errors import ConfigError
-from engine.execution.adapters import AdaptedRunner, RankAdapters
+from engine.execution.adapters import AdaptedRunner, rank_adapters
 from engine.execution.attention import RankAttention
 from engine.execution.copy_stream import copies_on
 from engine.execution.device import choose_device, choose_dtype, fair_share, free_bytes, host_place, set_threads
+from engine.execution.drafting import DraftingRunner
 from engine.execution.host_pool import HostPool
 from engine.execution.landings import LandedAttention, Landings
 from engine.execution.ordered_comm import OrderedComm
@@ -34,7 +35,7 @@ from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
-from engine.models.model import Model, build_model
+from engine.models.model import build_model
 from engine.params import SamplingParams
 from engine.plugins.hookspecs import CommContext, KVStoreContext
 from engine.plugins.manager import KV_STORE, Plugins
@@ -43,6 +44,8 @@ from engine.plugins.structured import plugin_grammars, plugin_processors
 from engine.sampling.constraints import Constraints
 from engine.sampling.processing import Processing
 from engine.sampling.sampler import Sampler
+from engine.scheduling.proposer import DraftModel
+from engine.startup.draft_model import RankDraft
 from engine.startup.invariance import prove_invariance
 from engine.startup.linears import choose_linears
 from engine.startup.memory import (
@@ -79,12 +82,14 @@ def load_runner(
     progress: bool,
     num_pages: int = 0,
     grammars: Grammars | None = None,
-) -> ModelRunner | WatchedRunner | AdaptedRunner:
+    draft: DraftModel | None = None,
+) -> ModelRunner | WatchedRunner | AdaptedRunner | DraftingRunner:
     """Everything a rank needs, ready for its first step.  Runs on the device thread, of all ranks at the same time.
     local_rank: which GPU of this machine it takes; None for the one of its rank's number.
     rendezvous: where this group's ranks meet, see ``CommContext``; empty for one rank.
     num_pages: of the runner before this one, whose pages it must have; 0 for kv.num_pages, or what fits.
     grammars: those of this process, where the text side lives in it as well.
+    draft: the model that drafts what steps verify; None if none does.
 
     Raises ConfigError, WeightsError, PluginError, GraphError with a message for the user."""
     device = choose_device(config.device, rank if local_rank is None else local_rank)
@@ -115,6 +120,9 @@ def load_runner(
         linears=choose_linears(config, spec, plugins, plan, device),
         check_room=lambda needed: check_weights(spec, needed, dtype, room, comm.size),
     )
+    drafting = None
+    if draft is not None:
+        drafting = RankDraft(draft, config, plugins, comm, device=device, dtype=dtype, place=place, progress=progress)
     attention_spec = model.attention_spec
     # Before the pool takes what memory is left: a plugin may refuse, and may need some to be tried.
     page_size, layout, limit_s = config.kv.page_size, config.kv.layout, config.plugins.race_s
@@ -140,7 +148,7 @@ def load_runner(
         model.by_rows()
         sizes = {"page_size": page_size, "max_tokens": max_tokens, "max_rows": max_rows}
         prove_invariance(model, attention, comm, layout=layout, **sizes)
-    adapters = _adapters(config, model, comm)
+    adapters = rank_adapters(config.lora, model, comm, config.scheduler.max_running)
     latent_size = attention_spec.latent_size
     page_stride = KVPool.page_stride_of(layout, attention_spec.num_layers, page_size, latent_size)
     rows = DeviceRows(max_rows, max_len, page_size, device, page_stride)
@@ -187,6 +195,9 @@ def load_runner(
         kv_dtype,
         latent_size,
     )
+    if drafting is not None:
+        page_bytes += drafting.page_bytes
+        needs = drafting.needs(needs, max_len)
     room = fair_share(free_bytes(device), place, comm, device)
     if not num_pages:
         room = min(room, MAX_CPU_POOL_BYTES + needs.total) if on_cpu else room
@@ -196,6 +207,7 @@ def load_runner(
         require_room(asked, num_pages, page_bytes, room, MAX_HOST_SHARE if on_cpu else 1.0, needs)
     try:
         parts = parts_with(num_pages)
+        drafter = drafting.drafter(num_pages, rows, spec.vocab_size) if drafting is not None else None
     except (MemoryError, torch.OutOfMemoryError) as error:
         asked = f"{num_pages * page_bytes / 1e9:.1f} GB for a KV pool of {num_pages} pages"
         raise ConfigError(f"{asked} cannot be had ({error}); lower kv.num_pages or kv.memory_fraction") from None
@@ -237,21 +249,8 @@ def load_runner(
     watched: ModelRunner | WatchedRunner = runner
     if threads is not None and piecewise is None and comm.size == 1:
         watched = WatchedRunner(runner, rows, threads)
-    return watched if adapters is None else AdaptedRunner(watched, adapters)
-
-
-def _adapters(config: Config, model: Model, comm: Comm) -> RankAdapters | None:
-    """Slots for adapters, or None if none are served.  Raises ConfigError if there is no room for them."""
-    lora = config.lora
-    if not lora.folder:
-        return None
-    assert isinstance(model, Decoder), f"{type(model).__name__} takes no adapters"
-    try:
-        return RankAdapters(model, comm, lora.max_adapters, lora.max_rank, config.scheduler.max_running)
-    except (MemoryError, RuntimeError) as error:  # what torch raises when it cannot allocate, on every device
-        raise ConfigError(
-            f"lora.max_adapters={lora.max_adapters}, lora.max_rank={lora.max_rank}: no memory ({error}); lower them"
-        ) from None
+    adapted = watched if adapters is None else AdaptedRunner(watched, adapters)
+    return adapted if drafter is None else DraftingRunner(adapted, rows, drafter)
 
 
 def _check_device(config: Config, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from engine.scheduling.drafts import Drafts
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
-from engine.scheduling.proposer import Proposer
+from engine.scheduling.proposer import DraftModel, Proposer
 from engine.scheduling.rows import PlannerLimits
 from tests.scheduling.fake_device import VOCAB, FakeDevice, expected_output
 
@@ -28,7 +28,7 @@ class Bench:
     def __init__(self, *, depth: int = 2, max_running: int = 4, max_step_tokens: int = 64, prefill_chunk: int = 16,
                  page_size: int = 4, num_pages: int = 64, max_len: int = 128,
                  strategy: EvictionStrategy | None = None, policy: SchedulingPolicy | None = None,
-                 proposer: Proposer | None = None, **limits: object) -> None:  # fmt: skip
+                 proposer: Proposer | DraftModel | None = None, **limits: object) -> None:  # fmt: skip
         self.now = 0.0
         self.planner = Planner(
             PlannerLimits(max_running, max_step_tokens, prefill_chunk, page_size, num_pages, max_len, (EOS,), **limits),
@@ -153,6 +153,7 @@ def lose_the_device(bench: Bench, *, is_fault: bool = True) -> LossExplained | N
         num_pages=bench.num_pages,
         num_host_pages=host_pages,
     )
+    bench.device.draft = old.draft
     found = bench.planner.restart(is_fault=is_fault)
     bench.planner.check()
     stats = bench.planner.stats()

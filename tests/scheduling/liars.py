@@ -15,6 +15,13 @@ class Liar:
     def open(self) -> "LiarSession":
         return LiarSession(self)
 
+    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+        """As a draft model: so many, all of them tokens, or none."""
+        session = self.open()
+        session.extend(tokens)
+        proposed = list(session.propose(most))[:most]
+        return proposed if len(proposed) == most and all(0 <= one < self.vocab_size for one in proposed) else []
+
 
 class LiarSession:
     """right: all is true.  half: every other token may be.  wrong: none is.  random: any tokens.
@@ -50,6 +57,9 @@ KINDS = ("right", "half", "wrong", "random", "many", "strange", "moody")
 
 class Everything(Payoff):
     """Whatever steps cost, all that is proposed is verified, as far as it fits a step."""
+
+    def knows(self, num_rows: int) -> bool:
+        return True
 
     def counts(self, chances: Sequence[Chance], num_rows: int, most: int) -> list[int]:
         counts = []

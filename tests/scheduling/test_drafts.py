@@ -5,6 +5,7 @@ import pytest
 
 from engine.messages import Finish
 from engine.scheduling.payoff import Payoff
+from engine.scheduling.proposer import DraftModel
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
 from tests.scheduling.fake_device import VOCAB, next_token
 from tests.scheduling.liars import KINDS, Everything, Liar
@@ -14,10 +15,20 @@ from tests.scheduling.liars import KINDS, Everything, Liar
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it costs, everything proposed is verified."""
     monkeypatch.setattr(Payoff, "counts", Everything.counts)
+    monkeypatch.setattr(Payoff, "knows", Everything.knows)
 
 
 def liar(kind: str, num: int = 4) -> Liar:
     return Liar(kind, lambda tokens: next_token(np.array(tokens)), VOCAB, num)
+
+
+def bench_of(liar: Liar, *, drafted: bool, **numbers: int) -> Bench:
+    """drafted: the liar is the device's draft model, and not the scheduler's proposer."""
+    if not drafted:
+        return Bench(proposer=liar, **numbers)
+    bench = Bench(proposer=DraftModel(path="", num_tokens=liar.num_tokens, max_len=1000), **numbers)
+    bench.device.draft = liar.draft
+    return bench
 
 
 def right(bench: Bench) -> None:
@@ -26,11 +37,13 @@ def right(bench: Bench) -> None:
         assert stream == bench.expected[request_id], f"request {request_id}"
 
 
+@pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_tokens_are_those_of_a_run_without_proposals(kind: str, page_size: int) -> None:
+def test_tokens_are_those_of_a_run_without_proposals(kind: str, page_size: int, drafted: bool) -> None:
     for depth, num in ((1, 1), (2, 3), (3, 8)):
-        bench = Bench(depth=depth, page_size=page_size, num_pages=256 // page_size, proposer=liar(kind, num))
+        sizes = {"depth": depth, "page_size": page_size, "num_pages": 256 // page_size}
+        bench = bench_of(liar(kind, num), drafted=drafted, **sizes)
         for request_id in range(7):
             bench.submit(request_id, prompt_of(3 + 5 * request_id, seed=request_id % 3), max_tokens=1 + 6 * request_id)
         right(bench)
@@ -66,9 +79,9 @@ def test_nobody_is_proposed_more_than_they_may_say() -> None:
     assert max(ends) < 31  # the token behind the last proposal is the last one
 
 
-@pytest.mark.parametrize("kind", ["right", "half"])
-def test_retraction_under_proposals_loses_no_token(kind: str) -> None:
-    bench = Bench(page_size=4, num_pages=24, max_running=4, max_len=64, proposer=liar(kind))
+@pytest.mark.parametrize(("kind", "drafted"), [("right", False), ("half", False), ("half", True)])
+def test_retraction_under_proposals_loses_no_token(kind: str, drafted: bool) -> None:
+    bench = bench_of(liar(kind), drafted=drafted, page_size=4, num_pages=24, max_running=4, max_len=64)
     bench.expect_short_outputs()
     for request_id in range(6):
         bench.submit(request_id, prompt_of(8, seed=request_id), max_tokens=40, ignore_eos=True)
@@ -77,8 +90,9 @@ def test_retraction_under_proposals_loses_no_token(kind: str) -> None:
     assert sum(bench.planner.meter.accepted_at) > 0
 
 
-def test_a_lost_device_and_aborts_leave_nothing_behind() -> None:
-    bench = Bench(proposer=liar("half"))
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_lost_device_and_aborts_leave_nothing_behind(drafted: bool) -> None:
+    bench = bench_of(liar("half"), drafted=drafted)
     for request_id in range(4):
         bench.submit(request_id, prompt_of(20, seed=request_id), max_tokens=30, ignore_eos=True)
     for _ in range(4):

@@ -21,6 +21,7 @@ from tests.sim.codec import SimCodec
 from tests.sim.device import SimDevice, SimExecutor
 from tests.sim.links import SimLink, SimMailbox
 from tests.sim.oracle import VOCAB
+from tests.sim.probe import liar_of
 from tests.sim.scenario import LINKS, Scenario
 from tests.sim.store import SimStore
 
@@ -74,6 +75,7 @@ def assemble(
         store=SimStore(scenario.seed, setup.store_faults),
         nan_tokens=nan_tokens,
         breaks=breaks,
+        draft=liar_of(setup).draft,
         mark=mark,
     )
     tokenizer = Tokenizer(capacity=capacity, codec=SimCodec(setup.eos_token_ids), vocab_size=VOCAB)

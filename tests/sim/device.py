@@ -9,13 +9,24 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 
 from engine.actors.actor import Actor, Link
 from engine.kv.node import chained
 from engine.kv.pages import Pages
 from engine.kv.store import DIGEST_BYTES, PageRecords
-from engine.messages import ExecutorInbox, FetchPages, FromExecutor, Logprobs, PagesFetched, Step, StepDone, StepExtras
+from engine.messages import (
+    DRAFTED,
+    ExecutorInbox,
+    FetchPages,
+    FromExecutor,
+    Logprobs,
+    PagesFetched,
+    Step,
+    StepDone,
+    StepExtras,
+)
 from engine.notices import ExecutorsLost, ExecutorsReady
 from tests.sim.failures import SimIncorrect
 from tests.sim.luck import luck
@@ -39,6 +50,7 @@ def logprob_of(token: int, position: int) -> float:
 class SimDevice:
     """Steps on ``num_pages`` pages.  nan_tokens: operation -> which of its output tokens comes out as NaN.
     breaks: operation -> which of its output tokens ends the device.
+    draft: what its draft model says behind some tokens, so many or none.
 
     Rows know which operation they serve by their seed.  mark: notes that something scarce has happened."""
 
@@ -54,6 +66,7 @@ class SimDevice:
         store: SimStore,
         nan_tokens: dict[int, int],
         breaks: dict[int, int],
+        draft: Callable[[list[int], int], list[int]],
         mark: Callable[[str], None],
     ) -> None:
         # The last page is where page tables point that have nothing to point at.
@@ -75,6 +88,7 @@ class SimDevice:
         self._offsets = np.arange(self._tables.shape[1] * page_size)
         self._nan_tokens = nan_tokens
         self._breaks = breaks
+        self._draft = draft
         self._break_positions: dict[int, int] = {}
         self._nan_positions: dict[int, int] = {}
         self._logprob_rows: set[int] = set()
@@ -246,17 +260,26 @@ class SimDevice:
         self._known[sampled[counts]] = positions[counts] + 1
         self._computed[sampled[counts]] = positions[counts]
         extras = {row: StepExtras(first, later_logprobs=tuple(later)) for row, (first, *later) in logprobs.items()}
+        if DRAFTED in ints(step.proposed_tokens):
+            for row, drafted in proposed.items():
+                if DRAFTED not in drafted:  # else the draft model was not ready
+                    said = np.array(drafted, dtype=np.int32).tobytes()
+                    extras[row] = msgspec.structs.replace(extras.get(row, StepExtras()), drafted=said)
+                    self._mark("tokens drafted")
         return StepDone(0, step.step_id, tokens.astype(np.int32).tobytes(), extras)
 
     def _propose(self, step: Step) -> dict[int, list[int]]:
         """Write proposed tokens behind the known ones; returns them by row."""
         proposed: dict[int, list[int]] = {}
-        columns = step.proposed_rows, step.proposed_positions, step.proposed_tokens
-        for row, position, token in zip(*(ints(column).tolist() for column in columns), strict=True):
-            if position != self._known[row] + len(proposed.setdefault(row, [])) or not 0 <= token < VOCAB:
+        rows, positions, tokens = map(ints, (step.proposed_rows, step.proposed_positions, step.proposed_tokens))
+        for row in np.unique(rows[tokens == DRAFTED]).tolist():
+            count = int((rows == row).sum())
+            tokens[rows == row] = self._draft(self._tokens[row, : self._known[row]].tolist(), count) or DRAFTED
+        for row, position, token in zip(rows.tolist(), positions.tolist(), tokens.tolist(), strict=True):
+            if position != self._known[row] + len(proposed.setdefault(row, [])) or not DRAFTED <= token < VOCAB:
                 raise SimIncorrect(f"step {step.step_id} proposes {token} at {position} of row {row}")
             proposed[row].append(token)
-            self._tokens[row, position] = token
+            self._tokens[row, position] = max(token, 0)
         return proposed
 
     def _verify(self, proposed: dict[int, list[int]], sampled: np.ndarray, tokens: np.ndarray) -> np.ndarray:

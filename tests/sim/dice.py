@@ -237,6 +237,7 @@ class _Draw:
             record_events=rng.random() < 0.3,
             proposer=self.proposing.choice(("", *KINDS)) if self.proposing.random() < 0.5 else "",
             num_proposed=self.proposing.choice((1, 2, 4, 8)),
+            drafted=self.proposing.random() < 0.4,
             check_every=rng.choice((1, 3, 8)),
             weather=weather,
         )

@@ -311,13 +311,13 @@ def the_device_is_not_told_where_a_row_goes_on(completed: Callable[..., None]) -
 def a_rejected_page_is_published(num_done: Callable[..., int]) -> Callable[..., int]:
     def mutant(self: Completions, row: int) -> int:
         # Where the row goes on, keys and values are still those of the token that was rejected there.
-        return num_done(self, row) + (self._drafts is not None and row in self._drafts._lines)
+        return num_done(self, row) + (self._drafts is not None and row in self._drafts._guesses._lines)
 
     return mutant
 
 
 def more_is_proposed_than_a_request_may_say(_: Callable[..., int]) -> Callable[..., int]:
-    return lambda self, row, line: len(line.guess)
+    return lambda self, row, num: num
 
 
 # ---- the end of a request -----------------------------------------------------------------------

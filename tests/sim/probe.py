@@ -29,6 +29,7 @@ from engine.plugins.policy.priority import MostUrgentFirst
 from engine.scheduling.drafts import Drafts
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits, Sequence
 from tests.scheduling.liars import Everything, Liar
 from tests.sim.oracle import VOCAB, Oracle, as_prompt
@@ -66,9 +67,16 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float]) -> P
         store_timeout_s=setup.store_timeout_s,
         num_slots=setup.num_slots,
     )
-    drafts = partial(_drafts, proposer=Liar(setup.proposer, next_token, VOCAB, setup.num_proposed))
+    liar = liar_of(setup)
+    drafted = DraftModel(path="", num_tokens=liar.num_tokens, max_len=setup.max_len)
+    drafts = partial(_drafts, proposer=drafted if setup.drafted else liar)
     policy = POLICIES[setup.policy](setup.max_overtaken)
     return Planner(limits, STRATEGIES[setup.eviction](), policy, clock, drafts if setup.proposer else None)
+
+
+def liar_of(setup: Setup) -> Liar:
+    """What proposes, in the planner or on the device."""
+    return Liar(setup.proposer, next_token, VOCAB, setup.num_proposed)
 
 
 def next_token(tokens: list[int]) -> int:
@@ -76,7 +84,7 @@ def next_token(tokens: list[int]) -> int:
     return Oracle(as_prompt(tokens)).next()
 
 
-def _drafts(*arguments: Any, proposer: Liar) -> Drafts:
+def _drafts(*arguments: Any, proposer: Liar | DraftModel) -> Drafts:
     drafts = Drafts(*arguments, proposer=proposer, vocab_size=VOCAB)
     if proposer.num_tokens != 2:  # else what is verified is what the simulated clock says that it pays
         drafts._payoff = Everything()

@@ -80,6 +80,7 @@ MARKS = (
     "stop token",
     "the store failed",
     "token after the end dropped",
+    "tokens drafted",
 )
 
 

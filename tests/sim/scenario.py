@@ -25,7 +25,8 @@ class Setup:
     """One engine.  num_slots: for adapters.
 
     store_timeout_s: 0 for no store.  store_read_s: mean time to read a page.  store_faults: share of bad calls.
-    proposer: how it lies, see ``tests/scheduling/liars.py``, '' for none.  num_proposed: what it is asked for."""
+    proposer: how it lies, see ``tests/scheduling/liars.py``, '' for none.  num_proposed: what it is asked for.
+    drafted: it is the device's draft model."""
 
     page_size: int
     num_pages: int
@@ -52,6 +53,7 @@ class Setup:
     record_events: bool
     proposer: str
     num_proposed: int
+    drafted: bool
     check_every: int
     weather: LinkWeather
 
