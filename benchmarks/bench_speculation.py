@@ -10,7 +10,8 @@ vocabulary and random weights, and its draft model is its first layer alone, a s
 less often the two agree.
 
     python benchmarks/bench_speculation.py --json benchmarks/results/speculation_2core_cpu.json
-    python benchmarks/bench_speculation.py --draft --batches 1 4 --json benchmarks/results/draft_model_2core_cpu.json
+    python benchmarks/bench_speculation.py --draft --batches 1 4 --tokens 96 \\
+        --json benchmarks/results/draft_model_2core_cpu.json
 """
 
 import argparse

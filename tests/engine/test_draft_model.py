@@ -94,10 +94,9 @@ def test_a_model_that_drafts_for_itself_is_always_right_over_retractions_ranks_a
 ) -> None:
     """Few pages, so that rows lose theirs, and find them again on the host, where the draft model's are not."""
     few = {"kv": {"num_pages": 30, "page_size": 4, "num_host_pages": 40}, "device": {"tensor_parallel": 2}}
-    with engine(directory, directory, **few) as llm, clear_of_borders():
-        same(said(llm, PROMPTS, GREEDY), plain[0])
-        same(said(llm, PROMPTS, SAMPLED), plain[1])
+    with engine(directory, directory, **few) as llm:
         found = llm.generate(PROMPTS, GREEDY)
+    assert [one.token_ids for one in found] == [tokens for tokens, _ in plain[0]]
     assert sum(one.usage.rejected_tokens for one in found) == 0
     assert sum(one.usage.accepted_tokens for one in found) > 100
 

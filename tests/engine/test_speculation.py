@@ -76,7 +76,7 @@ def same(found: Said, expected: Said) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "page_size", "num_tokens", "chunk", "batch"),
-    [("right", 16, 8, 512, 12), ("half", 1, 3, 16, 12), ("wrong", 16, 1, 16, 4), ("moody", 1, 8, 512, 1)],
+    [("right", 16, 8, 512, 12), ("half", 1, 3, 16, 12), ("wrong", 16, 4, 16, 4), ("moody", 1, 8, 512, 1)],
 )
 def test_tokens_are_those_without(
     directory: Path, plain: tuple[Said, Said], liar: Liar, kind: str, page_size: int, num_tokens: int, chunk: int,
