@@ -32,7 +32,7 @@ def test_a_page_that_comes_back_from_the_host_is_not_written_in_the_same_step(
     num_computed: int, is_right: bool
 ) -> None:
     """Its layers come back one after the other, beside the step."""
-    sizes = {"num_rows": 1, "max_len": 8, "page_size": 4, "num_pages": 2, "num_host_pages": 1}
+    sizes = {"num_rows": 1, "max_len": 8, "page_size": 4, "num_pages": 2, "num_host_pages": 1, "num_slots": 0}
     device = SimDevice(
         **sizes, store=SimStore(0, 0.0), nan_tokens={}, breaks={}, draft=lambda *_: [], mark=lambda what: None
     )
