@@ -10,7 +10,7 @@ from engine.notices import LossExplained
 from engine.params import SamplingParams
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.policy.priority import MostUrgentFirst
-from engine.prompt import Origin
+from engine.prompt import Adapter, Origin
 from engine.scheduling.drafts import Drafts
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
@@ -64,12 +64,13 @@ class Bench:
         priority: int = 0,
         num_resumed: int = 0,
         tenant: str = "",
+        adapter: Adapter | None = None,
         **params: object,
     ) -> None:
         prompt = np.asarray(prompt, dtype=np.int32)
         given = SamplingParams(temperature=0.0, **params)
         self.planner.admit(
-            Admit(request_id, prompt.tobytes(), given, priority, salt, num_resumed, Origin(tenant=tenant))
+            Admit(request_id, prompt.tobytes(), given, priority, salt, num_resumed, Origin(tenant=tenant), adapter)
         )
         self.streams[request_id], self.ends[request_id] = [], []
         stops = frozenset(given.stop_token_ids) | (frozenset() if given.ignore_eos else {EOS})
