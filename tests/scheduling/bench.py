@@ -1,5 +1,6 @@
 """A planner, a fake device and every stream that comes out: what the tests of scheduling work at."""
 
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -50,6 +51,7 @@ class Bench:
         self.ends: dict[int, list[Finish]] = {}
         self.expected: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
+        self.accepted: Counter[int] = Counter()
         self.metrics: dict[int, RequestMetrics] = {}
         self.steps: list[Step] = []
         self.started: list[int] = []
@@ -122,6 +124,10 @@ class Bench:
                     self.streams[request_id].append(token)
                 if finish:
                     self.ends[request_id].append(Finish(finish))
+            for request_id, extras in message.extras.items():
+                self.accepted[request_id] += extras.num_accepted
+                said = len(self.streams[request_id])
+                assert self.accepted[request_id] <= said, f"request {request_id}: more was accepted than {said} tokens"
         self.planner.outbox.clear()
         for metrics in self.planner.finished:
             assert metrics.request_id not in self.metrics, f"request {metrics.request_id} finished twice"
