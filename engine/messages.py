@@ -224,7 +224,7 @@ class StepExtras(Message, frozen=True):
     failure: why there is no token, where a grammar has none.  lost_adapter: why the row had none of its adapter, so
     that what it has computed is of no use.  later_logprobs: of the row's other tokens.
     drafted: int32[k], what the draft model has proposed for the row; as many as were asked for, or none.
-    num_proposed, num_accepted: tokens that were proposed for the row, and those of them that were right."""
+    num_proposed, num_accepted: proposals that the token settles, its own or all it proves wrong, and right ones."""
 
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None

@@ -96,13 +96,14 @@ class Completions:
         budget = self._prefills.budget
         if budget.learns:
             budget.observe(num_decodes, record.num_prefill_tokens, now - began_at)
+        some_ended = bool(self._ended)
         if done.extras:
-            self._fail_adapted(done.extras)
+            some_ended |= self._fail_adapted(done.extras)
         wave = Wave(record.sampled_rows, np.frombuffer(done.token_ids, dtype=np.int32), done.extras)
         later: list[Wave] = []
         if self._drafts is not None and record.drafts:
             wave, *later = self._drafts.verified(record, wave)
-        rows, tokens, extras = self._sound(wave, some_ended=bool(self._ended))
+        rows, tokens, extras = self._sound(wave, some_ended=some_ended)
         first = self._confirm_prefills(record) if record.prefill_rows else {}
         step = StepRecord(done.step_id, began_at, now, num_decodes, num_prefills, record.num_prefill_tokens)
         self._requests.meter.completed(step, len(rows) - len(first), len(first))
@@ -191,14 +192,17 @@ class Completions:
             self.end(row, Finish.ERROR, share=False)
             self._requests.outbox.append(Failed(int(self._table.request_ids[row]), reason, status=status, code=code))
 
-    def _fail_adapted(self, extras: dict[int, StepExtras]) -> None:
-        """End rows whose adapter could not be read, whether they have a token or not."""
-        for row, one in extras.items():
-            if one.lost_adapter and self._table.running[row]:
-                self._table.slots.forget(row)
+    def _fail_adapted(self, extras: dict[int, StepExtras]) -> bool:
+        """End rows whose adapter could not be read, whether they have a token or not; returns whether there are any."""
+        lost = {row: one.lost_adapter for row, one in extras.items() if one.lost_adapter}
+        for row in lost:  # of those that have ended meanwhile too: nobody may find in a slot what is not there
+            self._table.slots.forget(row)
+        for row, reason in lost.items():
+            if self._table.running[row]:
                 self.end(row, Finish.ERROR, share=False)
                 request_id = int(self._table.request_ids[row])
-                self._requests.outbox.append(Failed(request_id, one.lost_adapter, status=500, code="adapter_lost"))
+                self._requests.outbox.append(Failed(request_id, reason, status=500, code="adapter_lost"))
+        return bool(lost)
 
     def end(self, row: int, finish: Finish, *, share: bool = True) -> None:
         """End the request that has this row.  share: see ``leave``."""

@@ -163,16 +163,19 @@ class Drafts:
             proposed = asked if DRAFTED not in asked else np.frombuffer(first.drafted, dtype=np.int32).tolist()
             said = tokens[at : at + len(proposed)].tolist()
             num_right = next((nth for nth, one in enumerate(proposed) if said[nth] != one), len(proposed))
-            later[0][row] = msgspec.structs.replace(
-                first, later_logprobs=(), drafted=b"", num_proposed=len(proposed), num_accepted=num_right
-            )
             for nth in range(num_right + 1):
                 if nth == len(places):
                     places.append([])
                     later.append({})
                 places[nth].append(at + nth)
-                if nth and first.later_logprobs:
-                    later[nth][row] = StepExtras(logprobs=first.later_logprobs[nth - 1])
+                one = first
+                if nth:
+                    one = StepExtras(logprobs=first.later_logprobs[nth - 1] if first.later_logprobs else None)
+                # Counted token by token: the request may end before the last one.
+                num_settled = 1 if nth < num_right else len(proposed) - num_right
+                later[nth][row] = msgspec.structs.replace(
+                    one, later_logprobs=(), drafted=b"", num_proposed=num_settled, num_accepted=int(nth < num_right)
+                )
             at += len(asked) + 1
             if self._table.running[row]:
                 self._guesses.verified(row, len(proposed), num_right)

@@ -19,7 +19,7 @@ from engine.scheduling.rows import RowTable
 
 log = logging.getLogger(__name__)
 
-TOLD_AT_ONCE = 512  # tokens of a long prompt, so that other requests do not wait for its session
+TOLD_AT_ONCE = 512  # tokens of all long prompts together, so that other requests do not wait for their sessions
 
 
 class Guesses(Protocol):
@@ -96,6 +96,7 @@ class SessionGuesses:
         self._proposer = proposer
         self._vocab_size = vocab_size
         self._lines: dict[int, _Line] = {}
+        self._num_to_tell = TOLD_AT_ONCE
 
     def chance(self, row: int, ahead: int) -> Chance | None:
         """The unknown tokens must be as guessed, too."""
@@ -123,7 +124,8 @@ class SessionGuesses:
         """Guesses are compared with all tokens, not only by steps."""
 
     def stepped(self, *, drafted: bool) -> None:
-        """See ``verified``."""
+        """Its tokens are told next."""
+        self._num_to_tell = TOLD_AT_ONCE
 
     def told(self, row: int) -> None:
         """Compare its guess with them, and ask for another one."""
@@ -133,7 +135,9 @@ class SessionGuesses:
         if line.session is None:
             return
         known = int(self._table.num_known[row])
-        until = min(known, line.num_told + TOLD_AT_ONCE)
+        # At least what a step brings: who knows all but that has a guess to compare.
+        until = min(known, line.num_told + max(self._num_to_tell, self.num_tokens + 1))
+        self._num_to_tell -= until - line.num_told
         tokens: list[int] = self._table.tokens[row, line.num_told : until].tolist()
         for token in tokens[: len(line.guess)]:
             is_hit = token == line.guess.pop(0)

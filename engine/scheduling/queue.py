@@ -189,11 +189,13 @@ class TenantQueue:
         self._tell()
 
     def first(self) -> Sequence | None:
+        asked: set[str] = set()  # once each: a turn may rise with time
         while self._heap:
             turn, place, tenant = self._heap[0]
             if not self._is_valid(place, tenant):
                 heapq.heappop(self._heap)
-            elif (now := self._policy.turn(tenant)) > turn:
+            elif tenant not in asked and (now := self._policy.turn(tenant)) > turn:
+                asked.add(tenant)
                 heapq.heapreplace(self._heap, (now, place, tenant))
             else:
                 self._lowest = max(self._lowest, turn)

@@ -13,13 +13,16 @@ from transformers import PreTrainedModel
 from engine.checkpoints.adapter import read_adapter
 from engine.config import Config, build_config
 from engine.errors import RequestError
+from engine.execution.adapters import RankAdapters
 from engine.kv.node import Namespace
-from engine.messages import RequestOptions
+from engine.messages import RequestOptions, Step
 from engine.params import SamplingParams
 from engine.prompt import Adapter
+from engine.scheduling.payoff import Payoff
 from engine.system import System
 from tests.adapters.made import greedy, make_adapter, merged
 from tests.models.checkpoints import build, random_tokens, save
+from tests.scheduling.liars import Everything
 from tests.workers.executors import send
 
 NUM_NEW = 10
@@ -136,6 +139,34 @@ def test_they_are_so_wherever_they_run(llama: Made, tables: dict[str, dict[str, 
     (together,) = run(llama, llama.config(**tables), [asked])
     for one, said in zip(asked, together, strict=True):
         check(llama, one, said)
+
+
+def test_they_are_so_where_tokens_are_proposed(llama: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the model without any; with retractions, both tiers and two ranks."""
+    monkeypatch.setattr(Payoff, "counts", Everything.counts)
+    monkeypatch.setattr(Payoff, "knows", Everything.knows)
+    take, most = RankAdapters.take, [0]
+
+    def watched(self: RankAdapters, step: Step) -> dict[int, str]:
+        most.append(max(np.frombuffer(step.prefill_samples, np.int32).tolist(), default=0))
+        return take(self, step)
+
+    monkeypatch.setattr(RankAdapters, "take", watched)
+    tables: dict[str, dict[str, object]] = {
+        "plugins": {
+            "proposer": "draft_model",
+            "policy": "fair",
+            "options": {"proposer.draft_model": {"path": str(llama.directory)}},
+        },
+        "lora": {"max_adapters": 2},
+        "kv": {"num_pages": 32, "num_host_pages": 32},
+        "device": {"tensor_parallel": 2},
+    }
+    asked = [*zip(PROMPTS, NAMES, strict=True)]
+    (together,) = run(llama, llama.config(**tables), [asked])
+    for one, said in zip(asked, together, strict=True):
+        check(llama, one, said)
+    assert max(most) > 2
 
 
 @pytest.mark.parametrize("variant", ["qwen3-yarn-bias", "gemma2", "cohere", "olmo2"])

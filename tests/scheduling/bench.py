@@ -1,5 +1,6 @@
 """A planner, a fake device and every stream that comes out: what the tests of scheduling work at."""
 
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -10,7 +11,7 @@ from engine.notices import LossExplained
 from engine.params import SamplingParams
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.policy.priority import MostUrgentFirst
-from engine.prompt import Origin
+from engine.prompt import Adapter, Origin
 from engine.scheduling.drafts import Drafts
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
@@ -50,6 +51,7 @@ class Bench:
         self.ends: dict[int, list[Finish]] = {}
         self.expected: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
+        self.accepted: Counter[int] = Counter()
         self.metrics: dict[int, RequestMetrics] = {}
         self.steps: list[Step] = []
         self.started: list[int] = []
@@ -64,12 +66,13 @@ class Bench:
         priority: int = 0,
         num_resumed: int = 0,
         tenant: str = "",
+        adapter: Adapter | None = None,
         **params: object,
     ) -> None:
         prompt = np.asarray(prompt, dtype=np.int32)
         given = SamplingParams(temperature=0.0, **params)
         self.planner.admit(
-            Admit(request_id, prompt.tobytes(), given, priority, salt, num_resumed, Origin(tenant=tenant))
+            Admit(request_id, prompt.tobytes(), given, priority, salt, num_resumed, Origin(tenant=tenant), adapter)
         )
         self.streams[request_id], self.ends[request_id] = [], []
         stops = frozenset(given.stop_token_ids) | (frozenset() if given.ignore_eos else {EOS})
@@ -121,6 +124,10 @@ class Bench:
                     self.streams[request_id].append(token)
                 if finish:
                     self.ends[request_id].append(Finish(finish))
+            for request_id, extras in message.extras.items():
+                self.accepted[request_id] += extras.num_accepted
+                said = len(self.streams[request_id])
+                assert self.accepted[request_id] <= said, f"request {request_id}: more was accepted than {said} tokens"
         self.planner.outbox.clear()
         for metrics in self.planner.finished:
             assert metrics.request_id not in self.metrics, f"request {metrics.request_id} finished twice"

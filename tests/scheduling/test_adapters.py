@@ -2,8 +2,13 @@
 
 import random
 
+import msgspec
+import pytest
+
+from engine.messages import Finish, StepExtras
 from engine.prompt import Adapter
 from engine.scheduling.adapters import AdapterSlots
+from tests.scheduling.bench import Bench, prompt_of
 
 
 def adapter(name: str) -> Adapter:
@@ -64,3 +69,34 @@ def test_thousands_of_adapters_come_and_go_without_a_trace() -> None:
         slots.release(row)
     assert not slots._of_row
     assert not any(slot.rows for slot in slots._slots)
+
+
+def lose_the_adapter(bench: Bench) -> None:
+    """Of whoever starts in the last step that has run."""
+    done, row = bench.device.done.pop(), bench.steps[-1].admissions[-1].row
+    bench.device.done.append(msgspec.structs.replace(done, extras={row: StepExtras(lost_adapter="gone")}))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_without_its_adapter_says_nothing_wherever_its_row_is(depth: int, max_tokens: int) -> None:
+    bench = Bench(depth=depth, num_slots=1)
+    bench.submit(1, prompt_of(9), max_tokens=6, ignore_eos=True)
+    bench.submit(2, prompt_of(7, seed=1), max_tokens=max_tokens, adapter=adapter("a"))
+    bench.plan()
+    lose_the_adapter(bench)
+    bench.finish()
+    assert (bench.streams[2], bench.ends[2]) == ([], [Finish.ERROR])
+    assert bench.streams[1] == bench.expected[1]
+
+
+def test_the_next_request_does_not_trust_a_slot_that_was_lost_on_one_that_has_ended() -> None:
+    bench = Bench(num_slots=1)
+    bench.submit(1, prompt_of(7), adapter=adapter("a"))
+    bench.plan()
+    lose_the_adapter(bench)
+    bench.planner.abort(1)
+    bench.finish()
+    bench.submit(2, prompt_of(7), max_tokens=5, adapter=adapter("a"))
+    bench.plan()
+    assert bench.steps[-1].admissions[0].adapter == adapter("a")

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from engine.messages import Finish
+from engine.scheduling.guesses import TOLD_AT_ONCE
 from engine.scheduling.payoff import Payoff
 from engine.scheduling.proposer import DraftModel
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
 from tests.scheduling.fake_device import VOCAB, next_token
-from tests.scheduling.liars import KINDS, Everything, Liar
+from tests.scheduling.liars import KINDS, Everything, Liar, LiarSession
 
 
 @pytest.fixture(autouse=True)
@@ -137,3 +138,19 @@ def test_a_proposer_that_raises_is_not_asked_again_for_that_request() -> None:
     bench.submit(1, prompt_of(6), max_tokens=9)
     right(bench)
     assert not any(step.proposed_rows for step in bench.steps)
+
+
+def test_prompts_that_come_together_are_not_told_to_their_sessions_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(LiarSession, "extend", lambda self, token_ids: told.append(len(token_ids)))
+    bench = Bench(
+        proposer=liar("wrong"), max_len=600, num_pages=1024, max_running=8, max_step_tokens=4096, prefill_chunk=512
+    )
+    for request_id in range(8):
+        bench.submit(request_id, prompt_of(400, seed=request_id), max_tokens=150, ignore_eos=True)
+    most = 0
+    while bench.plan() or bench.deliver():
+        most = max(most, sum(told))
+        told.clear()
+    assert TOLD_AT_ONCE <= most <= TOLD_AT_ONCE + 8 * 5
+    assert all(bench.streams[one] == bench.expected[one] for one in range(8))

@@ -150,3 +150,18 @@ def test_through_the_planner_a_newcomer_gets_the_first_row_that_is_free(depth: i
     # A prompt of 5 and 8 tokens for twice as much; what has come out by the time the last one started is counted.
     policy = bench.planner._quarantine._waiting._policy  # type: ignore[attr-defined]
     assert 5 + 2 * 7 <= policy.turn("calm") - 5 <= 5 + 3 * 16
+
+
+def test_turns_that_rise_whenever_somebody_looks_keep_nobody_waiting() -> None:
+    class Clock(FairShare):
+        asked = 0
+
+        def turn(self, tenant: str) -> float:
+            self.asked += 1
+            assert self.asked < 100, "the queue asks for ever"
+            return float(self.asked)
+
+    rows = Rows(Clock(FairOptions()))
+    for arrival, tenant in enumerate("aabb"):
+        rows.queue.push(sequence(arrival, tenant))
+    assert sorted(rows.start().request_id for _ in range(4)) == [0, 1, 2, 3]
