@@ -184,6 +184,8 @@ def test_a_key_is_sent_and_a_wrong_one_is_said(tmp_path: Path, capsys: pytest.Ca
         (["--slo", "speed=1"], "names are ttft, tpot, e2e"),
         (["--turns", "2", "--endpoint", "completions"], "needs --endpoint chat"),
         (["--burst", "2"], "--burst needs --rate"),
+        (["--prefix", "-1"], "-1 is below 0"),
+        (["--seed", "-1"], "-1 is below 0"),
         (["--field", "top_k=x"], "the value is no JSON"),
         (["--trace", "nothing.jsonl"], "cannot be read: No such file"),
         (["--trace", "TRACE"], "line 2: give prompt or prompt_tokens"),
