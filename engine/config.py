@@ -145,7 +145,9 @@ def load_served(
         own = {**table, **own}
         _decode(own, Config, str(path), _from_table(text, number), (MODELS,))
         _anchor_model_path(own, path.parent if path else Path())
-        models.append(ServedModel(one, _laid_over(own, overrides, environment, f"{origin}: [[models]] {one.name}")))
+        laid = _laid_over(own, overrides, environment, f"{origin}: [[models]] {one.name}")
+        named = msgspec.structs.replace(laid.model, name=one.name)  # what requests choose by, whatever was laid over
+        models.append(ServedModel(one, msgspec.structs.replace(laid, model=named)))
     config = _laid_over(table, overrides, environment, origin)
     return SeveralModels(**msgspec.structs.asdict(config), models=tuple(models)) if models else config
 

@@ -38,11 +38,13 @@ def adapters_below(rules: AdapterRules, model: str) -> dict[str, ServedAdapter]:
     for path in sorted(Path(rules.folder).iterdir())[:MAX_NAMES]:
         if (path / CONFIG).is_file():
             try:
+                if not path.name.isprintable():
+                    raise WeightsError("its name is not of printable characters; rename the folder")
                 if path.name == model:
                     raise WeightsError("that is the model's own name; set model.name, or rename the folder")
                 found[path.name] = ServedAdapter(read_adapter(path.resolve(), rules), int(time.time()))
             except WeightsError as error:
-                log.warning("adapter %s is not served: %s", path.name, error)
+                log.warning("adapter %a is not served: %s", path.name, error)
     return found
 
 

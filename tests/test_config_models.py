@@ -57,6 +57,11 @@ def test_what_is_laid_over_the_file_holds_for_every_model(tmp_path: Path) -> Non
     assert {(one.kv.page_size, one.kv.num_pages) for one in every} == {(8, 9)}
 
 
+def test_a_model_keeps_the_name_that_requests_choose_it_by(tmp_path: Path) -> None:
+    config = read(write(tmp_path), "model.name=c", CALLBOARD_MODEL__NAME="d")
+    assert [one.config.model.name for one in config.models] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     "old, new, said",
     [

@@ -71,12 +71,12 @@ def _add_serve(parser: ArgumentParser) -> None:
     load.add_argument("--prompt", type=_count, default=128, help="words of a turn (default: 128)")
     load.add_argument("--output", type=_count, default=128, help="most tokens of an answer (default: 128)")
     load.add_argument("--variation", type=_share, default=0.0, help="0.5: lengths from half to 1.5 times that")
-    load.add_argument("--prefix", type=int, default=0, help="words that conversations begin with in common")
+    load.add_argument("--prefix", type=_natural, default=0, help="words that conversations begin with in common")
     load.add_argument("--groups", type=_count, default=1, help="of conversations that share a prefix (default: 1)")
     load.add_argument("--turns", type=_count, default=1, help="of a conversation (default: 1)")
     load.add_argument("--ignore-eos", action="store_true", help="answers of full length; not every server knows it")
     load.add_argument("--trace", type=Path, help="JSON lines instead: time, max_tokens, prompt or prompt_tokens")
-    load.add_argument("--seed", type=int, default=0, help="of the load (default: 0)")
+    load.add_argument("--seed", type=_natural, default=0, help="of the load (default: 0)")
     when = parser.add_mutually_exclusive_group()
     when.add_argument("--rate", type=_positive, help="conversations a second, by a Poisson process")
     when.add_argument("--concurrency", type=_count, help="so many at once, each after another (default: 16)")
@@ -91,6 +91,12 @@ def _count(text: str) -> int:
     if (count := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1")
     return count
+
+
+def _natural(text: str) -> int:
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return number
 
 
 def _positive(text: str) -> float:

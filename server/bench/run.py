@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from server.bench.client import Client, Record, Target
-from server.bench.loads import Conversation
+from server.bench.loads import Conversation, due
 
 
 async def run(target: Target, load: list[Conversation], concurrency: int) -> tuple[str, list[Record], float]:
@@ -40,7 +40,7 @@ class _Run:
             self._began = time.perf_counter()
             async with asyncio.TaskGroup() as group:
                 if concurrency:
-                    waiting = iter(self._load)  # which all take from
+                    waiting = iter(due(self._load, [0.0] * len(self._load)))  # which all take from
                     for _ in range(min(concurrency, len(self._load))):
                         group.create_task(self._hold(waiting))
                 else:

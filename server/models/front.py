@@ -86,6 +86,8 @@ async def fronting(config: SeveralModels, listener: socket.socket) -> AsyncItera
             raise ConfigError(
                 f"[[models]] {one.table.name}: placement.ingress = 'process': it has its HTTP with it here"
             )
+    if config.lora.folder:
+        raise ConfigError(f"lora.folder={config.lora.folder}: adapters are of one model, and this file has [[models]]")
     server = config.server
     read_keys(server)  # a file that cannot be used is said before a model is loaded
     # Generating takes as long as the model's own limits let it; only reaching it is bounded here.

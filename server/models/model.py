@@ -76,15 +76,20 @@ class Model(Replica):
     async def load(self) -> None:
         """Start its process, and wait until that is ready.  Raises CallboardError, with the reason, if it ends."""
         started = self._clock()
-        self._set(State.STARTING)
         reading, writing = os.pipe()
-        with bind(LOOPBACK, 0) as listener:
-            url = url_of(listener)
-            ticket = ModelTicket(self._config, listener.fileno(), writing, os.getpid(), LogSettings.here())
-            self._child = child = Child(
-                MODULE, ticket, lambda reason: self._ended(child, reason), (listener.fileno(), writing)
-            )
-        os.close(writing)
+        try:
+            with bind(LOOPBACK, 0) as listener:
+                url = url_of(listener)
+                ticket = ModelTicket(self._config, listener.fileno(), writing, os.getpid(), LogSettings.here())
+                self._child = child = Child(
+                    MODULE, ticket, lambda reason: self._ended(child, reason), (listener.fileno(), writing)
+                )
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        self._set(State.STARTING)
         log.info("process %d loads %s", child.pid, self.name)
         try:
             report = await _report(reading)

@@ -106,7 +106,7 @@ class Models:
         """Load those that are to be loaded at the start, one after another as long as there is room."""
         for one in self.all:
             if one.table.load == "start" and one.state is State.STOPPED:
-                await self.bring(one)
+                await asyncio.wait({self.bring(one)})  # which goes on for others if this is cancelled
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until no request is open, and load nothing more meanwhile; False if the time ran out first."""

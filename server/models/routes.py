@@ -19,8 +19,8 @@ from engine.actors.admission import RETRY_AFTER_S, RETRY_LATER_S, queue_full
 from engine.errors import RequestError
 from engine.sections import LimitsSection, ServerSection
 from server.clients import Rates
-from server.http.body import collect, name_field
-from server.http.exchange import EXCHANGE
+from server.http.body import check_headers, collect, name_field
+from server.http.exchange import EXCHANGE, refuse_foreign_page
 from server.http.replies import json_reply
 from server.models.model import Model
 from server.models.models import Models
@@ -95,6 +95,11 @@ class ModelsRoutes:
         return await self._proxies[model.name].send_on(request, b"")
 
     async def _send(self, request: web.Request, *, counted: bool) -> web.StreamResponse:
+        # As the model's own server would: a page of another site shall load none either.
+        if request.can_read_body:
+            check_headers(request)
+        else:
+            refuse_foreign_page(request)
         with self._share_of(request[EXCHANGE].client):
             body = await collect(request, self._server)
             model = self._models.find(_model_of(body) or request.query.get("model"))

@@ -33,6 +33,11 @@ Named = tuple[str, Grammar]
 JSON_OBJECT = Grammar("json_object")
 
 
+def tenant_of(user: str | None) -> Origin:
+    """Returns from whom a request is that names this ``user``; none where a key says it."""
+    return Origin(tenant=(user or "")[:MAX_TENANT])
+
+
 class Translator:
     """Turns request bodies into generations for one model, which ``card`` describes.
 
@@ -86,7 +91,7 @@ class Translator:
             chat=chat,
             prompt_only=prompt_only,
             return_prompt_ids=bool(body.return_token_ids),
-            origin=Origin(tenant=(body.user or "")[:MAX_TENANT]),
+            origin=tenant_of(body.user),
             adapter=self.adapter_of(body.model),
         )
         return Generation(
@@ -102,13 +107,12 @@ class Translator:
         )
 
     def adapter_of(self, name: str | None) -> Adapter | None:
-        """Returns the adapter that ``name`` asks for; None for the model itself."""
-        served = self.adapters.get(name) if name is not None else None
-        return None if served is None else served.adapter
+        """Returns the adapter that ``name`` asks for; None for the model itself.  Raises RequestError (404).
 
-    def check_model(self, name: str | None) -> None:
-        """Raise RequestError (404) unless ``name`` is the served model or an adapter of it, or none is named."""
-        if name is not None and name != self.card.name and name not in self.adapters:
+        An adapter may be unloaded between two looks: what is none by now never stands for the model."""
+        if name is None or name == self.card.name:
+            return None
+        if (served := self.adapters.get(name)) is None:
             more = f" and {len(self.adapters)} adapters, which GET /v1/models names" if self.adapters else ""
             raise RequestError(
                 f"the model '{name[:100]}' does not exist; this server has '{self.card.name}'{more}",
@@ -116,6 +120,11 @@ class Translator:
                 code="model_not_found",
                 param="model",
             )
+        return served.adapter
+
+    def check_model(self, name: str | None) -> None:
+        """Raise RequestError (404) unless ``name`` is the served model or an adapter of it, or none is named."""
+        self.adapter_of(name)
 
     def check_count(self, num_prompts: int, num_choices: int, counted: str) -> None:
         """Raise RequestError for more choices than one request may have.  counted: the field that says how many."""

@@ -12,7 +12,7 @@ const EVERY_MS = 1000;
 const THEME = "callboard-theme";
 
 let model = "";
-let chosen = ""; // of several models
+let chosen = null; // of several models and adapters, as the server lists it
 let models = null; // until the server has said which there are
 let timer = null;
 const engine = new EngineView();
@@ -86,8 +86,12 @@ byId("key-form").addEventListener("submit", async (event) => {
 
 // ---- which of several models ----
 
+// An adapter runs in the engine of its model, so that is what is shown.
+const shown = () => chosen?.parent || chosen?.id || "";
+
 byId("models").addEventListener("change", () => {
-  model = chosen = byId("models").value;
+  chosen = models[byId("models").selectedIndex];
+  model = chosen.id;
   byId("model").textContent = "";
   refresh();
 });
@@ -96,7 +100,8 @@ async function offerModels() {
   models = await getModels().catch(() => null);
   if (models === null || models.length < 2) return;
   byId("models").replaceChildren(...models.map((one) => new Option(one.id)));
-  byId("models").value = model = chosen = models[0].id;
+  chosen = models[0];
+  byId("models").value = model = chosen.id;
   byId("models").hidden = false;
 }
 
@@ -105,7 +110,7 @@ async function offerModels() {
 async function refresh() {
   clearTimeout(timer);
   if (models === null) await offerModels();
-  const stats = await getStats(chosen).catch(refused);
+  const stats = await getStats(shown()).catch(refused);
   // Who looks at the other view only wants to know that the server is there.
   const wait = byId("engine").hidden ? 10 * EVERY_MS : EVERY_MS;
   clearTimeout(timer); // another look may have begun meanwhile
@@ -114,8 +119,8 @@ async function refresh() {
 }
 
 function show(stats) {
-  if (chosen && chosen !== stats.model) return; // asked before another one was chosen
-  model = stats.model;
+  if (chosen && shown() !== stats.model) return; // asked before another one was chosen
+  model = chosen?.id ?? stats.model;
   const name = chosen ? "" : stats.model;
   byId("model").textContent = [name, stats.about].filter(Boolean).join(", ");
   byId("version").textContent = `callboard ${stats.version}`;

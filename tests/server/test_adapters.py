@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from engine.prompt import Adapter
 from engine.sections import ServerSection
 from engine.workers.messages import FrontendState, Handover
 from server.adapters import MAX_NAMES, Adapters, ServedAdapter
+from server.openai.translator import Translator
 from tests.adapters.made import greedy, make_adapter, merged
 from tests.models.checkpoints import build, random_tokens, save
 from tests.server.http_client import Reply, ask
@@ -39,6 +41,7 @@ class Scene:
         self.folder = root / "adapters"
         self.good = make_adapter(self.folder / "good", self.reference, 1)
         make_adapter(self.folder / MODEL, self.reference, 7)
+        shutil.copytree(self.good, self.folder / os.fsdecode(b"\xff"))  # no name that JSON could have
         (self.folder / "broken").mkdir()
         (self.folder / "broken" / "adapter_config.json").write_text("{}")
         tables = {
@@ -160,6 +163,15 @@ def test_a_link_out_of_the_folder_is_no_way_out(scene: Scene, tmp_path: Path) ->
     (scene.folder / "later").mkdir(exist_ok=True)
     (scene.folder / "later" / "link").symlink_to(tmp_path / "outside")
     assert "not below" in scene.post(LOAD, "x", lora_path="later/link").error["message"]
+
+
+def test_an_adapter_that_is_unloaded_meanwhile_is_never_the_model() -> None:
+    served = {"a": ServedAdapter(Adapter("digest", "/path"), 0)}
+    translator = Translator(CARD, adapters=served)
+    translator.check_model("a")
+    del served["a"]  # as can be while a thread understands a long body
+    with pytest.raises(RequestError, match="'a' does not exist"):
+        translator.adapter_of("a")
 
 
 def test_a_thousand_loads_and_unloads_leave_nothing(scene: Scene) -> None:

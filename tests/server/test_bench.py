@@ -118,6 +118,15 @@ def test_an_open_loop_does_not_wait_for_answers_and_a_closed_one_does(tmp_path: 
     assert max(request[0] for request in result["requests"]) < 0.2, "due at 1,000 a second"
 
 
+def test_in_a_closed_loop_no_request_of_a_trace_is_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(f'{{"time": {at}, "max_tokens": 8, "prompt": "hi"}}\n' for at in (0, 0.01, 0.02)))
+    with LiveServer(FakeIngress(delay_s=0.02)) as live:
+        result = bench(live, tmp_path, "--trace", str(trace), "--concurrency", "1")
+    assert result["figures"]["late_ms"] < 100.0
+    assert "too slow" not in capsys.readouterr().out
+
+
 def test_a_turn_brings_all_that_was_said_before(tmp_path: Path) -> None:
     with LiveServer() as live:
         result = bench(live, tmp_path, "--requests", "2", "--turns", "3", "--output", "4")
@@ -175,6 +184,8 @@ def test_a_key_is_sent_and_a_wrong_one_is_said(tmp_path: Path, capsys: pytest.Ca
         (["--slo", "speed=1"], "names are ttft, tpot, e2e"),
         (["--turns", "2", "--endpoint", "completions"], "needs --endpoint chat"),
         (["--burst", "2"], "--burst needs --rate"),
+        (["--prefix", "-1"], "-1 is below 0"),
+        (["--seed", "-1"], "-1 is below 0"),
         (["--field", "top_k=x"], "the value is no JSON"),
         (["--trace", "nothing.jsonl"], "cannot be read: No such file"),
         (["--trace", "TRACE"], "line 2: give prompt or prompt_tokens"),

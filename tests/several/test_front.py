@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from engine.config import Config, ServedModel, SeveralModels, build_config
+from engine.errors import ConfigError
 from engine.sections import LimitsSection, ModelTable, ServerSection
 from server.backend import Backend
 from server.http.connection import HttpRunner
@@ -121,8 +122,24 @@ def test_what_names_no_model_is_refused_and_loads_none(run: Callable[..., None],
     async def test(one: Front) -> None:
         status, answer = await one.post(body)
         assert (status, answer["error"]["code"]) == (404 if code == "model_not_found" else 400, code)
-        async with one.client.post("/v1/completions", data=b"{") as response:
+        json_type = {"Content-Type": "application/json"}
+        async with one.client.post("/v1/completions", data=b"{", headers=json_type) as response:
             assert (response.status, (await response.json())["error"]["code"]) == (400, "malformed_json")
+        assert one.model("b").began == []
+
+    run(test)
+
+
+def test_what_a_page_of_another_site_can_send_unasked_loads_none(run: Callable[..., None]) -> None:
+    async def test(one: Front) -> None:
+        for headers, body, status in (
+            ({"Content-Type": "text/plain"}, b'{"model": "b"}', 415),
+            ({"Content-Encoding": "gzip", "Content-Type": "application/json"}, b"", 403),
+            ({}, b"", 403),
+        ):
+            headers["Sec-Fetch-Site"] = "cross-site"
+            async with one.client.post("/v1/completions?model=b", data=body, headers=headers) as response:
+                assert response.status == status
         assert one.model("b").began == []
 
     run(test)
@@ -225,6 +242,14 @@ def test_keys_hold_for_the_front_and_for_every_model(run: Callable[..., None]) -
             assert response.status == 401
 
     run(test, server=msgspec.to_builtins(ServerSection(api_key="k")))
+
+
+def test_adapters_are_refused_at_start(run: Callable[..., None]) -> None:
+    async def test(one: Front) -> None:
+        raise AssertionError("it started")
+
+    with pytest.raises(ConfigError, match=r"lora\.folder=there: adapters are of one model"):
+        run(test, lora={"folder": "there"})
 
 
 def test_a_draining_front_takes_no_more(run: Callable[..., None]) -> None:

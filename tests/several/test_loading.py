@@ -195,3 +195,22 @@ def test_a_stop_ends_loads_and_tells_those_who_wait() -> None:
             await waiting
 
     run(test)
+
+
+def test_a_start_that_is_given_up_leaves_its_load_to_those_who_wait() -> None:
+    async def test(models: Models, fakes: dict[str, FakeModel]) -> None:
+        fakes["a"].gate.clear()
+        starting = asyncio.create_task(models.start())
+        while not fakes["a"].began:
+            await asyncio.sleep(0)
+        waiting = asyncio.create_task(ask(models, fakes["a"]))
+        await asyncio.sleep(0.01)
+        starting.cancel()
+        draining = asyncio.create_task(models.drain(SOON_S))
+        await asyncio.sleep(0.01)
+        fakes["a"].gate.set()
+        await waiting
+        assert await draining
+        assert (fakes["a"].began, fakes["b"].began) == (["load"], [])
+
+    run(test)

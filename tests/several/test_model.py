@@ -1,6 +1,7 @@
 """One of several models and its process: how it is started, found dead and ended."""
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -74,6 +75,21 @@ def test_a_load_that_fails_says_why_and_tells_no_path(path: str, reason: str) ->
         assert model.state is State.STOPPED
 
     run(test, path)
+
+
+def test_a_process_that_cannot_be_started_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    async def test(model: Model) -> None:
+        monkeypatch.setattr(model_module, "Child", refuse)
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match="no more processes"):
+            await model.load()
+        assert os.listdir("/proc/self/fd") == before
+        assert (model.state, model.loaded_bytes) == (State.STOPPED, 0)
+
+    run(test)
 
 
 def test_a_process_that_does_not_leave_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
