@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.checkpoints.fields import Fields, read_fields
+from engine.checkpoints.fields import LARGEST, Fields, read_fields
 from engine.checkpoints.shape import AttentionShape, DecoderShape, GatedShape, LayerShape, MLPShape
 from engine.checkpoints.shards import StoredTensor, read_header
 from engine.errors import ConfigError, WeightsError
@@ -150,7 +150,7 @@ def module_scale(fields: Fields, module: str, rank: int) -> float:
                 break
         except re.error as error:
             raise WeightsError(f"{fields.origin}: alpha_pattern has {pattern!r:.80}, no pattern: {error}") from None
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= LARGEST:
         raise fields.error("alpha_pattern", patterns, "numbers")
     return alpha / (math.sqrt(rank) if fields.flag("use_rslora", False) else rank)
 

@@ -184,6 +184,10 @@ class RankAdapters:
             if (a_RI := tensors.get(tensor_name(name, "A"))) is None:
                 continue
             b_OR = tensors[tensor_name(name, "B")].float() * module_scale(fields, name, len(a_RI))
+            a_RI, b_OR = a_RI.to(self._dtype), b_OR.to(self._dtype)
+            # The mask multiplies by zero what other rows do not get, which leaves NaN of what is not finite.
+            if not (a_RI.isfinite().all() and b_OR.isfinite().all()):
+                raise WeightsError(f"{adapter.path}: {name} has numbers that are not finite in {self._dtype}")
             place.weight.put(slot, place.matrix, a_RI[:, place.inputs], b_OR[place.outputs])
 
 

@@ -48,6 +48,8 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"lora_alpha": -1}, "lora_alpha is -1, expected a positive number"),
     ({"alpha_pattern": {"(": 3}}, "alpha_pattern has '(', no pattern"),
     ({"alpha_pattern": {"q_proj": "much"}}, "expected numbers"),
+    ({"alpha_pattern": {"q_proj": 10**400}}, "expected numbers"),
+    ({"lora_alpha": 10**400}, "expected a positive number"),
 ]
 TENSORS: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [
     (lambda held: held.pop(Q.format("B")), "self_attn.q_proj.lora_B.weight' is missing"),

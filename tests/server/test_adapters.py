@@ -140,6 +140,17 @@ def test_files_that_are_gone_end_the_request_and_nothing_else(scene: Scene) -> N
     scene.post(UNLOAD, "gone")
 
 
+def test_numbers_that_are_not_finite_reach_no_step(scene: Scene) -> None:
+    """Other rows of the step would get them too, times zero."""
+    folder = shutil.copytree(scene.good, scene.folder / "later" / "infinite")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 1e308}))
+    assert scene.post(LOAD, "infinite", lora_path="later/infinite").status == 200
+    reply = ask(scene.live.port, "POST", "/v1/completions", {"model": "infinite", "prompt": PROMPT, "max_tokens": 3})
+    assert (reply.status, reply.error["code"]) == (500, "adapter_lost")
+    scene.post(UNLOAD, "infinite")
+
+
 @pytest.mark.parametrize(
     ("name", "path", "param", "reason"),
     [
