@@ -7,6 +7,7 @@ from functools import partial
 
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import Config
+from engine.errors import PluginError
 from engine.kv.eviction import EvictionStrategy
 from engine.plugins.guards import GuardedStrategy, guarded
 from engine.plugins.hookspecs import EvictionContext, PolicyContext, ProposerContext
@@ -15,6 +16,8 @@ from engine.scheduling.planner import NewDrafts
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.proposer import DraftModel, Proposer
 from engine.text.vocabulary import Vocabulary
+
+MOST_PROPOSED = 64  # for a row at a time; no text is guessed further
 
 
 def plugin_strategy(plugins: Plugins, config: Config, num_pages: int) -> EvictionStrategy:
@@ -43,11 +46,14 @@ def plugin_proposer(
         return None
     context = ProposerContext(spec.vocab_size, max_len, config.plugins.options.get(name, {}))
     built = plugins.build(name, "callboard_proposer", context, Proposer, DraftModel)
+    assert isinstance(built, Proposer | DraftModel), f"{name} has built {built!r}"
+    if type(built.num_tokens) is not int or not 1 <= built.num_tokens <= MOST_PROPOSED:
+        observed = f"num_tokens is {built.num_tokens!r:.100}"
+        raise PluginError(f"plugin {name}: {observed}, expected an int from 1 to {MOST_PROPOSED}")
     if isinstance(built, DraftModel):
         from engine.plugins.draft_models import fitting_draft  # as below
 
         return fitting_draft(built, name, config, spec, vocabulary)
-    assert isinstance(built, Proposer), f"{name} has built {built!r}"
     return built
 
 

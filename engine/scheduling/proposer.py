@@ -25,7 +25,7 @@ class ProposerSession(Protocol):
 
 @runtime_checkable
 class Proposer(Protocol):
-    """num_tokens: the most that it is worth asking for.  Called on the scheduler's loop: every request waits for it."""
+    """num_tokens: the most worth asking for, 1 to 64.  Called on the scheduler's loop: every request waits for it."""
 
     num_tokens: int
 

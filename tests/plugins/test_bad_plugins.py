@@ -156,6 +156,17 @@ def test_what_cannot_be_built_is_an_error_of_the_start_that_names_the_plugin(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("num_tokens", ["'four'", "0", "65", "True"])
+def test_a_proposer_that_wants_no_number_of_tokens_is_refused_at_the_start(
+    checkpoint: Path, install: Install, num_tokens: str
+) -> None:
+    body = f"class Odd:\n    num_tokens = {num_tokens}\n\n    def open(self):\n        return self\n\n"
+    source = f"{HEAD}{body}@hookimpl\ndef callboard_proposer(context):\n    return Odd()\n"
+    install("acme", {"proposer.odd": "odd"}, {"odd.py": source})
+    with pytest.raises(PluginError, match=r"proposer\.odd: num_tokens is .* from 1 to 64"):
+        play(checkpoint, serves, {}, proposer="odd")
+
+
 @pytest.mark.reliability("P13", "a strategy or policy raises, or ranks by nonsense, in the middle")
 @pytest.mark.parametrize("body", ["raise ValueError('planted')", "return 'abc'", "return (1, 2)", "return (1.5,)"])
 @pytest.mark.parametrize("kind", ["eviction", "policy"])
