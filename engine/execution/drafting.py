@@ -222,7 +222,7 @@ class DraftingRunner:
         self._drafter = drafter
 
     def launch(self, step: Step) -> LaunchedStep | WithoutAdapters | DraftedStep:
-        """See ``Runner``; a step that is launched again in parts, without its proposals, verifies what was drafted."""
+        """See ``Runner``.  A step that is launched again in parts has lost what was drafted for it."""
         self._drafter.follow(step, self._rows.computed)
         if not step.proposed_rows:
             return self._runner.launch(step)
