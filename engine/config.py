@@ -29,6 +29,7 @@ from engine.sections import (
     SchedulerSection,
     Section,
     ServerSection,
+    StorageSection,
 )
 
 ENVIRONMENT_PREFIX = "CALLBOARD_"
@@ -75,6 +76,7 @@ class Config(Section, frozen=True):
     server: ServerSection = ServerSection()
     limits: LimitsSection = LimitsSection()
     lora: LoraSection = LoraSection()
+    storage: StorageSection = StorageSection()
 
     def chosen_plugins(self) -> dict[str, str | AttentionNames]:
         """Plugin kind -> the name wanted for it, 'auto' where the kind's own default will do."""

@@ -457,6 +457,17 @@ class LimitsSection(Section, frozen=True):
     request_timeout_s: Annotated[float, Meta(gt=0, description="Longest time a request may take in all")] = 600.0
 
 
+class StorageSection(Section, frozen=True):
+    """[storage]: what the server writes to disk of its clients' requests; nothing, unless a folder is named."""
+
+    folder: Annotated[
+        str,
+        Meta(
+            description="Where files, batches, stored responses, the journal and recordings lie; empty: nothing is written"
+        ),
+    ] = ""
+
+
 class ModelTable(Section, frozen=True):
     """[[models]]: one of several models that a server has; its own sections are laid over the file's."""
 
