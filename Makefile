@@ -14,7 +14,7 @@ TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nv
 PIP := $(BIN)/pip --disable-pip-version-check
 PIP_INSTALL := $(PIP) install --constraint constraints.txt
 
-.PHONY: serve test check reliability signatures conformance simulate snippets docs format demo-model clean
+.PHONY: serve test check reliability signatures newest conformance simulate snippets docs format demo-model clean
 
 serve: $(SERVES)  ## install what serving needs, then serve the demo model on 127.0.0.1:8000; CONFIG=FILE.toml ARGS="--port 8001"
 	$(BIN)/callboard serve $(CONFIG) $(ARGS)
@@ -40,6 +40,12 @@ signatures: $(STAMP)  ## every call into FlashInfer against its own Python code,
 	then PYTHONPATH=$(VENV)/signatures $(BIN)/python -m pytest \
 		tests/attention/test_flashinfer_signatures.py tests/attention/test_flashinfer_package.py; \
 	else echo "signatures: FlashInfer cannot be installed here; skipped"; fi
+
+NEWEST := tests/layers tests/sampling tests/execution tests/formats
+newest: $(STAMP)  ## tests of what calls torch, with the newest torch and transformers beside the environment; CUDA's build has 5 GB
+	$(PIP) install --quiet --upgrade --no-compile --target $(VENV)/newest \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "torch<3" "transformers<6"
+	PYTHONPATH=$(VENV)/newest $(BIN)/python -m pytest -n 2 --dist loadfile $(NEWEST)
 
 conformance: $(STAMP)  ## client libraries of PyPI and npm, 1 GB beside the environment, against a live server; ONLY=name
 	$(BIN)/python -m tests.clients --folder $(VENV)/clients --only "$(ONLY)"

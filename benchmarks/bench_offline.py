@@ -7,6 +7,7 @@ ignored, so that both produce exactly the asked-for tokens.  The table shows med
     python benchmarks/bench_offline.py --models demo --turns 5
     python benchmarks/bench_offline.py --models qwen3-moe           # a mixture of experts
     python benchmarks/bench_offline.py --table --batches 1 8 16 32  # precisions, memory, start, perplexity: by CPU time
+    python benchmarks/bench_offline.py --table --llama-python VENV/bin/python # beside llama.cpp, of the wheel xllamacpp
     python benchmarks/bench_offline.py --job qwen3-0.6b qwen3-14b   # on a GPU: the standard job beside its roofline
 """
 
@@ -15,6 +16,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import model_table
 import torch
 from bench_quantization import held_out
@@ -46,13 +49,13 @@ NUM_TEXTS = 4  # that are scored
 DEMO_MODEL = Path(__file__).parent.parent / "examples" / "demo_model"
 
 
-def qwen3_06b_shape(directory: Path) -> None:
-    """A checkpoint with the shape of Qwen3-0.6B; 1.2 GB."""
+def qwen3_06b_shape(directory: Path, layers: int = 28) -> None:
+    """A checkpoint with the shape of Qwen3-0.6B; 1.2 GB with all layers."""
     config = Qwen3Config(
         vocab_size=151936,
         hidden_size=1024,
         intermediate_size=3072,
-        num_hidden_layers=28,
+        num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=128,
@@ -166,12 +169,22 @@ def run_jobs(names: list[str], device: str, num_sequences: int, longest: int) ->
     return rows
 
 
-def run_table(names: list[str], batches: list[int], turns: int, path: Path | None) -> dict[str, list[dict[str, Any]]]:
-    """``model_table.py`` for the demo model and others.  path: of a plot, or None."""
-    shapes = {"qwen3-0.6b": qwen3_06b_shape, "qwen3-moe": qwen3_moe_shape}
+def run_table(
+    names: list[str],
+    engines: list[str],
+    batches: list[int],
+    turns: int,
+    path: Path | None,
+    llama: list[str],
+    layers: int,
+) -> dict[str, list[dict[str, Any]]]:
+    """``model_table.py`` for the demo model and others.
+
+    path: of a plot, or None.  llama: what runs llama.cpp, or [].  layers: of Qwen3-0.6B's shape."""
+    shapes = {"qwen3-0.6b": partial(qwen3_06b_shape, layers=layers), "qwen3-moe": qwen3_moe_shape}
     known = {"demo": (DEMO_MODEL, 64, turns, held_out(NUM_TEXTS))}
     known |= {name: (write, 8, min(turns, 2), []) for name, write in shapes.items()}
-    tables = model_table.run({name: known[name] for name in names}, batches)
+    tables = model_table.run({name: known[name] for name in names}, engines, batches, llama)
     if path is not None:
         model_table.plot(tables, path)
     return tables
@@ -189,6 +202,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the rows as JSON to this file as well")
     parser.add_argument("--table", action="store_true", help="the table of precisions instead")
     parser.add_argument("--plot", type=Path, help="write a PNG of it; needs matplotlib")
+    all_engines = list(model_table.ENGINES)
+    parser.add_argument("--engines", nargs="+", choices=all_engines, default=all_engines, help="of --table")
+    parser.add_argument("--layers", type=int, default=28, help="of Qwen3-0.6B's shape, for --table (default: all)")
+    parser.add_argument("--llama-server", default="", help="llama.cpp's binary, for --table (default: of the PATH)")
+    parser.add_argument("--llama-python", default=sys.executable, help="else an interpreter that has xllamacpp")
     parser.add_argument("--job", nargs="+", choices=list(SHAPES), help="run the standard offline job instead")
     parser.add_argument("--sequences", type=int, default=256, help="of the job (default: 256)")
     parser.add_argument("--longest", type=int, default=1024, help="prompt and output of the job (default: 1024)")
@@ -201,7 +219,16 @@ def main() -> None:
         return
     transformers_logging.set_verbosity_error()
     if arguments.table:
-        tables = run_table(arguments.models, arguments.batches, arguments.turns, arguments.plot)
+        llama = llama_cpp.find(arguments.llama_server, arguments.llama_python)
+        tables = run_table(
+            arguments.models,
+            arguments.engines,
+            arguments.batches,
+            arguments.turns,
+            arguments.plot,
+            llama,
+            arguments.layers,
+        )
         if arguments.output:
             arguments.output.write_text(json.dumps({"machine": describe_machine(), "tables": tables}, indent=1) + "\n")
         return

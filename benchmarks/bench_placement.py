@@ -28,10 +28,12 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.config import Config, build_config
-from engine.messages import ExecutorsLost, ExecutorsReady, Finish, Step, StepDone, Stop
+from engine.messages import Finish, Step, StepDone, Stop
+from engine.notices import ExecutorsLost, ExecutorsReady
 from engine.params import SamplingParams
 from engine.system import System
-from engine.workers.executors import ExecutorPlacement, Executors, InlineExecutors
+from engine.workers.executors import ExecutorPlacement, Executors
+from engine.workers.inline import InlineExecutors
 from engine.workers.limits import RestartIntensity
 from engine.workers.placement import ProcessExecutors
 

@@ -1,42 +1,5 @@
-"""What a result file must say about where it was measured."""
+"""What a result file must say about where it was measured: as ``callboard bench`` says it."""
 
-import os
-import platform
-import subprocess
-import sys
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+from server.bench.machine import describe_machine
 
-
-def describe_machine() -> dict[str, Any]:
-    """Commit, command, processor, threads, versions."""
-    torch = sys.modules.get("torch")  # a benchmark that runs without it does not wait for its import
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "commit": commit.stdout.strip(),
-        "command": " ".join(["python", *_script(), *sys.argv[1:]]),
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "gpu": torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-        "torch": version("torch"),
-    }
-
-
-def _script() -> list[str]:
-    """As one would type it: a module that was run by its name has been given its place on this machine."""
-    path = Path(sys.argv[0])
-    return ["-m", path.parent.name] if path.name == "__main__.py" else [sys.argv[0]]
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            facts = dict(line.split(":", 1) for line in lines if ":" in line)
-        flags = facts.get("flags\t\t", "")
-        extension = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else "no AVX"
-        name = facts.get("model name\t", "unknown").strip()
-        return f"{name} ({extension})"
-    except OSError:
-        return platform.processor()
+__all__ = ["describe_machine"]

@@ -1,8 +1,9 @@
-"""Precisions of callboard beside transformers: speed, memory, start and quality of one checkpoint, in turns.
+"""Precisions of callboard beside transformers and llama.cpp: speed, memory, start, quality of one checkpoint, in turns.
 
 Every engine is a process of its own that holds the checkpoint and is told over a pipe what to do next.  It is started
-twice: first with empty caches, as on a new machine, then with what the first start has kept.  Times are the
-process's CPU time, with one torch thread: where others use the machine as well, a clock says little.
+twice: first with empty caches, as on a new machine, then with what the first start has kept.  Each computes with one
+thread.  Times are CPU time, of all threads of the process that has the weights, and beside it the clock's: where others
+use the machine as well, that says little.
 
 Owns: the engines, the turns, the table.  Does not know: which checkpoints there are.
 """
@@ -20,11 +21,14 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
+import llama_cpp
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 
 LARGEST_ID = 2000
 PROMPT_TOKENS, PREFILL_TOKENS = 16, 1024
+LIKELY = 64
 Prompts = list[list[int]]
 # name -> (engine, dtype, model.quantization)
 ENGINES = {
@@ -33,8 +37,10 @@ ENGINES = {
     "callboard float32": ("callboard", "float32", "none"),
     "callboard bfloat16": ("callboard", "bfloat16", "none"),
     "callboard int8": ("callboard", "float32", "int8"),
+    "llama.cpp float32": ("llama.cpp", "F32", "none"),
+    "llama.cpp Q8_0": ("llama.cpp", "Q8_0", "none"),
+    "llama.cpp Q4_0": ("llama.cpp", "Q4_0", "none"),
 }
-FIRST = next(iter(ENGINES))
 
 
 class Engine(Protocol):
@@ -48,8 +54,34 @@ class Engine(Protocol):
         """Of all tokens but the first of each text."""
         ...
 
+    def cpu_s(self) -> float:
+        """CPU time until now of the process that computes."""
+        ...
 
-class Callboard:
+    @property
+    def pid(self) -> int:
+        """Of that process."""
+        ...
+
+    def close(self) -> None:
+        """End what it has started."""
+        ...
+
+
+class InThisProcess:
+    """What has the weights here."""
+
+    pid = os.getpid()
+
+    def cpu_s(self) -> float:
+        """See ``Engine``."""
+        return time.process_time()
+
+    def close(self) -> None:
+        """See ``Engine``: nothing."""
+
+
+class Callboard(InThisProcess):
     """The whole engine, offline."""
 
     def __init__(self, directory: str, dtype: str, quantization: str) -> None:
@@ -76,7 +108,7 @@ class Callboard:
         return math.exp(-statistics.fmean(one.sampled.logprob for one in scored))
 
 
-class Transformers:
+class Transformers(InThisProcess):
     """``generate`` with a static batch of equal lengths, which is the best case for it."""
 
     def __init__(self, directory: str, dtype: str, quantization: str) -> None:
@@ -110,74 +142,151 @@ class Transformers:
         return math.exp(-statistics.fmean(found))
 
 
-def serve(directory: str, name: str) -> None:
-    """A process of ``ENGINES``: one line of JSON in, one out, until the pipe ends."""
+class Llama:
+    """llama.cpp's server, with as many slots as prompts, each just large enough: begun anew when that changes."""
+
+    def __init__(self, directory: str, kind: str, quantization: str, *command: str) -> None:
+        assert quantization == "none", "what llama.cpp rounds to is the kind of its file"
+        self._command = list(command)
+        self._vocab_size = json.loads((Path(directory) / "config.json").read_text())["vocab_size"]
+        self._path = Path(os.environ["XDG_CACHE_HOME"]) / f"{kind}.gguf"
+        if not self._path.exists():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            llama_cpp.write_gguf(Path(directory), self._path, kind)
+        self._shape = (1, 256)
+        self._server = llama_cpp.LlamaServer(self._command, self._path, *self._shape)
+
+    @property
+    def pid(self) -> int:
+        """See ``Engine``."""
+        return self._server.pid
+
+    def cpu_s(self) -> float:
+        """See ``Engine``."""
+        return self._server.cpu_s()
+
+    def generate(self, prompts: Prompts, num_new: int) -> None:
+        """See ``Engine``."""
+        self._fit(len(prompts), len(prompts[0]) + num_new)
+        answers = self._server.complete(prompts, num_new)
+        assert [one["tokens_predicted"] for one in answers] == [num_new] * len(prompts)
+
+    def perplexity(self, texts: list[str]) -> float:
+        """See ``Engine``.  The server scores what it may say next, so each token takes a request for what follows those
+        before; its answer is long if it holds all tokens, and most are among the likely ones."""
+        found: list[float] = []
+        for text in texts:
+            ids = self._server.tokens(text)
+            self._fit(1, len(ids))
+            for end in range(1, len(ids)):
+                likely = self._next_logprobs(ids[:end], LIKELY)
+                if ids[end] not in likely:
+                    likely = self._next_logprobs(ids[:end], self._vocab_size)
+                found.append(likely[ids[end]])
+        return math.exp(-statistics.fmean(found))
+
+    def close(self) -> None:
+        """See ``Engine``."""
+        self._server.close()
+
+    def _next_logprobs(self, ids: list[int], count: int) -> dict[int, float]:
+        (answer,) = self._server.complete([ids], 1, cache_prompt=True, n_probs=count)
+        return {one["id"]: one["logprob"] for one in answer["completion_probabilities"][0]["top_logprobs"]}
+
+    def _fit(self, slots: int, slot_tokens: int) -> None:
+        shape = (slots, -(-slot_tokens // 256) * 256)
+        if shape != self._shape:
+            self._server.close()
+            self._server = llama_cpp.LlamaServer(self._command, self._path, *shape)
+            self._shape = shape
+
+
+KINDS = {"callboard": Callboard, "transformers": Transformers, "llama.cpp": Llama}
+
+
+def serve(directory: str, name: str, *command: str) -> None:
+    """A process of ``ENGINES``: one line of JSON in, one out, until the pipe ends.  command: what runs llama.cpp."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints
     kind, dtype, quantization = ENGINES[name]
-    engine: Engine = (Callboard if kind == "callboard" else Transformers)(directory, dtype, quantization)
+    began = time.perf_counter()
+    more = command if kind == "llama.cpp" else ()
+    engine: Engine = KINDS[kind](directory, dtype, quantization, *more)
     engine.generate([[1, 2, 3]], 1)
-    answers.write(f"{time.process_time()}\n")
+    answers.write(f"{json.dumps([engine.cpu_s(), time.perf_counter() - began])}\n")
     answers.flush()
     for line in sys.stdin:
         told = json.loads(line)
-        start = time.process_time()
-        result: float = 0.0
+        result: float | tuple[float, float] = 0.0
         if "texts" in told:
             result = engine.perplexity(told["texts"])
         elif "prompts" in told:
+            start, clock = engine.cpu_s(), time.perf_counter()
             engine.generate(told["prompts"], told["new"])
-            result = time.process_time() - start
+            result = (engine.cpu_s() - start, time.perf_counter() - clock)
         else:
-            fields = dict(one.split(":", 1) for one in Path("/proc/self/status").read_text().splitlines())
+            fields = dict(one.split(":", 1) for one in Path(f"/proc/{engine.pid}/status").read_text().splitlines())
             result = int(fields["VmRSS"].split()[0]) / 1024
         answers.write(json.dumps(result) + "\n")
         answers.flush()
+    engine.close()
 
 
 class Running:
-    """An engine's process, seen from here.  start_s: its CPU time until it had generated a token."""
+    """An engine's process, seen from here.
 
-    def __init__(self, directory: Path, name: str, cache: str) -> None:
+    start_s, start_wall_s: CPU time and seconds of the clock until it had generated a token."""
+
+    def __init__(self, directory: Path, name: str, cache: str, llama: list[str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), str(directory), name],
+            [sys.executable, str(Path(__file__)), str(directory), name, *llama],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "XDG_CACHE_HOME": cache, "HF_HUB_OFFLINE": "1"},
         )
-        self.start_s = float(self._answer())
+        self.start_s, self.start_wall_s = self._answer()
 
-    def ask(self, **what: object) -> float:
+    def ask(self, **what: object) -> Any:
         """Its answer to a line of ``serve``."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(what) + "\n")
         self._process.stdin.flush()
-        return float(self._answer())
+        return self._answer()
 
     def close(self) -> None:
         """End the process."""
         self._process.communicate()
 
-    def _answer(self) -> str:
+    def _answer(self) -> Any:
         assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+        return json.loads(self._process.stdout.readline())
 
 
-def measure(directory: Path, batches: list[int], num_new: int, turns: int, texts: list[str]) -> list[dict[str, Any]]:
-    """A row for each engine: tokens per CPU second, and how many times those of the first in the same turn.
+def measure(
+    directory: Path,
+    engines: list[str],
+    batches: list[int],
+    num_new: int,
+    turns: int,
+    texts: list[str],
+    llama: list[str],
+) -> list[dict[str, Any]]:
+    """A row for each engine: tokens per CPU second, how many times those of the first in the same turn, and per second.
 
-    texts: to be scored; empty for random weights."""
+    texts: to be scored; empty for random weights.  llama: what runs llama.cpp; empty to do without."""
+    engines = [name for name in engines if llama or not name.startswith("llama.cpp")]
     rows: list[dict[str, Any]] = []
     running: list[Running] = []
     with tempfile.TemporaryDirectory() as caches:
         try:
-            for name in ENGINES:
+            for name in tqdm(engines, desc="start", leave=False):
                 cache = str(Path(caches) / name.replace(" ", "_"))
-                first = Running(directory, name, cache)
+                first = Running(directory, name, cache, llama)
                 first.close()
-                running.append(Running(directory, name, cache))
-                rows.append({"engine": name, "first_start_s": first.start_s, "start_s": running[-1].start_s})
+                running.append(Running(directory, name, cache, llama))
+                row = {"engine": name, "first_start_s": first.start_s, "start_s": running[-1].start_s}
+                rows.append(row | {"start_s, wall": running[-1].start_wall_s})
             for row, engine in zip(rows, running, strict=True):
                 row["loaded_mb"] = engine.ask()
             loads = [(f"{batch} at once", batch, PROMPT_TOKENS, num_new) for batch in batches]
@@ -185,11 +294,12 @@ def measure(directory: Path, batches: list[int], num_new: int, turns: int, texts
                 counted = batch * new if new > 1 else num_prompt
                 rates = _in_turns(running, what, batch, num_prompt, new, turns)
                 for row, mine in zip(rows, rates, strict=True):
-                    row[what] = counted * statistics.median(mine)
+                    row[what] = counted * statistics.median(cpu for cpu, _ in mine)
                     row[f"{what}, x"] = statistics.median(
-                        one / other for one, other in zip(mine, rates[0], strict=True)
+                        one / other for (one, _), (other, _) in zip(mine, rates[0], strict=True)
                     )
-            for row, engine in zip(rows, running, strict=True):
+                    row[f"{what}, wall"] = counted * statistics.median(wall for _, wall in mine)
+            for row, engine in tqdm(list(zip(rows, running, strict=True)), desc="perplexity", leave=False):
                 row["resident_mb"] = engine.ask()
                 if texts:
                     row["perplexity"] = engine.ask(texts=texts)
@@ -201,23 +311,25 @@ def measure(directory: Path, batches: list[int], num_new: int, turns: int, texts
 
 def _in_turns(
     running: list[Running], what: str, batch: int, num_prompt: int, num_new: int, turns: int
-) -> list[list[float]]:
-    """Per engine, how often a CPU second holds the work.  Prompts are new, so none is cached; a turn warms up."""
-    rates: list[list[float]] = [[] for _ in running]
-    for turn in range(turns + 1):
+) -> list[list[tuple[float, float]]]:
+    """Per engine, how often a CPU second, and one of the clock, holds the work.
+
+    Prompts are new, so none is cached; a turn warms up."""
+    rates: list[list[tuple[float, float]]] = [[] for _ in running]
+    for turn in tqdm(range(turns + 1), desc=what, leave=False):
         dice = Random(f"{what} {turn}")
         prompts = [[dice.randrange(10, LARGEST_ID) for _ in range(num_prompt)] for _ in range(batch)]
         for engine, mine in zip(running, rates, strict=True):
-            seconds = engine.ask(prompts=prompts, new=num_new if turn else min(2, num_new))
+            cpu_s, wall_s = engine.ask(prompts=prompts, new=num_new if turn else min(2, num_new))
             if turn:
-                mine.append(1 / seconds)
+                mine.append((1 / cpu_s, 1 / wall_s))
     return rates
 
 
 def show(model: str, rows: list[dict[str, Any]]) -> None:
     """As a table for a terminal."""
-    shown = [name for name in rows[0] if not name.endswith(", x")]
-    title = f"{model}: tokens per CPU second (times {FIRST}), one thread"
+    shown = [name for name in rows[0] if not name.endswith((", x", ", wall"))]
+    title = f"{model}: tokens per CPU second (times {rows[0]['engine']}; per second of the clock), one thread"
     table = Table(*shown, title=title, padding=(0, 1))
     for row in rows:
         cells = (_cell(row, name) for name in shown)
@@ -229,7 +341,8 @@ def _cell(row: dict[str, Any], name: str) -> str:
     value = row[name]
     if isinstance(value, str):
         return value
-    return f"{value:.4g} ({row[f'{name}, x']:.2f})" if f"{name}, x" in row else f"{value:.4g}"
+    beside = f" ({row[f'{name}, x']:.2f}; {row[f'{name}, wall']:.4g})" if f"{name}, x" in row else ""
+    return f"{value:.4g}{beside}"
 
 
 def plot(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
@@ -249,23 +362,30 @@ def plot(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
         axis.set_xticks([at + 0.4 - width / 2 for at in range(len(loads))], loads, rotation=15)
         axis.axhline(1.0, color="black", linewidth=0.5)
         axis.set_title(model)
-        axis.set_ylabel(f"tokens/s, times {FIRST}")
+        axis.set_ylabel(f"tokens/s, times {rows[0]['engine']}")
         axis.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
 def run(
-    models: dict[str, tuple[Path | Callable[[Path], None], int, int, list[str]]], batches: list[int]
+    models: dict[str, tuple[Path | Callable[[Path], None], int, int, list[str]]],
+    engines: list[str],
+    batches: list[int],
+    llama: list[str],
 ) -> dict[str, list[dict[str, Any]]]:
-    """models: by name, a directory or what writes one, new tokens, turns, texts to be scored.  Prints each table."""
+    """models: by name, a directory or what writes one, new tokens, turns, texts to be scored.
+    engines: of ``ENGINES``, all at the same time; the others are compared with the first.  llama: what runs llama.cpp,
+    for models whose file it can have.  Prints each table."""
+    Console().print(f"llama.cpp: {' '.join(llama) or 'not found'}")
     tables = {}
     for model, (source, num_new, turns, texts) in models.items():
         with tempfile.TemporaryDirectory() as written:
             directory = source if isinstance(source, Path) else Path(written)
             if not isinstance(source, Path):
                 source(directory)
-            tables[model] = measure(directory, batches, num_new, turns, texts)
+            served = llama if llama_cpp.can_write(directory) else []
+            tables[model] = measure(directory, engines, batches, num_new, turns, texts, served)
         show(model, tables[model])
     return tables
 

@@ -1,18 +1,16 @@
 """The field's standard offline job, and how fast this machine could do it at most.
 
-256 sequences of 100 to 1,024 random tokens, 100 to 1,024 new tokens each, drawn by Python's generator from seed 0 in
-the order of nano-vLLM's bench.py: 142,827 tokens in and 133,966 out, so rates can stand beside those of others.
+The job is that of ``callboard bench offline``: 142,827 tokens in and 133,966 out.
 The bound is a roofline of what is timed in the same run: every step reads all weights once, every new token reads
 the keys and values before it once, both at the rate of a copy; every token costs two operations per weight at the
 rate of a large matrix product.  No engine reaches it: it has no launches, no attention arithmetic and no sampling.
 
-Owns: the job, the bound.  Does not know: how results are shown.
+Owns: the bound.  Does not know: how results are shown.
 """
 
 import json
 import time
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -20,8 +18,8 @@ import torch
 from device_rates import copied_bytes_per_s, operations_per_s
 
 from callboard import LLM, SamplingParams
+from server.bench.offline import LARGEST_ID, SEED, draw_job
 
-SEED, LARGEST_ID = 0, 10_000
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "qwen3-14b": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
@@ -44,16 +42,6 @@ def write_shape(name: str, directory: Path) -> None:
     """A config.json for random weights of a shape of ``SHAPES``; the small ones of the family tie their embeddings."""
     config = {**COMMON, **SHAPES[name], "tie_word_embeddings": name == "qwen3-0.6b"}
     (directory / "config.json").write_text(json.dumps(config))
-
-
-def draw_job(num_sequences: int = 256, longest: int = 1024) -> tuple[list[list[int]], list[int]]:
-    """(prompts, numbers of new tokens)."""
-    drawn = Random(SEED)
-    shortest = min(100, longest)
-    prompts = [
-        [drawn.randint(0, LARGEST_ID) for _ in range(drawn.randint(shortest, longest))] for _ in range(num_sequences)
-    ]
-    return prompts, [drawn.randint(shortest, longest) for _ in range(num_sequences)]
 
 
 def run_job(name: str, directory: Path, device: str, num_sequences: int, longest: int) -> dict[str, Any]:

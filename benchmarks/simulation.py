@@ -5,7 +5,7 @@ A step takes BASE_S + DECODE_S for each row that decodes + PREFILL_S for each pr
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from engine.messages import Admit, Step, StepDone, Tokens
 from engine.params import SamplingParams
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.manager import Plugins
+from engine.prompt import Origin
 from engine.scheduling.planner import Planner
 from engine.scheduling.rows import PlannerLimits
 
@@ -56,6 +57,7 @@ class Request:
     prompt: np.ndarray
     output: int
     max_tokens: int
+    tenant: str = ""
 
 
 @dataclass(slots=True)
@@ -117,7 +119,8 @@ class Simulation:
     def _admit(self, request_id: int, request: Request) -> None:
         # The seed tells the device which request a row belongs to.
         params = SamplingParams(max_tokens=request.max_tokens, seed=request_id)
-        self.planner.admit(Admit(request_id, request.prompt.tobytes(), params))
+        origin = Origin(tenant=request.tenant)
+        self.planner.admit(Admit(request_id, request.prompt.tobytes(), params, origin=origin))
 
     def _seconds(self, step: Step) -> float:
         num_prompt_tokens = int(np.frombuffer(step.prefill_lengths, dtype=np.int32).sum())
@@ -152,12 +155,12 @@ class Simulation:
         self.planner.outbox.clear()
         self.planner.finished.clear()
 
-    def ttft_ms(self, percent: float) -> float:
-        """Of those that have had a first token."""
+    def ttft_ms(self, percent: float, tenants: Container[str] | None = None) -> float:
+        """Of those that have had a first token, and belong to one of these tenants if any are given."""
         waits = [
             first - request.at
             for first, request in zip(self.outcome.first_at, self.requests, strict=True)
-            if not np.isnan(first)
+            if not np.isnan(first) and (tenants is None or request.tenant in tenants)
         ]
         return float(np.percentile(waits, percent) * 1000)
 

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from engine.actors.operations import SettingsChanged
-from engine.changes import Change, changes, refuse_fixed, refuse_more_requests, refuse_other_text
+from engine.changes import (
+    Change,
+    changes,
+    refuse_fixed,
+    refuse_more_requests,
+    refuse_other_adapters,
+    refuse_other_text,
+)
 from engine.config import Config
 from engine.device_defaults import gpu_bytes, torch_may_use_gpus
 from engine.errors import ConfigError
@@ -65,6 +72,7 @@ class Changeover:
             refuse_more_requests(self._most_requests, new.config)
             if system.spec is not new.spec:
                 refuse_other_text(system.spec, system.directory, new.spec, new.directory, system.max_len)
+            refuse_other_adapters(system.adapter_rules, new.adapter_rules, config.model.path)
             by_executors = any(one.changed == "executors" for one in found)
             road: Road = self._road(new) if by_executors else "live" if found else "none"
             if dry_run or not found:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from engine.checkpoints.adapter import AdapterRules
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import SECRETS, Config
 from engine.errors import ConfigError
@@ -92,6 +93,15 @@ def refuse_other_text(old: ModelSpec, old_path: Path, new: ModelSpec, new_path: 
         )
     if old_path != new_path and _tokenizer(old_path) != _tokenizer(new_path):
         raise ConfigError(f"{said}: its {TOKENIZER_FILE} is another one, so the streams' tokens would mean other text")
+
+
+def refuse_other_adapters(old: AdapterRules | None, new: AdapterRules | None, path: str) -> None:
+    """Raise ConfigError for a model that the served adapters do not fit.  path: where it is."""
+    if old != new:
+        raise ConfigError(
+            f"model.path={path}: its layers have other shapes than those that adapters are served for, and lora.folder "
+            "stays as it is while the server runs; restart the server with this model"
+        )
 
 
 def _tokenizer(path: Path) -> bytes:

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,12 +22,15 @@ from engine.sections import (
     GraphsSection,
     KVSection,
     LimitsSection,
+    LoraSection,
     ModelSection,
+    ModelTable,
     PlacementSection,
     PluginsSection,
     SchedulerSection,
     Section,
     ServerSection,
+    StorageSection,
 )
 
 ENVIRONMENT_PREFIX = "CALLBOARD_"
@@ -56,6 +59,9 @@ KEY = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
 KEYS = rf"{KEY}(?:\s*\.\s*{KEY})*"
 HEADER = re.compile(rf"\s*\[\[?\s*({KEYS})\s*\]")
 ASSIGNMENT = re.compile(rf"\s*({KEYS})\s*=")
+MODELS = "models"  # the array of tables in a file with several models
+MODELS_HEADER = re.compile(rf"^[ \t]*\[\[\s*{MODELS}\s*\]\]", re.MULTILINE)
+S = TypeVar("S", bound=Section)
 
 
 class Config(Section, frozen=True):
@@ -70,6 +76,8 @@ class Config(Section, frozen=True):
     plugins: PluginsSection = PluginsSection()
     server: ServerSection = ServerSection()
     limits: LimitsSection = LimitsSection()
+    lora: LoraSection = LoraSection()
+    storage: StorageSection = StorageSection()
 
     def chosen_plugins(self) -> dict[str, str | AttentionNames]:
         """Plugin kind -> the name wanted for it, 'auto' where the kind's own default will do."""
@@ -77,6 +85,25 @@ class Config(Section, frozen=True):
         if chosen["comm"] == "auto" and self.device.tensor_parallel > 1:
             chosen["comm"] = "torch"  # the default is for one rank
         return chosen
+
+
+class ServedModel(NamedTuple):
+    """One of several models.  config: the file's sections with its own laid over them."""
+
+    table: ModelTable
+    config: Config
+
+
+class SeveralModels(Config, frozen=True, kw_only=True):
+    """The whole of a callboard.toml with [[models]]: the sections that hold for all of them, and each by itself."""
+
+    models: tuple[ServedModel, ...]
+
+
+class ConfigFile(Config, frozen=True):
+    """The whole of callboard.toml as it may be written."""
+
+    models: tuple[ModelTable, ...] = ()
 
 
 def load_config(
@@ -90,28 +117,46 @@ def load_config(
     text: what to read instead of the file.  A relative ``model.path`` is resolved against the file, if it is beside it.
     Raises ConfigError naming the file or origin, the key, what was seen and what is allowed.
     """
+    config = load_served(path, overrides, environment, text)
+    if isinstance(config, SeveralModels):
+        raise ConfigError(
+            f"{_origin(path, text)}: it has [[models]], which `callboard serve` alone takes; give one of a single model"
+        )
+    return config
+
+
+def load_served(
+    path: Path | None = None,
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    text: str | None = None,
+) -> Config:
+    """Do as ``load_config``, but return ``SeveralModels`` for a file with [[models]].
+
+    What is laid over the file holds for every model, whatever its own sections say."""
     table: dict[str, Any] = {}
-    origin = str(path) if path is not None and text is None else "configuration"
-    if text is None and path is not None:
-        text = _read_text(path)
-    if text is not None:
+    several: list[ModelTable] = []
+    origin = _origin(path, text)
+    if text is None:
+        text = "" if path is None else _read_text(path)
+    if text:
         table = _parse(origin, text)
-        _decode(table, origin, text)  # so that an error names the file, not an override
+        several = _model_tables(table.pop(MODELS, []), origin, text)
+        _decode(table, Config, origin, text)  # so that an error names the file, not an override
     if path is not None:
         _anchor_model_path(table, path.parent)
     environment = os.environ if environment is None else environment
-    for name in sorted(environment):
-        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
-            key = name[len(ENVIRONMENT_PREFIX) :].lower().replace("__", ".")
-            _lay_over(table, key, environment[name], origin=name)
-    for override in overrides:
-        key, separator, value = override.partition("=")
-        if not separator:
-            raise ConfigError(f"--set {override}: expected section.key=value, for example kv.page_size=64")
-        _lay_over(table, key.strip(), value.strip(), origin=f"--set {override}")
-    config = _decode(table, origin)
-    _check(config)
-    return config
+    models = []
+    for number, one in enumerate(several):
+        own = {name: {**table.get(name, {}), **keys} for name, keys in one.sections().items()}
+        own = {**table, **own}
+        _decode(own, Config, origin, _from_table(text, number), (MODELS,))
+        _anchor_model_path(own, path.parent if path else Path())
+        laid = _laid_over(own, overrides, environment, f"{origin}: [[models]] {one.name}")
+        named = msgspec.structs.replace(laid.model, name=one.name)  # what requests choose by, whatever was laid over
+        models.append(ServedModel(one, msgspec.structs.replace(laid, model=named)))
+    config = _laid_over(table, overrides, environment, origin)
+    return SeveralModels(**msgspec.structs.asdict(config), models=tuple(models)) if models else config
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +171,54 @@ class ConfigSource:
         return load_config(self.path, self.overrides, text=text)
 
 
+def _origin(path: Path | None, text: str | None) -> str:
+    return "configuration" if path is None or text is not None else str(path)
+
+
+def _laid_over(table: dict[str, Any], overrides: Sequence[str], environment: Mapping[str, str], where: str) -> Config:
+    """The configuration that a table comes to with the environment and overrides.  Raises ConfigError."""
+    for name in sorted(environment):
+        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+            key = name[len(ENVIRONMENT_PREFIX) :].lower().replace("__", ".")
+            _lay_over(table, key, environment[name], origin=name)
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {override}: expected section.key=value, for example kv.page_size=64")
+        _lay_over(table, key.strip(), value.strip(), origin=f"--set {override}")
+    config = _decode(table, Config, where)
+    _check(config)
+    return config
+
+
+def _model_tables(given: Any, origin: str, text: str) -> list[ModelTable]:
+    """The [[models]] of a file, checked by themselves.  Raises ConfigError."""
+    if not isinstance(given, list):
+        raise ConfigError(f"{origin}: {MODELS}: expected [[{MODELS}]], one table for each model")
+    tables: list[ModelTable] = []
+    for number, one in enumerate(given):
+        table = _decode(one, ModelTable, origin, _from_table(text, number), (MODELS,))
+        if table.name in [other.name for other in tables]:
+            raise ConfigError(f"{origin}: two [[{MODELS}]] are called {table.name!r}; requests choose by the name")
+        tables.append(table)
+    return tables
+
+
+def _from_table(text: str, number: int) -> str:
+    """The text with nothing but its line breaks before the header of a model, and nothing behind that of the next."""
+    starts = [found.start() for found in MODELS_HEADER.finditer(text)]
+    if number >= len(starts):
+        return ""
+    end = starts[number + 1] if number + 1 < len(starts) else len(text)
+    return "\n" * text.count("\n", 0, starts[number]) + text[starts[number] : end]
+
+
 def build_config(base: Config, tables: Mapping[str, Mapping[str, Any]]) -> Config:
     """Return ``base`` with ``tables`` (section -> key -> value) laid over it.  Raises ConfigError."""
     merged: dict[str, Any] = msgspec.to_builtins(base)
     for section, keys in tables.items():
         merged[section] = {**merged.get(section, {}), **keys} if isinstance(keys, Mapping) else keys
-    config = _decode(merged, "configuration")
+    config = _decode(merged, Config, "configuration")
     _check(config)
     return config
 
@@ -163,22 +250,25 @@ def _parse(origin: str, text: str) -> dict[str, Any]:
         raise ConfigError(f"{origin}: not valid TOML: {error}") from None
 
 
-def _decode(table: dict[str, Any], origin: str, text: str = "") -> Config:
-    """Check a table and return the configuration.  text: the file it came from, so that an error can name the line."""
+def _decode(table: dict[str, Any], kind: type[S], origin: str, text: str = "", under: tuple[str, ...] = ()) -> S:
+    """Check a table and return what it is.  text: the file it came from, so that an error can name the line.
+
+    under: where the table is in the file."""
     try:
-        return msgspec.convert(table, Config, strict=True)
+        return msgspec.convert(table, kind, strict=True)
     except msgspec.ValidationError as error:
         reason, _, where = str(error).partition(" - at `$")
         key = where.rstrip("`").lstrip(".")
         hint, wrong = "", [one for one in key.partition("[")[0].split(".") if one]
         if reason.startswith(("Invalid enum value", PATTERN)):
             # A person does not read patterns.
-            reason, hint = "not of its form" if reason.startswith(PATTERN) else reason, _allowed_values(key)
+            reason, hint = "not of its form" if reason.startswith(PATTERN) else reason, _allowed_values(key, kind)
         if unknown := UNKNOWN_FIELD.search(reason):
-            hint = _instead(f"{key}.{unknown[1]}") or _allowed_keys(key)
+            hint = _instead(f"{key}.{unknown[1]}") or _allowed_keys(key, kind)
             wrong.append(unknown[1])
-        if line := line_of(text, tuple(wrong)):
+        if line := line_of(text, (*under, *wrong)):
             origin = f"{origin}:{line}"
+        key = ".".join((*under, key)) if key else "".join(f"[[{name}]]" for name in under)
         raise ConfigError(f"{origin}: {key + ': ' if key else ''}{reason}{hint}") from None
 
 
@@ -188,17 +278,18 @@ def _instead(key: str) -> str:
     return f"; it is {OLD_KEYS[key]} now" if OLD_KEYS[key] else "; it is no setting any more"
 
 
-def _allowed_keys(section: str) -> str:
-    known: type[Any] | None = Config
+def _allowed_keys(section: str, kind: type[Section]) -> str:
+    known: type[Any] | None = kind
     if section:
         known = {**Config.__annotations__, "plugins.attention": AttentionNames}.get(section)
     return f"; known keys: {', '.join(known.__struct_fields__)}" if known is not None else ""
 
 
-def _allowed_values(key: str) -> str:
+def _allowed_values(key: str, kind: type[Section]) -> str:
     """Name the values of a key that has a few, or say what it is for."""
-    section, _, name = key.partition(".")
-    fields = msgspec.inspect.type_info(type(getattr(Config(), section))).fields  # type: ignore[attr-defined]
+    section, dot, name = key.partition(".")
+    owner, name = (type(getattr(Config(), section)), name) if dot else (kind, key)
+    fields = msgspec.inspect.type_info(owner).fields  # type: ignore[attr-defined]
     for field in (field for field in fields if field.name == name):
         one = field.type.type if isinstance(field.type, msgspec.inspect.Metadata) else field.type
         if isinstance(one, msgspec.inspect.LiteralType):
@@ -219,7 +310,7 @@ def _lay_over(table: dict[str, Any], key: str, text: str, origin: str) -> None:
     except tomllib.TOMLDecodeError:
         value = text
     changed = {**table, section: {**table.get(section, {}), name: value}}
-    _decode(changed, origin)
+    _decode(changed, Config, origin)
     table.update(changed)
 
 
@@ -255,7 +346,7 @@ def _check(config: Config) -> None:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of the configuration file."""
-    return msgspec.json.schema(Config)
+    return msgspec.json.schema(ConfigFile)
 
 
 def render_toml(config: Config) -> str:

@@ -114,3 +114,14 @@ def release_freed() -> None:
     large arrays that come and go, as much as a third of what a model's weights take once they are laid out anew."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
+
+
+def resident_bytes(process: int, root: Path = Path("/")) -> int:
+    """What a process keeps in memory, and all that it has started; 0 for one that is not there.  root: of /proc."""
+    folder = root / "proc" / str(process)
+    try:
+        num_pages = int((folder / "statm").read_text().split()[1])
+        children = [child for task in (folder / "task").iterdir() for child in (task / "children").read_text().split()]
+    except (OSError, IndexError, ValueError):
+        return 0
+    return num_pages * os.sysconf("SC_PAGE_SIZE") + sum(resident_bytes(int(child), root) for child in children)

@@ -103,6 +103,11 @@ class LLM:
         """Most tokens of prompt plus output."""
         return self._system.max_len
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._system.spec.vocab_size
+
     def generate(
         self,
         prompts: str | Sequence[int] | Sequence[str | Sequence[int]],

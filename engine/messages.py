@@ -3,22 +3,29 @@
     ingress ─Tokenize→ tokenizer ─Admit→ scheduler ─Step→ executors
     ingress ←─Deltas── tokenizer ←Tokens─ scheduler ←StepDone─ executors
 
-What worker processes and their engine say to each other besides is in ``engine/workers/messages.py``.
-Messages are immutable plain data; ``engine/workers/wire.py`` encodes them with msgpack, and nothing is ever pickled.
-Integer columns travel as packed little-endian bytes (int32 unless said otherwise): a cost per step, not per token.
+What the engine's parts say of themselves is in ``engine/notices.py``; what worker processes and their engine say to
+each other besides is in ``engine/workers/messages.py``.
+Messages are immutable plain data.  Integer columns travel as packed little-endian bytes
+(int32 unless said otherwise), so a message costs per step and not per token.
+``engine/workers/wire.py`` encodes them with msgpack; nothing is ever pickled.
 """
 
 from enum import IntEnum
 from typing import Final
 
-import msgspec
+from msgspec import field
 
+from engine.notices import (
+    EngineReady,
+    EngineRecovering,
+    ExecutorsLost,
+    ExecutorsReady,
+    Message,
+    TokenizersLost,
+    TokenizersReady,
+)
 from engine.params import SamplingParams
-from engine.prompt import NOBODY, ChatOptions, ChatTurn, Origin
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Immutable, tagged with its class name, encodable to msgpack."""
+from engine.prompt import NOBODY, Adapter, ChatOptions, ChatTurn, Origin
 
 
 class Finish(IntEnum):
@@ -42,8 +49,7 @@ class RequestOptions(Message, frozen=True):
     return_prompt_ids: the first delta tells the prompt's token ids.
     truncate_to: a longer prompt loses its end; 0 for none.  Of a query and a document it is the document's.
     keep_last: the last so many tokens of a prompt that is text are all that is read of it; 0 for all.
-    resumed: int32[n], output that the client has from another engine already; what comes is what follows it.
-    """
+    resumed: int32[n], output that the client has from another engine already; what comes is what follows it."""
 
     echo: bool = False
     priority: int = 0
@@ -55,17 +61,18 @@ class RequestOptions(Message, frozen=True):
     keep_last: int = 0
     resumed: bytes = b""
     origin: Origin = NOBODY
+    adapter: Adapter | None = None
 
 
 DEFAULT_OPTIONS: Final = RequestOptions()
 RULED_OUT: Final = -2  # instead of a token, in ``StepDone``
+DRAFTED: Final = -1  # instead of a proposed token, in ``Step``: the executors' draft model is to say it
 
 
 class Tokenize(Message, frozen=True):
     """A new request.  Exactly one of text, token_ids (int32[n]), turns is given.
 
-    max_model_len has been checked by nobody yet: the tokenizer counts, the scheduler decides.
-    """
+    Nobody has checked max_model_len yet: the tokenizer counts, the scheduler decides."""
 
     request_id: int
     params: SamplingParams
@@ -76,10 +83,8 @@ class Tokenize(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """Cancel a request, whatever state it is in; idempotent, unknown ids are ignored.
-
-    finish: STOP where a stop string has ended it.
-    Travels the same road as the request itself, so it can never overtake it."""
+    """Cancel a request, whatever state it is in; idempotent, unknown ids are ignored.  It takes the request's own road,
+    and so never overtakes it.  finish: STOP where a stop string has ended it."""
 
     request_id: int
     finish: Finish = Finish.ABORT
@@ -98,6 +103,7 @@ class Admit(Message, frozen=True):
     cache_salt: str = ""
     num_resumed: int = 0
     origin: Origin = NOBODY
+    adapter: Adapter | None = None
 
 
 # ---- scheduler -> executors -----------------------------------------------------------------
@@ -108,9 +114,8 @@ class Admission(Message, frozen=True):
 
     token_ids: int32[n], all tokens known so far (prompt, then output kept over a retraction).
     num_prompt_tokens: how many of them are the prompt.
-    num_computed_tokens: how many already have their K/V in ``pages``.
-    pages: int32[k], the row's page-table entries 0..k-1.
-    """
+    num_computed_tokens: how many already have their K/V in ``pages``: int32[k], the page table's entries 0..k-1.
+    slot: of the adapter that the row reads, 0 for none.  adapter: what the slot gets before, unless it has it."""
 
     row: int
     token_ids: bytes
@@ -118,6 +123,8 @@ class Admission(Message, frozen=True):
     num_computed_tokens: int
     pages: bytes
     params: SamplingParams
+    slot: int = 0
+    adapter: Adapter | None = None
 
 
 class Profile(Message, frozen=True):
@@ -153,10 +160,11 @@ class FetchPages(Message, frozen=True):
 class Step(Message, frozen=True):
     """One forward pass, told as changes to what the executor already holds.
 
-    Applied in order: pages to the store, transfers between the tiers, landings, admissions, writes to page tables, then
-    the batch: every decode row (one token each, its last sampled one) followed by every prefill segment.  Sampled: all
-    decode rows, then the segments that reach the end of their known tokens (``prefill_samples`` is 1), in order.
-    """
+    Applied in order: pages to the store, transfers between the tiers, landings, admissions, writes to page tables and
+    of proposed tokens, then the batch: every decode row (one token each, its last sampled one), then every prefill
+    segment.  Sampled: all decode rows, then of each segment as many of its last positions as ``prefill_samples`` says:
+    1 where it reaches the end of the known tokens, all where it is a last known token with proposed ones behind it.
+    A row that had proposed tokens in a step is a segment in the next step too, so that its start is told."""
 
     step_id: int
     admissions: tuple[Admission, ...] = ()
@@ -167,7 +175,10 @@ class Step(Message, frozen=True):
     prefill_rows: bytes = b""  # int32[S]
     prefill_starts: bytes = b""  # int32[S]  first position of the segment
     prefill_lengths: bytes = b""  # int32[S]
-    prefill_samples: bytes = b""  # int32[S]  0 or 1
+    prefill_samples: bytes = b""  # int32[S]
+    proposed_rows: bytes = b""  # int32[K]  tokens that may follow the known ones, to be verified by what is sampled
+    proposed_positions: bytes = b""  # int32[K]
+    proposed_tokens: bytes = b""  # int32[K]  a token, or in all places ``DRAFTED``
     # Copies between the KV pool and the host tier, to be made in this order.
     transfer_to_host: bytes = b""  # int32[X]  1: device page to host page, 0: back
     transfer_device_pages: bytes = b""  # int32[X]
@@ -186,33 +197,6 @@ class PagesFetched(Message, frozen=True):
     rank: int
     fetch_id: int
     num_pages: int
-
-
-class ExecutorsReady(Message, frozen=True):
-    """Every executor has loaded the model, and each has at least so many pages (executor group -> scheduler)."""
-
-    num_pages: int
-
-
-class ExecutorsLost(Message, frozen=True):
-    """Every executor is gone, with all that was on the devices; new ones are on their way (their group -> scheduler).
-
-    is_fault: of the executors or of what they ran; not where a step was only too large, which may be known late and
-    is then said once more, nor where others replace them.  is_sleep: new ones come when an operator says so."""
-
-    reason: str
-    is_fault: bool = True
-    is_sleep: bool = False
-
-
-class LossExplained(Message, frozen=True):
-    """The request that brought the last losses is found, and has ended (scheduler -> their group).
-
-    num_losses: in a row.  executors_work: they have completed steps since a request was blamed before; if they have
-    not, it may be they and no request."""
-
-    num_losses: int
-    executors_work: bool
 
 
 class Logprobs(Message, frozen=True):
@@ -237,12 +221,20 @@ class StepExtras(Message, frozen=True):
 
     logprobs: of the token.  prompt_logprobs: of the part of the prompt that the step computes; all parts come before
     the first token or with it, and a part may come again.  pooled: float32[n], a state or labels' logits.
-    failure: why there is no token, where a grammar has none."""
+    failure: why there is no token, where a grammar has none.  lost_adapter: why the row had none of its adapter, so
+    that what it has computed is of no use.  later_logprobs: of the row's other tokens.
+    drafted: int32[k], what the draft model has proposed for the row; as many as were asked for, or none.
+    num_proposed, num_accepted: proposals that the token settles, its own or all it proves wrong, and right ones."""
 
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     pooled: bytes = b""
     failure: str = ""
+    lost_adapter: str = ""
+    later_logprobs: tuple[Logprobs, ...] = ()
+    drafted: bytes = b""
+    num_proposed: int = 0
+    num_accepted: int = 0
 
 
 class StepDone(Message, frozen=True):
@@ -254,7 +246,7 @@ class StepDone(Message, frozen=True):
     rank: int
     step_id: int
     token_ids: bytes
-    extras: dict[int, StepExtras] = {}
+    extras: dict[int, StepExtras] = field(default_factory=dict)
 
 
 # ---- scheduler -> tokenizer -----------------------------------------------------------------
@@ -265,14 +257,13 @@ class Tokens(Message, frozen=True):
 
     request_ids: int64[N].  token_ids: int32[N], -1 for "no token, only an end".  finishes: uint8[N], Finish.
     cached_tokens: request id -> prompt tokens that needed no computing, told with a request's first token.
-    extras: request id -> what it has beside a token; it may have no line.
-    """
+    extras: request id -> what it has beside a token; it may have no line."""
 
     request_ids: bytes
     token_ids: bytes
     finishes: bytes
-    cached_tokens: dict[int, int] = {}
-    extras: dict[int, StepExtras] = {}
+    cached_tokens: dict[int, int] = field(default_factory=dict)
+    extras: dict[int, StepExtras] = field(default_factory=dict)
 
 
 class Failed(Message, frozen=True):
@@ -289,16 +280,19 @@ class Failed(Message, frozen=True):
 
 
 class Usage(Message, frozen=True):
-    """Token counts of a request, final in its last delta.  reasoning_tokens: of the completion, where told apart."""
+    """Token counts of a request, final in its last delta.  reasoning_tokens: of the completion, where told apart.
+    accepted_tokens, rejected_tokens: that were proposed, and right or not."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
 
 
 class TokenText(Message, frozen=True):
-    """A token as text, for log probabilities: its own bytes may be part of a character."""
+    """A token for log probabilities: its own bytes may be part of a character."""
 
     token_id: int
     text: str
@@ -314,16 +308,14 @@ class TokenLogprobs(Message, frozen=True):
 
 
 class Delta(Message, frozen=True):
-    """New output of one request; the last one carries a finish and the usage, and the first one with a token the
-    usage so far.
+    """New output of one request.  usage: in the last one, with the finish, and so far in the first with a token.
 
     text: what may be shown now.  token_ids: int32[n] of the tokens since the last delta.
     stop_reason: the stop string or stop token id that ended it, where that is the cause.
     reasoning: text that comes before all other text, where the two are told apart.
     prompt_logprobs: of every prompt token, in the first delta; the first token's number means nothing.
     pooled: float32[n], in the last delta, where asked for.  prompt_token_ids: int32[n], in the first one, likewise.
-    resumed: this is ``RequestOptions.resumed`` once more, with its text; it comes first, and log probabilities are 0.
-    """
+    resumed: this is ``RequestOptions.resumed`` again, with its text; it comes first, its log probabilities are 0."""
 
     request_id: int
     text: str = ""
@@ -348,17 +340,6 @@ class Deltas(Message, frozen=True):
 # ---- scheduler -> ingress -------------------------------------------------------------------
 
 
-class EngineReady(Message, frozen=True):
-    """Requests can be served from now on."""
-
-
-class EngineRecovering(Message, frozen=True):
-    """The executors were lost; requests wait until the next EngineReady and then go on.  is_sleep: no new ones come."""
-
-    reason: str
-    is_sleep: bool = False
-
-
 class Stats(Message, frozen=True):
     """Gauges of the scheduler, sent when a step has changed them.
 
@@ -370,19 +351,6 @@ class Stats(Message, frozen=True):
     pages_free: int
     pages_cached: int
     pages_used: int
-
-
-# ---- tokenizer pool -> ingress --------------------------------------------------------------
-
-
-class TokenizersReady(Message, frozen=True):
-    """There is a tokenizer for every request that may come."""
-
-
-class TokenizersLost(Message, frozen=True):
-    """No tokenizer process is left just now; requests that come wait for the next ``TokenizersReady``."""
-
-    reason: str
 
 
 # ---- supervision ----------------------------------------------------------------------------

@@ -55,10 +55,21 @@ Prompt = str | Sequence[int] | tuple[ChatTurn, ...]
 
 class Origin(_Content, frozen=True):
     """Who asks, for those who observe.  client: the name of its key, or its address; '' for a program's own requests.
-    request: what it calls the request, its X-Request-Id or one that was drawn for it."""
+    request: what it calls the request, its X-Request-Id or one that was drawn for it.
+    tenant: whose share of the engine it uses, where a policy shares it out; '' if that is the client's."""
 
     client: str = ""
     request: str = ""
+    tenant: str = ""
 
 
 NOBODY: Final = Origin()
+
+
+class Adapter(_Content, frozen=True):
+    """A LoRA adapter (Hu et al. 2021) as requests name it: by its content, whatever its name.
+
+    digest: SHA-256 of its files, in hex; what the cache tells weights apart by.  path: absolute, of its directory."""
+
+    digest: str
+    path: str

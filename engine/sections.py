@@ -97,6 +97,25 @@ class ModelSection(Section, frozen=True):
     ] = 0
 
 
+class LoraSection(Section, frozen=True):
+    """[lora]: adapters beside the model, chosen by their names as models."""
+
+    folder: Annotated[
+        str,
+        Meta(
+            description="Adapters as PEFT saves them lie below: at start each of its folders is served by its name, others "
+            "can be loaded from there; empty for none"
+        ),
+    ] = ""
+    max_adapters: Annotated[
+        int,
+        Meta(extra=BY_EXECUTORS, ge=1, le=256, description="Most adapters that requests run with at once; others wait"),
+    ] = 8
+    max_rank: Annotated[
+        int, Meta(ge=1, le=512, description="Largest rank of an adapter; each takes memory and time for that rank")
+    ] = 16
+
+
 class DeviceSection(Section, frozen=True):
     """[device]: where the model runs."""
 
@@ -323,7 +342,10 @@ class PluginsSection(Section, frozen=True):
         ),
     ] = "auto"
     policy: Annotated[
-        str, Meta(extra=LIVE, description="Who of those that wait runs first: priority, fcfs, lpm; 'auto' is priority")
+        str,
+        Meta(
+            extra=LIVE, description="Who of those that wait runs first: priority, fcfs, lpm, fair; 'auto' is priority"
+        ),
     ] = "auto"
     grammar: Annotated[str, Meta(description="What makes output follow a schema or grammar; 'auto' is llguidance")] = (
         "auto"
@@ -350,6 +372,13 @@ class PluginsSection(Section, frozen=True):
         Meta(
             extra=BY_EXECUTORS,
             description="Where KV pages are kept beyond the pool and the process: files; 'none' is nowhere",
+        ),
+    ] = "none"
+    proposer: Annotated[
+        str,
+        Meta(
+            extra=BY_EXECUTORS,
+            description="What guesses the next tokens for a step to verify: ngram, suffix, draft_model; 'none' is no speculation",
         ),
     ] = "none"
     observers: Annotated[
@@ -383,7 +412,7 @@ class PluginsSection(Section, frozen=True):
         """Plugin kind -> the name wanted for it, of the kinds of which there is one; attention may have two.
 
         A kind that is left out has no plugin."""
-        names = ("attention", "linear", "eviction", "policy", "comm", "grammar", "kv_store")
+        names = ("attention", "linear", "eviction", "policy", "comm", "grammar", "kv_store", "proposer")
         return {kind: getattr(self, kind) for kind in names if getattr(self, kind) != "none"}
 
 
@@ -446,6 +475,14 @@ class ServerSection(Section, frozen=True):
         str, Meta(description="Where OpenTelemetry spans go, e.g. 'http://127.0.0.1:4318/v1/traces'; empty for none")
     ] = ""
 
+    models_memory_mb: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Most memory that loaded [[models]] may take together; the idle one used longest ago is unloaded for another; 0 for no limit",
+        ),
+    ] = 0
+
     @property
     def needs_key(self) -> bool:
         """Whether clients must bring a key."""
@@ -478,6 +515,49 @@ class LimitsSection(Section, frozen=True):
         Meta(ge=0, description="A request that has had no token for so long gets 503 with Retry-After; 0 for never"),
     ] = 0.0
     request_timeout_s: Annotated[float, Meta(gt=0, description="Longest time a request may take in all")] = 600.0
+
+
+class StorageSection(Section, frozen=True):
+    """[storage]: what the server writes to disk of its clients' requests; nothing, unless a folder is named."""
+
+    folder: Annotated[
+        str,
+        Meta(
+            description="Where files, batches, stored responses, the journal and recordings lie; empty: nothing is written"
+        ),
+    ] = ""
+
+
+class ModelTable(Section, frozen=True):
+    """[[models]]: one of several models that a server has; its own sections are laid over the file's."""
+
+    name: Annotated[str, Meta(min_length=1, description="What requests put into model; each model has its own")]
+    load: Annotated[
+        Literal["start", "demand"], Meta(description="'start': with the server; 'demand': when a request asks for it")
+    ] = "start"
+    unload_after_s: Annotated[
+        float, Meta(ge=0, description="Unloaded when it has been idle for so long; 0 for never by time alone")
+    ] = 0.0
+    memory_mb: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="What it takes of server.models_memory_mb; 0 measures its processes, which does not see a GPU's memory",
+        ),
+    ] = 0
+    model: Annotated[dict[str, Any], Meta(description="[models.model], over the file's [model]")] = {}
+    device: Annotated[dict[str, Any], Meta(description="[models.device], likewise")] = {}
+    kv: Annotated[dict[str, Any], Meta(description="[models.kv], likewise")] = {}
+    scheduler: Annotated[dict[str, Any], Meta(description="[models.scheduler], likewise")] = {}
+    graphs: Annotated[dict[str, Any], Meta(description="[models.graphs], likewise")] = {}
+    placement: Annotated[dict[str, Any], Meta(description="[models.placement], likewise")] = {}
+    plugins: Annotated[dict[str, Any], Meta(description="[models.plugins], likewise")] = {}
+
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """Section -> what this model has of its own in it."""
+        own = ("model", "device", "kv", "scheduler", "graphs", "placement", "plugins")
+        tables: dict[str, dict[str, Any]] = {name: getattr(self, name) for name in own}
+        return {**tables, "model": {**self.model, "name": self.name}}
 
 
 # fmt: on

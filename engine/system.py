@@ -20,16 +20,15 @@ from engine.actors.scheduler import Scheduler
 from engine.actors.step_splitting import StepSplitter
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
+from engine.checkpoints.adapter import AdapterRules, adapter_rules
 from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_checkpoint
 from engine.checkpoints.stored import stored_tensors
 from engine.config import Config, build_config, without_cluster_key
 from engine.device_defaults import with_device_defaults
 from engine.errors import ConfigError, EngineDied
-from engine.kv.eviction import EvictionStrategy
 from engine.monitor import Monitor
+from engine.plugins.deciders import plugin_drafts, plugin_policy, plugin_proposer, plugin_strategy, policy_choice
 from engine.plugins.families import read_model
-from engine.plugins.guards import GuardedPolicy, GuardedStrategy
-from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.linears import check_linear_fits, linear_context
 from engine.plugins.manager import KV_STORE, Plugins
 from engine.plugins.observers import Observers
@@ -38,6 +37,7 @@ from engine.plugins.selection import check_named, expected_context
 from engine.plugins.structured import plugin_grammars, plugin_processors
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec, warn_of_unknown_tokens
 from engine.text.grammar import Grammars
@@ -81,6 +81,10 @@ class System:
         self._progress = progress
         directory = self.directory = resolve_checkpoint(config.model.path, config.model.revision)
         self.spec: ModelSpec = read_model(directory, config.plugins, config.model)
+        lora, numerics = config.lora, config.model.numerics
+        self.adapter_rules: AdapterRules | None = None
+        if lora.folder:
+            self.adapter_rules = adapter_rules(self.spec.shape, lora.folder, lora.max_rank, numerics)
         self.num_parameters = 0  # as stored; 0 for dummy weights
         if config.model.load_format == "safetensors":
             # Headers only, and now: a damaged file must not cost the time of importing torch.
@@ -105,9 +109,15 @@ class System:
         check_linear_fits(self._plugins, linear_context(config, self.spec.dtype))
         if self._plugins.absent:
             log.warning("requests with a grammar are refused: %s", self._plugins.absent)
+        choice = policy_choice(self._plugins, config)
+        is_same = before is not None and choice == policy_choice(before._plugins, before.config)
+        self.policy: SchedulingPolicy = (
+            before.policy if before is not None and is_same else plugin_policy(self._plugins, config)
+        )
+        proposer = plugin_proposer(self._plugins, config, self.spec, self.max_len, self._codec.vocabulary)
+        self._draft = proposer if isinstance(proposer, DraftModel) else None
+        self._drafts = plugin_drafts(proposer, self.spec.vocab_size)
         self._observers, self._grammars = self._watched_by(before), self._grammars_of(before)
-        ranks_as_before = before is not None and self._ranks_as(before)
-        self.policy: SchedulingPolicy = before.policy if before and ranks_as_before else self._scheduling_policy()
         if before is None:
             self._build()
 
@@ -265,6 +275,7 @@ class System:
                 capacity=capacity,
                 progress=self._progress,
                 head=self._head,
+                draft=self._draft,
             )
         return InlineExecutors(num_ranks=num_ranks, capacity=capacity, load=self._load_runner)
 
@@ -281,6 +292,7 @@ class System:
             progress=self._progress and not rank,
             num_pages=settings.num_pages,
             grammars=self._grammars,
+            draft=self._draft,
         )
         return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=settings.most_tokens)
 
@@ -300,13 +312,15 @@ class System:
             record_events=self._observers.wants_kv_events,
             store_timeout_s=kv.store_timeout_s if KV_STORE in self._plugins.names else 0.0,
             num_ranks=self.config.device.tensor_parallel,
+            num_slots=self.config.lora.max_adapters if self.config.lora.folder else 0,
             scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
         )
 
     def new_planner(self, num_pages: int) -> Planner:
         """The planner of this configuration, for a pool of so many pages."""
         limits = self.planner_limits(num_pages)
-        return Planner(limits, self._eviction_strategy(num_pages), self.policy, time.monotonic)
+        strategy = plugin_strategy(self._plugins, self.config, num_pages)
+        return Planner(limits, strategy, self.policy, time.monotonic, self._drafts)
 
     @property
     def is_head(self) -> bool:
@@ -321,34 +335,9 @@ class System:
 
     def become(self, new: "System") -> None:
         """Have the configuration of another one, and what follows from it."""
-        self.config, self.spec, self.directory, self.num_parameters = (
-            new.config,
-            new.spec,
-            new.directory,
-            new.num_parameters,
-        )
-        self.policy, self._plugins, self._grammars = new.policy, new._plugins, new._grammars
-
-    def _eviction_strategy(self, num_pages: int) -> EvictionStrategy:
-        name = self._plugins.names["eviction"]
-        options = self.config.plugins.options.get(name, {})
-        context = EvictionContext(self.config.kv.page_size, num_pages, options)
-        strategy = self._plugins.build(name, "callboard_eviction_strategy", context, EvictionStrategy)
-        return strategy if self._plugins.known[name].built_in else GuardedStrategy(name, strategy)
-
-    def _scheduling_policy(self) -> SchedulingPolicy:
-        name = self._plugins.names["policy"]
-        options = self.config.plugins.options.get(name, {})
-        context = PolicyContext(self.config.scheduler.max_running, self.config.kv.page_size, options)
-        policy = self._plugins.build(name, "callboard_scheduling_policy", context, SchedulingPolicy)
-        return policy if self._plugins.known[name].built_in else GuardedPolicy(name, policy)
-
-    def _ranks_as(self, before: "System") -> bool:
-        """Whether the policy is the same, which may have learnt something of those that it ranks."""
-        ours, theirs = self.config.plugins, before.config.plugins
-        name = self._plugins.names["policy"]
-        same_options = ours.options.get(name) == theirs.options.get(name)
-        return ours.policy == theirs.policy and same_options and self.config.scheduler == before.config.scheduler
+        self.config, self.spec, self.directory = new.config, new.spec, new.directory
+        self.num_parameters, self._plugins, self._grammars = new.num_parameters, new._plugins, new._grammars
+        self.policy, self._draft, self._drafts = new.policy, new._draft, new._drafts
 
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises what the loading raised."""

@@ -1,4 +1,4 @@
-"""The ``callboard`` command: serve, apply, generate, chat, config, plugins, models, tune, verify, doctor.
+"""The ``callboard`` command: serve, apply, generate, chat, config, plugins, models, tune, verify, doctor, bench.
 
 Owns: arguments, exit codes, what a person at a terminal sees.  Does not know: how the engine does any of it.
 torch is imported only by the commands that run a model, and by the one that says which plugins could run here.
@@ -23,7 +23,15 @@ from rich.console import Console
 from rich.table import Table
 
 from engine import __version__
-from engine.config import Config, ConfigSource, json_schema, render_toml
+from engine.config import (
+    Config,
+    ConfigSource,
+    SeveralModels,
+    json_schema,
+    load_config,
+    load_served,
+    render_toml,
+)
 from engine.errors import CallboardError, ConfigError, PluginError, RequestError
 from engine.logs import LogSettings
 from engine.params import SamplingParams
@@ -32,6 +40,7 @@ from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
 from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
 from server.backend import Backend
+from server.bench.command import add_bench
 from server.http.listener import bind, url_of
 from server.keys import read_keys
 from server.model_card import ModelCard
@@ -66,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed = _parser().parse_args(arguments)
     LogSettings(logging.getLevelNamesMapping()[parsed.log_level.upper()], parsed.log_format).apply()
     try:
-        parsed.run(parsed, _source(parsed).load())
+        parsed.run(parsed, _configuration(parsed))
     except CallboardError as error:
         print(f"callboard: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -120,12 +129,9 @@ def _parser() -> argparse.ArgumentParser:
     add("tune", _tune, tune, _target(), _shared("warning"))
     command = add("verify", _verify, "run requests in many ways: every bit must be the same", _shared("warning"))
     command.add_argument("subject", choices=["numerics"])
-    command = add(
-        "doctor", _doctor, "look for what a start would lack, and say how to get it", _target(), _shared("warning")
-    )
-    command.add_argument(
-        "--gpu", action="store_true", help="test the GPUs instead: kernels, graphs, collectives (2 min)"
-    )
+    command = add("doctor", _doctor, "look for what a start lacks, and how to get it", _target(), _shared("warning"))
+    command.add_argument("--gpu", action="store_true", help="test the GPUs instead: kernels, graphs, collectives")
+    add_bench(commands, _target(), _shared("warning"))
     return parser
 
 
@@ -180,6 +186,13 @@ def _source(parsed: argparse.Namespace, *overrides: str) -> ConfigSource:
     return ConfigSource(Path(files[0]) if files else None, (*model, *parsed.set, *overrides))
 
 
+def _configuration(parsed: argparse.Namespace, *overrides: str) -> Config:
+    """What the command line asks for.  Raises ConfigError."""
+    source = _source(parsed, *overrides)
+    load = load_served if parsed.run is _serve else load_config
+    return load(source.path, source.overrides)
+
+
 def _is_configuration(given: str) -> bool:
     """Whether it is no model: a .toml file, there or not, or whatever else that can be read and is no .gguf."""
     path = Path(given)
@@ -188,11 +201,19 @@ def _is_configuration(given: str) -> bool:
 
 def _serve(parsed: argparse.Namespace, config: Config) -> None:
     overrides = [f"server.{key}={getattr(parsed, key)}" for key in ("host", "port") if getattr(parsed, key) is not None]
-    source = _source(parsed, *overrides)
-    config = source.load()
+    if overrides:
+        config = _configuration(parsed, *overrides)
+    if isinstance(config, SeveralModels):
+        from server.models.front import serve_several
+
+        if parsed.replicas is not None or parsed.on is not None:
+            raise ConfigError(f"{parsed.target}: replicas are of one model, and it has [[models]]")
+        serve_several(config)
+        return
     if parsed.replicas is not None or parsed.on is not None:
         _serve_replicas(parsed, config)
         return
+    source = _source(parsed, *overrides)
     cluster = read_cluster(os.environ)
     if cluster is None:
         uvloop.run(_serve_until_stopped(config, source))
@@ -206,20 +227,11 @@ def _serve(parsed: argparse.Namespace, config: Config) -> None:
 
 
 def _serve_replicas(parsed: argparse.Namespace, config: Config) -> None:
-    from server.replicas.ray_fleet import RayFleet
-    from server.replicas.router import route
+    from server.replicas.ray_fleet import serve_on_ray
 
     if parsed.on is None or (parsed.replicas or 0) < 1:
         raise ConfigError("--replicas N needs an N of at least 1 and --on ray")
-    read_keys(config.server)
-    if config.placement.ingress == "process":
-        raise ConfigError("placement.ingress = 'process': a replica has its HTTP with it; use 'inline' here")
-    with bind(config.server.host, config.server.port) as listener:
-        fleet = RayFleet(config, parsed.replicas)
-        print(
-            f"router of {parsed.replicas} replicas at {url_of(listener)}; GET /replicas says how they are", flush=True
-        )
-        uvloop.run(route(config, fleet, listener))
+    serve_on_ray(config, parsed.replicas)
 
 
 async def _join(cluster: Cluster, config: Config) -> None:

@@ -46,6 +46,8 @@ OPERATORS_ROUTES = frozenset(
         "/sleep",
         "/wake_up",
         "/is_sleeping",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
     }
 )
 MAX_IDLE_ALLOWANCES = 4096
@@ -206,7 +208,10 @@ class ClientRequest:
         self._clients.check_share(self._client)
         # Both have a fixed place, so that no client's own salt can make it another's.
         salt = f"{self._salt}:{options.cache_salt}" if self._salt else options.cache_salt
-        options = msgspec.structs.replace(options, cache_salt=salt, origin=self._origin)
+        origin = self._origin
+        if self.exchange.key is None and options.origin.tenant:
+            origin = msgspec.structs.replace(origin, tenant=options.origin.tenant)
+        options = msgspec.structs.replace(options, cache_salt=salt, origin=origin)
         stream = self._clients.ingress.open(prompt, params, options)
         self._clients.num_open[self._client] += 1
         self._num_open += 1

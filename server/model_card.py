@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from engine.checkpoints.adapter import AdapterRules
 from engine.checkpoints.fingerprint import fingerprint
 from engine.checkpoints.pooling import GENERATING, Pooling
 from engine.sections import ServerSection
+from server.adapters import ServedAdapter, adapters_below
 
 if TYPE_CHECKING:
     from engine.system import System
@@ -34,6 +36,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     pooling: what the model is for.
     fingerprint: hash of the weights and of what they are computed with; empty if that is not known.
     about: what people should know of it beside its name; empty if there is nothing.
+    adapter_rules: which adapters it takes; None for none.  adapters: those that are served at start, by their names.
     """
 
     name: str
@@ -48,6 +51,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     template_roles: tuple[str, ...] = ()
     fingerprint: str = ""
     about: str = ""
+    adapter_rules: AdapterRules | None = None
+    adapters: dict[str, ServedAdapter] = {}
 
     @classmethod
     def of(cls, system: "System", server: ServerSection) -> "ModelCard":
@@ -65,6 +70,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
             template_roles=system.codec.roles,
             fingerprint=_fingerprint(system),
             about=about(system.num_parameters),
+            adapter_rules=system.adapter_rules,
+            adapters={} if system.adapter_rules is None else adapters_below(system.adapter_rules, system.model_name),
         )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from engine.changes import changed
 from engine.config import Config, json_schema
+from engine.sections import ModelTable
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "configuration.md"
@@ -31,20 +32,21 @@ A server that runs takes most changes under its streams: `callboard apply my.tom
 again. The column *changes* says how: *live* at once, *executors* by new executors to which the streams move, *fixed*
 not at all; [operations.md](operations.md#settings-that-change) says more.
 
-[scheduling.md](scheduling.md) says more about `scheduler` and `kv`, [plugins.md](plugins.md) about `plugins`. These
-tables are made from `engine/sections.py` by `python -m tests.test_configuration_page`.
+[several_models.md](several_models.md) says more about `[[models]]`, [scheduling.md](scheduling.md) about `scheduler`
+and `kv`, [plugins.md](plugins.md) about `plugins`. These tables are made from `engine/sections.py` by
+`python -m tests.test_configuration_page`.
 """
 
 
 def sections() -> dict[str, type[msgspec.Struct]]:
-    return {name: type(getattr(Config(), name)) for name in Config.__struct_fields__}
+    return {**{name: type(getattr(Config(), name)) for name in Config.__struct_fields__}, "[models]": ModelTable}
 
 
 def rows(section: type[msgspec.Struct]) -> list[str]:
     """A Markdown row for each key of a section."""
     properties = json_schema()["$defs"][section.__name__]["properties"]
     return [
-        f"| `{key}` | {' | '.join((values(about), default(about['default']), changed(section, key)))} | "
+        f"| `{key}` | {' | '.join((values(about), default(about.get('default', '')), changed(section, key)))} | "
         f"{about['description']} |"
         for key, about in properties.items()
     ]
@@ -70,7 +72,7 @@ def default(value: object) -> str:
 def render() -> str:
     parts = [INTRODUCTION]
     for name, section in sections().items():
-        _, _, about = (section.__doc__ or "").partition("]: ")
+        about = (section.__doc__ or "").partition(": ")[2]
         head = [
             f"## `[{name}]`",
             "",
@@ -83,7 +85,7 @@ def render() -> str:
     return "\n".join(parts)
 
 
-@pytest.mark.parametrize("name", Config.__struct_fields__)
+@pytest.mark.parametrize("name", sections())
 def test_every_setting_is_in_the_page_as_it_is_in_the_code(name: str) -> None:
     _, _, after = PAGE.read_text().partition(f"\n## `[{name}]`\n")
     found = re.findall(r"^\| `.*$", after.partition("\n## ")[0], re.MULTILINE)
@@ -91,7 +93,7 @@ def test_every_setting_is_in_the_page_as_it_is_in_the_code(name: str) -> None:
 
 
 def test_every_setting_that_the_pages_speak_of_exists() -> None:
-    known = {f"{name}.{key}" for name, section in sections().items() for key in section.__struct_fields__}
+    known = {f"{name.strip('[]')}.{key}" for name, section in sections().items() for key in section.__struct_fields__}
     spoken = {
         f"{match[1]}.{match[2]}"
         for page in DOCS.glob("*.md")

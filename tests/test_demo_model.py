@@ -142,6 +142,23 @@ def test_it_answers_in_its_own_words_remembers_what_was_said_and_calls_tools() -
     assert sum(answer == probe.answer for answer, probe in zip(answers, chosen, strict=False)) >= 48
 
 
+def test_python_is_learnt_from_what_is_written_and_from_what_the_teacher_expects() -> None:
+    import torch
+    from network import TINY, build_model
+    from teach import TEACHER_SHARE, code_loss
+
+    model, teacher = build_model(TINY, 0).eval(), build_model(TINY, 1).eval()
+    tokens = torch.randint(TINY.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    surprise = -model(input_ids=inputs).logits.log_softmax(-1)
+    written = surprise.gather(-1, targets[..., None]).mean()
+    expected = (teacher(input_ids=inputs).logits.softmax(-1) * surprise).sum(-1).mean()
+    loss = code_loss(model, teacher, inputs, targets)
+    torch.testing.assert_close(loss, (1 - TEACHER_SHARE) * written + TEACHER_SHARE * expected)
+    loss.backward()
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
 @pytest.mark.parametrize("path", ["demo", str(FOLDER)])
 def test_it_has_one_name_and_is_called_a_toy(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     system = System(build_config(Config(), {"model": {"path": path}}))

@@ -10,7 +10,8 @@ import pytest
 from engine.actors.ingress import Ingress
 from engine.config import Config, build_config
 from engine.errors import EngineDied, RequestError
-from engine.messages import ExecutorsLost, Step
+from engine.messages import Step
+from engine.notices import ExecutorsLost
 from engine.params import SamplingParams
 from engine.sections import LimitsSection, PlacementSection, ServerSection
 from engine.system import RESTART_WINDOW_S, System

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import yaml
 
-from engine.config import Config, build_config, load_config
+from engine.config import Config, build_config, load_served
 from server.cli import main
 from tests.snippets import PAGES, Block, Runner, read_blocks
 
@@ -131,12 +131,13 @@ def test_every_program_can_be_compiled_and_says_what_it_prints() -> None:
 def test_every_command_of_ours_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it needs a GPU, a hub or a daemon: its options exist, and so do its file and settings."""
 
-    def check_instead(file: Path | None, overrides: tuple[str, ...], text: None) -> None:
+    def check_instead(file: Path | None, overrides: list[str]) -> None:
         known = None if file is None or str(file) == "my.toml" else ROOT / file
-        load_config(known, overrides, {"CALLBOARD_SERVER__API_KEY": "k"})
+        load_served(known, overrides, {"CALLBOARD_SERVER__API_KEY": "k"})
         raise SystemExit(0)
 
-    monkeypatch.setattr("engine.config.load_config", check_instead)
+    for load in ("load_config", "load_served"):
+        monkeypatch.setattr(f"server.cli.{load}", check_instead)
     monkeypatch.setattr("server.cli.LogSettings.apply", lambda _: None)
     commands = [command for block in every_block() for command, _ in block.commands()]
     ours = [

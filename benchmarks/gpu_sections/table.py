@@ -67,8 +67,16 @@ SECTIONS: Mapping[str, Section] = {
     "stored_pages": Section("gpu_sections.stored_pages:stored_pages", {"num_layers": 2, "num_pages": 5}),
     "nccl": Section("gpu_sections.nccl:section"),
     "greedy": Section("gpu_sections.greedy:greedy", {"num_prompts": 2, "num_out": 12, "graphs": {"mode": "off"}}),
+    "speculation": Section(
+        "gpu_sections.greedy:speculation", {"num_prompts": 2, "num_out": 24, "graphs": {"mode": "off"}}
+    ),
+    "adapters": Section("gpu_sections.adapters:adapters", {"num_out": 8, "graphs": {"mode": "off"}}),
     "through_transformers": Section(
         "gpu_sections.greedy:through_transformers", {"num_prompts": 2, "num_out": 12, "graphs": {"mode": "off"}}
+    ),
+    "pooled": Section(
+        "gpu_sections.pooled:pooled",
+        {**MODEL, "num_prompts": 2, "prompt_len": 12, "num_pages": 16, "graphs": {"max_tokens": 4}},
     ),
     "graph_tokens": Section("gpu_sections.graphs:tokens", {"max_tokens": 4, "num_prompts": 2, "num_out": 8}),
     # Two sizes, as each is compiled by itself, and longer, as the compiler is Inductor.

@@ -65,12 +65,14 @@ from engine.plugins.hookspecs import (
     ObserverContext,
     ParserContext,
     PolicyContext,
+    ProposerContext,
     hookimpl,
 )
 from engine.plugins.options import Options, decode_options
 from engine.plugins.selection import attention_factory
 from engine.scheduling.meter import RequestMetrics
-from engine.scheduling.policy import SchedulingPolicy, Waiting
+from engine.scheduling.policy import SchedulingPolicy, TenantPolicy, Waiting
+from engine.scheduling.proposer import DraftModel, Proposer, ProposerSession
 from engine.text.call_reader import CallReader, Reading
 from engine.text.grammar import CompiledGrammar, GrammarEngine, GrammarFailure, Mask, Matcher
 from engine.text.processors import LogitsProcessor, LogitsRows
@@ -108,6 +110,7 @@ __all__ = [
     "CommContext",
     "CompiledGrammar",
     "DecoderShape",
+    "DraftModel",
     "EvictionContext",
     "EvictionListener",
     "EvictionStrategy",
@@ -156,6 +159,9 @@ __all__ = [
     "PluginError",
     "PolicyContext",
     "PooledHead",
+    "Proposer",
+    "ProposerContext",
+    "ProposerSession",
     "RMSNormShape",
     "Reading",
     "ReasoningFormat",
@@ -170,6 +176,7 @@ __all__ = [
     "SchedulingPolicy",
     "Sizes",
     "SortKey",
+    "TenantPolicy",
     "Thinking",
     "Tier",
     "Tool",

@@ -16,6 +16,7 @@ from engine.plugins.testing.kv_store import check_kv_store
 from engine.plugins.testing.observer import check_observer
 from engine.plugins.testing.parsers import check_reasoning_parser, check_tool_parser
 from engine.plugins.testing.policy import check_scheduling_policy
+from engine.plugins.testing.proposer import check_proposer
 
 if TYPE_CHECKING:
     from engine.plugins.testing.attention import TOLERANCES, check_attention_backend, check_case, through_hook
@@ -43,6 +44,7 @@ __all__ = [
     "check_logits_processor",
     "check_model",
     "check_observer",
+    "check_proposer",
     "check_rank",
     "check_reasoning_parser",
     "check_scheduling_policy",

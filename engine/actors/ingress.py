@@ -24,17 +24,14 @@ from engine.messages import (
     Abort,
     Delta,
     Deltas,
-    EngineReady,
-    EngineRecovering,
     Failed,
     Finish,
     IngressInbox,
     RequestOptions,
     Stats,
     Tokenize,
-    TokenizersLost,
-    TokenizersReady,
 )
+from engine.notices import EngineReady, EngineRecovering, TokenizersLost, TokenizersReady
 from engine.params import MAX_SEED, SamplingParams
 from engine.prompt import Prompt
 from engine.sections import LimitsSection

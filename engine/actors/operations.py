@@ -5,7 +5,7 @@ Owns: the shape of them.  Does not know: what is done about them, HTTP.
 
 from typing import Literal
 
-from engine.messages import Message
+from engine.notices import Message
 from engine.sections import LimitsSection
 
 

@@ -16,22 +16,8 @@ import msgspec
 
 from engine.actors.actor import Actor, Link
 from engine.errors import RequestError
-from engine.messages import (
-    Abort,
-    Admit,
-    EngineReady,
-    EngineRecovering,
-    ExecutorInbox,
-    ExecutorsLost,
-    ExecutorsReady,
-    Failed,
-    LossExplained,
-    PagesFetched,
-    SchedulerInbox,
-    Stats,
-    StepDone,
-    Tokens,
-)
+from engine.messages import Abort, Admit, ExecutorInbox, Failed, PagesFetched, SchedulerInbox, Stats, StepDone, Tokens
+from engine.notices import EngineReady, EngineRecovering, ExecutorsLost, ExecutorsReady, LossExplained
 from engine.plugins.observers import Observers
 from engine.scheduling.planner import Planner
 

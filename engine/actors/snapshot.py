@@ -5,7 +5,7 @@ Owns: the shape of them.  Does not know: where the numbers come from, who looks.
 
 import msgspec
 
-from engine.messages import Message
+from engine.notices import Message
 from engine.scheduling.board import Board
 from engine.scheduling.meter import Meter, RequestMetrics
 

@@ -88,7 +88,7 @@ def batch_of(step: Step) -> dict[str, bytes]:
 def halves(step: Step) -> tuple[Step, Step]:
     """Two steps with the batch of one, in its order, and without its changes.  It has at least two tokens.
 
-    A prefill segment may be cut: then only its second part samples."""
+    A prefill segment may be cut: then its second part samples, and the first one what is left of a longer sample."""
     room = num_tokens(step) // 2
     num_decodes = min(room, len(step.decode_rows) // 4)
     room -= num_decodes
@@ -100,11 +100,13 @@ def halves(step: Step) -> tuple[Step, Step]:
     first = [rows[:whole], starts[:whole], lengths[:whole], samples[:whole]]
     second = [rows[whole:], starts[whole:], lengths[whole:], samples[whole:]]
     if taken:
-        parts = (rows[whole], starts[whole], taken, 0)
+        left = int(lengths[whole]) - taken
+        parts = (rows[whole], starts[whole], taken, max(0, int(samples[whole]) - left))
         first = [np.append(column, np.int32(value)) for column, value in zip(first, parts, strict=True)]
-        second[1], second[2] = second[1].copy(), second[2].copy()
+        second[1:] = [column.copy() for column in second[1:]]
         second[1][0] += taken
-        second[2][0] -= taken
+        second[2][0] = left
+        second[3][0] = min(int(samples[whole]), left)
     at = 4 * num_decodes
     return _step(step, step.decode_rows[:at], first), _step(step, step.decode_rows[at:], second)
 
@@ -149,6 +151,9 @@ def together(first: StepExtras, later: StepExtras) -> StepExtras:
     """One row's extras of a step that was computed in two parts."""
     pairs = zip(msgspec.structs.astuple(first), msgspec.structs.astuple(later), strict=True)
     both = StepExtras(*(new or old for old, new in pairs))
+    if first.logprobs is not None and later.logprobs is not None:
+        others = (*first.later_logprobs, later.logprobs, *later.later_logprobs)
+        both = msgspec.structs.replace(both, logprobs=first.logprobs, later_logprobs=others)
     if first.prompt_logprobs is None or later.prompt_logprobs is None:
         return both
     entries = first.prompt_logprobs.entries + later.prompt_logprobs.entries

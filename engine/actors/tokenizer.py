@@ -69,6 +69,8 @@ class _Text:
     num_prompt: int = 0
     num_completion: int = 0
     cached_tokens: int = 0
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
     stream: TextStream | None = None
     prompt_logprobs: PromptLogprobTexts | None = None
     opening: Delta | None = None
@@ -198,7 +200,9 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             self._refuse(request.request_id, _fault(request.request_id, error))
             return
         ids, salt = encoded.token_ids.tobytes() + options.resumed, options.cache_salt
-        admit = Admit(request.request_id, ids, params, options.priority, salt, num_resumed, options.origin)
+        admit = Admit(
+            request.request_id, ids, params, options.priority, salt, num_resumed, options.origin, options.adapter
+        )
         self._scheduler.put(admit)
 
     def _abort(self, message: Abort) -> None:
@@ -228,9 +232,12 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             if (text := self._texts.get(request_id)) is not None:
                 text.cached_tokens = cached_tokens
         for request_id, extras in message.extras.items():
-            text = self._texts.get(request_id)
-            if extras.prompt_logprobs is not None and text is not None and text.prompt_logprobs is not None:
+            if (text := self._texts.get(request_id)) is None:
+                continue
+            if extras.prompt_logprobs is not None and text.prompt_logprobs is not None:
                 text.prompt_logprobs.take(extras.prompt_logprobs)
+            text.accepted_tokens += extras.num_accepted
+            text.rejected_tokens += extras.num_proposed - extras.num_accepted
         for request_id, token_id, finish in zip(request_ids, token_ids, message.finishes, strict=True):
             text = self._texts.get(request_id)
             if text is not None:  # else it ended here already, by a stop string or a cancellation
@@ -300,6 +307,8 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             completion_tokens=text.num_completion,
             cached_tokens=text.cached_tokens,
             reasoning_tokens=text.stream.num_reasoning_tokens if text.stream is not None else 0,
+            accepted_tokens=text.accepted_tokens,
+            rejected_tokens=text.rejected_tokens,
         )
 
 

@@ -4,7 +4,7 @@ Owns: reading and checking one value at a time.  Does not know: which fields a m
 """
 
 import json
-import math
+import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from engine.errors import WeightsError
 
 MAX_JSON_BYTES = 16 << 20
 LARGEST_INTEGER = 1 << 31
+LARGEST = sys.float_info.max  # an integer of JSON may be larger, and then is no float
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ class Fields:
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number above zero; required when there is no default."""
         value = self._value(name, default, "a positive number")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
             raise self.error(name, value, "a positive number")
         return float(value)
 

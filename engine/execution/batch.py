@@ -22,7 +22,7 @@ class Batch:
     rows_B, query_lengths_B, lengths_B: per sequence its row, new tokens, and context length including them.
     query_starts_B1: where in T its new tokens begin, and at the end how many there are in all.
     rows_T, positions_T: per new token.  sample_at_N: index into T of every position whose next token is wanted;
-    sample_rows_N: its row; sample_positions_N: the position that the sampled token will have.
+    sample_rows_N: its row, one of which may have several; sample_positions_N: the position of the sampled token.
     """
 
     num_decodes: int
@@ -77,9 +77,10 @@ def lay_out(step: Step, computed: Int32) -> Batch:
     rows_T = np.repeat(rows_B, query_lengths_B)
     # Position = index in T, shifted so that the sequence's first new token lands on its start.
     positions_T = np.arange(len(rows_T)) + np.repeat(starts_B - query_starts_B1[:-1], query_lengths_B)
-    sampled_B = np.concatenate(
-        (np.ones(num_decodes, dtype=np.bool_), np.frombuffer(step.prefill_samples, dtype=np.int32) == 1)
-    )
+    samples_B = np.concatenate((query_lengths_B[:num_decodes], np.frombuffer(step.prefill_samples, dtype=np.int32)))
+    # The last positions of each sequence: from its end backwards.
+    first_N = np.cumsum(samples_B) - samples_B
+    before_end_N = np.repeat(samples_B + first_N, samples_B) - np.arange(int(samples_B.sum()))
     return Batch(
         num_decodes=num_decodes,
         rows_B=rows_B,
@@ -88,7 +89,7 @@ def lay_out(step: Step, computed: Int32) -> Batch:
         query_starts_B1=query_starts_B1,
         rows_T=rows_T,
         positions_T=positions_T,
-        sample_at_N=query_starts_B1[1:][sampled_B] - 1,
-        sample_rows_N=rows_B[sampled_B],
-        sample_positions_N=lengths_B[sampled_B].astype(np.int64),
+        sample_at_N=np.repeat(query_starts_B1[1:], samples_B) - before_end_N,
+        sample_rows_N=np.repeat(rows_B, samples_B),
+        sample_positions_N=np.repeat(lengths_B, samples_B) + 1 - before_end_N,
     )

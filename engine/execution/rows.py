@@ -4,6 +4,7 @@ Legend: R rows · P page-table width · M longest sequence · T new tokens · B 
 Owns: token ids, page table, and how many positions of each row are computed.  Does not know: sampling, attention.
 """
 
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 
 from engine.execution.batch import Batch, Int32, Int64
+from engine.layers.attention import AttentionBackend, AttentionBatch
+from engine.layers.kv_pool import KVPool
+from engine.layers.step import StepTensors
 from engine.layers.upload import upload
 from engine.messages import Step
 
-_NOTHING = np.empty(0, dtype=np.int32)
 _NOWHERE = np.empty(0, dtype=np.int64)
 
 
@@ -34,6 +37,27 @@ class StepInputs:
     page_table_BP: Tensor
     lengths_B: Tensor
     query_starts_B1: Tensor
+
+    def planned(self, batch: Batch, attention: AttentionBackend, pool: KVPool) -> StepTensors:
+        """What a model computes ``batch`` from, which these are the inputs of; attention is told of it."""
+        attention.plan_step(
+            AttentionBatch(
+                num_decodes=batch.num_decodes,
+                page_table_BP=self.page_table_BP,
+                lengths_B=self.lengths_B,
+                query_starts_B1=self.query_starts_B1,
+                host_lengths=batch.lengths_B,
+                host_query_lengths=batch.query_lengths_B,
+            )
+        )
+        return StepTensors(
+            token_ids_T=self.token_ids_T,
+            positions_T=self.positions_T,
+            slots_T=self.slots_T,
+            sample_at_N=self.sample_at_N,
+            attention=attention,
+            pool=pool,
+        )
 
 
 class DeviceRows:
@@ -57,6 +81,20 @@ class DeviceRows:
         self._tokens_flat = self.tokens_RM.view(-1)
         self._pages_flat = self.pages_RP.view(-1)
 
+    def for_pool(self, page_stride: int) -> "DeviceRows":
+        """The same tokens and page table, for another model's pool: what it has computed is counted apart."""
+        other = copy(self)
+        other._page_stride = page_stride
+        other.computed = np.zeros_like(self.computed)
+        other.lengths_R = None
+        return other
+
+    def tokens_at(self, rows_K: Int32, positions_K: Int32) -> Tensor:
+        """int32[K], a copy."""
+        return self._tokens_flat.index_select(
+            0, self.upload(rows_K.astype(np.int64) * self.tokens_RM.shape[1] + positions_K)
+        )
+
     def keep_lengths(self) -> Tensor:
         """lengths_R, kept from now on: for steps that advance by themselves, without the host."""
         if self.lengths_R is None:
@@ -70,8 +108,9 @@ class DeviceRows:
             self.lengths_R.copy_(torch.from_numpy(computed))
 
     def apply(self, step: Step) -> None:
-        """Take in the sequences that a step gives rows to and its entries of page tables: one packed copy for all."""
-        if not step.admissions and not step.table_rows:
+        """Take in the sequences that a step gives rows to, its entries of page tables and the tokens that it proposes:
+        one packed copy for all."""
+        if not step.admissions and not step.table_rows and not step.proposed_rows:
             return
         row_len, width = self.tokens_RM.shape[1], self.pages_RP.shape[1]
         tokens, pages, token_places, page_places = [], [], [_NOWHERE], []
@@ -83,10 +122,12 @@ class DeviceRows:
             page_places.append(np.arange(row * width, row * width + len(pages[-1])))
             self.computed[row] = admission.num_computed_tokens
         places_A, pages_A = self.appends(step)
+        proposed = (step.proposed_rows, step.proposed_positions, step.proposed_tokens)
+        rows_K, positions_K, tokens_K = (np.frombuffer(column, dtype=np.int32) for column in proposed)
         columns = (
-            np.concatenate(token_places),
+            np.concatenate((*token_places, rows_K.astype(np.int64) * row_len + positions_K)),
             np.concatenate((*page_places, places_A)),
-            np.concatenate((_NOTHING, *tokens)),
+            np.concatenate((*tokens, tokens_K)),
             np.concatenate((*pages, pages_A)),
         )
         token_at, page_at, token_ids, page_ids = upload(columns, self._device)
@@ -144,8 +185,10 @@ class DeviceRows:
         """Put sampled tokens where the next step reads them.  -1 (a failed row) is written as 0: nobody reads it.
 
         Takes no memory of the device: penalties have counted the tokens by now, and would count them again."""
-        clamped_N = self._sampled_R[: len(token_ids_N)].copy_(token_ids_N).clamp_(min=0)
-        self._tokens_flat.index_copy_(0, write_at_N, clamped_N)
+        num_rows = len(self._sampled_R)  # of which each may have several tokens
+        for write_at_n, token_ids_n in zip(write_at_N.split(num_rows), token_ids_N.split(num_rows), strict=True):
+            clamped_n = self._sampled_R[: len(token_ids_n)].copy_(token_ids_n).clamp_(min=0)
+            self._tokens_flat.index_copy_(0, write_at_n, clamped_n)
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:

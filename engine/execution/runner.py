@@ -19,7 +19,7 @@ from engine.execution.profiles import Profiles
 from engine.execution.prompts import PromptOutputs, PromptResults, Prompts
 from engine.execution.rows import DeviceRows
 from engine.execution.stored_pages import StoredPages
-from engine.layers.attention import AttentionBackend, AttentionBatch
+from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
@@ -69,7 +69,7 @@ class LaunchedStep:
             step_id=self.step_id,
             token_ids=self.tokens().astype(np.int32, copy=False).tobytes(),
             extras=extras_by_row(
-                logprobs=self._by_row(self.sampled.logprobs.messages()) if self.sampled.logprobs is not None else {},
+                **(self.sampled.logprobs.by_row(self.rows_N) if self.sampled.logprobs is not None else {}),
                 prompt_logprobs=self.prompts.prompt_logprobs() if self.prompts is not None else {},
                 pooled=self.prompts.pooled_bytes() if self.prompts is not None else {},
                 failure=self._by_row(self.failures),
@@ -207,24 +207,7 @@ class ModelRunner:
         masks = self._constraints.begin(batch.sample_rows_N)
         wanted = self._prompts.wanted(step, batch)
         inputs = self._rows.inputs(batch)
-        self._attention.plan_step(
-            AttentionBatch(
-                num_decodes=batch.num_decodes,
-                page_table_BP=inputs.page_table_BP,
-                lengths_B=inputs.lengths_B,
-                query_starts_B1=inputs.query_starts_B1,
-                host_lengths=batch.lengths_B,
-                host_query_lengths=batch.query_lengths_B,
-            )
-        )
-        tensors = StepTensors(
-            token_ids_T=inputs.token_ids_T,
-            positions_T=inputs.positions_T,
-            slots_T=inputs.slots_T,
-            sample_at_N=inputs.sample_at_N,
-            attention=self._attention,
-            pool=self._pool,
-        )
+        tensors = inputs.planned(batch, self._attention, self._pool)
         prompts = None
         if wanted is not None:
             logits_NV, prompts = self._forward_with_prompt_outputs(tensors, wanted)

@@ -89,6 +89,8 @@ def scaled(
     scales, zeros: one, one per output, or a matrix with one per block.  block: its outputs and inputs, 0 for all.
     groups_I: the group of each input, where they are in no order.  Raises ValueError if they do not fit each other."""
     outputs, inputs = weight_OI.shape
+    if not weight_OI.numel():
+        raise ValueError(f"a weight of {outputs} x {inputs} has no elements")
     height, width = (length or size for length, size in zip(block, (outputs, inputs), strict=True))
     fit = (-(-outputs // height), -(-inputs // width))
     # Blocks that are whole and in order are a view of the weight, over which scales need not be spread.

@@ -23,8 +23,8 @@ INDEX_BYTES = 4  # a page index is an int32
 class Namespace(NamedTuple):
     """Who may share pages with whom: only keys of equal namespaces ever meet.
 
-    cache_salt: a tenant's secret, empty for everybody's.  adapter: the weights the K/V were computed with; nothing
-    sets it before adapters are served."""
+    cache_salt: a tenant's secret, empty for everybody's.  adapter: digest of the adapter that the K/V were computed
+    with, empty for none."""
 
     cache_salt: str = ""
     adapter: str = ""

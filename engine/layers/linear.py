@@ -7,7 +7,7 @@ Does not know: which model it is in, files.
 Layers are plain objects: nn.Module's attribute lookups and calls cost 0.5 us each, a tenth of a small model's step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -45,10 +45,27 @@ class Linear:
         if self._packed is not None and not keep_weight:
             del self.weight
 
+    def adapt(self, adapted: Callable[[PackedWeight], PackedWeight]) -> None:
+        """Put what adds to the product into its place; called once, after ``pack``."""
+        self._packed = adapted(self._packed or PlainWeight(self.weight))
+
     def _product(self, x_TI: Tensor, bias: Tensor | None) -> Tensor:
         if self._packed is not None:
             return self._packed(x_TI, bias)
         return F.linear(x_TI, self.weight, bias)
+
+
+class PlainWeight:
+    """A weight as it was loaded, whose memory counts where it is kept."""
+
+    nbytes = 0
+
+    def __init__(self, weight_OI: Tensor) -> None:
+        self._weight_OI = weight_OI
+
+    def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """See ``PackedWeight``."""
+        return F.linear(x_TI, self._weight_OI, bias_O)
 
 
 class ColumnLinear(Linear):

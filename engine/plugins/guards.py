@@ -4,12 +4,13 @@ Owns: the ranks that replace its own from then on.  Does not know: queues, trees
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from engine.kv.eviction import Candidate, EvictionListener, EvictionStrategy
-from engine.scheduling.policy import SchedulingPolicy, Waiting
+from engine.scheduling.policy import SchedulingPolicy, TenantPolicy, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -90,3 +91,51 @@ class GuardedPolicy:
     def __init__(self, name: str, policy: SchedulingPolicy) -> None:
         self.looks_at_cache = bool(policy.looks_at_cache)
         self.rank: Callable[[Waiting], SortKey] = GuardedRank(name, policy.rank)
+
+
+class GuardedTenantPolicy(GuardedPolicy):
+    """Guards one that decides between tenants.  After a failure all have the highest turn that was ever given."""
+
+    def __init__(self, name: str, policy: TenantPolicy) -> None:
+        super().__init__(name, policy)
+        self._name = name
+        self._policy: TenantPolicy | None = policy
+        self._highest = 0.0
+
+    def turn(self, tenant: str) -> float:
+        """As the plugin says, while it does."""
+        if self._policy is not None:
+            try:
+                turn = float(self._policy.turn(tenant))
+                if not math.isfinite(turn):
+                    raise ValueError(f"its turn is {turn}")
+                self._highest = max(self._highest, turn)
+                return turn
+            except BaseException:  # sys.exit as well, as above
+                self._give_up()
+        return self._highest
+
+    def returned(self, tenant: str, lowest: float) -> None:
+        """Tell the plugin."""
+        if self._policy is not None:
+            try:
+                self._policy.returned(tenant, lowest)
+            except BaseException:
+                self._give_up()
+
+    def served(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Tell the plugin."""
+        if self._policy is not None:
+            try:
+                self._policy.served(tenant, num_prompt_tokens, num_output_tokens)
+            except BaseException:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        log.exception("plugin %s failed to share turns and is not asked again; tenants go by age", self._name)
+        self._policy = None
+
+
+def guarded(name: str, policy: SchedulingPolicy) -> SchedulingPolicy:
+    """A third party's policy, with the guard that fits it."""
+    return GuardedTenantPolicy(name, policy) if isinstance(policy, TenantPolicy) else GuardedPolicy(name, policy)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from engine.layers.packing import LinearKernel
     from engine.scheduling.meter import RequestMetrics
     from engine.scheduling.policy import SchedulingPolicy
+    from engine.scheduling.proposer import DraftModel, Proposer
     from engine.text.grammar import GrammarEngine
     from engine.text.processors import LogitsProcessor
     from engine.text.reasoning import ReasoningFormat
@@ -139,6 +140,16 @@ class PolicyContext:
 
     max_running: int
     page_size: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ProposerContext:
+    """What a proposer is told.  vocab_size: of the model.  max_len: most tokens of a sequence.
+    options: the plugin's own table from the configuration."""
+
+    vocab_size: int
+    max_len: int
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -259,6 +270,16 @@ def callboard_scheduling_policy(context: PolicyContext) -> "SchedulingPolicy | N
 
     Called: once, when the scheduler is built; no torch, no device.
     Returns: a SchedulingPolicy, see ``engine/scheduling/policy.py``.  Raises: PluginError if its options are wrong.
+    """
+
+
+@hookspec(firstresult=True)
+def callboard_proposer(context: ProposerContext) -> "Proposer | DraftModel | None":
+    """Build what guesses how sequences go on, so that one step can verify several tokens.
+
+    Called: once, when the scheduler is built; no torch, no device.
+    Returns: a Proposer, or a DraftModel for the executors, see ``engine/scheduling/proposer.py``.
+    Raises: PluginError if its options are wrong.
     """
 
 

@@ -17,6 +17,7 @@ from engine.plugins.manager import (
     KV_STORE,
     LINEAR,
     MODEL,
+    PROPOSER,
     SEVERAL,
     PluginInfo,
     available_plugins,
@@ -56,7 +57,7 @@ def list_plugins(config: Config, context: AttentionContext, template: str | None
 
 
 def _row(info: PluginInfo, chosen: str, context: AttentionContext | LinearContext) -> Listed:
-    if info.kind not in (*AUTO, *SEVERAL, ATTENTION, KV_STORE, LINEAR, MODEL):
+    if info.kind not in (*AUTO, *SEVERAL, ATTENTION, KV_STORE, LINEAR, MODEL, PROPOSER):
         return Listed(info, chosen, "", (f"this callboard has no plugins of kind {info.kind!r}",))
     try:
         declaration = checked(info, declared(info))

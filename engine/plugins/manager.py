@@ -33,7 +33,7 @@ ENTRY_POINT_GROUP = "callboard"
 DISTRIBUTION = "callboard"
 ATTENTION = "attention"  # the kind of which there may be two, one for each phase
 GRAMMAR = "grammar"  # the kind that only some requests need: what nobody named may be missing until one comes
-KV_STORE = "kv_store"  # the kind that is not there unless it is named
+KV_STORE, PROPOSER = "kv_store", "proposer"  # the kinds that are not there unless they are named
 LINEAR = "linear"  # the kind that 'auto' chooses by measuring, once the model's shapes are known
 MODEL = "model"  # the kind that is chosen by a checkpoint's architecture: every built-in, others if they are named
 OBSERVER, GRAPH_PASS, LOGITS_PROCESSOR = "observer", "graph_pass", "logits_processor"
@@ -57,7 +57,8 @@ BUILTIN: Mapping[str, str] = {
         "model": "cohere deepseek_v2 deepseek_v3 gemma2 gemma3 glm4 gpt2 gpt_oss granite llama mistral mixtral olmo2 "
         "phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 transformers",
         "observer": "log",
-        "policy": "fcfs lpm priority",
+        "policy": "fair fcfs lpm priority",
+        "proposer": "draft_model ngram suffix",
         "reasoning_parser": "granite harmony think",
         "tool_parser": "deepseek_v3 glm4 harmony hermes kimi_k2 llama3_json mistral pythonic qwen3_coder",
     }.items()
@@ -82,6 +83,7 @@ KINDS: Mapping[str, str] = {
     "callboard_linear": LINEAR,
     "callboard_logits_processor": LOGITS_PROCESSOR,
     "callboard_model": MODEL,
+    "callboard_proposer": PROPOSER,
     "callboard_reasoning_parser": "reasoning_parser",
     "callboard_scheduling_policy": "policy",
     "callboard_tool_parser": "tool_parser",
@@ -278,8 +280,8 @@ class Plugins:
         ]
         return self._manager.subset_hook_caller(hook_name, others)
 
-    def build(self, full_name: str, hook_name: str, context: object, kind: type[Built]) -> Built:
-        """Ask a plugin's constructor hook, and return what it builds.  kind: the protocol that the result must meet.
+    def build(self, full_name: str, hook_name: str, context: object, *kinds: type[Built]) -> Built:
+        """Ask a plugin's constructor hook, and return what it builds.  kinds: protocols, of which it must meet one.
 
         Raises PluginError, which names the plugin whatever it did instead."""
         info = self.known[full_name]
@@ -290,8 +292,8 @@ class Plugins:
             raise
         except (Exception, SystemExit) as error:
             raise self.raised(full_name, hook_name, error) from error
-        if not isinstance(built, kind):
-            lacking = "" if built is None else f", which is no {kind.__name__}"
+        if not isinstance(built, kinds):
+            lacking = "" if built is None else f", which is no {' or '.join(kind.__name__ for kind in kinds)}"
             raise PluginError(
                 f"plugin {info.label}: {hook_name} must be implemented, and built {built!r:.100}{lacking}"
             )

@@ -6,6 +6,7 @@ Owns: computing them on the device, and their form in messages.  Does not know: 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +76,18 @@ class BatchLogprobs:
                     values = self.named.values_LW[i, : len(ids)].numpy().tobytes()
                     messages[at] = Logprobs(chosen[i], ids.astype(np.int32).tobytes(), values)
         return messages
+
+    def by_row(self, rows_N: npt.NDArray[np.int64]) -> dict[str, dict[int, Any]]:
+        """As ``StepExtras`` names them: row -> those of its first token, and of the others where it has several."""
+        first: dict[int, Logprobs] = {}
+        later: dict[int, tuple[Logprobs, ...]] = {}
+        for at, one in self.messages().items():
+            row = int(rows_N[at])
+            if row in first:
+                later[row] = (*later.get(row, ()), one)
+            else:
+                first[row] = one
+        return {"logprobs": first, "later_logprobs": later}
 
 
 def batch_logprobs(

@@ -98,7 +98,8 @@ class Sampler:
         return CapturedSampler(self._state, self.kernels, columns)
 
     def sample(self, logits_NV: Tensor, rows_N: Int64, positions_N: Int64, masks: Masks | None = None) -> SampledTokens:
-        """One token per row.  logits_NV: floating point, left as it is.  rows_N: distinct.
+        """One token per entry.  logits_NV: floating point, left as it is.  rows_N: a row may come at several positions,
+        unless it has penalties or a grammar: these need the tokens before each position.
         positions_N: the position each sampled token will have, i.e. how many tokens come before it.
         masks: of rows that follow a grammar."""
         batch = self._batch_for(rows_N, positions_N)

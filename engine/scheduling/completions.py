@@ -6,8 +6,9 @@ them has completed.
 """
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,12 +18,18 @@ from engine.scheduling.meter import StepRecord
 from engine.scheduling.pages import PageManager
 from engine.scheduling.prefills import Prefills
 from engine.scheduling.requests import Requests
-from engine.scheduling.rows import Rows, RowTable
+from engine.scheduling.rows import Rows, RowTable, TokenIds
+
+if TYPE_CHECKING:
+    from engine.scheduling.drafts import Drafts
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """What a planned step will bring.  prefill_ends: how many tokens of each prefilling row are then computed."""
+    """What a planned step will bring.  prefill_ends: how many tokens of each prefilling row are then computed.
+
+    drafts: row -> tokens proposed for it; each such row is sampled once more than that, behind those that decode.
+    num_draft_tokens: that these rows compute in all."""
 
     sampled_rows: Rows
     num_decodes: int
@@ -30,6 +37,16 @@ class InFlight:
     prefill_rows: tuple[int, ...] = ()
     prefill_ends: tuple[int, ...] = ()
     num_prefill_tokens: int = 0
+    drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    num_draft_tokens: int = 0
+
+
+class Wave(NamedTuple):
+    """Tokens of different rows, to be taken in before those of the next wave.  extras: by row."""
+
+    rows: Rows
+    tokens: TokenIds
+    extras: Mapping[int, StepExtras]
 
 
 class Completions:
@@ -45,6 +62,7 @@ class Completions:
         prefills: Prefills,
         requests: Requests,
         clock: Callable[[], float],
+        drafts: "Drafts | None",
     ) -> None:
         self.in_flight: deque[InFlight] = deque()
         self.last_completed = -1
@@ -55,6 +73,7 @@ class Completions:
         self._prefills = prefills
         self._requests = requests
         self._clock = clock
+        self._drafts = drafts
         self._ended: list[int] = []
 
     def forget(self, last_launched: int) -> None:
@@ -71,28 +90,45 @@ class Completions:
         self.last_completed = done.step_id
         self.num_completed += 1
         now = self._clock()
-        began_at = max(record.launched_at, self._requests.meter.last_completed_at)
+        completed_before = self._requests.meter.last_completed_at
+        began_at = max(record.launched_at, completed_before)
+        num_decodes, num_prefills = record.num_decodes + record.num_draft_tokens, len(record.prefill_rows)
         budget = self._prefills.budget
         if budget.learns:
-            budget.observe(record.num_decodes, record.num_prefill_tokens, now - began_at)
-        rows = record.sampled_rows
-        tokens = np.frombuffer(done.token_ids, dtype=np.int32)
-        if self._ended:
-            live = self._table.running[rows]
-            rows, tokens = rows[live], tokens[live]
-        if len(tokens) and tokens.min() < 0:
-            failed = tokens < 0
-            self._fail_rows(rows[failed], tokens[failed], done.extras)
-            rows, tokens = rows[~failed], tokens[~failed]
-        ids, running = self._table.request_ids, self._table.running
-        extras = {int(ids[row]): one for row, one in done.extras.items() if running[row]}
+            budget.observe(num_decodes, record.num_prefill_tokens, now - began_at)
+        some_ended = bool(self._ended)
+        if done.extras:
+            some_ended |= self._fail_adapted(done.extras)
+        wave = Wave(record.sampled_rows, np.frombuffer(done.token_ids, dtype=np.int32), done.extras)
+        later: list[Wave] = []
+        if self._drafts is not None and record.drafts:
+            wave, *later = self._drafts.verified(record, wave)
+        rows, tokens, extras = self._sound(wave, some_ended=some_ended)
         first = self._confirm_prefills(record) if record.prefill_rows else {}
-        num_decodes, num_prefills = record.num_decodes, len(record.prefill_rows)
         step = StepRecord(done.step_id, began_at, now, num_decodes, num_prefills, record.num_prefill_tokens)
         self._requests.meter.completed(step, len(rows) - len(first), len(first))
         if len(rows) or extras:
             self._commit(rows, tokens, first, extras)
+        for wave in later:
+            rows, tokens, extras = self._sound(wave, some_ended=True)
+            self._requests.meter.came_along(len(rows))
+            self._commit(rows, tokens, {}, extras)
+        if self._drafts is not None:
+            self._drafts.completed(record, now - completed_before)
         self._release_ended()
+
+    def _sound(self, wave: Wave, *, some_ended: bool) -> tuple[Rows, TokenIds, dict[int, StepExtras]]:
+        """Of those that still run, and with a token; who has none ends.  The extras by request id."""
+        ids, running = self._table.request_ids, self._table.running
+        rows, tokens, by_row = wave
+        if some_ended:
+            live = running[rows]
+            rows, tokens = rows[live], tokens[live]
+        if len(tokens) and tokens.min() < 0:
+            failed = tokens < 0
+            self._fail_rows(rows[failed], tokens[failed], by_row)
+            rows, tokens = rows[~failed], tokens[~failed]
+        return rows, tokens, {int(ids[row]): one for row, one in by_row.items() if running[row]}
 
     def _confirm_prefills(self, record: InFlight) -> dict[int, int]:
         """Share what the step's prefills have computed.
@@ -142,7 +178,7 @@ class Completions:
         for row, finish in zip(rows[ends].tolist(), finishes[ends].tolist(), strict=True):
             self.end(row, Finish(finish))
 
-    def _fail_rows(self, rows: Rows, tokens: Rows, extras: dict[int, StepExtras]) -> None:
+    def _fail_rows(self, rows: Rows, tokens: TokenIds, extras: Mapping[int, StepExtras]) -> None:
         """End rows that have no token.  tokens: what ``StepDone`` says instead of one."""
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             status, code = 400, "grammar_failed"
@@ -155,6 +191,18 @@ class Completions:
                 reason = "the model's logits were not finite (NaN or infinity) for this request; it was ended"
             self.end(row, Finish.ERROR, share=False)
             self._requests.outbox.append(Failed(int(self._table.request_ids[row]), reason, status=status, code=code))
+
+    def _fail_adapted(self, extras: dict[int, StepExtras]) -> bool:
+        """End rows whose adapter could not be read, whether they have a token or not; returns whether there are any."""
+        lost = {row: one.lost_adapter for row, one in extras.items() if one.lost_adapter}
+        for row in lost:  # of those that have ended meanwhile too: nobody may find in a slot what is not there
+            self._table.slots.forget(row)
+        for row, reason in lost.items():
+            if self._table.running[row]:
+                self.end(row, Finish.ERROR, share=False)
+                request_id = int(self._table.request_ids[row])
+                self._requests.outbox.append(Failed(request_id, reason, status=500, code="adapter_lost"))
+        return bool(lost)
 
     def end(self, row: int, finish: Finish, *, share: bool = True) -> None:
         """End the request that has this row.  share: see ``leave``."""
@@ -173,6 +221,8 @@ class Completions:
             self._page_manager.publish(row, self.num_done(row))
         self._prefills.leave(row)
         self._decodes.leave(row)
+        if self._drafts is not None:
+            self._drafts.leave(row)
         table.running[row] = False
         self._ended.append(row)
         self._release_ended()

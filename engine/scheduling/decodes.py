@@ -38,6 +38,10 @@ class Decodes:
 
     def _set_rows(self, rows: Rows) -> None:
         self.rows = rows
+        self.recount()
+
+    def recount(self) -> None:
+        """Rows have come or gone, or moved by more than a token."""
         self._num_quiet = 0
         self._lacking = None
 

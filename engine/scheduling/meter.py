@@ -109,6 +109,7 @@ class Meter(msgspec.Struct):
 
     num_prompt_tokens, num_cached_tokens: of requests that have started; num_output_tokens: sampled and kept.
     last_completed_at: of the last step, seconds of the planner's clock; before the first one, when counting began.
+    proposed_at, accepted_at: tokens proposed as the first, second ... of their step, and those of them that were right.
     recent_steps: the last ``NUM_RECENT_STEPS``, oldest first.  history: the last ``NUM_SPANS`` spans that had steps.
     """
 
@@ -118,6 +119,8 @@ class Meter(msgspec.Struct):
     num_output_tokens: int = 0
     num_steps: int = 0
     num_retractions: int = 0
+    proposed_at: list[int] = []
+    accepted_at: list[int] = []
     num_ended: dict[Finish, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Finish, 0))
     queue_s: Distribution = _over(LONG_S)
     ttft_s: Distribution = _over(LONG_S)
@@ -164,6 +167,18 @@ class Meter(msgspec.Struct):
         span.num_prefill_tokens += step.num_prefill_tokens
         span.most_rows = max(span.most_rows, step.num_decodes + step.num_prefills)
         span.busy_s += step.completed_at - step.began_at
+
+    def verified(self, num_proposed: int, num_accepted: int) -> None:
+        """A step has verified proposals for one request."""
+        for counts, num in ((self.proposed_at, num_proposed), (self.accepted_at, num_accepted)):
+            counts.extend([0] * (num_proposed - len(counts)))
+            for place in range(num):
+                counts[place] += 1
+
+    def came_along(self, num_tokens: int) -> None:
+        """Tokens that a step brought beside its first for the same requests."""
+        self.num_output_tokens += num_tokens
+        self.itl_s.note(0.0, num_tokens)
 
     def ended(self, request: RequestMetrics) -> None:
         """A request is over."""

@@ -149,13 +149,13 @@ class PageManager:
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Tokens of the sequence that would need no computing.  Changes nothing."""
-        match = self._tree.match(self._prefix_key(sequence), Namespace(sequence.cache_salt))
+        match = self._tree.match(self._prefix_key(sequence), Namespace(sequence.cache_salt, sequence.weights))
         return (match.num_pages + match.num_host_pages) * self._page_size
 
     def missing(self, sequence: Sequence) -> tuple[int, bytes, bytes]:
         """What a store may have of a sequence: from which page on, the hash before it, and the pages' tokens."""
         key = self._prefix_key(sequence)
-        match = self._tree.match(key, Namespace(sequence.cache_salt))
+        match = self._tree.match(key, Namespace(sequence.cache_salt, sequence.weights))
         first_page = match.num_pages + match.num_host_pages
         tokens = key[first_page * self._page_size * TOKEN_BYTES :]
         return first_page, self._tree.hash_before(match) if tokens else b"", tokens
@@ -167,9 +167,9 @@ class PageManager:
         Returns the row, or None if there is no room now.
         """
         key = self._prefix_key(sequence)
-        match = self._tree.match(key, Namespace(sequence.cache_salt))
+        match = self._tree.match(key, Namespace(sequence.cache_salt, sequence.weights))
         num_new = -(-len(sequence.tokens) // self._page_size) - match.num_pages
-        if num_new + reserve > self.num_available:
+        if num_new + reserve > self.num_available or not self._rows.has_slot(sequence):
             return None
         handle = self._tree.lock(match, sequence.priority)  # before counting again: what it keeps cannot be evicted
         if num_new + reserve > self.num_available:

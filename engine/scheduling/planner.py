@@ -11,22 +11,15 @@ The halves of a step are planned by ``Decodes`` and ``Prefills``, what it has br
 
 from collections.abc import Callable
 from operator import add
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
-from engine.messages import (
-    Admit,
-    FetchPages,
-    Finish,
-    LossExplained,
-    PagesFetched,
-    Stats,
-    Step,
-    StepDone,
-)
+from engine.messages import Admit, FetchPages, Finish, PagesFetched, Stats, Step, StepDone
+from engine.notices import LossExplained
 from engine.scheduling.board import Board, draw_board
 from engine.scheduling.completions import Completions, InFlight
 from engine.scheduling.decodes import Decodes
@@ -38,22 +31,33 @@ from engine.scheduling.queue import Quarantine, waiting_queue
 from engine.scheduling.requests import OutputForecast, Requests
 from engine.scheduling.rows import PlannerLimits, Rows, RowTable, Sequence
 
+if TYPE_CHECKING:
+    from engine.scheduling.drafts import Drafts
+
+NewDrafts = Callable[[PlannerLimits, RowTable, PageManager, Decodes, Requests], "Drafts"]
+
 
 class Planner:
     """Continuous batching over rows and pages.
 
-    clock: seconds, for metrics and the adaptive budget; no other decision depends on it.  outbox, finished, meter: see
-    ``Requests``."""
+    clock: seconds, for metrics, the adaptive budget and whether speculation pays; no other decision depends on it.
+    drafts: builds what speculates; None if nobody does.  outbox, finished, meter: see ``Requests``."""
 
     def __init__(
-        self, limits: PlannerLimits, strategy: EvictionStrategy, policy: SchedulingPolicy, clock: Callable[[], float]
+        self,
+        limits: PlannerLimits,
+        strategy: EvictionStrategy,
+        policy: SchedulingPolicy,
+        clock: Callable[[], float],
+        drafts: NewDrafts | None = None,
     ) -> None:
         self._clock = clock
-        self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size)
+        self._policy = policy
+        self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size, limits.num_slots)
         self._page_manager = PageManager(limits, self._rows, strategy)
         self._forecast = OutputForecast()
         self._decodes = Decodes(self._rows, self._page_manager)
-        self._quarantine = Quarantine(waiting_queue(policy))
+        self._quarantine = Quarantine(waiting_queue(policy, self._rows))
         # A suspect is the only one to run when its turn comes, and so must not give it up for a while.
         self._fetches = Fetches(limits, self._page_manager, lambda: not self._quarantine.is_on)
         self._prefills = Prefills(
@@ -61,8 +65,10 @@ class Planner:
         )
         self.requests = Requests(limits, self._forecast, self._quarantine, clock)
         self.outbox, self.finished, self.meter = self.requests.outbox, self.requests.finished, self.requests.meter
+        parts = (limits, self._rows, self._page_manager, self._decodes, self.requests)
+        self._drafts = drafts(*parts) if drafts is not None else None
         self._completions = Completions(
-            self._rows, self._page_manager, self._decodes, self._prefills, self.requests, clock
+            self._rows, self._page_manager, self._decodes, self._prefills, self.requests, clock, self._drafts
         )
         self._num_steps = 0
         self._completed_at_blame = 0
@@ -91,8 +97,16 @@ class Planner:
 
     def next_step(self) -> Step | None:
         """Plan one step: every decode row first, then prefill chunks within the token budget.  None: nothing to do."""
-        if self._completions.in_flight and self._quarantine.is_on:
+        drafts, in_flight = self._drafts, self._completions.in_flight
+        if in_flight and (self._quarantine.is_on or (drafts is not None and drafts.await_tokens)):
             return None
+        if (step := self._next_step()) is None:
+            return None
+        if drafts is not None and len(in_flight) == 1:
+            step, in_flight[0] = drafts.added_to(step, in_flight[0])
+        return self._page_manager.moves.added_to(step)
+
+    def _next_step(self) -> Step | None:
         self._page_manager.tick(self._num_steps)
         while self._decodes.lack_pages() and self._retract_one():
             pass
@@ -138,7 +152,7 @@ class Planner:
         )
 
     def _launch(self, appends: Appends, record: InFlight, decode_rows: Rows) -> Step:
-        """Note a step as in flight; returns it without its prefills."""
+        """Note a step as in flight; returns it without its prefills and what moves between the tiers."""
         step_id = self._num_steps
         self._num_steps += 1
         self._rows.last_step[decode_rows] = step_id
@@ -150,14 +164,13 @@ class Planner:
                 np.concatenate([one.indexes for one in every]),
                 np.concatenate([one.pages for one in every]),
             )
-        step = Step(
+        return Step(
             step_id=step_id,
             table_rows=appends.rows.tobytes(),
             table_indexes=appends.indexes.tobytes(),
             table_pages=appends.pages.tobytes(),
             decode_rows=decode_rows.tobytes(),
         )
-        return self._page_manager.moves.added_to(step)
 
     def take_fetches(self) -> list[FetchPages]:
         """What the executors are to get from the store, since the last call."""
@@ -227,6 +240,8 @@ class Planner:
         self._page_manager.forget()
         self._decodes.clear()
         self._prefills.clear()
+        if self._drafts is not None:
+            self._drafts.clear()
         for sequence in running:
             if sequence is not culprit:
                 self._prefills.wait(sequence)
@@ -258,6 +273,7 @@ class Planner:
         self._completions.forget(last_launched=self._num_steps - 1)
         for sequence in self.requests.take_over(other.requests):
             self._prefills.wait(sequence)
+        other._quarantine.rerank(lambda sequence: 0)  # a policy that stays hears what has been served
         self.meter = self.requests.meter
         return self
 
@@ -265,7 +281,9 @@ class Planner:
         """Plan by another policy, prefill chunk and target of latency from now on; all else of ``limits`` stays."""
         self.requests.limits = limits
         self._prefills.retune(limits)
-        self._quarantine.reorder(waiting_queue(policy))
+        if policy is not self._policy:
+            self._policy = policy
+            self._quarantine.reorder(waiting_queue(policy, self._rows))
 
     # ---- views ------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ class Waiting(Protocol):
     output so far if it was retracted.  max_tokens: the most its output may get, by its own limit or what there is room
     for.  num_cached_now: how many of them are in the prefix cache now; kept up to
     date only for policies that set ``looks_at_cache``.  num_overtaken: later arrivals that have started before it,
-    counted for those policies too."""
+    counted for those policies too.  tenant: the name of its key; where there are no keys the ``user`` that it names,
+    or its address; '' for a program's own."""
 
     @property
     def arrival(self) -> int: ...
@@ -29,6 +30,8 @@ class Waiting(Protocol):
     def num_cached_now(self) -> int: ...
     @property
     def num_overtaken(self) -> int: ...
+    @property
+    def tenant(self) -> str: ...
 
 
 @runtime_checkable
@@ -47,4 +50,28 @@ class SchedulingPolicy(Protocol):
 
         Among equally urgent requests nobody may wait for ever, however many better placed ones follow.
         If it raises or returns anything else, that is logged with the plugin's name, and it is asked no more."""
+        ...
+
+
+@runtime_checkable
+class TenantPolicy(SchedulingPolicy, Protocol):
+    """What a policy may be besides: one that decides whose turn it is, by what each tenant has got.
+
+    Its ``rank`` orders the requests of one tenant, and is asked when they join.  Where a method raises or returns
+    nonsense, that is logged with the plugin's name, and tenants take turns by age from then on."""
+
+    def turn(self, tenant: str) -> float:
+        """Lowest goes first; among equals, who has waited longest for a turn.  It never falls while the tenant waits.
+
+        Nobody may wait for ever: the turn of who is served must rise."""
+        ...
+
+    def returned(self, tenant: str, lowest: float) -> None:
+        """A tenant waits again of whom nothing did.  lowest: the turn of who goes first now, or went last."""
+        ...
+
+    def served(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """A request of the tenant has started, with so many tokens to compute, or has got so many.
+
+        Told before ``turn`` is asked, and only as often as there is room for somebody."""
         ...

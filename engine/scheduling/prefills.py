@@ -22,7 +22,7 @@ MIN_PREFILL_TOKENS = 16  # a prompt never stands still, however many decode
 FORGETTING = 0.97
 ANCHOR = 0.01  # weight of the last solution, in steps
 QUEUE = -1  # the waiting queue's place among the rows that take turns
-Stem = tuple[str, bytes]
+Stem = tuple[str, str, bytes]
 
 
 @dataclass(slots=True)
@@ -246,6 +246,8 @@ class Prefills:
             num_computed_tokens=num_computed,
             pages=table.page_table[row, : table.num_pages[row]].tobytes(),
             params=sequence.params,
+            slot=int(table.adapter_slots[row]),
+            adapter=table.to_place.pop(row, None),
         )
 
     def _stands_aside(self, sequence: Sequence) -> bool:
@@ -293,7 +295,7 @@ class Prefills:
 
 def _stem(sequence: Sequence) -> Stem:
     """What requests that share anything worth waiting for have in common."""
-    return sequence.cache_salt, sequence.tokens[:WORTH_WAITING_TOKENS].tobytes()
+    return sequence.cache_salt, sequence.weights, sequence.tokens[:WORTH_WAITING_TOKENS].tobytes()
 
 
 def _num_common(first: TokenIds, second: TokenIds) -> int:

@@ -10,13 +10,15 @@ else runs, is the culprit.  The quarantine stands in front of the waiting queue,
 """
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.scheduling.policy import SchedulingPolicy, SortKey
-from engine.scheduling.rows import Sequence
+import numpy as np
+
+from engine.scheduling.policy import SchedulingPolicy, SortKey, TenantPolicy
+from engine.scheduling.rows import RowTable, Sequence
 
 WINDOW = 128  # How many are ranked anew by policies that look at the cache: a look-up each, 2 us.
 LOSSES_TO_SUSPECT = 2
@@ -48,8 +50,10 @@ class WaitingQueue(Protocol):
         ...
 
 
-def waiting_queue(policy: SchedulingPolicy) -> WaitingQueue:
-    """The queue that serves a policy."""
+def waiting_queue(policy: SchedulingPolicy, table: RowTable) -> WaitingQueue:
+    """The queue that serves a policy.  table: where those have rows whom it lets go first."""
+    if isinstance(policy, TenantPolicy):
+        return TenantQueue(policy, table)
     return RerankedQueue(policy.rank) if policy.looks_at_cache else RankedQueue(policy.rank)
 
 
@@ -130,6 +134,113 @@ class RerankedQueue:
         for _, other_arrival, other in self._window:
             other.num_overtaken += starts and other_arrival < arrival
         return sequence
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A tenant's requests.  place: of its entry in the heap, which an older one does not have."""
+
+    queue: RankedQueue
+    place: int
+
+
+class TenantQueue:
+    """A lane for each tenant of whom something waits, and a heap of whose turn it is.
+
+    Turns only rise while a tenant waits, so one that has risen is noticed when it comes to the top.  What running
+    requests have got is read off the row table when somebody may start or a tenant returns, never in a steady step."""
+
+    def __init__(self, policy: TenantPolicy, table: RowTable) -> None:
+        self._policy = policy
+        self._table = table
+        self._lanes: dict[str, _Lane] = {}
+        self._heap: list[tuple[float, int, str]] = []
+        self._num_waiting = 0
+        self._num_places = 0
+        self._lowest = 0.0
+        # By row: whose it is, which request that is of, and how many of its tokens the policy knows of.
+        self._tenants = ["" if sequence is None else sequence.tenant for sequence in table.sequences]
+        self._request_ids = np.where(table.running, table.request_ids, -1)
+        self._num_told = table.num_known.copy()
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def push(self, sequence: Sequence) -> None:
+        tenant = sequence.tenant
+        if tenant not in self._lanes:
+            self._tell()
+            self.first()
+            self._policy.returned(tenant, self._lowest)
+            self._lanes[tenant] = _Lane(RankedQueue(self._policy.rank), 0)
+            self._line_up(tenant)
+        self._lanes[tenant].queue.push(sequence)
+        self._num_waiting += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        self._num_waiting -= 1
+        queue = self._lanes[sequence.tenant].queue
+        queue.remove(sequence)
+        if not len(queue):
+            del self._lanes[sequence.tenant]
+
+    def rerank(self, num_cached_tokens: Callable[[Sequence], int]) -> None:
+        """Tell the policy what was served; turns are asked for as they matter."""
+        self._tell()
+
+    def first(self) -> Sequence | None:
+        asked: set[str] = set()  # once each: a turn may rise with time
+        while self._heap:
+            turn, place, tenant = self._heap[0]
+            if not self._is_valid(place, tenant):
+                heapq.heappop(self._heap)
+            elif tenant not in asked and (now := self._policy.turn(tenant)) > turn:
+                asked.add(tenant)
+                heapq.heapreplace(self._heap, (now, place, tenant))
+            else:
+                self._lowest = max(self._lowest, turn)
+                return self._lanes[tenant].queue.first()
+        return None
+
+    def pop(self, *, starts: bool) -> Sequence:
+        first = self.first()
+        assert first is not None, "nobody waits"
+        tenant, table, row = first.tenant, self._table, first.row
+        self.remove(first)
+        if starts:
+            self._tenants[row], self._request_ids[row] = tenant, first.request_id
+            self._num_told[row] = table.num_known[row]
+            # What the engine does a second time is not charged again.
+            if first.started_at is None:
+                self._policy.served(tenant, int(table.num_known[row] - table.num_computed[row]), 0)
+            if tenant in self._lanes:
+                self._line_up(tenant)
+        return first
+
+    def _line_up(self, tenant: str) -> None:
+        """Behind all whose turn is the same."""
+        self._num_places += 1
+        self._lanes[tenant].place = self._num_places
+        heapq.heappush(self._heap, (self._policy.turn(tenant), self._num_places, tenant))
+        if len(self._heap) > 2 * len(self._lanes) + 8:
+            self._heap = [entry for entry in self._heap if self._is_valid(*entry[1:])]
+            heapq.heapify(self._heap)
+
+    def _is_valid(self, place: int, tenant: str) -> bool:
+        """Whether a tenant still stands at that place."""
+        return tenant in self._lanes and self._lanes[tenant].place == place
+
+    def _tell(self) -> None:
+        """What each tenant has got since the last time.  A row keeps its numbers until somebody else has it."""
+        table = self._table
+        gained = np.where(table.request_ids == self._request_ids, table.num_known - self._num_told, 0)
+        rows = np.flatnonzero(gained)
+        self._num_told[rows] = table.num_known[rows]
+        outputs: Counter[str] = Counter()
+        for row, count in zip(rows.tolist(), gained[rows].tolist(), strict=True):
+            outputs[self._tenants[row]] += count
+        for tenant, count in outputs.items():
+            self._policy.served(tenant, 0, count)
 
 
 @dataclass(slots=True)

@@ -148,6 +148,7 @@ class Requests:
             arrived_at=self._clock(),
             cache_salt=message.cache_salt,
             origin=message.origin,
+            adapter=message.adapter,
         )
         self._num_arrived += 1
         return sequence

@@ -6,6 +6,7 @@ Owns: how one rank is put together, and the sizes that follow from its memory.  
 import hashlib
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,9 +15,11 @@ from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
 from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config
 from engine.errors import ConfigError
+from engine.execution.adapters import AdaptedRunner, rank_adapters
 from engine.execution.attention import RankAttention
 from engine.execution.copy_stream import copies_on
 from engine.execution.device import choose_device, choose_dtype, fair_share, free_bytes, host_place, set_threads
+from engine.execution.drafting import DraftingRunner
 from engine.execution.host_pool import HostPool
 from engine.execution.landings import LandedAttention, Landings
 from engine.execution.ordered_comm import OrderedComm
@@ -41,6 +44,8 @@ from engine.plugins.structured import plugin_grammars, plugin_processors
 from engine.sampling.constraints import Constraints
 from engine.sampling.processing import Processing
 from engine.sampling.sampler import Sampler
+from engine.scheduling.proposer import DraftModel
+from engine.startup.draft_model import RankDraft
 from engine.startup.invariance import prove_invariance
 from engine.startup.linears import choose_linears
 from engine.startup.memory import (
@@ -77,12 +82,14 @@ def load_runner(
     progress: bool,
     num_pages: int = 0,
     grammars: Grammars | None = None,
-) -> ModelRunner | WatchedRunner:
+    draft: DraftModel | None = None,
+) -> ModelRunner | WatchedRunner | AdaptedRunner | DraftingRunner:
     """Everything a rank needs, ready for its first step.  Runs on the device thread, of all ranks at the same time.
     local_rank: which GPU of this machine it takes; None for the one of its rank's number.
     rendezvous: where this group's ranks meet, see ``CommContext``; empty for one rank.
     num_pages: of the runner before this one, whose pages it must have; 0 for kv.num_pages, or what fits.
     grammars: those of this process, where the text side lives in it as well.
+    draft: the model that drafts what steps verify; None if none does.
 
     Raises ConfigError, WeightsError, PluginError, GraphError with a message for the user."""
     device = choose_device(config.device, rank if local_rank is None else local_rank)
@@ -113,6 +120,9 @@ def load_runner(
         linears=choose_linears(config, spec, plugins, plan, device),
         check_room=lambda needed: check_weights(spec, needed, dtype, room, comm.size),
     )
+    drafting = None
+    if draft is not None:
+        drafting = RankDraft(draft, config, plugins, comm, device=device, dtype=dtype, place=place, progress=progress)
     attention_spec = model.attention_spec
     # Before the pool takes what memory is left: a plugin may refuse, and may need some to be tried.
     page_size, layout, limit_s = config.kv.page_size, config.kv.layout, config.plugins.race_s
@@ -138,6 +148,7 @@ def load_runner(
         model.by_rows()
         sizes = {"page_size": page_size, "max_tokens": max_tokens, "max_rows": max_rows}
         prove_invariance(model, attention, comm, layout=layout, **sizes)
+    adapters = rank_adapters(config.lora, model, comm, config.scheduler.max_running)
     latent_size = attention_spec.latent_size
     page_stride = KVPool.page_stride_of(layout, attention_spec.num_layers, page_size, latent_size)
     rows = DeviceRows(max_rows, max_len, page_size, device, page_stride)
@@ -170,6 +181,8 @@ def load_runner(
     known = bool(num_pages)  # it has fitted, and the number may be none that the user has set
     num_pages = num_pages or config.kv.num_pages
     needs = host_needs(config, spec.shape, max_len, dtype) if on_cpu else Needs()
+    if on_cpu and adapters is not None:
+        needs = replace(needs, adapter_bytes=adapters.nbytes)
     if not num_pages and graphs.device.captures:
         needs = _measure(config, max_len, graphs, parts_with(1))
     graphs.device.trim()
@@ -182,6 +195,9 @@ def load_runner(
         kv_dtype,
         latent_size,
     )
+    if drafting is not None:
+        page_bytes += drafting.page_bytes
+        needs = drafting.needs(needs, max_len)
     room = fair_share(free_bytes(device), place, comm, device)
     if not num_pages:
         room = min(room, MAX_CPU_POOL_BYTES + needs.total) if on_cpu else room
@@ -191,6 +207,7 @@ def load_runner(
         require_room(asked, num_pages, page_bytes, room, MAX_HOST_SHARE if on_cpu else 1.0, needs)
     try:
         parts = parts_with(num_pages)
+        drafter = drafting.drafter(num_pages, rows, spec.vocab_size) if drafting is not None else None
     except (MemoryError, torch.OutOfMemoryError) as error:
         asked = f"{num_pages * page_bytes / 1e9:.1f} GB for a KV pool of {num_pages} pages"
         raise ConfigError(f"{asked} cannot be had ({error}); lower kv.num_pages or kv.memory_fraction") from None
@@ -217,21 +234,23 @@ def load_runner(
     runner = ModelRunner(
         comm=comm,
         graphs=graphs.device,
-        model=model,
+        model=model if adapters is None else adapters.around(model),
         pool=pool,
         host_pool=_host_pool(config.kv.num_host_pages, pool, landings, comm, needs),
         stored=_stored_pages(config, spec, plugins, pool, comm),
         attention=parts.attention,
-        piecewise=piecewise,
-        decode_graphs=decode_graphs,
+        piecewise=piecewise if adapters is None or piecewise is None else adapters.around(piecewise),
+        decode_graphs=decode_graphs if adapters is None or decode_graphs is None else adapters.beside(decode_graphs),
         rows=rows,
         constraints=Constraints(grammars or _own_grammars(config, spec, plugins), spec.vocab_size, device),
         sampler=sampler,
         eos_token_ids=spec.eos_token_ids if model.pooled_head is None else (),
     )
-    if threads is None or piecewise is not None or comm.size > 1:
-        return runner
-    return WatchedRunner(runner, rows, threads)
+    watched: ModelRunner | WatchedRunner = runner
+    if threads is not None and piecewise is None and comm.size == 1:
+        watched = WatchedRunner(runner, rows, threads)
+    adapted = watched if adapters is None else AdaptedRunner(watched, adapters)
+    return adapted if drafter is None else DraftingRunner(adapted, rows, drafter)
 
 
 def _check_device(config: Config, device: torch.device) -> None:

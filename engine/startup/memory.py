@@ -45,17 +45,20 @@ class Needs:
     """Bytes that must stay free beside the pool.
 
     activation_bytes: of the largest step.  graph_bytes: of all graphs.
-    product_bytes: of the products that oneDNN compiles.  process_bytes: of what else runs in the same memory."""
+    product_bytes: of the products that oneDNN compiles.  process_bytes: of what else runs in the same memory.
+    adapter_bytes: of slots for adapters, which take it as they are filled."""
 
     activation_bytes: int = 0
     graph_bytes: int = 0
     product_bytes: int = 0
     process_bytes: int = 0
+    adapter_bytes: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.activation_bytes + self.graph_bytes + self.product_bytes + self.process_bytes
+        mine = self.activation_bytes + self.graph_bytes + self.product_bytes
+        return mine + self.process_bytes + self.adapter_bytes
 
     def __str__(self) -> str:
         parts = {
@@ -63,6 +66,7 @@ class Needs:
             "graphs": self.graph_bytes,
             "compiled products": self.product_bytes,
             "processes": self.process_bytes,
+            "adapters": self.adapter_bytes,
         }
         return ", ".join(f"{_gigabytes(num_bytes)} for {what}" for what, num_bytes in parts.items() if num_bytes)
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import uvloop
@@ -32,6 +32,7 @@ CLUSTER_KEY = f"{ENVIRONMENT_PREFIX}PLACEMENT__CLUSTER_KEY"  # nothing that a ch
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_TICKET_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -53,7 +54,9 @@ class Child:
 
     keep: descriptors that it inherits, under the same numbers."""
 
-    def __init__(self, module: str, ticket: Ticket, ended: Callable[[str], None], keep: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, module: str, ticket: msgspec.Struct, ended: Callable[[str], None], keep: tuple[int, ...] = ()
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._ended = ended
         self._gone = asyncio.Event()
@@ -85,6 +88,12 @@ class Child:
         """Whether it has not been reaped."""
         return not self._gone.is_set()
 
+    def let_go(self) -> None:
+        """Close its standard input: a child that waits for that takes its leave, any other ends."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
     def kill(self) -> None:
         """End it at once, stopped or not."""
         if self.alive:
@@ -102,9 +111,7 @@ class Child:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         code = self._process.wait()
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self.let_go()
         self._gone.set()
         self._ended(f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}")
 
@@ -114,40 +121,52 @@ class Child:
 
 def enter(serve: Callable[[Ticket], Coroutine[Any, Any, int]]) -> None:
     """Read the ticket, serve, and leave without the ceremonies of an interpreter: a device may hang in them."""
+    ticket = begin(Ticket)
+    if ticket.parent:
+        die_with(ticket.parent)
+        threading.Thread(target=_watch, args=(sys.stdin.fileno(),), name="parent-watch", daemon=True).start()
+    end(uvloop.run(serve(ticket)))
+
+
+def begin(kind: type[T]) -> T:
+    """Leave the terminal's signals to the parent, and return the ticket from standard input."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent had blocked them until here
-    ticket = read_ticket(sys.stdin.fileno())
-    if ticket.parent:
-        die_with(ticket.parent, sys.stdin.fileno())
-    code = uvloop.run(serve(ticket))
+    return read_ticket(sys.stdin.fileno(), kind)
+
+
+def end(code: int) -> NoReturn:
+    """Leave at once."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)
 
 
-def read_ticket(pipe: int) -> Ticket:
+def read_ticket(pipe: int, kind: type[T]) -> T:
     """The ticket: its length as four bytes, then itself.  Ends the process if none comes."""
     with os.fdopen(os.dup(pipe), "rb", buffering=0) as stream:
         (length,) = struct.unpack("<I", stream.read(4) or sys.exit("callboard: started without a ticket"))
         if length > MAX_TICKET_BYTES:
             sys.exit(f"callboard: a ticket of {length} bytes")
-        return msgspec.msgpack.decode(stream.read(length), type=Ticket)
+        return msgspec.msgpack.decode(stream.read(length), type=kind)
 
 
-def die_with(parent: int, pipe: int) -> None:
-    """From now on this process ends when ``parent`` does; at once if it has already.
-
-    pipe: a descriptor whose other end only the parent holds."""
+def die_with(parent: int) -> None:
+    """From now on the kernel ends this process when ``parent`` ends (Linux); at once if it has already."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-    threading.Thread(target=_watch, args=(pipe,), name="parent-watch", daemon=True).start()
 
 
 def _watch(pipe: int) -> None:
+    wait_for_end(pipe)
+    os._exit(1)
+
+
+def wait_for_end(pipe: int) -> None:
+    """Wait until the parent has closed its end of a pipe, or has ended."""
     while os.read(pipe, 1):
         pass
-    os._exit(1)

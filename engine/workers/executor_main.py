@@ -75,6 +75,7 @@ def load_rank(assignment: ExecutorAssignment) -> Runner:
         rendezvous=assignment.rendezvous,
         progress=assignment.progress,
         num_pages=assignment.num_pages,
+        draft=assignment.draft,
     )
     return StepSplitter(runner, alone=assignment.num_ranks == 1, most_tokens=assignment.most_tokens)
 

@@ -22,20 +22,8 @@ from engine.actors.ingress import Part
 from engine.actors.operations import Operate, Operated, SettingsChanged
 from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.errors import EngineDied
-from engine.messages import (
-    Abort,
-    Deltas,
-    EngineReady,
-    EngineRecovering,
-    Failed,
-    Finish,
-    IngressInbox,
-    Profile,
-    Stats,
-    Tokenize,
-    TokenizersLost,
-    TokenizersReady,
-)
+from engine.messages import Abort, Deltas, Failed, Finish, IngressInbox, Profile, Stats, Tokenize
+from engine.notices import EngineReady, EngineRecovering, TokenizersLost, TokenizersReady
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
 from engine.workers.group import Owner, WorkerGroup, WorkerSlot, one_for_one

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import zmq
 
 from engine.errors import CallboardError
-from engine.messages import Message
+from engine.notices import Message
 from engine.workers.keys import ClientKeys, Doorman, KeyPair
 from engine.workers.socket_directory import SocketDirectory, base_of
 from engine.workers.wire import MAX_FRAME_BYTES, Wire, WireError

@@ -14,7 +14,8 @@ import zmq
 
 from engine.actors.actor import Actor
 from engine.errors import CallboardError
-from engine.messages import Message, Stop
+from engine.messages import Stop
+from engine.notices import Message
 from engine.workers.child import Ticket
 from engine.workers.link import LinkError, SocketLink
 from engine.workers.messages import Assignment, WorkerAlive, WorkerFailed

@@ -18,13 +18,14 @@ from engine.messages import (
     ExecutorInbox,
     Failed,
     IngressInbox,
-    Message,
     Profile,
     SchedulerInbox,
     Stop,
     Tokenize,
     TokenizerInbox,
 )
+from engine.notices import Message
+from engine.scheduling.proposer import DraftModel
 
 # Errors that mean the same on both sides of a process boundary; any other is told as text.
 TOLD_AS_THEMSELVES = {error.__name__: error for error in (ConfigError, WeightsError, PluginError, GraphError)}
@@ -60,7 +61,7 @@ class ExecutorAssignment(Assignment, frozen=True):
     rendezvous: where the ranks meet to form their communicator, as torch.distributed's ``init_method`` has it; empty
     for a group of one.  num_pages: of the pool, once the engine knows, or 0.  most_tokens: steps with more are cut; 0
     for no limit.  fingerprint: of the checkpoint, which may lie elsewhere for a rank on another machine; empty if that
-    is not to be looked at.  local_rank: its GPU; None for the one of its rank's number.
+    is not to be looked at.  local_rank: its GPU; None for the one of its rank's number.  draft: see ``load_runner``.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class ExecutorAssignment(Assignment, frozen=True):
     progress: bool
     fingerprint: str = ""
     local_rank: int | None = None
+    draft: DraftModel | None = None
 
 
 class TokenizerAssignment(Assignment, frozen=True):

@@ -18,8 +18,10 @@ from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config, without_cluster_key
 from engine.errors import ConfigError
 from engine.logs import LogSettings
-from engine.messages import ExecutorInbox, FromExecutor, Message, TokenizerInbox
+from engine.messages import ExecutorInbox, FromExecutor, TokenizerInbox
+from engine.notices import Message
 from engine.plugins.families import read_model
+from engine.scheduling.proposer import DraftModel
 from engine.workers.child import Child, Ticket
 from engine.workers.cluster.head import Head
 from engine.workers.executors import GenerationSettings
@@ -89,6 +91,7 @@ class ProcessExecutors:
     """max_len: longest sequence.  capacity: of an executor's mailbox.  num_ranks: tensor-parallel size.
 
     module: what a rank's process runs.  head: of the machines that the ranks are on; None if they are all on this one.
+    draft: see ``load_runner``.
     """
 
     can_kill = True
@@ -103,6 +106,7 @@ class ProcessExecutors:
         progress: bool,
         module: str = "engine.workers.executor_main",
         head: Head | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
         _require_linux("executor=process", "'inline'")
         self.silence_s = config.placement.silence_timeout_s
@@ -114,6 +118,7 @@ class ProcessExecutors:
         self._progress = progress
         self._module = module
         self._head = head
+        self._draft = draft
 
     @contextmanager
     def generation(self, settings: GenerationSettings) -> Iterator[Start[FromExecutor, ExecutorInbox]]:
@@ -192,6 +197,7 @@ class ProcessExecutors:
             most_tokens=settings.most_tokens,
             max_len=self._max_len,
             progress=self._progress,
+            draft=self._draft,
             fingerprint=""
             if self._head is None
             else fingerprint(read_model(path, config.plugins, config.model), config.model.load_format),

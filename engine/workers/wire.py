@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 
 from engine.errors import CallboardError
-from engine.messages import Abort, Deltas, Failed, Message
+from engine.messages import Abort, Deltas, Failed
+from engine.notices import Message
 from engine.workers.messages import AnyMessage
 
 MAX_FRAME_BYTES = 64 << 20

@@ -5,6 +5,7 @@ Run it with `python examples/demo_model/teach.py`; `--help` explains the steps.
 
 import argparse
 import random
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,23 +32,25 @@ HERE = Path(__file__).resolve().parent
 EXPLANATION = """\
 Continues from the weights in this folder, which train.py has made of Python alone, in three steps:
 
-  1. train     conversations made of data/facts.toml, and some Python so that it is not forgotten,
-               until --minutes are spent; the learning rate follows the budget
+  1. train     conversations made of data/facts.toml, and Python so that it is not forgotten: what is written
+               and what the weights of before expected there; until --minutes are spent
   2. examine   questions that were held out before any training, held-out Python
   3. export    weights, tokenizer, configuration and model card into --out-dir
 
 With --resume it continues from the checkpoint in --work-dir; with more --minutes than before, it goes
 on training for the difference.  One thread is the fastest on cores that are shared: OMP_NUM_THREADS=1.
 """
-CODE_EVERY = 2
-LONG_EVERY = 16
-"""Every second step also reads Python, every sixteenth the whole context of it."""
+CODE_PIECES = (4, 512)
+LONG_EVERY = 8
+"""Every step also reads pieces of Python; every eighth step reads one piece that is the whole context."""
+TEACHER_SHARE = 0.75
+"""How much of the target behind a token of Python is what the teacher expects; the rest is what is written."""
 EXAMINE_EVERY = 300
 CHECKPOINT_SECONDS = 120.0
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; the defaults are those of the shipped model."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=EXPLANATION, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--minutes", type=float, default=60.0, help="training time (default 60)")
@@ -59,8 +62,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--note", help="a remark on how this run went, kept with it and shown in the card")
     add("--seed", type=int, default=0, help="fixes the order of conversations and of Python (default 0)")
-    add("--tokens-per-step", type=int, default=2048, help="tokens of conversations in a step (default 2048)")
-    add("--code-tokens", type=int, default=768, help="tokens of Python in every second step (default 768)")
+    add("--tokens-per-step", type=int, default=768, help="tokens of conversations in a step (default 768)")
+    add("--code-weight", type=int, default=768, help="tokens that the Python of a step counts for (default 768)")
     add("--matrix-lr", type=float, default=0.005, help="peak learning rate of Muon (default 0.005)")
     add("--embedding-lr", type=float, default=0.0007, help="peak learning rate of AdamW (default 0.0007)")
     add("--work-dir", type=Path, default=HERE.parents[1] / "build" / "demo_model_talks", help="checkpoints")
@@ -77,11 +80,11 @@ def code_stream(tokenizer: Tokenizer, work_dir: Path, seed: int) -> Tokens:
     return stream
 
 
-def stretch(stream: Tokens, step: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The step's piece of the stream as (inputs, targets); a prime number of pieces lies between one and the next."""
-    start = (step * 7919 * window) % (len(stream) - window - 1)
-    piece = torch.from_numpy(stream[start : start + window + 1].astype(np.int64))
-    return piece[None, :-1], piece[None, 1:]
+def pieces(stream: Tokens, step: int, count: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The step's pieces of the stream as (inputs, targets); a prime number of pieces lies between one and the next."""
+    starts = [((step * count + row) * 7919 * window) % (len(stream) - window - 1) for row in range(count)]
+    rows = torch.from_numpy(np.stack([stream[start : start + window + 1] for start in starts]).astype(np.int64))
+    return rows[:, :-1], rows[:, 1:]
 
 
 def summed_loss(model: Qwen3ForCausalLM, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -91,10 +94,22 @@ def summed_loss(model: Qwen3ForCausalLM, inputs: torch.Tensor, targets: torch.Te
     return cross_entropy(model.lm_head(hidden[taught]).float(), targets[taught], reduction="sum")
 
 
+def code_loss(
+    model: Qwen3ForCausalLM, teacher: Qwen3ForCausalLM, inputs: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """The mean loss of the Python, against what is written and what the teacher expects there."""
+    scores = model(input_ids=inputs, use_cache=False).logits.float().flatten(0, 1)
+    with torch.no_grad():
+        expected = teacher(input_ids=inputs, use_cache=False).logits.float().flatten(0, 1).softmax(-1)
+    written = cross_entropy(scores, targets.flatten())
+    return (1 - TEACHER_SHARE) * written + TEACHER_SHARE * cross_entropy(scores, expected)
+
+
 def train_step(
     model: Qwen3ForCausalLM,
+    teacher: Qwen3ForCausalLM,
     chat: tuple[torch.Tensor, torch.Tensor],
-    code: tuple[torch.Tensor, torch.Tensor] | None,
+    code: tuple[torch.Tensor, torch.Tensor],
     weight: int,
 ) -> float:
     """Gradients of one step; returns the loss per token of the conversations.
@@ -102,12 +117,22 @@ def train_step(
     weight: how many tokens the Python counts for, however many there are."""
     taught = int((chat[1] != IGNORED).sum())
     with torch.autocast(chat[0].device.type, torch.bfloat16):
-        told = total = summed_loss(model, *chat)
-        if code is not None:
-            total = told + summed_loss(model, *code) * (weight / code[1].numel())
+        told = summed_loss(model, *chat)
+        total = told + code_loss(model, teacher, *code) * weight
     torch.autograd.backward(total / (taught + weight))
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     return float(told.detach()) / taught
+
+
+def python_teacher(work_dir: Path) -> Qwen3ForCausalLM:
+    """The model of Python alone, as it was when the run began; `work_dir` keeps it."""
+    kept = work_dir / "python"
+    if not kept.exists():
+        kept.mkdir()
+        shutil.copy(HERE / "model.safetensors", kept)
+    teacher = build_model(Shape(), 0)
+    checkpoint.load_weights(kept, teacher)
+    return teacher.eval().requires_grad_(False)
 
 
 class Lessons:
@@ -126,6 +151,7 @@ class Lessons:
             checkpoint.load_weights(HERE, self.model)
         else:
             self.now = checkpoint.load(found, self.model, self._optimizers)
+        self._teacher = python_teacher(arguments.work_dir)
         if arguments.note:
             self.now.notes.append(arguments.note)
         seed = arguments.seed + 1000 + self.now.step
@@ -162,16 +188,14 @@ class Lessons:
         checkpoint.save(self.arguments.work_dir, self.model, self._optimizers, now)
 
     def _step(self, progress: float) -> float:
-        now, weight = self.now, self.arguments.code_tokens
+        now = self.now
         chat = next(self._chats)
-        code = None
-        if now.step % CODE_EVERY == 0:
-            whole = now.step % LONG_EVERY == 0
-            code = stretch(self._stream, now.step, self.model.config.max_position_embeddings if whole else weight)
-            now.tokens += code[0].numel()
-        loss = train_step(self.model, chat, code, weight)
+        whole = now.step % LONG_EVERY == 0
+        shape = (1, self.model.config.max_position_embeddings) if whole else CODE_PIECES
+        code = pieces(self._stream, now.step, *shape)
+        loss = train_step(self.model, self._teacher, chat, code, self.arguments.code_weight)
         self._optimizers.step(lr_scale(progress))
-        now.tokens += chat[0].numel()
+        now.tokens += chat[0].numel() + code[0].numel()
         now.step += 1
         return loss
 

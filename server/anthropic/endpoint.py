@@ -76,7 +76,7 @@ class Messages(Endpoint[MessagesBody]):
         return RENAMED.get(field, field)
 
     def writer(self, body: MessagesBody, generation: Generation, usage: UsageCounter) -> MessagesWriter:
-        return MessagesWriter(generation, usage, self._translator.card.name)
+        return MessagesWriter(generation, usage, body.model)
 
 
 class CountRoute:

@@ -107,9 +107,18 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """How much of the completion was thought and not answer."""
+    """How much of the completion was thought and not answer; tokens that were proposed for it, and right or not."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+    def __add__(self, other: "CompletionTokensDetails") -> "CompletionTokensDetails":
+        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
+        return CompletionTokensDetails(*(one + another for one, another in pairs))
+
+
+NO_DETAILS = CompletionTokensDetails()
 
 
 class UsageBody(msgspec.Struct, frozen=True):
@@ -137,7 +146,7 @@ class UsageCounter:
         self._num_choices = generation.num_choices
         self._prompt_tokens: list[int | None] = [None] * num_prompts
         self._cached_tokens = [0] * num_prompts
-        self._reasoning_tokens = [0] * (num_prompts * generation.num_choices)
+        self._details = [NO_DETAILS] * (num_prompts * generation.num_choices)
         self._completion_tokens = [0] * (num_prompts * generation.num_choices)
 
     def add(self, index: int, delta: Delta) -> None:
@@ -152,7 +161,10 @@ class UsageCounter:
         # What was aborted has no last word from the engine, only what was counted on the way.
         if delta.finish not in (Finish.RUNNING, Finish.ABORT):
             self._completion_tokens[index] = delta.usage.completion_tokens
-            self._reasoning_tokens[index] = delta.usage.reasoning_tokens
+            usage = delta.usage
+            self._details[index] = CompletionTokensDetails(
+                usage.reasoning_tokens, usage.accepted_tokens, usage.rejected_tokens
+            )
 
     def of_choice(self, index: int) -> UsageBody | None:
         """The counts of one choice so far; None until the engine has told the length of its prompt."""
@@ -164,7 +176,7 @@ class UsageCounter:
             num_prompt_tokens,
             self._completion_tokens[index],
             self._cached_tokens[prompt],
-            self._reasoning_tokens[index],
+            self._details[index],
         )
 
     def total(self) -> UsageBody:
@@ -173,13 +185,13 @@ class UsageCounter:
             sum(count or 0 for count in self._prompt_tokens),
             sum(self._completion_tokens),
             sum(self._cached_tokens),
-            sum(self._reasoning_tokens),
+            sum(self._details, NO_DETAILS),
         )
 
 
-def _usage(prompt: int, completion: int, cached: int, reasoning: int) -> UsageBody:
-    details = CompletionTokensDetails(reasoning) if reasoning else UNSET
-    return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
+def _usage(prompt: int, completion: int, cached: int, details: CompletionTokensDetails) -> UsageBody:
+    told = details if details != NO_DETAILS else UNSET
+    return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached), told)
 
 
 class PlainText:

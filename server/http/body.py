@@ -135,7 +135,7 @@ class BodyReader(Generic[B, T]):
         """Returns what the body asks for.  Raises RequestError: 400, 408, 413 or 415.
 
         Of one that a router has sent on, the request has the ``ORIGIN`` then."""
-        is_routed = _check_headers(request) == ROUTED_TYPE
+        is_routed = check_headers(request) == ROUTED_TYPE
         body = await collect(request, self._server, MOST_ORIGIN_BYTES if is_routed else 0)
         if is_routed:
             try:
@@ -242,7 +242,7 @@ def is_object(body: bytes) -> bool:
     return True
 
 
-def _check_headers(request: web.Request) -> str:
+def check_headers(request: web.Request) -> str:
     """Returns the body's type.  Raises RequestError (415) for one that is not taken."""
     for coding in request.headers.getall("Content-Encoding", ()):
         if coding.strip().lower() != "identity":

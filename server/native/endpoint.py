@@ -74,7 +74,7 @@ class Native(Endpoint[NativeBody]):
         most = _most_tokens(params)
         num_top = asked.num_top if asked.logprobs else None
         shared = GenerationBody(
-            model=self._translator.card.name,
+            model=body.model or self._translator.card.name,
             stream=body.stream,
             min_tokens=params.min_new_tokens,
             seed=params.sampling_seed,
@@ -209,8 +209,10 @@ def _is_one(body: NativeBody) -> bool:
 
 def _is_several(name: str, given: Any) -> bool:
     """Whether a field's value is a list with an entry for each prompt.  Raises RequestError if it may be either."""
-    if name != "token_ids_logprob" or not given:
+    if name != "token_ids_logprob":
         return isinstance(given, list)
+    if not given:
+        return False
     kinds = {isinstance(one, list) for one in given}
     if len(kinds) > 1:
         raise FieldError(name, "a mixed list; expected token ids, or a list of them for each prompt")

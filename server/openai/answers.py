@@ -192,18 +192,20 @@ class ChatChunk(ResponseHead, frozen=True, kw_only=True):
 
 
 class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that can be asked for.  root, parent: what an adapter would be made of; this is a model by itself.
+    """A model that can be asked for.  kind: what it is for.  root: the model whose weights these are.
 
-    kind: what it is for."""
+    parent: the model that this is an adapter of; null for the model.  loaded: of one of several models; that and its
+    length are not known before it was loaded."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["callboard"] = "callboard"
-    max_model_len: int
-    kind: Kind = "generate"
+    max_model_len: int | UnsetType = UNSET
+    kind: Kind | UnsetType = "generate"
+    loaded: bool | UnsetType = UNSET
     root: str
-    parent: None = None
+    parent: str | None = None
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

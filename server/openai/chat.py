@@ -84,7 +84,7 @@ class Chat(Endpoint[ChatBody]):
         return "messages" if field == "prompt" else field
 
     def writer(self, body: ChatBody, generation: Generation, usage: UsageCounter) -> "ChatWriter":
-        return ChatWriter(body, generation, usage, self._translator.card.name, self._translator.fingerprint)
+        return ChatWriter(body, generation, usage, body.model, self._translator.fingerprint)
 
 
 class ChatWriter(ChoicesWriter):

@@ -65,7 +65,7 @@ class Completions(Endpoint[CompletionBody]):
         )
 
     def writer(self, body: CompletionBody, generation: Generation, usage: UsageCounter) -> "CompletionWriter":
-        return CompletionWriter(body, generation, usage, self._translator.card.name, self._translator.fingerprint)
+        return CompletionWriter(body, generation, usage, body.model, self._translator.fingerprint)
 
 
 class CompletionWriter(ChoicesWriter):

@@ -1,6 +1,6 @@
 """GET /v1/models and /v1/models/{id}.
 
-Owns: what is said about the served model.  Does not know: how it is served.
+Owns: what is said about the served model and its adapters.  Does not know: how they are served.
 """
 
 from aiohttp import web
@@ -14,19 +14,24 @@ class ModelRoutes:
     """Handles both."""
 
     def __init__(self, translator: Translator) -> None:
-        card = translator.card
-        self._model = ModelBody(
-            id=card.name,
-            created=card.created,
-            max_model_len=card.max_model_len,
-            kind=card.pooling.kind,
-            root=card.name,
-        )
         self._translator = translator
 
     async def all(self, request: web.Request) -> web.Response:
-        return json_reply(ModelList(data=[self._model]))
+        names = (self._translator.card.name, *self._translator.adapters)
+        return json_reply(ModelList(data=[self._body(name) for name in names]))
 
     async def one(self, request: web.Request) -> web.Response:
-        self._translator.check_model(request.match_info["id"])
-        return json_reply(self._model)
+        name = request.match_info["id"]
+        self._translator.check_model(name)
+        return json_reply(self._body(name))
+
+    def _body(self, name: str) -> ModelBody:
+        card, adapter = self._translator.card, self._translator.adapters.get(name)
+        return ModelBody(
+            id=name,
+            created=card.created if adapter is None else adapter.created,
+            max_model_len=card.max_model_len,
+            kind=card.pooling.kind,
+            root=card.name,
+            parent=None if adapter is None else card.name,
+        )

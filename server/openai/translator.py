@@ -6,15 +6,17 @@ Does not know: JSON, prompts' formats, responses, how a grammar is compiled.  A 
 bodies declare it by the name that it has there; a name that only one of the two has never does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import msgspec
 
 from engine.errors import FieldError, RequestError
 from engine.messages import DEFAULT_OPTIONS, RequestOptions
 from engine.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
-from engine.prompt import ChatOptions, Prompt
+from engine.prompt import Adapter, ChatOptions, Origin, Prompt
 from engine.text.tool_calls import ToolFormat
+from server.adapters import ServedAdapter
 from server.generate.generation import MAX_CHOICES, Generation
 from server.http.body import is_given
 from server.model_card import ModelCard
@@ -25,19 +27,34 @@ from server.openai.structural_tags import decode_structural_tag, read_structural
 DEFAULT = SamplingParams()
 SAME_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name in GenerationBody.__struct_fields__)
 LEAST_SEED = -(1 << 63)
+MAX_TENANT = 256  # characters of a ``user`` that are looked at
 NO_SEED = -1  # to vLLM and llama.cpp
 Named = tuple[str, Grammar]
 JSON_OBJECT = Grammar("json_object")
 
 
+def tenant_of(user: str | None) -> Origin:
+    """Returns from whom a request is that names this ``user``; none where a key says it."""
+    return Origin(tenant=(user or "")[:MAX_TENANT])
+
+
 class Translator:
     """Turns request bodies into generations for one model, which ``card`` describes.
 
-    tool_format: how it writes function calls.  The card may be replaced by one of the same name."""
+    tool_format: how it writes function calls.  adapters: name -> what else can be asked for as a model.
+    The card may be replaced by one of the same name."""
 
-    def __init__(self, card: ModelCard, tool_format: ToolFormat | None = None, server: str = "") -> None:
-        """tool_format: None for the hermes format.  server: what the fingerprint says of it."""
+    def __init__(
+        self,
+        card: ModelCard,
+        tool_format: ToolFormat | None = None,
+        adapters: Mapping[str, ServedAdapter] = MappingProxyType({}),
+        server: str = "",
+    ) -> None:
+        """tool_format: None for the hermes format.  adapters: they may come and go.
+        server: what the fingerprint says of it."""
         self.card = card
+        self.adapters = adapters
         self._server = server
         self.tool_format = tool_format or HERMES
 
@@ -83,6 +100,8 @@ class Translator:
             chat=chat,
             prompt_only=prompt_only,
             return_prompt_ids=bool(body.return_token_ids),
+            origin=tenant_of(body.user),
+            adapter=self.adapter_of(body.model),
         )
         return Generation(
             prompts=prompts,
@@ -96,15 +115,25 @@ class Translator:
             request_id=body.request_id or body.rid or "",
         )
 
-    def check_model(self, name: str | None) -> None:
-        """Raise RequestError (404) unless ``name`` is the served model, or none is named."""
-        if name not in (None, self.card.name):
+    def adapter_of(self, name: str | None) -> Adapter | None:
+        """Returns the adapter that ``name`` asks for; None for the model itself.  Raises RequestError (404).
+
+        An adapter may be unloaded between two looks: what is none by now never stands for the model."""
+        if name is None or name == self.card.name:
+            return None
+        if (served := self.adapters.get(name)) is None:
+            more = f" and {len(self.adapters)} adapters, which GET /v1/models names" if self.adapters else ""
             raise RequestError(
-                f"the model '{name[:100]}' does not exist; this server has '{self.card.name}'",
+                f"the model '{name[:100]}' does not exist; this server has '{self.card.name}'{more}",
                 status=404,
                 code="model_not_found",
                 param="model",
             )
+        return served.adapter
+
+    def check_model(self, name: str | None) -> None:
+        """Raise RequestError (404) unless ``name`` is the served model or an adapter of it, or none is named."""
+        self.adapter_of(name)
 
     def check_count(self, num_prompts: int, num_choices: int, counted: str) -> None:
         """Raise RequestError for more choices than one request may have.  counted: the field that says how many."""

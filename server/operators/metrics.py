@@ -34,6 +34,9 @@ COUNTERS: dict[str, tuple[str, Callable[[Meter], int]]] = {
     "generation_tokens": ("Tokens sampled and kept.", lambda meter: meter.num_output_tokens),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda meter: meter.num_prompt_tokens),
     "prefix_cache_hits": ("Prompt tokens found there.", lambda meter: meter.num_cached_tokens),
+    "spec_decode_num_drafts": ("Proposals that a step has verified.", lambda meter: sum(meter.proposed_at[:1])),
+    "spec_decode_num_draft_tokens": ("Tokens of these.", lambda meter: sum(meter.proposed_at)),
+    "spec_decode_num_accepted_tokens": ("Of these, right ones.", lambda meter: sum(meter.accepted_at)),
     "num_preemptions": ("Requests that lost their pages to others.", lambda meter: meter.num_retractions),
 }
 HISTOGRAMS: dict[str, tuple[str, Callable[[Meter], Distribution]]] = {
@@ -76,6 +79,9 @@ class EngineCollector(Collector):
             return
         for name, (help_text, count) in COUNTERS.items():
             yield self._total(name, help_text, count(meter))
+        by_position = [([str(position)], count) for position, count in enumerate(meter.accepted_at)]
+        name, help_text = "spec_decode_num_accepted_tokens_per_pos", "Right tokens by their place in the proposal."
+        yield self._counter(name, help_text, ["position"], by_position)
         ended = [([word], meter.num_ended[finish]) for finish, word in FINISHES.items()]
         yield self._counter("request_success", "Requests that have ended, by why.", ["finished_reason"], ended)
         for name, (help_text, distribution) in HISTOGRAMS.items():

@@ -20,6 +20,7 @@ from server.http.body import BodyReader
 from server.http.exchange import refuse_foreign_page
 from server.http.replies import json_reply
 
+PATHS = ("/apply", "/sleep", "/wake_up")
 LEVELS: dict[str, Literal[1, 2]] = {"1": 1, "2": 2}
 
 
@@ -82,6 +83,15 @@ class SettingsRoutes:
     @property
     def _operations(self) -> Operations:
         if self._backend.operations is None:
-            reason = "this engine goes on as it was started; restart it to change that"
-            raise RequestError(reason, status=404, code="operations_off")
+            raise _operations_off()
         return self._backend.operations
+
+
+async def refuse_settings(request: web.Request) -> web.StreamResponse:
+    """Refuse what is for one engine, where several are served.  Raises RequestError: 404."""
+    raise _operations_off()
+
+
+def _operations_off() -> RequestError:
+    reason = "one of several engines goes on as it was started; restart it to change that"
+    return RequestError(reason, status=404, code="operations_off")

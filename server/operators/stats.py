@@ -223,7 +223,13 @@ def quantile(distribution: Distribution, share: float) -> float | None:
 def _tokens(meter: Meter | None) -> dict[str, int]:
     if meter is None:
         return {}
-    return {"prompt": meter.num_prompt_tokens, "cached": meter.num_cached_tokens, "output": meter.num_output_tokens}
+    return {
+        "prompt": meter.num_prompt_tokens,
+        "cached": meter.num_cached_tokens,
+        "output": meter.num_output_tokens,
+        "proposed": sum(meter.proposed_at),
+        "accepted": sum(meter.accepted_at),
+    }
 
 
 def _latency(meter: Meter | None) -> dict[str, QuantilesBody]:

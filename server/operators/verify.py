@@ -60,6 +60,7 @@ WAYS = (
     Way("retracted for want of pages", {"kv": {"num_pages": FEW_PAGES}, "scheduler": {"max_running": 64}}),
     Way("pages back from the host", {"kv": {"num_pages": FEW_PAGES, "num_host_pages": 512}}, again=2),
     Way("in a process, killed and recomputed", {"placement": PROCESS}, kills=NUM_KILLS),
+    Way("with speculation", {"plugins": {"proposer": "ngram"}}),
     Way("with 2 threads", {"device": {"threads": 2}}),
 )
 

@@ -31,8 +31,13 @@ async function call(path, options = {}) {
   throw new ApiError(response.status, message);
 }
 
-export async function getStats() {
-  return (await call("/stats")).json();
+// model: of several; empty for the only one, or the first that is loaded.
+export async function getStats(model) {
+  return (await call(model ? `/stats?model=${encodeURIComponent(model)}` : "/stats")).json();
+}
+
+export async function getModels() {
+  return (await (await call("/v1/models")).json()).data;
 }
 
 export async function post(path, body, signal) {

@@ -1,6 +1,6 @@
 // Puts the page together: views, theme, key, and the one timer that asks for news.
 
-import { getStats, hasKey, setKey } from "/page/api.js";
+import { getModels, getStats, hasKey, setKey } from "/page/api.js";
 import { EngineView } from "/page/engine.js";
 import { explainTerms } from "/page/help.js";
 import { Load } from "/page/load.js";
@@ -12,6 +12,8 @@ const EVERY_MS = 1000;
 const THEME = "callboard-theme";
 
 let model = "";
+let chosen = null; // of several models and adapters, as the server lists it
+let models = null; // until the server has said which there are
 let timer = null;
 const engine = new EngineView();
 new Playground(() => model, askForKey);
@@ -82,11 +84,33 @@ byId("key-form").addEventListener("submit", async (event) => {
   if (byId("main").hidden) byId("key-error").textContent = "That key was not accepted.";
 });
 
+// ---- which of several models ----
+
+// An adapter runs in the engine of its model, so that is what is shown.
+const shown = () => chosen?.parent || chosen?.id || "";
+
+byId("models").addEventListener("change", () => {
+  chosen = models[byId("models").selectedIndex];
+  model = chosen.id;
+  byId("model").textContent = "";
+  refresh();
+});
+
+async function offerModels() {
+  models = await getModels().catch(() => null);
+  if (models === null || models.length < 2) return;
+  byId("models").replaceChildren(...models.map((one) => new Option(one.id)));
+  chosen = models[0];
+  byId("models").value = model = chosen.id;
+  byId("models").hidden = false;
+}
+
 // ---- news ----
 
 async function refresh() {
   clearTimeout(timer);
-  const stats = await getStats().catch(refused);
+  if (models === null) await offerModels();
+  const stats = await getStats(shown()).catch(refused);
   // Who looks at the other view only wants to know that the server is there.
   const wait = byId("engine").hidden ? 10 * EVERY_MS : EVERY_MS;
   clearTimeout(timer); // another look may have begun meanwhile
@@ -95,8 +119,10 @@ async function refresh() {
 }
 
 function show(stats) {
-  model = stats.model;
-  byId("model").textContent = stats.about ? `${stats.model}, ${stats.about}` : stats.model;
+  if (chosen && shown() !== stats.model) return; // asked before another one was chosen
+  model = chosen?.id ?? stats.model;
+  const name = chosen ? "" : stats.model;
+  byId("model").textContent = [name, stats.about].filter(Boolean).join(", ");
   byId("version").textContent = `callboard ${stats.version}`;
   byId("links").hidden = hasKey(); // a link brings no key
   setStatus(stats.status.replaceAll("_", " "), stats.status === "ready");
@@ -105,7 +131,8 @@ function show(stats) {
 
 function refused(error) {
   if (error.status === 401) askForKey();
-  setStatus({ 401: "needs a key", 403: "operators only" }[error.status] ?? "no answer", false);
+  const words = { 401: "needs a key", 403: "operators only", ...(chosen ? { 503: "not loaded" } : {}) };
+  setStatus(words[error.status] ?? "no answer", false);
 }
 
 function setStatus(text, good) {

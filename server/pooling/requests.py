@@ -20,7 +20,7 @@ from server.generate.output import Output, UsageCounter
 from server.openai.completions import read_prompts
 from server.openai.conversation import read_end, read_turns, read_variables
 from server.openai.requests import ChatMessage, Int, Priority, Salt, Scalar, Short, TokenId
-from server.openai.translator import Translator
+from server.openai.translator import Translator, tenant_of
 
 MAX_INPUTS = 2048  # of one request, as the OpenAI API has it
 Dimensions = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -99,7 +99,9 @@ class PooledTranslator:
         return Generation(
             prompts=tuple(prompts),
             params=params,
-            options=msgspec.structs.replace(options, chat=chat),
+            options=msgspec.structs.replace(
+                options, chat=chat, origin=tenant_of(body.user), adapter=self._translator.adapter_of(body.model)
+            ),
             request_id=body.request_id or "",
         )
 

@@ -15,7 +15,7 @@ from server.http.body import collect
 from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER, refuse_foreign_page
 from server.http.replies import error_body
 from server.operators.administration import AbortAnswer
-from server.replicas.replica import CHECK_TIMEOUT_S, Replica, Replicas, State, unavailable
+from server.replicas.replica import CHECK_TIMEOUT_S, Group, Replica, State, unavailable
 
 JSON = "application/json"
 SENT_ON = ("Authorization", "X-Api-Key", "Content-Type")
@@ -29,7 +29,7 @@ class _Answer(NamedTuple):
 class FleetAdministration:
     """Handles both."""
 
-    def __init__(self, server: ServerSection, replicas: Replicas, session: aiohttp.ClientSession) -> None:
+    def __init__(self, server: ServerSection, replicas: Group, session: aiohttp.ClientSession) -> None:
         self._server = server
         self._replicas = replicas
         self._session = session
@@ -60,7 +60,7 @@ class FleetAdministration:
         answers = await asyncio.gather(*(self._ask(one, request.path, body, headers) for one in there))
         found = [one for one in answers if one is not None]
         if not found:
-            raise unavailable("no replica is there now")
+            raise unavailable(f"no {self._replicas.noun} is there now")
         return found
 
     async def _ask(self, replica: Replica, path: str, body: bytes, headers: dict[str, str]) -> _Answer | None:

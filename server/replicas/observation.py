@@ -7,7 +7,7 @@ Does not know: what is counted, what the page shows.
 
 import asyncio
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import aiohttp
@@ -23,7 +23,7 @@ from engine.scheduling.board import FIRST_ROW
 from engine.scheduling.meter import SPAN_S
 from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
 from server.http.replies import json_reply
-from server.replicas.replica import CHECK_TIMEOUT_S, Replica, Replicas, State, unavailable
+from server.replicas.replica import CHECK_TIMEOUT_S, Group, Replica, Replicas, State, unavailable
 
 OWN = "callboard_router_"
 ADDED_LABEL = "replica"
@@ -33,17 +33,19 @@ SENT_ON = ("Authorization", "X-Api-Key")
 
 
 class Observation:
-    """Handles all three."""
+    """Handles all three.  own: gives what the router itself knows."""
 
-    def __init__(self, replicas: Replicas, session: aiohttp.ClientSession) -> None:
+    def __init__(self, replicas: Group, session: aiohttp.ClientSession, own: Callable[[], Iterable[Metric]]) -> None:
         self._replicas = replicas
         self._session = session
+        self._own = own
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Answer in the format that the scraper asks for: also where no replica answers."""
         told = await self._ask_all(request)
         registry = CollectorRegistry()
-        registry.register(_Samples([*self._own(), *labelled({name: body.decode() for name, body in told.items()})]))
+        texts = {name: body.decode() for name, body in told.items()}
+        registry.register(_Samples([*self._own(), *labelled(texts, self._replicas.noun)]))
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 
@@ -72,27 +74,6 @@ class Observation:
         except (aiohttp.ClientError, TimeoutError):
             return None  # ``watch`` finds out why
 
-    def _own(self) -> Iterator[Metric]:
-        """What the router knows."""
-        replicas = self._replicas
-        ready = GaugeMetricFamily(OWN + "replica_ready", "Whether it takes requests.", labels=[ADDED_LABEL])
-        num_open = GaugeMetricFamily(OWN + "replica_open_requests", "Sent and not ended.", labels=[ADDED_LABEL])
-        sent = CounterMetricFamily(OWN + "replica_requests", "Sent to it.", labels=[ADDED_LABEL])
-        lost = CounterMetricFamily(OWN + "replica_losses", "How often it was lost.", labels=[ADDED_LABEL])
-        for one in replicas.all:
-            ready.add_metric([one.name], one.state is State.READY)
-            num_open.add_metric([one.name], one.num_open)
-            sent.add_metric([one.name], one.num_sent)
-            lost.add_metric([one.name], one.num_lost)
-        yield from (ready, num_open, sent, lost)
-        yield CounterMetricFamily(OWN + "requests", "Requests that found a replica.", value=replicas.num_requests)
-        yield CounterMetricFamily(
-            OWN + "requests_with_prefix", "Of these, where their prefix was.", value=replicas.num_with_prefix
-        )
-        yield CounterMetricFamily(
-            OWN + "streams_resumed", "Streams that went on elsewhere.", value=replicas.num_resumed
-        )
-
 
 class _Samples(Collector):
     """Gives families that are there already."""
@@ -104,7 +85,26 @@ class _Samples(Collector):
         return self._families
 
 
-def labelled(texts: dict[str, str]) -> list[Metric]:
+def routed(replicas: Replicas) -> Iterator[Metric]:
+    """What a router knows."""
+    ready = GaugeMetricFamily(OWN + "replica_ready", "Whether it takes requests.", labels=[ADDED_LABEL])
+    num_open = GaugeMetricFamily(OWN + "replica_open_requests", "Sent and not ended.", labels=[ADDED_LABEL])
+    sent = CounterMetricFamily(OWN + "replica_requests", "Sent to it.", labels=[ADDED_LABEL])
+    lost = CounterMetricFamily(OWN + "replica_losses", "How often it was lost.", labels=[ADDED_LABEL])
+    for one in replicas.all:
+        ready.add_metric([one.name], one.state is State.READY)
+        num_open.add_metric([one.name], one.num_open)
+        sent.add_metric([one.name], one.num_sent)
+        lost.add_metric([one.name], one.num_lost)
+    yield from (ready, num_open, sent, lost)
+    yield CounterMetricFamily(OWN + "requests", "Requests that found a replica.", value=replicas.num_requests)
+    yield CounterMetricFamily(
+        OWN + "requests_with_prefix", "Of these, where their prefix was.", value=replicas.num_with_prefix
+    )
+    yield CounterMetricFamily(OWN + "streams_resumed", "Streams that went on elsewhere.", value=replicas.num_resumed)
+
+
+def labelled(texts: dict[str, str], label: str = ADDED_LABEL) -> list[Metric]:
     """The families of several expositions, each sample with the name of the one that it is from.
 
     texts: in Prometheus's text format, by name."""
@@ -113,7 +113,7 @@ def labelled(texts: dict[str, str]) -> list[Metric]:
         for family in text_string_to_metric_families(text):
             whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
-                whole.add_sample(sample.name, {**sample.labels, ADDED_LABEL: name}, sample.value)
+                whole.add_sample(sample.name, {**sample.labels, label: name}, sample.value)
     return list(families.values())
 
 

@@ -25,9 +25,10 @@ from server.generate.route import USAGE_HEADER
 from server.http.body import JSON_TYPE, ROUTED_TYPE, collect, is_object, media_type
 from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
 from server.http.replies import error_body
+from server.http.sse import DONE
 from server.replicas.affinity import PrefixAffinity
 from server.replicas.passage import Passage
-from server.replicas.replica import Replica, Replicas, unavailable
+from server.replicas.replica import Choice, Replica, unavailable
 
 log = logging.getLogger(__name__)
 
@@ -41,47 +42,55 @@ NOT_SENT_ON = frozenset(
 TRY_ELSEWHERE = frozenset({429, 503})  # this one is full or leaving; another one may not be
 EVENT_STREAM = "text/event-stream"
 MOST_LOSSES = 3  # of replicas, in one stream: it may be what ends them
-GO_ON_WITHIN_S = 30.0  # how long a stream waits for a replica that goes on with it
+GO_ON_WITHIN_S = 30.0
 LOOK_EVERY_S = 0.2
 
 
 class Proxy:
-    """Sends requests on."""
+    """Sends requests on.  go_on_within_s: how long a stream waits for one that goes on with it."""
 
     def __init__(
         self,
         server: ServerSection,
-        replicas: Replicas,
+        replicas: Choice,
         session: aiohttp.ClientSession,
         affinity: PrefixAffinity,
         rates: Rates,
+        go_on_within_s: float = GO_ON_WITHIN_S,
     ) -> None:
         self._server = server
         self._replicas = replicas
         self._session = session
         self._affinity = affinity
         self._rates = rates
+        self._go_on_within_s = go_on_within_s
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Send a request on.  Raises RequestError if no replica can answer."""
-        return await self._send_on(request, await collect(request, self._server), None)
+        return await self.send_on(request, await collect(request, self._server))
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Send on what costs tokens: they are counted, and a stream outlives its replica.
 
         Raises RequestError if no replica can answer, and for a client that has used up what it has in a minute."""
+        self._rates.check(request[EXCHANGE].client)
+        return await self.send_counted(request, await collect(request, self._server))
+
+    async def send_counted(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        """Do so for a body that has been read, of a client that was let in."""
         exchange = request[EXCHANGE]
-        self._rates.check(exchange.client)
-        body = await collect(request, self._server)
         passage = Passage(body) if media_type(request) == JSON_TYPE and is_object(body) else None
         try:
-            return await self._send_on(request, body, passage)
+            return await self.send_on(request, body, passage)
         finally:
             if passage is not None and passage.has_begun:
                 exchange.usage = passage.num_prompt_tokens, passage.num_tokens
             self._rates.spend(exchange.client, sum(exchange.usage or ()))
 
-    async def _send_on(self, request: web.Request, body: bytes, passage: Passage | None) -> web.StreamResponse:
+    async def send_on(self, request: web.Request, body: bytes, passage: Passage | None = None) -> web.StreamResponse:
+        """Send a request on.  passage: of what may be cut and go on elsewhere.
+
+        Raises RequestError if no replica can answer."""
         if media_type(request) == ROUTED_TYPE:
             # A replica would take it for the router's own, and what its stream costs would not be counted here.
             raise RequestError(
@@ -121,7 +130,7 @@ class Proxy:
     async def _go_on(self, delivery: "_Delivery", blocks: list[bytes]) -> web.StreamResponse:
         """Let other replicas go on with a stream whose replica is lost, or end it with an error."""
         clock = asyncio.get_running_loop().time
-        num_losses, deadline = 1, clock() + GO_ON_WITHIN_S
+        num_losses, deadline = 1, clock() + self._go_on_within_s
         while delivery.can_go_on and num_losses < MOST_LOSSES and clock() < deadline and not self._replicas.is_leaving:
             try:
                 replica = self._replicas.choose(blocks, [])
@@ -135,7 +144,7 @@ class Proxy:
                     response = await delivery.ask(replica)
             except _ReplicaLost as error:
                 self._replicas.lose(replica, error, error.url)
-                num_losses, deadline = num_losses + 1, clock() + GO_ON_WITHIN_S
+                num_losses, deadline = num_losses + 1, clock() + self._go_on_within_s
                 continue
             if response is delivery.stream:
                 return response
@@ -196,12 +205,12 @@ class _Delivery:
             return stream
 
     async def fail(self, error: RequestError) -> web.StreamResponse:
-        """End the stream with an error."""
+        """End the stream with an error, as an engine ends one."""
         assert self.stream is not None, "nothing was sent, so the error has a status"
         form = self._exchange.error_format
-        name = b"" if form is error_body else b"event: error\n"
+        name, last = (b"", DONE) if form is error_body else (b"event: error\n", b"")
         with suppress(ConnectionError):
-            await self.stream.write(b"%bdata: %b\n\n" % (name, msgspec.json.encode(form(error))))
+            await self.stream.write(b"%bdata: %b\n\n%b" % (name, msgspec.json.encode(form(error)), last))
         return self.stream
 
     async def _open(self, url: str) -> aiohttp.ClientResponse:

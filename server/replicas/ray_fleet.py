@@ -11,16 +11,31 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import uvloop
 
 from engine.config import Config, build_config
 from engine.errors import ConfigError
 from server.backend import Backend
+from server.http.listener import bind, url_of
+from server.keys import read_keys
 from server.model_card import ModelCard
+from server.replicas.router import route
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 CRASHED_EXIT_CODE = 1
+
+
+def serve_on_ray(config: Config, size: int) -> None:
+    """Serve until stopped, as the router of so many replicas.  Raises ConfigError."""
+    read_keys(config.server)
+    if config.placement.ingress == "process":
+        raise ConfigError("placement.ingress = 'process': a replica has its HTTP with it; use 'inline' here")
+    with bind(config.server.host, config.server.port) as listener:
+        fleet = RayFleet(config, size)
+        print(f"router of {size} replicas at {url_of(listener)}; GET /replicas says how they are", flush=True)
+        uvloop.run(route(config, fleet, listener))
 
 
 class EngineReplica:
@@ -52,7 +67,6 @@ class EngineReplica:
         import ray
 
         from engine.system import System
-        from server.http.listener import bind, url_of
         from server.run.app import create_runner
 
         here = ray.get_runtime_context().get_node_id() == self._on_node

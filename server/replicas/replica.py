@@ -5,7 +5,7 @@ Owns: each one's state, the choice, watching them.  Does not know: how one is st
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -93,12 +93,39 @@ class Replica:
                 self.idle.set()
 
 
+class Group(Protocol):
+    """All there are of something that requests can be sent to.  noun: what one of them is called."""
+
+    noun: str
+
+    @property
+    def all(self) -> Sequence[Replica]: ...
+
+    def lose(self, replica: Replica, reason: object, url: str = "") -> None:
+        """See ``Replicas``."""
+
+
+class Choice(Protocol):
+    """Who may take a request.  See ``Replicas``."""
+
+    num_resumed: int
+
+    @property
+    def is_leaving(self) -> bool: ...
+
+    def choose(self, blocks: list[bytes], besides: list[Replica]) -> Replica: ...
+
+    def lose(self, replica: Replica, reason: object, url: str = "") -> None: ...
+
+
 class Replicas:
     """All replicas.  Run ``watch`` as a task for each.  drain_timeout_s: what a replica gets to finish its requests.
 
     num_requests: that found a replica, a stream that goes on elsewhere once more; num_with_prefix: of these, those
     that went where their prompt's beginning had gone before.  num_resumed: streams that went on elsewhere.
     is_leaving: all of them end, and so does the router."""
+
+    noun = "replica"
 
     def __init__(
         self, fleet: Fleet, session: aiohttp.ClientSession, affinity: PrefixAffinity, drain_timeout_s: float

@@ -22,10 +22,12 @@ from server.http.connection import HttpRunner
 from server.http.exchange import Traffic, note_route, refuse_foreign_page
 from server.http.replies import json_reply
 from server.keys import Keys
+from server.operators.adapters import LOAD, UNLOAD
 from server.operators.administration import administration_routes
+from server.operators.settings import PATHS, refuse_settings
 from server.replicas.administration import FleetAdministration
 from server.replicas.affinity import PrefixAffinity
-from server.replicas.observation import Observation
+from server.replicas.observation import Observation, routed
 from server.replicas.proxy import Proxy
 from server.replicas.replica import Fleet, Replica, Replicas, State, unavailable
 
@@ -139,6 +141,12 @@ class RouterRoutes:
         return json_reply({"status": "ok", "replicas": states})
 
 
+async def refuse_adapters(request: web.Request) -> web.StreamResponse:
+    """Raise RequestError (400): a name that one replica knows alone would be there for some requests only."""
+    reason = "replicas serve the adapters that they find in lora.folder as they start: put it there, then restart them"
+    raise RequestError(f"{reason} (POST /replicas/restart)", code="adapters_at_start")
+
+
 async def _logged(work: Coroutine[None, None, None]) -> None:
     try:
         await work
@@ -179,7 +187,7 @@ async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> Asyn
     ):
         affinity = PrefixAffinity()
         replicas = Replicas(fleet, session, affinity, server.drain_timeout_s)
-        observation = Observation(replicas, session)
+        observation = Observation(replicas, session, lambda: routed(replicas))
         routes, proxy = RouterRoutes(replicas), Proxy(server, replicas, session, affinity, Rates(config.limits))
         administration = FleetAdministration(server, replicas, session)
         keys = Keys(server)
@@ -198,6 +206,8 @@ async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> Asyn
                 web.get("/metrics", observation.metrics),
                 *(web.get(path, observation.stats) for path in ("/stats", "/load")),
                 *administration_routes(administration.abort, administration.reset),
+                *(web.post(path, refuse_adapters) for path in (LOAD, UNLOAD)),
+                *(web.post(path, refuse_settings) for path in PATHS),
                 *(web.post(path, proxy.generate) for path in GENERATING),
                 web.post(COUNT, proxy.handle),  # its errors are in a form of its own
                 web.route("*", "/{path:.*}", proxy.handle),

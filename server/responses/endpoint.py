@@ -15,7 +15,7 @@ from engine.messages import Delta, Finish
 from engine.prompt import ChatOptions
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
-from server.generate.output import CompletionTokensDetails, Output, UsageBody, UsageCounter
+from server.generate.output import Output, UsageBody, UsageCounter
 from server.http.body import is_given
 from server.openai.conversation import read_tools, read_variables
 from server.openai.requests import (
@@ -30,6 +30,7 @@ from server.responses.items import read_input
 from server.responses.objects import (
     IncompleteDetails,
     InputTokensDetails,
+    OutputTokensDetails,
     ResponseError,
     ResponseObject,
     ResponseUsage,
@@ -87,7 +88,7 @@ class Responses(Endpoint[ResponsesBody]):
         return field.replace("response_format", "text.format", 1) if body.text is not None else field
 
     def writer(self, body: ResponsesBody, generation: Generation, usage: UsageCounter) -> "ResponsesWriter":
-        return ResponsesWriter(body, generation, usage, self._translator.card.name)
+        return ResponsesWriter(body, generation, usage, body.model)
 
 
 async def refuse_stored(request: web.Request) -> web.StreamResponse:
@@ -177,7 +178,7 @@ def _usage(counts: UsageBody) -> ResponseUsage:
         input_tokens=counts.prompt_tokens,
         input_tokens_details=InputTokensDetails(counts.prompt_tokens_details.cached_tokens),
         output_tokens=counts.completion_tokens,
-        output_tokens_details=CompletionTokensDetails(0) if isinstance(details, UnsetType) else details,
+        output_tokens_details=OutputTokensDetails(0 if isinstance(details, UnsetType) else details.reasoning_tokens),
         total_tokens=counts.total_tokens,
     )
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from server.generate.output import CompletionTokensDetails
 from server.openai.answers import TokenLogprob
 
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -66,13 +65,19 @@ class InputTokensDetails(msgspec.Struct, frozen=True):
     cache_write_tokens: int = 0
 
 
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    """How much of the output was thought and not answer."""
+
+    reasoning_tokens: int
+
+
 class ResponseUsage(msgspec.Struct, frozen=True):
     """Token counts."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: CompletionTokensDetails
+    output_tokens_details: OutputTokensDetails
     total_tokens: int
 
 

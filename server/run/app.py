@@ -13,6 +13,7 @@ from engine.actors.operations import SettingsChanged
 from engine.pooling import check_task
 from engine.sections import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
+from server.adapters import Adapters
 from server.anthropic.endpoint import CountRoute, Messages
 from server.anthropic.objects import COUNT, ERROR_FORMATS
 from server.backend import Backend
@@ -29,6 +30,7 @@ from server.openai.completions import Completions
 from server.openai.models import ModelRoutes
 from server.openai.tokenization import TokenizationRoutes
 from server.openai.translator import Translator
+from server.operators.adapters import LOAD, UNLOAD, AdapterRoutes
 from server.operators.administration import AdministrationRoutes, administration_routes
 from server.operators.metrics import MetricsRoute
 from server.operators.profiling import ProfileRoutes
@@ -50,13 +52,19 @@ DISTRIBUTION = "callboard"
 
 
 def create_runner(
-    server: ServerSection, limits: LimitsSection, backend: Backend, salts: CacheSalts | None = None
+    server: ServerSection,
+    limits: LimitsSection,
+    backend: Backend,
+    salts: CacheSalts | None = None,
+    adapters: Adapters | None = None,
 ) -> HttpRunner:
     """Returns aiohttp's runner for the whole API, to be set up on the event loop that ingress runs on.
 
-    salts: None for new ones."""
-    version = _version()
-    translator = Translator(backend.card, backend.codec.formats.tools, f"{DISTRIBUTION}-{version}")
+    salts: None for new ones.  adapters: None for those of the model's card."""
+    version = own_version()
+    card = backend.card
+    adapters = adapters or Adapters(card.adapter_rules, card.adapters, card.name)
+    translator = Translator(card, backend.codec.formats.tools, adapters.served, f"{DISTRIBUTION}-{version}")
     clients = Clients(backend.ingress, server, limits, salts)
 
     def settings_changed(changed: SettingsChanged) -> None:
@@ -91,6 +99,8 @@ def create_runner(
     metrics = MetricsRoute(backend, traffic, version=version, aliases=server.vllm_metric_names)
     app.router.add_get("/metrics", metrics.get)
     app.add_routes(_operators_routes(server, backend, clients, version))
+    loading = AdapterRoutes(adapters, server)
+    app.add_routes([web.post(LOAD, loading.load), web.post(UNLOAD, loading.unload)])
     if traces is not None:
         backend.monitor.watch(traces, "server.traces")
         app.on_cleanup.append(traces.close)
@@ -156,7 +166,8 @@ def _operators_routes(server: ServerSection, backend: Backend, clients: Clients,
     ]
 
 
-def _version() -> str:
+def own_version() -> str:
+    """Returns what is installed."""
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:

@@ -40,6 +40,7 @@ from engine.workers.messages import (
     WorkerReady,
 )
 from engine.workers.wire import WireError
+from server.adapters import Adapters, ServedAdapter
 from server.backend import Backend
 from server.clients import CacheSalts
 from server.model_card import ModelCard
@@ -48,6 +49,13 @@ from server.run.operations import RemoteOperations
 
 MAX_ASKED = 64  # without an answer; more would only wait behind them
 CAPACITY = 1 << 18  # of the link, in messages: of as many requests as may be open at most, four each
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What the next frontend gets of this one.  salts: see ``CacheSalts``.  adapters: None for those of the card."""
+
+    salts: bytes = b""
+    adapters: dict[str, ServedAdapter] | None = None
 
 
 class RemoteMonitor:
@@ -143,11 +151,14 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
         engine.connect(ingress)
         self._monitor = RemoteMonitor(outgoing, ingress, codec.decode)
         self._operations = RemoteOperations(outgoing)
+        kept = self._kept = msgspec.msgpack.decode(handover.state, type=Kept) if handover.state else Kept()
+        served = card.adapters if kept.adapters is None else kept.adapters
         self._runner = create_runner(
             config.server,
             config.limits,
             Backend(ingress, self._monitor, card, codec, self._operations),
-            CacheSalts(config.server, kept=handover.state, keep=lambda what: outgoing.put(FrontendState(what))),
+            CacheSalts(config.server, kept=kept.salts, keep=lambda what: self._keep(salts=what)),
+            Adapters(card.adapter_rules, served, card.name, keep=lambda what: self._keep(adapters=dict(what))),
         )
         for message in handover.replay:
             ingress.handle(message)
@@ -158,6 +169,10 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
         await self._runner.listen(listener)
         outgoing.put(WorkerReady())
         return ingress
+
+    def _keep(self, **changed: Any) -> None:
+        self._kept = structs.replace(self._kept, **changed)
+        self._outgoing.put(FrontendState(msgspec.msgpack.encode(self._kept)))
 
     def deliver(self, actor: Actor[Any], message: Any) -> None:
         """Hand a message of the engine to ingress, or to what else it is for."""

@@ -17,6 +17,7 @@ from server.native.bodies import NativeBody, NativeOutput
 from server.openai.answers import ChatChunk, ChatCompletion, Completion, ModelBody, ModelList
 from server.openai.requests import ChatBody, CompletionBody
 from server.openai.tokenization import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody, TokenizerInfo
+from server.operators.adapters import LOAD, UNLOAD, AdapterAnswer, LoadBody, UnloadBody
 from server.operators.administration import AbortAnswer, AbortBody, ResetAnswer
 from server.operators.profiling import ProfileAnswer
 from server.operators.settings import ApplyBody, Sleeping
@@ -85,14 +86,16 @@ OPERATIONS = (
     Operation("post", "/tokenize", "Text as tokens.", TokenizeAnswer, TokenizeBody),
     Operation("post", "/detokenize", "Tokens as text.", DetokenizeAnswer, DetokenizeBody),
     Operation("get", "/tokenizer_info", "Special tokens and the chat template.", TokenizerInfo),
-    Operation("get", "/v1/models", "The served model.", ModelList),
-    Operation("get", "/v1/models/{id}", "The served model.", ModelBody),
+    Operation("get", "/v1/models", "The served models and their adapters.", ModelList),
+    Operation("get", "/v1/models/{id}", "A served model, or an adapter.", ModelBody),
     Operation("post", "/abort_request", "End requests.", AbortAnswer, AbortBody),
     Operation("post", "/reset_prefix_cache", "Forget what is cached.", ResetAnswer),
     Operation("post", "/apply", "Change the settings.", Outcome, ApplyBody),
     Operation("post", "/sleep", "Let the engine rest.", Sleeping),
     Operation("post", "/wake_up", "End that.", Sleeping),
     Operation("get", "/is_sleeping", "Whether it rests.", Sleeping),
+    Operation("post", LOAD, "Serve an adapter.", AdapterAnswer, LoadBody),
+    Operation("post", UNLOAD, "Serve an adapter no more.", AdapterAnswer, UnloadBody),
     Operation("post", "/start_profile", "Record steps for a profiler.", ProfileAnswer),
     Operation("post", "/stop_profile", "Write what is recorded.", ProfileAnswer),
     Operation("get", "/server_info", "What is served, and its limits.", ServerInfo),

@@ -40,7 +40,7 @@ async def serve(
     A SIGHUP calls ``reload``, which cuts no stream; nor does a terminal that closes.
     The engine's failure: open requests were ended by it; clients are told, then its exception is raised here.
     """
-    told_to_stop = _listen_for_signals(reload)
+    told_to_stop = listen_for_signals(reload)
     runner = create_runner(server, limits, backend)
     try:
         await runner.listen(listener)
@@ -60,7 +60,7 @@ async def serve_from_process(
     reload: Callable[[], None],
 ) -> None:
     """Serve as ``serve`` does while a process of its own has the connections; that ends before this returns."""
-    told_to_stop = _listen_for_signals(reload)
+    told_to_stop = listen_for_signals(reload)
     try:
         await _serve_and_drain(server, ingress, engine, told_to_stop)
     finally:
@@ -70,7 +70,8 @@ async def serve_from_process(
         engine.result()
 
 
-def _listen_for_signals(reload: Callable[[], None]) -> asyncio.Event:
+def listen_for_signals(reload: Callable[[], None]) -> asyncio.Event:
+    """Returns what SIGTERM and SIGINT set.  reload: called at a SIGHUP."""
     told_to_stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in SIGNALS:

@@ -11,7 +11,8 @@ import pytest
 from engine.actors.ingress import Ingress
 from engine.actors.stream import Stream
 from engine.errors import EngineDied, RequestError
-from engine.messages import Abort, Delta, Deltas, EngineReady, Failed, Finish, RequestOptions, Stats, Tokenize, Usage
+from engine.messages import Abort, Delta, Deltas, Failed, Finish, RequestOptions, Stats, Tokenize, Usage
+from engine.notices import EngineReady
 from engine.params import SamplingParams
 from engine.prompt import ChatTurn
 from engine.sections import LimitsSection

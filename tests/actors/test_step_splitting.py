@@ -161,6 +161,11 @@ SAMPLES = {
     "prompt_logprobs": PromptLogprobs(1, (Logprobs(-1.0),)),
     "pooled": b"vector",
     "failure": "no way on",
+    "later_logprobs": (Logprobs(-2.0),),
+    "drafted": b"guess",
+    "num_proposed": 3,
+    "num_accepted": 2,
+    "lost_adapter": "it is gone",
 }
 
 

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -48,9 +49,12 @@ CLIENTS = (
 
 def install(client: Client, folder: Path) -> str:
     """Returns why it cannot be installed, or nothing."""
-    log = folder.with_suffix(".install.log")
+    log, whole = folder.with_suffix(".install.log"), folder / "installed"
+    if whole.exists():
+        return ""
+    shutil.rmtree(folder, ignore_errors=True)  # an installation that ended halfway
+    folder.mkdir()
     if client.is_node:
-        folder.mkdir(exist_ok=True)
         command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *client.packages]
     else:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
@@ -60,14 +64,18 @@ def install(client: Client, folder: Path) -> str:
             code = subprocess.run(command, stdout=file, stderr=file, timeout=INSTALL_S, check=False).returncode
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]}: {error}"
-    return f"not installed, see {log}" if code else ""
+    if code:
+        return f"not installed, see {log}"
+    whole.touch()
+    return ""
 
 
 def version(client: Client, folder: Path) -> str:
     """Of the first package."""
     name = client.packages[0].partition("[")[0]
     if client.is_node:
-        return str(json.loads((folder / "node_modules" / name / "package.json").read_text())["version"])
+        manifest = folder / "node_modules" / name / "package.json"
+        return str(json.loads(manifest.read_text())["version"]) if manifest.exists() else "?"
     found = next(folder.glob(f"{name.replace('-', '_')}-*.dist-info"), None)
     return found.name.split("-")[1].removesuffix(".dist") if found else "?"
 
@@ -116,7 +124,7 @@ def main() -> int:
             continue
         start = time.monotonic()
         place = folder / client.name.replace(" ", "-").strip("()")
-        trouble = "" if place.exists() and any(place.iterdir()) else install(client, place)
+        trouble = install(client, place)
         said = f"skipped: {trouble}" if trouble else check(client, place)
         num_failed += said.startswith("FAILED")
         of = "" if trouble else version(client, place)

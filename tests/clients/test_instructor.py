@@ -10,8 +10,8 @@ import openai  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
 
-class Trip(BaseModel):
-    """Where to."""
+class Trip(BaseModel, extra="forbid"):
+    """Where to, and nothing else, which any model can be held to."""
 
     city: Literal["Paris", "Oslo"]
 

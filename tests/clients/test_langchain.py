@@ -52,7 +52,8 @@ def test_tools_are_called_and_answered(url: str, strict: bool | None) -> None:
     for piece in bound.stream("What is the weather?"):
         merged = piece if merged is None else merged + piece
     assert [(one["name"], one["args"]) for one in merged.tool_calls] == [(call["name"], call["args"])]
-    result = {"role": "tool", "tool_call_id": call["id"], "content": weather(**call["args"])}
+    # Where it is not strict, a call may have other arguments besides.
+    result = {"role": "tool", "tool_call_id": call["id"], "content": weather(call["args"]["city"])}
     free = model(url).bind_tools([weather], strict=strict)
     assert free.invoke([("user", "What is the weather?"), answer, result]).usage_metadata["input_tokens"] > 0
 

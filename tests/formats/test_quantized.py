@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from callboard import LLM, SamplingParams
 from engine.errors import WeightsError
+from engine.formats.integers import scaled
 from engine.formats.opening import open_reader
 from engine.plugins.families import read_model
 from engine.plugins.testing.steps import Driver
@@ -187,3 +188,8 @@ def test_float8_that_lacks_its_scale_is_refused(tmp_path: Path) -> None:
     save_file({name: one for name, one in load_file(path).items() if name != f"{PREFIX}.weight_scale"}, path)
     with pytest.raises(WeightsError, match=r"q_proj.weight' has dtype F8_E4M3 and no scale beside it"):
         logits_of(directory)
+
+
+def test_a_weight_without_elements_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 x 4 has no elements"):
+        scaled(torch.zeros(0, 4), torch.ones(1), None, (0, 0))

@@ -80,16 +80,35 @@ def test_a_large_weight_is_multiplied_by_four_rows_at_least_with_avx512(
     assert products.rows == rows
 
 
+@pytest.mark.parametrize(
+    ("capability", "invariant", "laid_out_for"), [("AVX2", False, 1), ("AVX2", True, 64), ("AVX512", False, 64)]
+)
+def test_a_large_weight_keeps_its_order_with_avx2_alone(
+    capability: str, invariant: bool, laid_out_for: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(onednn, "SMALL_BYTES", 0)
+    weight, products = torch.randn(8, 24), Products()
+    with products:
+        pack(weight, invariant)
+        monkeypatch.setattr(onednn, "SMALL_BYTES", weight.nbytes)
+        pack(weight, invariant)
+    assert products.laid_out_for == [laid_out_for, 64]
+
+
 class Products(TorchDispatchMode):
-    """How many rows oneDNN is asked for: it keeps what it compiles for each."""
+    """How many rows oneDNN is asked for: it keeps what it compiles for each.  laid_out_for: rows, of each weight."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rows: set[int] = set()
+        self.laid_out_for: list[int] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.mkldnn._linear_pointwise.default:
             self.rows.add(args[0].shape[0])
+        if func is torch.ops.mkldnn._reorder_linear_weight.default:
+            self.laid_out_for.append(args[1])
         return func(*args, **(kwargs or {}))
 
 

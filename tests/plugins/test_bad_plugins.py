@@ -156,6 +156,17 @@ def test_what_cannot_be_built_is_an_error_of_the_start_that_names_the_plugin(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("num_tokens", ["'four'", "0", "65", "True"])
+def test_a_proposer_that_wants_no_number_of_tokens_is_refused_at_the_start(
+    checkpoint: Path, install: Install, num_tokens: str
+) -> None:
+    body = f"class Odd:\n    num_tokens = {num_tokens}\n\n    def open(self):\n        return self\n\n"
+    source = f"{HEAD}{body}@hookimpl\ndef callboard_proposer(context):\n    return Odd()\n"
+    install("acme", {"proposer.odd": "odd"}, {"odd.py": source})
+    with pytest.raises(PluginError, match=r"proposer\.odd: num_tokens is .* from 1 to 64"):
+        play(checkpoint, serves, {}, proposer="odd")
+
+
 @pytest.mark.reliability("P13", "a strategy or policy raises, or ranks by nonsense, in the middle")
 @pytest.mark.parametrize("body", ["raise ValueError('planted')", "return 'abc'", "return (1, 2)", "return (1.5,)"])
 @pytest.mark.parametrize("kind", ["eviction", "policy"])
@@ -166,6 +177,33 @@ def test_what_can_no_longer_rank_is_named_and_everybody_is_served(
     play(checkpoint, serves, {}, **chosen(kind))
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert record.getMessage().startswith(f"plugin {kind}.odd failed to rank")
+
+
+SHARED = """
+class Odd:
+    looks_at_cache = False
+    def rank(self, waiting): return ()
+    def turn(self, tenant): {turn}
+    def returned(self, tenant, lowest): {returned}
+    def served(self, tenant, num_prompt_tokens, num_output_tokens): {served}
+
+@hookimpl
+def callboard_scheduling_policy(context): return Odd()
+"""
+
+
+@pytest.mark.reliability("P13", "a policy of tenants raises, or returns nonsense, at each of its calls")
+@pytest.mark.parametrize(
+    "broken", [{"turn": "raise ValueError"}, {"turn": "return 'x'"}, {"returned": "1 / 0"}, {"served": "1 / 0"}]
+)
+def test_who_can_no_longer_share_turns_is_named_and_everybody_is_served(
+    checkpoint: Path, install: Install, broken: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    bodies = {"turn": "return 0", "returned": "pass", "served": "pass"} | broken
+    install("acme", {"policy.odd": "odd"}, {"odd.py": HEAD + SHARED.format(**bodies)})
+    play(checkpoint, serves, {}, policy="odd")
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert record.getMessage().startswith("plugin policy.odd failed to share turns")
 
 
 @pytest.mark.reliability("P13", "a grammar plugin raises, or returns the wrong type, at each of its calls")

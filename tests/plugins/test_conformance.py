@@ -13,9 +13,10 @@ from engine.layers.attention import AttentionFactory
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.declaration import Declaration, read_declaration
+from engine.plugins.hookspecs import ProposerContext
 from engine.plugins.kv_store.files import FileStore
 from engine.plugins.logits_processor.no_repeat_ngram import NoRepeatNgram
-from engine.plugins.manager import BUILTIN
+from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.observer.log import RequestAndPageLog, RequestLog
 from engine.plugins.testing.attention import check_case, through_hook
 from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
@@ -26,7 +27,9 @@ from engine.plugins.testing.kv_store import check_kv_store
 from engine.plugins.testing.logits_processor import check_logits_processor
 from engine.plugins.testing.observer import check_observer
 from engine.plugins.testing.policy import check_scheduling_policy
+from engine.plugins.testing.proposer import check_proposer
 from engine.plugins.testing.threads import ThreadComm
+from engine.scheduling.proposer import Proposer
 from tests.kv.cache_model import strategy
 from tests.plugins.test_policy import policy
 
@@ -86,6 +89,13 @@ def test_eviction(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in BUILTIN if name.startswith("policy.")])
 def test_policy(name: str) -> None:
     check_scheduling_policy(lambda: policy(name.removeprefix("policy.")))
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_proposer(name: str) -> None:
+    plugins = Plugins({"proposer": name})
+    context = ProposerContext(vocab_size=1000, max_len=4096)
+    check_proposer(lambda: plugins.build(f"proposer.{name}", "callboard_proposer", context, Proposer))
 
 
 def test_the_log() -> None:

@@ -57,6 +57,7 @@ def test_the_page_shows_these_files() -> None:
         "words",
         "casts",
         "memory",
+        "period",
         "table",
         "arcee",
         "squared",
@@ -178,7 +179,9 @@ def test_every_built_in_and_every_option_has_its_place() -> None:
                 and one.__name__.endswith("Options")
                 and one is not Options
             ):
-                options[name] = {field.name: field.default for field in msgspec.structs.fields(one)}
+                options[name] = {
+                    field.name: "required" if field.required else field.default for field in msgspec.structs.fields(one)
+                }
     rows = re.findall(r"^\| `([a-z0-9_.]+)` \| `(\w+)` \| ([\w.]+) \|", TEXT, re.MULTILINE)
     assert {(name, option, str(default)) for name, table in options.items() for option, default in table.items()} == {
         *rows

@@ -189,9 +189,46 @@ class ByOrderOfAsking(Policy):
         return (self.seen.index(waiting.arrival),)
 
 
+class Tenants(Policy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, float] = {}
+
+    def turn(self, tenant: str) -> float:
+        return self.counts.get(tenant, 0.0)
+
+    def returned(self, tenant: str, lowest: float) -> None:
+        self.counts = {name: count for name, count in self.counts.items() if count > lowest}
+
+    def served(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        self.counts[tenant] = self.turn(tenant) + num_prompt_tokens + num_output_tokens
+
+
+class Unpaid(Tenants):
+    def served(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        super().served(tenant, num_prompt_tokens if tenant == "patient" else 0, 0)
+
+
+class Refunds(Tenants):
+    def served(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        super().served(tenant, num_prompt_tokens, -2 * num_output_tokens)
+
+
+class NeverForgets(Tenants):
+    def returned(self, tenant: str, lowest: float) -> None:
+        self.counts[tenant] = max(self.turn(tenant), lowest)
+
+
+def test_a_right_policy_of_tenants_passes() -> None:
+    check_scheduling_policy(Tenants)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
+        (Unpaid, "no tenant waits for ever: a tenant still waits after"),
+        (Refunds, "no tenant waits for ever: the turn of 'greedy' falls"),
+        (NeverForgets, "memory of tenants: it leaks"),
         (Dozes, "ranks: rank took 0"),
         (Hoards, "memory: it leaks: a request that is ranked keeps"),
         (ByOrderOfAsking, "two of the same rank alike, in any order: their ranks differ"),

@@ -15,6 +15,7 @@ from engine.plugins.manager import (
     KV_STORE,
     LINEAR,
     MODEL,
+    PROPOSER,
     SEVERAL,
     Plugins,
     available_plugins,
@@ -32,10 +33,10 @@ EVICTION = HOOKIMPL + "@hookimpl\ndef callboard_eviction_strategy(context): retu
 def test_every_kind_has_a_key_a_default_and_built_ins() -> None:
     kinds = {name.partition(".")[0] for name in BUILTIN}
     parsers = {TOOL_PARSER, REASONING_PARSER}  # every process that reads outputs chooses them, by the chat template
-    assert {*AUTO, ATTENTION, LINEAR} == kinds - {KV_STORE, MODEL, *SEVERAL}
-    assert set(Config().plugins.by_kind()) == kinds - {KV_STORE, MODEL, *SEVERAL} - parsers
-    with_store = build_config(Config(), {"plugins": {"kv_store": "files"}}).plugins.by_kind()
-    assert set(with_store) == kinds - {MODEL, *SEVERAL} - parsers
+    assert {*AUTO, ATTENTION, LINEAR} == kinds - {KV_STORE, MODEL, PROPOSER, *SEVERAL}
+    assert set(Config().plugins.by_kind()) == kinds - {KV_STORE, MODEL, PROPOSER, *SEVERAL} - parsers
+    named = build_config(Config(), {"plugins": {"kv_store": "files", "proposer": "ngram"}}).plugins.by_kind()
+    assert set(named) == kinds - {MODEL, *SEVERAL} - parsers
     assert {decide(kind, "auto") for kind in AUTO} <= set(BUILTIN)
     assert {f"attention.{name}" for name in PREFERRED["cpu"]} <= set(BUILTIN)
 

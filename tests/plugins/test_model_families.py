@@ -103,3 +103,32 @@ def test_a_backend_that_lacks_what_the_model_needs_is_refused_by_name(tmp_path: 
     plugins = Plugins({"attention": "tiles"})
     with pytest.raises(PluginError, match=r"tiles .*needs attention sinks, which it does not do; can run .*torch"):
         check_named(plugins, context)
+
+
+READS_ANOTHER = """
+import msgspec
+from callboard.plugins import hookimpl
+from engine.plugins.model import llama
+CALLBOARD_PLUGIN = {"api": 1, "architectures": {"LlamaForCausalLM": "llama"}}
+@hookimpl
+def callboard_model(context):
+    shape = llama.callboard_model(context)
+    layers = [
+        msgspec.structs.replace(one, attention=msgspec.structs.replace(one.attention, output_bias=True))
+        for one in shape.layers
+    ]
+    return msgspec.structs.replace(shape, layers=tuple(layers))
+"""
+
+
+def test_one_that_reads_a_tensor_that_is_not_there_is_refused_at_start(install: Install, tmp_path: Path) -> None:
+    checkpoint = save(build("llama"), tmp_path / "checkpoint")
+    install("acme", {"model.acme": "acme_family"}, {"acme_family.py": READS_ANOTHER})
+    config = {
+        "plugins": {"models": ["acme"]},
+        "model": {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32"},
+        "kv": {"num_pages": 64},
+        "device": {"kind": "cpu"},
+    }
+    with pytest.raises(WeightsError, match=r"model\.layers\.0\.self_attn\.o_proj\.bias"):
+        LLM(progress=False, config=config)

@@ -232,7 +232,7 @@ def test_the_end_is_told_after_a_crash(checkpoint: Path, spies: None, monkeypatc
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("name", ["fcfs", "lpm", "priority"])
+@pytest.mark.parametrize("name", ["fair", "fcfs", "lpm", "priority"])
 def test_every_policy_serves(checkpoint: Path, name: str) -> None:
     async def scenario() -> None:
         async with running(checkpoint, [], policy=name) as system:
@@ -246,7 +246,7 @@ def test_every_policy_serves(checkpoint: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("plugins", "said"),
     [
-        ({"policy": "nonsense"}, "available: fcfs, lpm, priority"),
+        ({"policy": "nonsense"}, "available: fair, fcfs, lpm, priority"),
         ({"observers": ["nonsense"]}, "available: log"),
         ({"observers": ["log"], "options": {"observer.log": {"sped": 1}}}, "sped"),
     ],

@@ -47,6 +47,7 @@ WAITING = [
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
+        ("fair", [2, 4, 0, 3, 5, 1]),
         ("fcfs", [0, 1, 2, 3, 4, 5]),
         ("priority", [2, 4, 0, 3, 5, 1]),
         ("lpm", [4, 2, 3, 5, 0, 1]),
@@ -104,5 +105,5 @@ def test_an_impossible_option_is_refused() -> None:
 
 
 def test_an_unknown_policy_lists_the_choices() -> None:
-    with pytest.raises(PluginError, match="available: fcfs, lpm, priority"):
+    with pytest.raises(PluginError, match="available: fair, fcfs, lpm, priority"):
         Plugins({"policy": "random"})

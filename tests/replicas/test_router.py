@@ -175,10 +175,12 @@ def test_a_stream_goes_on_at_the_next_replica_and_not_for_ever() -> None:
     async def test(one: Routed) -> None:
         for fake in one.fleet.replicas:
             fake.behaviour = "die late"
-        for path, name in (("/v1/completions", ""), ("/v1/messages", "event: error\n")):
+        for path, name, end in (("/v1/completions", "", "data: [DONE]\n\n"), ("/v1/messages", "event: error\n", "")):
             async with one.client.post(path, json={"prompt": "x", "stream": True}) as response:
                 assert response.status == 200
-                *events, last, _ = (await response.text()).split("\n\n")
+                text = await response.text()
+            assert text.endswith("\n\n" + end)
+            *events, last, _ = text.removesuffix(end).split("\n\n")
             assert events == ["data: 1"] * 3
             assert last.startswith(name + "data: ")
             assert "send it again" in json.loads(last.rpartition("data: ")[2])["error"]["message"]

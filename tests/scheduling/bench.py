@@ -1,15 +1,22 @@
 """A planner, a fake device and every stream that comes out: what the tests of scheduling work at."""
 
+from collections import Counter
+from functools import partial
+
 import numpy as np
 
 from engine.kv.eviction import EvictionStrategy
-from engine.messages import Admit, Failed, Finish, LossExplained, Step
+from engine.messages import Admit, Failed, Finish, Step
+from engine.notices import LossExplained
 from engine.params import SamplingParams
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.policy.priority import MostUrgentFirst
+from engine.prompt import Adapter, Origin
+from engine.scheduling.drafts import Drafts
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.proposer import DraftModel, Proposer
 from engine.scheduling.rows import PlannerLimits
 from tests.scheduling.fake_device import VOCAB, FakeDevice, expected_output
 
@@ -22,13 +29,14 @@ class Bench:
     def __init__(self, *, depth: int = 2, max_running: int = 4, max_step_tokens: int = 64, prefill_chunk: int = 16,
                  page_size: int = 4, num_pages: int = 64, max_len: int = 128,
                  strategy: EvictionStrategy | None = None, policy: SchedulingPolicy | None = None,
-                 **limits: object) -> None:  # fmt: skip
+                 proposer: Proposer | DraftModel | None = None, **limits: object) -> None:  # fmt: skip
         self.now = 0.0
         self.planner = Planner(
             PlannerLimits(max_running, max_step_tokens, prefill_chunk, page_size, num_pages, max_len, (EOS,), **limits),
             strategy or LeastRecentlyUsed(),
             policy or MostUrgentFirst(),
             lambda: self.now,
+            None if proposer is None else partial(Drafts, proposer=proposer, vocab_size=VOCAB),
         )
         self.device = FakeDevice(
             max_running=max_running,
@@ -43,6 +51,7 @@ class Bench:
         self.ends: dict[int, list[Finish]] = {}
         self.expected: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
+        self.accepted: Counter[int] = Counter()
         self.metrics: dict[int, RequestMetrics] = {}
         self.steps: list[Step] = []
         self.started: list[int] = []
@@ -56,11 +65,15 @@ class Bench:
         salt: str = "",
         priority: int = 0,
         num_resumed: int = 0,
+        tenant: str = "",
+        adapter: Adapter | None = None,
         **params: object,
     ) -> None:
         prompt = np.asarray(prompt, dtype=np.int32)
         given = SamplingParams(temperature=0.0, **params)
-        self.planner.admit(Admit(request_id, prompt.tobytes(), given, priority, salt, num_resumed))
+        self.planner.admit(
+            Admit(request_id, prompt.tobytes(), given, priority, salt, num_resumed, Origin(tenant=tenant), adapter)
+        )
         self.streams[request_id], self.ends[request_id] = [], []
         stops = frozenset(given.stop_token_ids) | (frozenset() if given.ignore_eos else {EOS})
         self.expected[request_id] = expected_output(prompt, given.max_tokens or 10_000, stops)
@@ -111,6 +124,10 @@ class Bench:
                     self.streams[request_id].append(token)
                 if finish:
                     self.ends[request_id].append(Finish(finish))
+            for request_id, extras in message.extras.items():
+                self.accepted[request_id] += extras.num_accepted
+                said = len(self.streams[request_id])
+                assert self.accepted[request_id] <= said, f"request {request_id}: more was accepted than {said} tokens"
         self.planner.outbox.clear()
         for metrics in self.planner.finished:
             assert metrics.request_id not in self.metrics, f"request {metrics.request_id} finished twice"
@@ -143,6 +160,7 @@ def lose_the_device(bench: Bench, *, is_fault: bool = True) -> LossExplained | N
         num_pages=bench.num_pages,
         num_host_pages=host_pages,
     )
+    bench.device.draft = old.draft
     found = bench.planner.restart(is_fault=is_fault)
     bench.planner.check()
     stats = bench.planner.stats()

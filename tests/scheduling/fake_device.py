@@ -5,13 +5,14 @@ One stale, aliased or misplaced page changes what is read, and so every token af
 
 import zlib
 from collections import deque
+from collections.abc import Callable
 from itertools import takewhile
 
 import numpy as np
 
 from engine.execution.batch import lay_out
 from engine.kv.node import chained
-from engine.messages import FetchPages, Step, StepDone
+from engine.messages import DRAFTED, FetchPages, Step, StepDone, StepExtras
 
 VOCAB = 1000
 POISON = -7
@@ -49,6 +50,8 @@ class FakeDevice:
         self._computed = np.zeros(max_running, dtype=np.int32)
         self.stored: dict[bytes, np.ndarray] = {}
         self._fetched: dict[int, list[np.ndarray]] = {}
+        # What a draft model says behind some tokens, so many at a time; none if it is not ready.
+        self.draft: Callable[[list[int], int], list[int]] | None = None
         self.done: deque[StepDone] = deque()
         self.num_steps = 0
         self.num_moved_to_host = 0
@@ -76,6 +79,10 @@ class FakeDevice:
             np.frombuffer(column, dtype=np.int32) for column in (step.table_rows, step.table_indexes, step.table_pages)
         )
         self._pages[rows, indexes] = pages
+        proposed = (step.proposed_rows, step.proposed_positions, step.proposed_tokens)
+        rows, positions, tokens = (np.frombuffer(column, dtype=np.int32) for column in proposed)
+        self._tokens[rows, positions] = tokens
+        extras = self._drafted(rows, positions) if DRAFTED in tokens else {}
         batch = lay_out(step, self._computed)
         slots = self._slot(batch.rows_T, batch.positions_T)
         assert len(np.unique(slots)) == len(slots), "two tokens of a step share a slot"
@@ -87,7 +94,18 @@ class FakeDevice:
             self._tokens[row, position] = token
             sampled.append(token)
         self.num_steps += 1
-        self.done.append(StepDone(rank=0, step_id=step.step_id, token_ids=np.array(sampled, dtype=np.int32).tobytes()))
+        self.done.append(StepDone(0, step.step_id, np.array(sampled, dtype=np.int32).tobytes(), extras))
+
+    def _drafted(self, rows: np.ndarray, positions: np.ndarray) -> dict[int, StepExtras]:
+        assert self.draft is not None
+        extras = {}
+        for row in np.unique(rows).tolist():
+            at = positions[rows == row]
+            drafted = self.draft(self._tokens[row, : at[0]].tolist(), len(at))
+            self._tokens[row, at] = drafted or 0
+            if drafted:
+                extras[row] = StepExtras(drafted=np.array(drafted, dtype=np.int32).tobytes())
+        return extras
 
     def fetch(self, message: FetchPages) -> int:
         """How many of the pages are stored, from the first on."""

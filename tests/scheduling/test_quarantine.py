@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from engine.messages import Finish, LossExplained
+from engine.messages import Finish
+from engine.notices import LossExplained
 from engine.scheduling.queue import LOSSES_TO_SUSPECT
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
 

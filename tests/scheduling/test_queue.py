@@ -6,15 +6,23 @@ from hypothesis import strategies as st
 
 from engine.messages import Admit
 from engine.params import SamplingParams
+from engine.plugins.policy.fair import FairOptions, FairShare
 from engine.plugins.policy.fcfs import FirstComeFirstServed
 from engine.plugins.policy.lpm import LongestPrefixMatch
 from engine.plugins.policy.priority import MostUrgentFirst
 from engine.scheduling.policy import SchedulingPolicy, Waiting
 from engine.scheduling.queue import WINDOW, waiting_queue
-from engine.scheduling.rows import Sequence
+from engine.scheduling.rows import RowTable, Sequence
 from tests.scheduling.bench import Bench
 
-POLICIES: list[SchedulingPolicy] = [FirstComeFirstServed(), MostUrgentFirst(), LongestPrefixMatch(64)]
+ROWS = RowTable(2, 16, 4)
+# With one tenant the last one is like the second.
+POLICIES: list[SchedulingPolicy] = [
+    FirstComeFirstServed(),
+    MostUrgentFirst(),
+    LongestPrefixMatch(64),
+    FairShare(FairOptions()),
+]
 
 
 def sequence(arrival: int, priority: int = 0) -> Sequence:
@@ -26,7 +34,7 @@ def sequence(arrival: int, priority: int = 0) -> Sequence:
 def test_the_queue_gives_the_order_of_the_policy_whatever_comes_and_goes(data: st.DataObject) -> None:
     policy = data.draw(st.sampled_from(POLICIES))
     cached = data.draw(st.lists(st.integers(0, 5), min_size=40, max_size=40))
-    queue, naive = waiting_queue(policy), list[Sequence]()
+    queue, naive = waiting_queue(policy, ROWS), list[Sequence]()
     arrivals, gone = iter(range(40)), list[Sequence]()
     for action in data.draw(st.lists(st.sampled_from(["push", "push", "pop", "look", "remove", "back"]), max_size=39)):
         if action == "push":
@@ -50,7 +58,7 @@ def test_the_queue_gives_the_order_of_the_policy_whatever_comes_and_goes(data: s
 
 
 def test_only_the_oldest_are_ranked_anew_but_an_urgent_one_is_among_them() -> None:
-    queue, asked = waiting_queue(LongestPrefixMatch(64)), list[int]()
+    queue, asked = waiting_queue(LongestPrefixMatch(64), ROWS), list[int]()
     for arrival in range(WINDOW + 50):
         queue.push(sequence(arrival))
     queue.push(sequence(999, priority=-1))
@@ -84,7 +92,7 @@ def test_a_policy_sees_how_long_an_output_may_get() -> None:
 
 
 def test_who_is_overtaken_too_often_goes_first() -> None:
-    queue = waiting_queue(LongestPrefixMatch(3))
+    queue = waiting_queue(LongestPrefixMatch(3), ROWS)
     queue.push(sequence(0))
     for arrival in range(1, 10):
         queue.push(sequence(arrival))
@@ -96,7 +104,7 @@ def test_who_is_overtaken_too_often_goes_first() -> None:
 
 
 def test_who_is_only_put_off_overtakes_nobody() -> None:
-    queue = waiting_queue(LongestPrefixMatch(1))
+    queue = waiting_queue(LongestPrefixMatch(1), ROWS)
     old, young = sequence(0), sequence(1)
     queue.push(old)
     queue.push(young)

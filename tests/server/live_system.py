@@ -12,6 +12,7 @@ from aiohttp import web
 from engine.actors.snapshot import Gauges
 from engine.config import Config, ConfigSource
 from engine.system import System
+from server.adapters import adapters_below
 from server.backend import Backend
 from server.http.listener import bind
 from server.model_card import ModelCard
@@ -103,7 +104,12 @@ class LiveSystem:
         self._stopping = asyncio.Event()
         self.system = self._build(self._config)
         card = ModelCard(
-            name=MODEL, max_model_len=self.system.max_len, vocab_size=self.system.spec.vocab_size, created=0
+            name=MODEL,
+            max_model_len=self.system.max_len,
+            vocab_size=self.system.spec.vocab_size,
+            created=0,
+            adapter_rules=(rules := self.system.adapter_rules),
+            adapters={} if rules is None else adapters_below(rules, MODEL),
         )
         config = self._config
         self.operations = LocalOperations(self.system, self._source)

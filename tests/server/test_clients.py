@@ -16,9 +16,12 @@ from server.clients import CLIENT, Clients
 from server.generate.generation import MAX_CHOICES, Generation
 from server.generate.route import Choices
 from server.http.exchange import EXCHANGE, Exchange
+from server.openai.translator import Translator
+from server.pooling.embeddings import EmbeddingBody, Embeddings
+from server.pooling.requests import PooledTranslator
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, Reply, ask, http_bytes
-from tests.server.live_server import MODEL, LiveServer
+from tests.server.live_server import CARD, MODEL, LiveServer
 
 HANG = json.dumps({"model": MODEL, "prompt": "!hang", "stream": True}).encode()
 
@@ -129,3 +132,21 @@ def test_any_of_several_keys_opens_and_nothing_else() -> None:
         for key in ("", "three", "on", "onetwo", "one,two"):
             assert ask(live.port, "GET", "/version", headers=bearer(key)).status == 401
         assert ask(live.port, "GET", "/version").status == 401
+
+
+def tenants(**server: object) -> list[str]:
+    """Who asks, as a policy sees it: a client that names nobody, and one that names a user."""
+    with LiveServer(FakeIngress(), server=ServerSection(**server)) as live:  # type: ignore[arg-type]
+        for fields in ({}, {"user": "ann"}):
+            assert complete(live, "one", **fields).status == 200
+        return [options.origin.tenant or options.origin.client for _, _, options in live.ingress.asked]
+
+
+def test_the_user_of_a_request_without_text_is_its_tenant() -> None:
+    generation = Embeddings(PooledTranslator(Translator(CARD))).translate(EmbeddingBody(input="one", user="ann"))
+    assert generation.options.origin.tenant == "ann"
+
+
+def test_a_tenant_is_a_key_or_else_a_user_or_else_an_address() -> None:
+    assert tenants() == ["127.0.0.1", "ann"]
+    assert len(set(tenants(api_key=["one", "two"]))) == 1, "who has a key is nobody else by saying so"

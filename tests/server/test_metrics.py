@@ -61,6 +61,9 @@ def busy() -> Iterator[LiveServer]:
             live.monitor.run(seconds=0.008, decodes=4)
             live.monitor.end(ttft_s=0.2)
             live.monitor.end(finish=Finish.LENGTH, ttft_s=30.0)
+            assert live.monitor.meter is not None
+            live.monitor.meter.verified(3, 2)
+            live.monitor.meter.verified(2, 0)
             live.monitor.now += 2.0
 
         live.call(run)
@@ -77,6 +80,10 @@ def test_counters_and_gauges_are_the_engines(busy: LiveServer) -> None:
     assert one(samples, "callboard_prefix_cache_hits_total") == 32
     assert one(samples, "callboard_generation_tokens_total") == 7
     assert one(samples, "callboard_steps_total") == 2
+    assert one(samples, "callboard_spec_decode_num_drafts_total") == 2
+    assert one(samples, "callboard_spec_decode_num_draft_tokens_total") == 5
+    per_position = "callboard_spec_decode_num_accepted_tokens_per_pos_total"
+    assert [one(samples, per_position, position=str(place)) for place in range(3)] == [1, 1, 0]
     assert one(samples, "callboard_request_success_total", finished_reason="length") == 1
     assert one(samples, "callboard_last_step_age_seconds") == 2.0
     assert one(samples, "callboard_mailbox_peak_messages", actor="scheduler") == 7

@@ -45,6 +45,9 @@ def test_every_endpoint_gives_those_of_the_same_tokens(served: EngineServer) -> 
         ]
         assert "output_top_logprobs" not in info
 
+    none = native | {"token_ids_logprob": [], "sampling_params": params}
+    assert "output_token_ids_logprobs" not in ask(served.port, "POST", "/generate", none).json["meta_info"]
+
     messages = [{"role": "user", "content": "add"}]
     chat = post(served, "/v1/chat/completions", messages=messages, logprobs=True, **by_id)
     for entry in chat.json["choices"][0]["logprobs"]["content"]:

@@ -4,14 +4,17 @@ import ast
 import re
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
+from engine.prompt import Adapter
 from engine.sections import ServerSection
+from server.adapters import ServedAdapter
 from server.operators.site import FOLDER
 from tests.server.browser_tab import Tab, busy_server, launched, needs_browser, playwright
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import ask
-from tests.server.live_server import LiveServer
+from tests.server.live_server import CARD, LiveServer
 
 PAGE_FILES = sorted(path.name for path in FOLDER.iterdir() if path.name != "index.html")
 MOST_BYTES = 110_000  # of the whole page, without a build step or compression
@@ -48,6 +51,20 @@ def test_a_chat_streams_into_the_log_without_a_mouse(browser: "playwright.Browse
         expect(page.locator("#log .turn").nth(3).locator("footer")).to_contain_text("tokens")
         turns = live.ingress.asked[1][0]
         assert [turn.role for turn in turns] == ["user", "assistant", "user"]  # type: ignore[union-attr]
+
+
+@needs_browser
+def test_an_adapter_is_asked_and_the_engine_of_its_model_is_shown(browser: "playwright.Browser") -> None:
+    adapter = Adapter("digest", "/path")
+    card = msgspec.structs.replace(CARD, adapters={"sql": ServedAdapter(adapter, 0)})
+    with LiveServer(card=card) as live, Tab(browser, live.url) as page:
+        expect(page.locator("#model")).to_contain_text(CARD.about)
+        page.locator("#models").select_option("sql")
+        expect(page.locator("#model")).to_contain_text(CARD.about)  # news of the engine still comes
+        page.locator("#prompt").fill("one")
+        page.keyboard.press("Enter")
+        expect(page.locator("#log .turn").nth(1).locator("footer")).to_contain_text("tokens")
+        assert [options.adapter for *_, options in live.ingress.asked] == [adapter]
 
 
 @needs_browser

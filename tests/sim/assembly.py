@@ -14,13 +14,14 @@ from engine.actors.ingress import Ingress
 from engine.actors.scheduler import Scheduler
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
-from engine.messages import Message
+from engine.notices import Message
 from engine.scheduling.planner import Planner
 from engine.sections import LimitsSection
 from tests.sim.codec import SimCodec
 from tests.sim.device import SimDevice, SimExecutor
 from tests.sim.links import SimLink, SimMailbox
 from tests.sim.oracle import VOCAB
+from tests.sim.probe import liar_of
 from tests.sim.scenario import LINKS, Scenario
 from tests.sim.store import SimStore
 
@@ -66,6 +67,7 @@ def assemble(
         inbox.links.append(links[name])
     device = SimDevice(
         num_rows=setup.max_running,
+        num_slots=setup.num_slots,
         max_len=setup.max_len,
         page_size=setup.page_size,
         num_pages=setup.num_pages,
@@ -73,6 +75,7 @@ def assemble(
         store=SimStore(scenario.seed, setup.store_faults),
         nan_tokens=nan_tokens,
         breaks=breaks,
+        draft=liar_of(setup).draft,
         mark=mark,
     )
     tokenizer = Tokenizer(capacity=capacity, codec=SimCodec(setup.eos_token_ids), vocab_size=VOCAB)

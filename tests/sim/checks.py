@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.errors import EngineDied, RequestError
-from engine.messages import Abort, Admit, Deltas, Failed, Finish, Message, Step, Tokens
+from engine.messages import Abort, Admit, Deltas, Failed, Finish, Step, Tokens
+from engine.notices import Message
 from engine.scheduling.meter import RequestMetrics
 from tests.sim.client import Client
 from tests.sim.codec import ALPHABET, text_of
@@ -20,6 +21,7 @@ from tests.sim.failures import SimIncorrect
 from tests.sim.oracle import as_prompt, continuation
 from tests.sim.probe import Probe
 from tests.sim.scenario import Setup, Submit
+from tests.sim.shares import OUTPUT_COST, Shares
 
 
 class Expected(NamedTuple):
@@ -37,7 +39,7 @@ def expect(op: Submit, setup: Setup) -> Expected:
     stop_ids = {*op.stop_token_ids, *(() if op.ignore_eos else setup.eos_token_ids)}
     special = set(setup.eos_token_ids)
     text, tokens = "", []
-    for token in continuation(as_prompt(op.prompt), most):
+    for token in continuation(as_prompt(op.prompt), most, op.adapter):
         tokens.append(token)
         stops = token in stop_ids
         if not stops or op.include_stop:
@@ -69,6 +71,7 @@ class Checks:
         self._ends: dict[int, Finish] = {}
         self._metrics: dict[int, RequestMetrics] = {}
         self._num_flushes = 0
+        self._shares = Shares(OUTPUT_COST * setup.max_running * (setup.overlap + 1))
         # Request ids that the tokenizer has sent to the scheduler, to be admitted and to be aborted.
         self._admitted: set[int] = set()
         self._aborted: set[int] = set()
@@ -99,6 +102,8 @@ class Checks:
                 for request_id, token, finish in zip(ids, tokens, message.finishes, strict=True):
                     self._speak(link, ended, request_id, bool(finish))
                     self._num_tokens[request_id] += token >= 0
+                    if token >= 0:
+                        self._shares.served(request_id, OUTPUT_COST)
                     if finish:
                         self._ends[request_id] = Finish(finish)
             case Deltas():
@@ -122,12 +127,17 @@ class Checks:
     def planned(self, step: Step, probe: Probe) -> None:
         """Nobody starts before those whose turn comes first, unless suspects run alone, which wait for no turn."""
         if probe.is_in_quarantine:
+            self._shares.waits.clear()
             return
         started = probe.started(step)
-        waiting = list(probe.waiting()) if started else []
         policy = self._setup.policy
+        waiting = list(probe.waiting()) if started or policy == "fair" else []
+        if policy == "fair":
+            self._shares.planned(step, started, waiting)
         for sequence in started:
             for other in waiting:
+                if policy == "fair" and other.tenant != sequence.tenant:
+                    continue
                 if policy == "fcfs" and other.arrival > sequence.arrival:
                     continue
                 if policy != "fcfs" and (other.priority, other.arrival) > (sequence.priority, sequence.arrival):
@@ -309,7 +319,7 @@ class Checks:
             raise SimIncorrect(f"{where}: cached tokens changed, {client.first_usage} and {usage}")
 
     def check_sharing(self, clients: Sequence[Client]) -> None:
-        """Nobody has found more in the cache than somebody of the same salt could have left there."""
+        """Nobody has found more in the cache than somebody of the same salt and adapter could have left there."""
         page = self._setup.page_size
         texts: dict[int, np.ndarray] = {}
 
@@ -317,7 +327,8 @@ class Checks:
             if client.number not in texts:
                 prompt = as_prompt(client.op.prompt)
                 most = max(0, self._setup.longest - len(prompt))
-                said = continuation(prompt, min(client.op.max_tokens or most, most)) if len(prompt) else []
+                count = min(client.op.max_tokens or most, most)
+                said = continuation(prompt, count, client.op.adapter) if len(prompt) else []
                 texts[client.number] = np.concatenate((prompt, as_prompt(said)))
             return texts[client.number]
 
@@ -330,9 +341,10 @@ class Checks:
                 raise SimIncorrect(
                     f"operation {client.number}: {cached} of {len(prompt)} tokens cached, pages of {page}"
                 )
-            others = (other for other in clients if other is not client and other.op.salt == client.op.salt)
+            mine = client.op.salt, client.op.adapter
+            others = (one for one in clients if one is not client and (one.op.salt, one.op.adapter) == mine)
             if not any(np.array_equal(whole(other)[:cached], prompt[:cached]) for other in others):
                 raise SimIncorrect(
-                    f"operation {client.number}: {cached} tokens cached that nobody with salt "
-                    f"{client.op.salt!r} ever sent"
+                    f"operation {client.number}: {cached} tokens cached that nobody with salt and adapter {mine} "
+                    "ever sent"
                 )

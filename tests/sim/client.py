@@ -15,7 +15,7 @@ from engine.actors.stream import Stream
 from engine.errors import CallboardError, RequestError
 from engine.messages import Delta, Finish, RequestOptions, TokenLogprobs, Usage
 from engine.params import SamplingParams
-from engine.prompt import ChatTurn
+from engine.prompt import Adapter, ChatTurn, Origin
 from tests.sim.codec import text_of
 from tests.sim.luck import luck
 from tests.sim.probe import wrap
@@ -66,7 +66,15 @@ class Client:
         )
         try:
             self.stream = ingress.open(
-                prompt, params, RequestOptions(echo=op.echo, priority=op.priority, cache_salt=op.salt)
+                prompt,
+                params,
+                RequestOptions(
+                    echo=op.echo,
+                    priority=op.priority,
+                    cache_salt=op.salt,
+                    origin=Origin(tenant=op.tenant),
+                    adapter=Adapter(op.adapter, "/nowhere") if op.adapter else None,
+                ),
             )
         except RequestError as error:
             self.refusal = error

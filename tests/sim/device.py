@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 
 from engine.actors.actor import Actor, Link
@@ -16,9 +17,8 @@ from engine.kv.node import chained
 from engine.kv.pages import Pages
 from engine.kv.store import DIGEST_BYTES, PageRecords
 from engine.messages import (
+    DRAFTED,
     ExecutorInbox,
-    ExecutorsLost,
-    ExecutorsReady,
     FetchPages,
     FromExecutor,
     Logprobs,
@@ -27,9 +27,10 @@ from engine.messages import (
     StepDone,
     StepExtras,
 )
+from engine.notices import ExecutorsLost, ExecutorsReady
 from tests.sim.failures import SimIncorrect
 from tests.sim.luck import luck
-from tests.sim.oracle import U64, WEIGHT, hashes, next_tokens
+from tests.sim.oracle import ADAPTER_SALT, U64, VOCAB, WEIGHT, hashes, next_tokens
 from tests.sim.store import SimStore
 
 POISON = np.uint64(0xDEADBEEFDEADBEEF)
@@ -49,6 +50,7 @@ def logprob_of(token: int, position: int) -> float:
 class SimDevice:
     """Steps on ``num_pages`` pages.  nan_tokens: operation -> which of its output tokens comes out as NaN.
     breaks: operation -> which of its output tokens ends the device.
+    draft: what its draft model says behind some tokens, so many or none.
 
     Rows know which operation they serve by their seed.  mark: notes that something scarce has happened."""
 
@@ -56,6 +58,7 @@ class SimDevice:
         self,
         *,
         num_rows: int,
+        num_slots: int,
         max_len: int,
         page_size: int,
         num_pages: int,
@@ -63,6 +66,7 @@ class SimDevice:
         store: SimStore,
         nan_tokens: dict[int, int],
         breaks: dict[int, int],
+        draft: Callable[[list[int], int], list[int]],
         mark: Callable[[str], None],
     ) -> None:
         # The last page is where page tables point that have nothing to point at.
@@ -77,14 +81,19 @@ class SimDevice:
         self._nowhere = num_pages
         self._tables = np.full((num_rows, -(-max_len // page_size)), num_pages, dtype=np.int64)
         self._tokens = np.zeros((num_rows, max_len + 1), dtype=np.int64)
+        self._salts: U64 = np.zeros(num_slots + 1, dtype=np.uint64)  # by slot; the first is for no adapter
+        self._row_slots = np.zeros(num_rows, dtype=np.int64)
         self._known = np.zeros(num_rows, dtype=np.int64)
         self._computed = np.zeros(num_rows, dtype=np.int64)
         self._offsets = np.arange(self._tables.shape[1] * page_size)
         self._nan_tokens = nan_tokens
         self._breaks = breaks
+        self._draft = draft
         self._break_positions: dict[int, int] = {}
         self._nan_positions: dict[int, int] = {}
         self._logprob_rows: set[int] = set()
+        # Rows that had proposals in their last step: a device does not know how many of them were right.
+        self._overrun: set[int] = set()
         self._mark = mark
 
     def forget(self) -> None:
@@ -94,11 +103,14 @@ class SimDevice:
         self._fetched.clear()
         self._to_save.clear()
         self._tables[:] = self._nowhere
+        self._salts[1:] = POISON
+        self._row_slots[:] = 0
         self._known[:] = 0
         self._computed[:] = 0
         self._nan_positions.clear()
         self._break_positions.clear()
         self._logprob_rows.clear()
+        self._overrun.clear()
 
     def poison(self, pages: Pages) -> None:
         """The scheduler has freed these; those that a step before still saves keep what they have."""
@@ -135,6 +147,11 @@ class SimDevice:
             self._tables[row] = self._nowhere
             self._tables[row, : len(pages)] = pages
             self._known[row] = len(tokens)
+            self._row_slots[row] = admission.slot
+            if admission.adapter is not None:
+                if self._salts[admission.slot] not in (0, POISON):
+                    self._mark("adapter replaced")
+                self._salts[admission.slot] = ADAPTER_SALT[admission.adapter.digest]
             self._computed[row] = admission.num_computed_tokens
             self._nan_positions.pop(row, None)
             self._break_positions.pop(row, None)
@@ -145,6 +162,7 @@ class SimDevice:
             if nan_token is not None and admission.num_prompt_tokens + nan_token >= len(tokens):
                 self._nan_positions[row] = admission.num_prompt_tokens + nan_token
             self._logprob_rows.discard(row)
+            self._overrun.discard(row)
             if admission.params.logprobs is not None:
                 self._logprob_rows.add(row)
         if step.table_rows:
@@ -194,47 +212,86 @@ class SimDevice:
     def _forward(self, step: Step) -> StepDone:
         rows = ints(step.decode_rows)
         starts = self._computed[rows]
-        if not step.prefill_rows:
-            lengths = np.ones(len(rows), dtype=np.int64)
-            sampled = rows
-        else:
-            segment_rows = ints(step.prefill_rows)
-            sampled = np.concatenate((rows, segment_rows[ints(step.prefill_samples) == 1]))
-            rows = np.concatenate((rows, segment_rows))
+        lengths = samples = np.ones(len(rows), dtype=np.int64)
+        proposed = self._propose(step) if step.proposed_rows else {}
+        if untold := self._overrun.intersection(rows.tolist()):
+            raise SimIncorrect(f"step {step.step_id}: rows {sorted(untold)} decode, and are not told from where on")
+        if step.prefill_rows:
+            rows = np.concatenate((rows, ints(step.prefill_rows)))
             starts = np.concatenate((starts, ints(step.prefill_starts)))
-            lengths = np.concatenate((np.ones(len(step.decode_rows) // 4, np.int64), ints(step.prefill_lengths)))
+            lengths = np.concatenate((lengths, ints(step.prefill_lengths)))
+            samples = np.concatenate((samples, ints(step.prefill_samples)))
+            self._overrun.difference_update(rows.tolist())
         ends = starts + lengths
-        if (starts != self._computed[rows]).any() or (ends > self._known[rows]).any():
+        known = self._known[rows]
+        for row, tokens in proposed.items():
+            known[rows == row] += len(tokens)
+        if (starts != self._computed[rows]).any() or (ends > known).any():
             raise SimIncorrect(
                 f"step {step.step_id}: rows {rows.tolist()} go from {starts.tolist()} to {ends.tolist()}, "
                 f"but have {self._computed[rows].tolist()} computed of {self._known[rows].tolist()}"
             )
         written = self._compute(step, rows, starts, lengths)
         self._computed[rows] = ends
-        tokens = self._sample(step, sampled)
-        positions = self._known[sampled]
-        for row, position in zip(sampled.tolist(), positions.tolist(), strict=True):
+        sampled = np.repeat(rows, samples)
+        # How many tokens come before each one that is sampled: the last positions of each sequence.
+        positions = np.repeat(ends - samples, samples) + 1
+        positions += np.arange(len(sampled)) - np.repeat(np.cumsum(samples) - samples, samples)
+        tokens = self._sample(step, sampled, positions)
+        counts = self._verify(proposed, sampled, tokens)
+        for row, position in zip(sampled[counts].tolist(), positions[counts].tolist(), strict=True):
             if self._break_positions.get(row) == position:
                 raise DeviceBroken
-        logprobs = {}
-        for row in self._logprob_rows.intersection(sampled.tolist()) if self._logprob_rows else ():
-            index = sampled.tolist().index(row)
+        logprobs: dict[int, tuple[Logprobs, ...]] = {}
+        for index in np.flatnonzero(np.isin(sampled, list(self._logprob_rows))).tolist() if self._logprob_rows else ():
             token = int(tokens[index])
             value = logprob_of(token, int(positions[index]))
             top = np.array([token], np.int32).tobytes(), np.array([value], np.float32).tobytes()
-            logprobs[row] = Logprobs(value, *top)
+            row = int(sampled[index])
+            logprobs[row] = (*logprobs.get(row, ()), Logprobs(value, *top))
         for row in [row for row in self._nan_positions if row in sampled]:
-            at = np.flatnonzero(sampled == row)[0]
-            if positions[at] == self._nan_positions[row]:
+            at = np.flatnonzero((sampled == row) & counts & (positions == self._nan_positions[row]))
+            if len(at):
                 del self._nan_positions[row]
-                tokens[at] = -1
-                logprobs.pop(row, None)
+                tokens[at[0]] = -1
                 self._slots[written[np.repeat(rows, lengths) == row]] = GARBAGE
                 self._mark("NaN")
         self._tokens[sampled, positions] = np.maximum(tokens, 0)
-        self._known[sampled] = positions + 1
-        extras = {row: StepExtras(logprobs) for row, logprobs in logprobs.items()}
+        self._known[sampled[counts]] = positions[counts] + 1
+        self._computed[sampled[counts]] = positions[counts]
+        extras = {row: StepExtras(first, later_logprobs=tuple(later)) for row, (first, *later) in logprobs.items()}
+        if DRAFTED in ints(step.proposed_tokens):
+            for row, drafted in proposed.items():
+                if DRAFTED not in drafted:  # else the draft model was not ready
+                    said = np.array(drafted, dtype=np.int32).tobytes()
+                    extras[row] = msgspec.structs.replace(extras.get(row, StepExtras()), drafted=said)
+                    self._mark("tokens drafted")
         return StepDone(0, step.step_id, tokens.astype(np.int32).tobytes(), extras)
+
+    def _propose(self, step: Step) -> dict[int, list[int]]:
+        """Write proposed tokens behind the known ones; returns them by row."""
+        proposed: dict[int, list[int]] = {}
+        rows, positions, tokens = map(ints, (step.proposed_rows, step.proposed_positions, step.proposed_tokens))
+        for row in np.unique(rows[tokens == DRAFTED]).tolist():
+            count = int((rows == row).sum())
+            tokens[rows == row] = self._draft(self._tokens[row, : self._known[row]].tolist(), count) or DRAFTED
+        for row, position, token in zip(rows.tolist(), positions.tolist(), tokens.tolist(), strict=True):
+            if position != self._known[row] + len(proposed.setdefault(row, [])) or not DRAFTED <= token < VOCAB:
+                raise SimIncorrect(f"step {step.step_id} proposes {token} at {position} of row {row}")
+            proposed[row].append(token)
+            self._tokens[row, position] = max(token, 0)
+        return proposed
+
+    def _verify(self, proposed: dict[int, list[int]], sampled: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Which of the tokens decoding would have sampled as well."""
+        counts = np.ones(len(sampled), dtype=np.bool_)
+        for row, wanted in proposed.items():
+            at = np.flatnonzero(sampled == row)
+            wrong = np.flatnonzero(tokens[at[:-1]] != wanted)
+            counts[at[wrong[0] + 1 :] if len(wrong) else at[:0]] = False
+            self._overrun.add(row)
+            self._mark("proposals rejected" if len(wrong) else "proposals accepted")
+        return counts
 
     def _compute(self, step: Step, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Write the K/V of the step's tokens; returns their slots."""
@@ -249,12 +306,12 @@ class SimDevice:
             first = np.cumsum(lengths) - lengths
             rows_T = np.repeat(rows, lengths)
             positions = np.arange(len(rows_T)) + np.repeat(starts - first, lengths)
-            added = hashes(self._tokens[rows_T, positions], positions)
+            added = hashes(self._tokens[rows_T, positions], positions) + self._salts[self._row_slots[rows_T]]
             sums = np.cumsum(added)
             values = sums + np.repeat(previous - sums[first] + added[first], lengths)
         else:
             rows_T, positions = rows, starts
-            values = previous + hashes(self._tokens[rows, starts], starts)
+            values = previous + hashes(self._tokens[rows, starts], starts) + self._salts[self._row_slots[rows]]
         pages = self._tables[rows_T, positions // size]
         slots = pages * size + positions % size
         if self._landing and np.isin(pages, self._landing).any():
@@ -267,11 +324,10 @@ class SimDevice:
             raise SimIncorrect(f"step {step.step_id}: two of its tokens share a slot")
         return slots
 
-    def _sample(self, step: Step, rows: np.ndarray) -> np.ndarray:
-        """The next token of each row, from all its slots as its page table has them."""
+    def _sample(self, step: Step, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """The token behind so many of each row, from all their slots as its page table has them."""
         if not len(rows):
             return np.zeros(0, dtype=np.int64)
-        lengths = self._computed[rows]
         num_pages = -(-int(lengths.max()) // self._page_size)
         values = self._kv[self._tables[rows, :num_pages]].reshape(len(rows), -1)
         width = values.shape[1]

@@ -7,10 +7,12 @@ a fault that is always there hides what happens without it.
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
+from tests.scheduling.liars import KINDS
 from tests.sim.codec import text_of
 from tests.sim.links import LinkWeather
-from tests.sim.oracle import VOCAB, as_prompt, continuation
+from tests.sim.oracle import ADAPTERS, VOCAB, as_prompt, continuation
 from tests.sim.scenario import (
     ACTORS,
     LINKS,
@@ -44,6 +46,7 @@ class _Draw:
         self.seed = seed
         self.order = order
         self.rng = rng = random.Random(seed * 2 + 1)
+        self.proposing = random.Random(seed * 2)  # its own, so that seeds keep what else they draw
         self.page_size = rng.choice((1, 4, 4, 16, 16, 64))
         self.longest_prompt = rng.choice(
             {1: (24, 60, 90), 4: (30, 80, 120), 16: (64, 150), 64: (130, 260)}[self.page_size]
@@ -51,6 +54,9 @@ class _Draw:
         self.longest_output = rng.choice((4, 12, 24, 40, 80))
         self.eos_token_ids = tuple(range(rng.choice((1, 3, 12, 30))))
         self.salts = ["", *(f"tenant{number}" for number in range(rng.choice((0, 0, 0, 1, MAX_SALTS))))]
+        # Of a generator of their own: a scenario without adapters is what it would be if there were none.
+        self.adapter_rng = random.Random(~seed)
+        self.adapters = self.adapter_rng.choice((("",), ("",), ADAPTERS[:2], ADAPTERS[:3], ADAPTERS[1:]))
         self.priorities = rng.choice(((0,), (0,), (0, 1), (-1, 0, 5)))
         self.span_s = rng.choice((0.05, 0.3, 1.0, 3.0))
         self.ops: list[Op] = []
@@ -62,7 +68,7 @@ class _Draw:
         self._draw_stems()
         self._draw_submits()
         self._draw_cancels()
-        setup = self._draw_setup()
+        setup = self._share_out(self._draw_setup())
         self._draw_faults(setup)
         # Stable, so that a cancellation at the very moment of its request stays behind it.
         places = sorted(range(len(self.ops)), key=lambda number: self.ops[number].at)
@@ -101,7 +107,9 @@ class _Draw:
             return rng.choice(earlier[-6:]).prompt
         if earlier and rng.random() < self.turns:
             before = rng.choice(earlier[-6:])
-            said = continuation(as_prompt(before.prompt), min(before.max_tokens or self.longest_output, 60))
+            said = continuation(
+                as_prompt(before.prompt), min(before.max_tokens or self.longest_output, 60), before.adapter
+            )
             prompt = (*before.prompt, *said, *self._tokens(rng.randint(0, 5)))
             if len(prompt) <= self.longest_prompt * 2:
                 return prompt
@@ -126,6 +134,7 @@ class _Draw:
             if rng.random() < 0.6:  # else in a burst with the one before
                 at += rng.expovariate(1.0) * self.span_s / 12
             prompt = self._prompt()
+            adapter = self.adapter_rng.choice(self.adapters)
             fields: dict = {}
             if rng.random() < text:
                 fields["kind"] = rng.choice(("text", "turns"))
@@ -143,7 +152,7 @@ class _Draw:
                     case 4:
                         fields["echo"] = True
             if prompt and rng.random() < stops:
-                said = continuation(as_prompt(prompt), min(max_tokens or 20, 40))
+                said = continuation(as_prompt(prompt), min(max_tokens or 20, 40), adapter)
                 place = rng.randrange(len(said))
                 if rng.random() < 0.5:
                     fields["stop_token_ids"] = (said[place], *self._tokens(rng.choice((0, 0, 6))))
@@ -157,6 +166,7 @@ class _Draw:
                     max_tokens=max_tokens,
                     ignore_eos=rng.random() < ignore_eos or 0 < lulled <= index,
                     salt=rng.choice(self.salts),
+                    adapter=adapter,
                     priority=rng.choice(self.priorities),
                     reader=rng.choice(("slow", "never", "collect")) if rng.random() < slow else "fast",
                     logprobs=rng.random() < 0.1,
@@ -209,6 +219,7 @@ class _Draw:
             store_read_s=rng.choice((0.0, 0.1, 10.0)) * step_s * pace,
             store_timeout_s=rng.choice((0.0, 0.5, 100.0)) * step_s * pace,
             max_running=max_running,
+            num_slots=self.adapter_rng.choice((1, 1, 2, 3)),
             max_step_tokens=max(max_step_tokens, max_running + 1),
             prefill_chunk=prefill_chunk,
             overlap=rng.choice((1, 2, 2, 2, 3)),
@@ -224,9 +235,22 @@ class _Draw:
             step_s=step_s * pace,
             load_s=rng.choice((0.0, 0.1)),
             record_events=rng.random() < 0.3,
+            proposer=self.proposing.choice(("", *KINDS)) if self.proposing.random() < 0.5 else "",
+            num_proposed=self.proposing.choice((1, 2, 4, 8)),
+            drafted=self.proposing.random() < 0.4,
             check_every=rng.choice((1, 3, 8)),
             weather=weather,
         )
+
+    def _share_out(self, setup: Setup) -> Setup:
+        """Some engines are shared by tenants, one of which asks for ten times as much.  By dice of their own."""
+        rng = random.Random(f"tenants {self.seed}")
+        if rng.random() >= 0.2:
+            return setup
+        for number, op in enumerate(self.ops):
+            if isinstance(op, Submit):
+                self.ops[number] = replace(op, tenant=rng.choices(("greedy", "calm"), (10, 1))[0])
+        return replace(setup, policy="fair")
 
     # ---- faults -----------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ Every one is a mistake that this code could make or that other engines have made
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import engine.scheduling.pages as holdings_module
@@ -17,8 +18,11 @@ from engine.kv.node import SHARED, Namespace, Node
 from engine.kv.radix import RadixTree
 from engine.kv.store import PageRecords
 from engine.messages import Abort, StepDone
-from engine.scheduling.completions import Completions
+from engine.plugins.policy.fair import FairShare
+from engine.scheduling.adapters import AdapterSlots
+from engine.scheduling.completions import Completions, InFlight, Wave
 from engine.scheduling.decodes import Decodes
+from engine.scheduling.drafts import Drafts
 from engine.scheduling.fetches import Fetches
 from engine.scheduling.pages import Appends, Fetched, PageManager, PageMoves
 from engine.scheduling.planner import Planner
@@ -142,7 +146,35 @@ def rows_keep_stale_pages_after_dedup(_: Callable[..., list[Appends]]) -> Callab
 
 
 def salts_are_ignored(_: Callable[..., Namespace]) -> Callable[..., Namespace]:
-    return lambda cache_salt="": SHARED
+    return lambda cache_salt="", adapter="": Namespace(adapter=adapter)
+
+
+def pages_are_cached_under_the_wrong_adapter(_: Callable[..., Namespace]) -> Callable[..., Namespace]:
+    return lambda cache_salt="", adapter="": Namespace(cache_salt)
+
+
+def a_slot_is_filled_while_a_row_reads_it(_: Callable[..., bool]) -> Callable[..., bool]:
+    def mutant(self: AdapterSlots, adapter: Any) -> bool:
+        for slot in self._slots:
+            slot.rows.clear()
+        return True
+
+    return mutant
+
+
+def an_adapter_is_not_put_where_its_row_reads(take: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, row, adapter: (take(self, row, adapter)[0], not self._num_uses % 3)
+
+
+def slots_outlive_the_device(clear: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: RowTable) -> None:
+        slots = self.slots
+        clear(self)
+        for slot in slots._slots:
+            slot.rows.clear()
+        self.slots = slots
+
+    return mutant
 
 
 def the_look_ahead_ignores_the_salt(_: Callable[..., int]) -> Callable[..., int]:
@@ -231,11 +263,61 @@ def the_youngest_goes_first(push: Callable[..., None]) -> Callable[..., None]:
     return mutant
 
 
+def a_tenant_is_served_for_nothing(served: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: FairShare, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        if tenant != "greedy":
+            served(self, tenant, num_prompt_tokens, num_output_tokens)
+
+    return mutant
+
+
 def who_stands_aside_is_forgotten(_: Callable[..., None]) -> Callable[..., None]:
     def mutant(self: Prefills, row: int, sequence: Sequence) -> None:
         self._unshared.clear()
 
     return mutant
+
+
+# ---- speculation --------------------------------------------------------------------------------
+
+
+def whatever_was_proposed_is_accepted(verified: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(self: Drafts, record: InFlight, sampled: Wave) -> Any:
+        drafts, at = {}, record.num_decodes
+        for row, proposed in record.drafts.items():
+            drafts[row] = tuple(sampled.tokens[at : at + len(proposed)].tolist())
+            at += len(proposed) + 1
+        return verified(self, replace(record, drafts=drafts), sampled)
+
+    return mutant
+
+
+def a_row_goes_on_a_token_too_late(completed: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Drafts, record: InFlight, seconds: float) -> None:
+        completed(self, record, seconds)
+        self._table.num_known[list(self._overrun)] += 1
+
+    return mutant
+
+
+def the_device_is_not_told_where_a_row_goes_on(completed: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Drafts, record: InFlight, seconds: float) -> None:
+        completed(self, record, seconds)
+        self._overrun.clear()
+
+    return mutant
+
+
+def a_rejected_page_is_published(num_done: Callable[..., int]) -> Callable[..., int]:
+    def mutant(self: Completions, row: int) -> int:
+        # Where the row goes on, keys and values are still those of the token that was rejected there.
+        return num_done(self, row) + (self._drafts is not None and row in self._drafts._guesses._lines)
+
+    return mutant
+
+
+def more_is_proposed_than_a_request_may_say(_: Callable[..., int]) -> Callable[..., int]:
+    return lambda self, row, num: num
 
 
 # ---- the end of a request -----------------------------------------------------------------------
@@ -321,6 +403,10 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     duplicates_are_freed_at_once: (PageManager, "publish"),
     rows_keep_stale_pages_after_dedup: (PageManager, "take_rewrites"),
     salts_are_ignored: (holdings_module, "Namespace"),
+    pages_are_cached_under_the_wrong_adapter: (holdings_module, "Namespace"),
+    a_slot_is_filled_while_a_row_reads_it: (AdapterSlots, "has_room"),
+    an_adapter_is_not_put_where_its_row_reads: (AdapterSlots, "take"),
+    slots_outlive_the_device: (RowTable, "clear"),
     the_look_ahead_ignores_the_salt: (PageManager, "num_cached_tokens"),
     damaged_pages_are_used: (PageRecords, "load"),
     the_store_does_not_know_salts: (RadixTree, "hash_before"),
@@ -331,7 +417,13 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     more_counts_as_computed_than_is: (RowTable, "take"),
     a_retraction_forgets_a_token: (Prefills, "wait"),
     the_youngest_goes_first: (RankedQueue, "push"),
+    a_tenant_is_served_for_nothing: (FairShare, "served"),
     who_stands_aside_is_forgotten: (Prefills, "_publishes_no_more"),
+    whatever_was_proposed_is_accepted: (Drafts, "verified"),
+    a_row_goes_on_a_token_too_late: (Drafts, "completed"),
+    the_device_is_not_told_where_a_row_goes_on: (Drafts, "completed"),
+    a_rejected_page_is_published: (Completions, "num_done"),
+    more_is_proposed_than_a_request_may_say: (Drafts, "_room"),
     a_token_after_the_end_is_shown: (Completions, "complete"),
     a_request_ends_twice: (Ingress, "_end"),
     a_cancel_is_lost: (Tokenizer, "_abort"),

@@ -4,6 +4,7 @@ Owns: those names.  Does not know: what is right or wrong.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,17 @@ from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.eviction.priority import LeastUrgent
 from engine.plugins.eviction.s3fifo import S3FIFO
 from engine.plugins.eviction.slru import SegmentedLRU
+from engine.plugins.policy.fair import FairOptions, FairShare
 from engine.plugins.policy.fcfs import FirstComeFirstServed
 from engine.plugins.policy.lpm import LongestPrefixMatch
 from engine.plugins.policy.priority import MostUrgentFirst
+from engine.scheduling.drafts import Drafts
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits, Sequence
+from tests.scheduling.liars import Everything, Liar
+from tests.sim.oracle import VOCAB, Oracle, as_prompt
 from tests.sim.scenario import Setup
 
 STRATEGIES: dict[str, Callable[[], EvictionStrategy]] = {
@@ -41,6 +47,7 @@ POLICIES: dict[str, Callable[[int], SchedulingPolicy]] = {
     "fcfs": lambda _: FirstComeFirstServed(),
     "priority": lambda _: MostUrgentFirst(),
     "lpm": LongestPrefixMatch,
+    "fair": lambda _: FairShare(FairOptions()),
 }
 
 
@@ -58,8 +65,30 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float]) -> P
         itl_target_s=setup.itl_target_s,
         record_events=setup.record_events,
         store_timeout_s=setup.store_timeout_s,
+        num_slots=setup.num_slots,
     )
-    return Planner(limits, STRATEGIES[setup.eviction](), POLICIES[setup.policy](setup.max_overtaken), clock)
+    liar = liar_of(setup)
+    drafted = DraftModel(path="", num_tokens=liar.num_tokens, max_len=setup.max_len)
+    drafts = partial(_drafts, proposer=drafted if setup.drafted else liar)
+    policy = POLICIES[setup.policy](setup.max_overtaken)
+    return Planner(limits, STRATEGIES[setup.eviction](), policy, clock, drafts if setup.proposer else None)
+
+
+def liar_of(setup: Setup) -> Liar:
+    """What proposes, in the planner or on the device."""
+    return Liar(setup.proposer, next_token, VOCAB, setup.num_proposed)
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the device's model says."""
+    return Oracle(as_prompt(tokens)).next()
+
+
+def _drafts(*arguments: Any, proposer: Liar | DraftModel) -> Drafts:
+    drafts = Drafts(*arguments, proposer=proposer, vocab_size=VOCAB)
+    if proposer.num_tokens != 2:  # else what is verified is what the simulated clock says that it pays
+        drafts._payoff = Everything()
+    return drafts
 
 
 class Probe:
@@ -196,7 +225,7 @@ class Probe:
     def cached_tokens(self, sequence: Sequence) -> int:
         """The same, page by page through what the tree has under the sequence's own salt."""
         key, page_bytes = self._page_manager._prefix_key(sequence), self._tree._page_bytes
-        node: Node | None = self._tree._roots.get(Namespace(sequence.cache_salt))
+        node: Node | None = self._tree._roots.get(Namespace(sequence.cache_salt, sequence.weights))
         at = 0
         while node is not None:
             for start in range(0, len(node.key), page_bytes):

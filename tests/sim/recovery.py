@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import CallboardError, EngineDied
-from engine.messages import Message, Stop
+from engine.messages import Stop
+from engine.notices import Message
 from engine.workers.group import LOAD_PATIENCE, TICKS, WorkerSlot
 from engine.workers.limits import RestartIntensity
 from engine.workers.messages import WorkerAlive, WorkerReady

@@ -44,6 +44,7 @@ MARKS = (
     "abort in flight",
     "abort of an ended request",
     "abort while queued",
+    "adapter replaced",
     "clock jump",
     "crash",
     "drain",
@@ -65,6 +66,8 @@ MARKS = (
     "pages to host",
     "pause",
     "prefix hit",
+    "proposals accepted",
+    "proposals rejected",
     "refused 400",
     "refused 429",
     "refused 503",
@@ -77,6 +80,7 @@ MARKS = (
     "stop token",
     "the store failed",
     "token after the end dropped",
+    "tokens drafted",
 )
 
 

@@ -22,9 +22,11 @@ ACTORS = ("tokenizer", "scheduler", "executor0", "ingress")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One engine.
+    """One engine.  num_slots: for adapters.
 
-    store_timeout_s: 0 for no store.  store_read_s: mean time to read a page.  store_faults: share of bad calls."""
+    store_timeout_s: 0 for no store.  store_read_s: mean time to read a page.  store_faults: share of bad calls.
+    proposer: how it lies, see ``tests/scheduling/liars.py``, '' for none.  num_proposed: what it is asked for.
+    drafted: it is the device's draft model."""
 
     page_size: int
     num_pages: int
@@ -33,6 +35,7 @@ class Setup:
     store_read_s: float
     store_timeout_s: float
     max_running: int
+    num_slots: int
     max_step_tokens: int
     prefill_chunk: int
     overlap: int
@@ -48,6 +51,9 @@ class Setup:
     step_s: float
     load_s: float
     record_events: bool
+    proposer: str
+    num_proposed: int
+    drafted: bool
     check_every: int
     weather: LinkWeather
 
@@ -70,6 +76,8 @@ class Submit:
     include_stop: bool = False
     ignore_eos: bool = False
     salt: str = ""
+    tenant: str = ""
+    adapter: str = ""
     priority: int = 0
     reader: str = "fast"
     echo: bool = False

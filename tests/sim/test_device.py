@@ -32,8 +32,10 @@ def test_a_page_that_comes_back_from_the_host_is_not_written_in_the_same_step(
     num_computed: int, is_right: bool
 ) -> None:
     """Its layers come back one after the other, beside the step."""
-    sizes = {"num_rows": 1, "max_len": 8, "page_size": 4, "num_pages": 2, "num_host_pages": 1}
-    device = SimDevice(**sizes, store=SimStore(0, 0.0), nan_tokens={}, breaks={}, mark=lambda what: None)
+    sizes = {"num_rows": 1, "max_len": 8, "page_size": 4, "num_pages": 2, "num_host_pages": 1, "num_slots": 0}
+    device = SimDevice(
+        **sizes, store=SimStore(0, 0.0), nan_tokens={}, breaks={}, draft=lambda *_: [], mark=lambda what: None
+    )
     device.run(prefill(0, 6))
     page = {"transfer_device_pages": int32(0), "transfer_host_pages": int32(0)}
     device.run(msgspec.structs.replace(prefill(0, 6), transfer_to_host=int32(1), **page))

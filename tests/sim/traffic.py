@@ -12,25 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.actors.snapshot import Gauges, Snapshot
-from engine.messages import (
-    Abort,
-    Admit,
-    Delta,
-    Deltas,
-    EngineReady,
-    ExecutorsLost,
-    ExecutorsReady,
-    Failed,
-    Finish,
-    Message,
-    Step,
-    StepDone,
-    Stop,
-    Tokenize,
-    TokenizersLost,
-    TokenizersReady,
-    Tokens,
-)
+from engine.messages import Abort, Admit, Delta, Deltas, Failed, Finish, Step, StepDone, Stop, Tokenize, Tokens
+from engine.notices import EngineReady, ExecutorsLost, ExecutorsReady, Message, TokenizersLost, TokenizersReady
 from engine.params import SamplingParams
 from engine.workers.executors import Executors, GenerationSettings
 from engine.workers.frontend import RemoteIngress

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from engine.kv.events import KVEvent
-from engine.messages import Message, Step, Stop, Tokenize
+from engine.messages import Step, Stop, Tokenize
+from engine.notices import Message
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
 from tests.sim import probe

@@ -13,7 +13,8 @@ import uvloop
 
 from engine.config import Config, build_config
 from engine.errors import ConfigError, EngineDied, WeightsError
-from engine.messages import ExecutorsLost, ExecutorsReady, Stop
+from engine.messages import Stop
+from engine.notices import ExecutorsLost, ExecutorsReady
 from engine.plugins.support.rendezvous import serve_store
 from engine.workers.cluster import node as node_module
 from engine.workers.cluster.head import Head

@@ -8,20 +8,8 @@ import pytest
 
 from engine.actors.snapshot import Gauges, GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.errors import CallboardError, ConfigError, EngineDied
-from engine.messages import (
-    Abort,
-    Delta,
-    Deltas,
-    EngineReady,
-    EngineRecovering,
-    Failed,
-    Finish,
-    Profile,
-    Stats,
-    Stop,
-    Tokenize,
-    TokenizersReady,
-)
+from engine.messages import Abort, Delta, Deltas, Failed, Finish, Profile, Stats, Stop, Tokenize
+from engine.notices import EngineReady, EngineRecovering, TokenizersReady
 from engine.params import SamplingParams
 from engine.scheduling.meter import RequestMetrics
 from engine.workers.frontend import FrontendSlot, RemoteIngress

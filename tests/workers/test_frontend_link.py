@@ -16,7 +16,8 @@ from engine.actors.snapshot import Gauges, MailboxGauges, RequestsFinished, Snap
 from engine.config import Config
 from engine.kv.outline import Outline, OutlinedNode
 from engine.logs import LogSettings
-from engine.messages import Abort, Delta, Deltas, EngineReady, Failed, Finish, Stats, StepDone, Stop, Tokenize
+from engine.messages import Abort, Delta, Deltas, Failed, Finish, Stats, StepDone, Stop, Tokenize
+from engine.notices import EngineReady
 from engine.params import SamplingParams
 from engine.scheduling.board import Board, BoardRow, Pool
 from engine.scheduling.meter import Meter, RequestMetrics, StepRecord

@@ -112,6 +112,7 @@ def test_a_node_that_is_killed_takes_its_executor_along_and_another_takes_its_pl
 
 
 def test_a_killed_head_leaves_nothing_on_any_machine(machines: Machines) -> None:
+    within(10, lambda: bool(children(machines.node.process.pid)))
     (here,) = children(machines.head.process.pid)
     (there,) = children(machines.node.process.pid)
     machines.head.process.kill()

@@ -11,7 +11,8 @@ import uvloop
 
 from engine.config import Config, build_config
 from engine.errors import EngineDied
-from engine.messages import ExecutorsLost, ExecutorsReady, Step, StepDone, Stop
+from engine.messages import Step, StepDone, Stop
+from engine.notices import ExecutorsLost, ExecutorsReady
 from engine.workers.executors import Executors
 from engine.workers.limits import RestartIntensity
 from engine.workers.placement import ProcessExecutors

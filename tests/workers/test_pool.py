@@ -8,19 +8,8 @@ import numpy as np
 import pytest
 
 from engine.errors import CallboardError, EngineDied, WeightsError
-from engine.messages import (
-    Abort,
-    Admit,
-    Delta,
-    Deltas,
-    Failed,
-    Finish,
-    Stop,
-    Tokenize,
-    TokenizersLost,
-    TokenizersReady,
-    Tokens,
-)
+from engine.messages import Abort, Admit, Delta, Deltas, Failed, Finish, Stop, Tokenize, Tokens
+from engine.notices import TokenizersLost, TokenizersReady
 from engine.params import SamplingParams
 from engine.workers.limits import RestartIntensity
 from engine.workers.messages import WorkerAlive, WorkerReady

@@ -15,7 +15,8 @@ import numpy as np
 from engine.actors.ingress import Ingress
 from engine.actors.tokenizer import Tokenizer
 from engine.errors import RequestError
-from engine.messages import Abort, Admit, EngineReady, Finish, Stop, Tokens
+from engine.messages import Abort, Admit, Finish, Stop, Tokens
+from engine.notices import EngineReady
 from engine.params import SamplingParams
 from engine.sections import LimitsSection
 from engine.workers.limits import RestartIntensity

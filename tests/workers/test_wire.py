@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from engine import messages
 from engine.actors.snapshot import RequestsFinished, Snapshot
-from engine.messages import Delta, Deltas, Finish, Message, Step, Stop, Tokens
+from engine.messages import Delta, Deltas, Finish, Step, Stop, Tokens
+from engine.notices import Message
 from engine.params import SamplingParams
 from engine.prompt import ChatOptions, ChatTurn, ToolCall
 from engine.sections import LimitsSection

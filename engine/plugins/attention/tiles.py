@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.attention import AttentionBatch, AttentionFactory, AttentionSpec
@@ -33,7 +32,7 @@ CALLBOARD_PLUGIN = {
     "supports": ["layer_windows"],
     "invariant": True,
 }
-KEYS = 128  # of a key tile
+KEYS = 64  # of a key tile
 # A query tile has a multiple of so many rows.  One row would cost a decode step as much as four; and each thread's
 # scratch space begins at a multiple of 32 bytes with them, without which products come out differently.
 ROWS = 4
@@ -46,7 +45,7 @@ HIDDEN = -1e30
 
 Int32 = npt.NDArray[np.int32]
 Spans = tuple[tuple[int, int], ...]
-_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +54,28 @@ class KeyTiles:
 
     spans: (first, last) of a run's query tiles; those of a span meet the key tile that follows what they met before.
     slots: K of each key tile, where the keys lie.  mask_B1RK: hides keys behind the query, before its window, and no
-    keys; B counts the query tiles of all spans."""
+    keys; B counts the query tiles of all spans.  copies_SGH: where keys and values are copied to, in every layer, and
+    copied_BGKH: what is seen of that."""
 
     spans: tuple[tuple[int, int], ...]
     slots: Tensor
     mask_B1RK: Tensor
+    copies_SGH: tuple[Tensor, Tensor]
+    copied_BGKH: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """Query tiles that are computed together.
 
-    rows_X: which of T stand in the tiles, position after position, one after the other; a position that is not computed
-    in this step has any.  kept_Y: which of these positions are wanted.  written_Y: where in T they go.
+    taken: which of the T x N queries stand in the tiles, in the order of B, G, R; a row without one of this step has
+    any.  kept: which of the results are wanted, which lie in the order of B, R, G; all N of a token side by side.
+    written_Y: where in T they go; None if they are the whole step's, in its order.
     """
 
-    rows_X: Tensor
-    kept_Y: Tensor
-    written_Y: Tensor
+    taken: Tensor
+    kept: Tensor
+    written_Y: Tensor | None
     key_tiles: tuple[KeyTiles, ...]
 
 
@@ -89,8 +92,14 @@ class TiledAttention:
         slots_SGH = pool.keys(0)
         tile_bytes = KEYS * spec.num_kv_heads * spec.head_size * slots_SGH.element_size()
         self._together = max(1, CACHED_BYTES // tile_bytes)  # decode rows of a run, key tiles of a call
-        copies = slots_SGH.new_empty((2, self._together * KEYS, *slots_SGH.shape[1:]))
-        self._key_copy_SGH, self._value_copy_SGH = copies
+        self._copies_2SGH = slots_SGH.new_empty((2, self._together * KEYS, *slots_SGH.shape[1:]))
+        head_G1 = np.arange(spec.num_kv_heads)[:, None]
+        place_R = np.minimum(np.arange(self._rows), self._used_rows - 1)
+        self._place_R = place_R // self._heads  # of a row's position in the tile
+        self._head_GR = head_G1 * self._heads + place_R % self._heads  # of N
+        # Of a tile's first position, where the results of all N lie; of the next one, so many further.
+        self._result_N = (np.arange(self._heads) * spec.num_kv_heads + head_G1).ravel()
+        self._position_results = self._heads * spec.num_kv_heads
         self._whole: list[Run] = []
         self._windowed: list[Run] = []
 
@@ -105,25 +114,29 @@ class TiledAttention:
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``."""
         keys_SGH, values_SGH = self.pool.keys(layer), self.pool.values(layer)
-        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
+        queries_H = q_TNH.flatten(0, 1)
+        tiles = (-1, self.spec.num_kv_heads, self._rows, self.spec.head_size)
+        out_TNH = None
         for run in self._windowed if self.spec.window_of(layer) else self._whole:
-            grouped = (-1, self._positions, self.spec.num_kv_heads, self._heads, self.spec.head_size)
-            q_BGRH = q_TNH.index_select(0, run.rows_X).view(grouped).transpose(1, 2).flatten(2, 3)
-            if self._rows > self._used_rows:
-                q_BGRH = F.pad(q_BGRH, (0, 0, 0, self._rows - self._used_rows))
-            out_BGRH = self._attend_run(run, q_BGRH, keys_SGH, values_SGH)
-            by_position = out_BGRH[:, :, : self._used_rows].unflatten(2, (self._positions, self._heads)).transpose(1, 2)
-            out_XNH = by_position.reshape(-1, *q_TNH.shape[1:])
-            out_TNH.index_copy_(0, run.written_Y, out_XNH.index_select(0, run.kept_Y).to(q_TNH.dtype))
+            q_BGRH = queries_H.index_select(0, run.taken).view(tiles)
+            out_BRGH = self._attend_run(run, q_BGRH, keys_SGH, values_SGH).transpose(1, 2)
+            out_YNH = out_BRGH.reshape(-1, q_TNH.shape[2]).index_select(0, run.kept).view(-1, *q_TNH.shape[1:])
+            if run.written_Y is None:
+                return out_YNH.to(q_TNH.dtype)
+            out_TNH = torch.empty_like(q_TNH) if out_TNH is None else out_TNH
+            out_TNH.index_copy_(0, run.written_Y, out_YNH.to(q_TNH.dtype))
+        assert out_TNH is not None, "a step without tokens"
         return out_TNH
 
     def _attend_run(self, run: Run, q_BGRH: Tensor, keys_SGH: Tensor, values_SGH: Tensor) -> Tensor:
         """out_BGRH: of each key tile's result as much as its softmax has of the whole, added up in their order."""
         results = []
         for tiles in run.key_tiles:
-            k_BGKH = self._copied(tiles, keys_SGH, self._key_copy_SGH)
-            v_BGKH = self._copied(tiles, values_SGH, self._value_copy_SGH)
-            out_BGRH, size_BGR = self._attend_tiles(_of(tiles.spans, q_BGRH), k_BGKH, v_BGKH, tiles.mask_B1RK)
+            # Always to one place and with the same strides, so that products find the same each time.
+            torch.index_select(keys_SGH, 0, tiles.slots, out=tiles.copies_SGH[0])
+            torch.index_select(values_SGH, 0, tiles.slots, out=tiles.copies_SGH[1])
+            q_of_spans = _of(tiles.spans, q_BGRH)
+            out_BGRH, size_BGR = self._attend_tiles(q_of_spans, *tiles.copied_BGKH, tiles.mask_B1RK)
             results.append((tiles.spans, out_BGRH, size_BGR))
         if len(run.key_tiles) == len(run.key_tiles[0].spans) == 1:
             return results[0][1]
@@ -140,12 +153,31 @@ class TiledAttention:
         out_BGRH, size_BGR = _attend(q_BGRH, k_BGKH, v_BGKH, 0.0, False, attn_mask=mask_B1RK, scale=self.spec.scale)
         return out_BGRH[:num_tiles], size_BGR[:num_tiles]
 
-    def _copied(self, tiles: KeyTiles, slots_SGH: Tensor, copy_SGH: Tensor) -> Tensor:
-        """[B, G, K, H]: always from one place and with the same strides, so that products find the same each time."""
-        copied_SGH = copy_SGH[: len(tiles.slots)]
-        torch.index_select(slots_SGH, 0, tiles.slots, out=copied_SGH)
-        tiles_BGKH = copied_SGH.view(-1, KEYS, *copied_SGH.shape[1:]).transpose(1, 2)
-        return tiles_BGKH.expand(len(tiles.mask_B1RK), -1, -1, -1)
+    def _key_tiles(self, spans: Spans, slots: Tensor, mask_B1RK: Tensor) -> KeyTiles:
+        keys_SGH, values_SGH = self._copies_2SGH[:, : slots.shape[0]]
+        tiles = (-1, KEYS, *keys_SGH.shape[1:])
+        seen = (mask_B1RK.shape[0], -1, -1, -1)
+        keys_BGKH, values_BGKH = (one.view(tiles).transpose(1, 2).expand(seen) for one in (keys_SGH, values_SGH))
+        return KeyTiles(spans, slots, mask_B1RK, (keys_SGH, values_SGH), (keys_BGKH, values_BGKH))
+
+    def _run(
+        self,
+        rows_BP: npt.NDArray[np.int64],
+        tiles_Y: npt.NDArray[np.int64],
+        places_Y: npt.NDArray[np.int64],
+        written_Y: npt.NDArray[np.int64],
+        count: int,
+        key_tiles: list[KeyTiles],
+    ) -> Run:
+        """rows_BP: which of T stand at a tile's positions.  tiles_Y, places_Y: a tile and a position in it, for each of
+        the wanted tokens, which go to written_Y of ``count`` in T."""
+        heads = self.spec.num_heads
+        taken = rows_BP[:, self._place_R][:, None] * heads + self._head_GR
+        firsts_Y = tiles_Y * (self._rows * self.spec.num_kv_heads) + places_Y * self._position_results
+        kept = firsts_Y[:, None] + self._result_N
+        whole = len(written_Y) == count and (written_Y[1:] > written_Y[:-1]).all()
+        written = None if whole else torch.from_numpy(written_Y)
+        return Run(torch.from_numpy(taken.ravel()), torch.from_numpy(kept.ravel()), written, tuple(key_tiles))
 
     def _plan(self, batch: AttentionBatch, table_BP: Int32, window: int) -> list[Run]:
         starts = np.concatenate(([0], np.cumsum(batch.host_query_lengths)))
@@ -156,7 +188,7 @@ class TiledAttention:
         firsts = self._first_key_tile(positions, window)
         single = single[np.argsort(firsts[single] - positions[single] // KEYS, kind="stable")]
         runs = [
-            self._decode_run(table_BP, rows, starts[rows], lengths[rows], firsts[rows], window)
+            self._decode_run(table_BP, rows, starts, lengths[rows], firsts[rows], window)
             for rows in (single[at : at + self._together] for at in range(0, len(single), self._together))
         ]
         for row in np.flatnonzero(batch.host_query_lengths > 1).tolist():
@@ -165,7 +197,7 @@ class TiledAttention:
             step = self._most_positions(int(lengths[row]), last - first, window)
             for at in range(first, last, step):
                 end = min(at + step, last)
-                runs.append(self._prefill_run(table_BP[row], at, end - at, end + behind, window))
+                runs.append(self._prefill_run(table_BP[row], at, end - at, end + behind, int(starts[-1]), window))
         return runs
 
     def _most_positions(self, length: int, count: int, window: int) -> int:
@@ -185,12 +217,12 @@ class TiledAttention:
         self,
         table_BP: Int32,
         rows: npt.NDArray[np.int64],
-        at_B: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64],
         lengths_B: npt.NDArray[np.int64],
         firsts_B: npt.NDArray[np.int64],
         window: int,
     ) -> Run:
-        """rows: sequences with one query each, those with most key tiles first.  at_B: where in T."""
+        """rows: sequences with one query each, those with most key tiles first.  starts: where each begins in T."""
         counts_B = (lengths_B - 1) // KEYS + 1 - firsts_B
         # Of each key tile, in their order, how many rows meet it: those are the first ones.
         meeting = (counts_B > np.arange(counts_B[0])[:, None]).sum(1)
@@ -209,13 +241,17 @@ class TiledAttention:
         first = 0
         for spans in _filled(meeting.tolist(), self._together):
             last = first + sum(end for _, end in spans)
-            tiles.append(KeyTiles(spans, slots_PK[first:last].flatten(), mask_P1RK[first:last]))
+            tiles.append(self._key_tiles(spans, slots_PK[first:last].flatten(), mask_P1RK[first:last]))
             first = last
-        at = torch.from_numpy(at_B)
-        own_row = np.arange(len(rows)) * self._positions + (lengths_B - 1) % self._positions
-        return Run(at.repeat_interleave(self._positions), torch.from_numpy(own_row), at, tuple(tiles))
+        at_B = starts[rows]
+        order_B = np.argsort(at_B)
+        places_B = (lengths_B - 1) % self._positions
+        rows_BP = at_B[:, None].repeat(self._positions, 1)
+        return self._run(rows_BP, order_B, places_B[order_B], at_B[order_B], int(starts[-1]), tiles)
 
-    def _prefill_run(self, table_P: Int32, first_row: int, count: int, length: int, window: int) -> Run:
+    def _prefill_run(
+        self, table_P: Int32, first_row: int, count: int, length: int, step_tokens: int, window: int
+    ) -> Run:
         """One sequence's chunk of a prompt: rows first_row on of T, which are the last ``count`` of its positions.
 
         The last query tile comes first, so that a mask, which moves on by a tile's positions each time, can be a view
@@ -224,9 +260,8 @@ class TiledAttention:
         start = length - count
         first_tile, last_tile = start // size, (length - 1) // size
         tile_starts = np.arange(last_tile, first_tile - 1, -1) * size
-        positions_X = (tile_starts[:, None] + np.arange(size)).ravel()
-        wanted = np.flatnonzero((positions_X >= start) & (positions_X < length))
-        rows_X = np.clip(positions_X - start, 0, count - 1) + first_row
+        rows_BP = np.clip(tile_starts[:, None] + np.arange(size) - start, 0, count - 1) + first_row
+        wanted_Y = np.arange(start, length)
         newest = int(tile_starts[0])
         strip_RX, zero = self._strip(newest + KEYS, window)
         tiles = []
@@ -239,9 +274,9 @@ class TiledAttention:
             # In the strip, column zero + x is what a tile's first position sees of the key x places behind it.
             offset = zero + key - (newest - first * size)
             shape, strides = (last - first, 1, len(strip_RX), KEYS), (size, 0, strip_RX.stride(0), 1)
-            tiles.append(KeyTiles(((first, last),), slots, strip_RX.as_strided(shape, strides, offset)))
-        rows, written = torch.from_numpy(rows_X), torch.from_numpy(rows_X[wanted])
-        return Run(rows, torch.from_numpy(wanted), written, tuple(tiles))
+            tiles.append(self._key_tiles(((first, last),), slots, strip_RX.as_strided(shape, strides, offset)))
+        written_Y = wanted_Y - start + first_row
+        return self._run(rows_BP, last_tile - wanted_Y // size, wanted_Y % size, written_Y, step_tokens, tiles)
 
     def _strip(self, longest: int, window: int) -> tuple[Tensor, int]:
         """What the rows of a query tile see of keys from ``longest`` before its first position to a key tile behind it.
@@ -272,7 +307,8 @@ def weighted_mean(results: list[tuple[Spans, Tensor, Tensor]], q_BGRH: Tensor) -
         for (first, last), of_span in zip(spans, _split(spans, size_BGR), strict=True):
             part = largest_BGR[first:last]
             torch.maximum(part, of_span, out=part)
-    total_BGRH, weight_BGR = torch.zeros(q_BGRH.shape), torch.zeros(q_BGRH.shape[:-1])
+    total_BGRH = torch.zeros(q_BGRH.transpose(1, 2).shape).transpose(1, 2)  # as results lie
+    weight_BGR = torch.zeros(q_BGRH.shape[:-1])
     for spans, out_BGRH, size_BGR in results:
         shares_BGR = size_BGR.sub(_of(spans, largest_BGR)).exp_()
         parts_BGRH = out_BGRH.float().mul_(shares_BGR[..., None])

@@ -75,10 +75,12 @@ class HalfWeight:
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """x W^T + bias."""
-        num_rows = len(x_TI)
+        num_rows = x_TI.shape[0]  # ``len`` of a tensor takes several times as long
         padding = -num_rows % self._row_step
         x_PI = F.pad(x_TI, (0, 0, 0, padding)) if padding else x_TI.contiguous()
-        y_TO = self._product(x_PI, self._packed)[:num_rows]
+        y_TO = self._product(x_PI, self._packed)
+        if padding:
+            y_TO = y_TO[:num_rows]
         return y_TO if bias_O is None else y_TO.add_(bias_O)
 
 

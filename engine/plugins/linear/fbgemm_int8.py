@@ -25,6 +25,8 @@ CALLBOARD_PLUGIN = {
 LARGEST_WEIGHT = 127
 # The input from -1 to 1 becomes 1 to 127, with 64 for zero.
 INPUT_SCALE, INPUT_ZERO = 1 / 63, 64
+# By its overload, for a call by its name takes 5 us more to find it.
+_product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
 SMALLEST = 1e-30  # instead of 0 where all elements are, so that nothing is divided by it
 
 
@@ -46,8 +48,7 @@ class Int8Weight:
         """x W^T + bias."""
         # A row of zeros becomes 0 / 0, some integers, finite sums of them and, times its scale of 0, zeros again.
         scales_T1 = x_TI.abs().amax(1, keepdim=True)
-        product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-        y_TO: Tensor = product(x_TI / scales_T1, INPUT_SCALE, INPUT_ZERO, self._packed).mul_(scales_T1)
+        y_TO: Tensor = _product(x_TI / scales_T1, INPUT_SCALE, INPUT_ZERO, self._packed).mul_(scales_T1)
         return y_TO if bias_O is None else y_TO.add_(bias_O)
 
 

@@ -14,8 +14,11 @@ from engine.plugins.options import Options, decode_options
 
 CALLBOARD_PLUGIN = {"api": 1, "devices": ["cpu"], "traceable": True, "invariant": True}
 
-# oneDNN picks a layout for about this many rows; 8 to 512 give the same one, which is best at 1 row as well.
+# oneDNN picks a layout for about this many rows; 4 to 512 give the same one, with blocks.
 ROWS = 64
+# For one row it picks the weight's own order.  Of a weight beyond the caches AVX2 reads that faster than blocks: a
+# single row takes 0.7 to 0.8 of the time, several take 1.0 to 1.2 of theirs (``benchmarks/bench_linear.py``).
+ROWS_AVX2 = 1
 # A oneDNN call costs 10 us before it multiplies, more than the whole product of one row with a weight this small: a
 # decode step of the demo model alone takes 0.75 of the time with these transposed.
 SMALL_BYTES = 4 << 20
@@ -29,7 +32,7 @@ COMPILED_BYTES = 640 << 10
 
 
 class BlockedWeight:
-    """W[O, I] in oneDNN's blocked layout, for products on a CPU; a small one also transposed, for a single row.
+    """W[O, I] in the layout that oneDNN picks, for products on a CPU; a small one also transposed, for a single row.
 
     A product with the blocks gives a row the same bits at every number of rows from two on; a single row has others
     with AVX-512 and 2048 inputs or more, and from the transposed weight in any case.
@@ -37,7 +40,7 @@ class BlockedWeight:
     """
 
     def __init__(self, weight_OI: Tensor, invariant: bool = False) -> None:
-        self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight_OI, ROWS)
+        self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight_OI, layout_rows(weight_OI, invariant))
         self._fewest_rows = fewest_rows(weight_OI.nbytes, invariant)
         self._transposed_IO: Tensor | None = None
         if weight_OI.dtype == torch.float32 and weight_OI.nbytes <= SMALL_BYTES and not invariant:
@@ -57,6 +60,14 @@ class BlockedWeight:
         return padded_product(x_TI, self._blocked, bias_O, self._fewest_rows)
 
 
+def layout_rows(weight_OI: Tensor, invariant: bool = False) -> int:
+    """For how many rows oneDNN is to lay a weight out; invariant products have one layout on all CPUs."""
+    is_large = weight_OI.dtype == torch.float32 and weight_OI.nbytes > SMALL_BYTES
+    if is_large and not invariant and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        return ROWS_AVX2
+    return ROWS
+
+
 def fewest_rows(weight_bytes: int, invariant: bool = False) -> int:
     """How many rows a product with such a weight is made of at least; see ``LinearContext`` for ``invariant``."""
     if weight_bytes > SMALL_BYTES and torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
@@ -70,7 +81,7 @@ def padded_product(x_TI: Tensor, blocked_OI: Tensor, bias_O: Tensor | None, fewe
     padding = padded_rows(max(num_rows, fewest_rows)) - num_rows
     x_PI = F.pad(x_TI, (0, 0, 0, padding)) if padding else x_TI
     y_PO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_PI, blocked_OI, bias_O, "none", [], "")
-    return y_PO[:num_rows]
+    return y_PO[:num_rows] if padding else y_PO  # a slice takes as long as a small product
 
 
 def padded_rows(num_rows: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from engine.plugins.testing.findings import Findings
 from engine.plugins.testing.promises import watch_memory, with_clocks
 from engine.plugins.testing.ranks import check_ranks
-from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.policy import SchedulingPolicy, TenantPolicy
 
 NUM_NEWCOMERS = 2000
 
@@ -29,6 +29,7 @@ class Waits:
     num_cached_now: int = 0
     num_overtaken: int = 0
     max_tokens: int = 100
+    tenant: str = ""
 
 
 def check_scheduling_policy(make: Callable[[], SchedulingPolicy]) -> None:
@@ -47,6 +48,9 @@ def check_scheduling_policy(make: Callable[[], SchedulingPolicy]) -> None:
     findings.timed("ranks that do not follow the cache", lambda: _check_unmoved(timed(), waiting))
     findings.timed("nobody waits for ever", lambda: _check_patience(timed()))
     findings.timed("memory", lambda: _check_memory(make()))
+    if isinstance(make(), TenantPolicy):
+        findings.timed("no tenant waits for ever", lambda: _check_turns(_sharing(make)))
+        findings.timed("memory of tenants", lambda: _check_tenants(_sharing(make)))
     findings.conclude()
 
 
@@ -100,3 +104,36 @@ def _check_patience(policy: SchedulingPolicy) -> None:
     raise AssertionError(
         f"a prompt of a million tokens still waits after {NUM_NEWCOMERS // 4} later ones of equal priority have started"
     )
+
+
+def _sharing(make: Callable[[], SchedulingPolicy]) -> TenantPolicy:
+    policy = with_clocks(make(), "turn", "returned", "served")
+    assert isinstance(policy, TenantPolicy)
+    return policy
+
+
+def _check_turns(policy: TenantPolicy) -> None:
+    """Let one that was served a lot wait behind two that always want more; the turn of who waits must not fall."""
+    tenants = ("patient", "greedy", "grim")
+    for tenant in tenants:
+        policy.returned(tenant, 0.0)
+    policy.served("patient", NUM_NEWCOMERS // 4, 0)
+    for _ in range(NUM_NEWCOMERS):
+        turns = {tenant: policy.turn(tenant) for tenant in tenants}
+        first = min(tenants, key=turns.__getitem__)
+        if first == "patient":
+            return
+        policy.served(first, 1, 1)
+        for tenant in tenants:
+            assert policy.turn(tenant) >= turns[tenant], f"the turn of {tenant!r} falls while it waits"
+    raise AssertionError(f"a tenant still waits after {NUM_NEWCOMERS} later requests of two others have been served")
+
+
+def _check_tenants(policy: TenantPolicy) -> None:
+    def come_and_go(number: int) -> None:
+        tenant = f"tenant {number}"
+        policy.returned(tenant, number * 1e6)
+        policy.turn(tenant)
+        policy.served(tenant, 10, 10)
+
+    watch_memory(come_and_go, "a tenant that comes once", calls=10_000)

@@ -1,0 +1,58 @@
+"""Which adapter is in which of the executors' slots, and which rows read it.
+
+Owns: the slots, as the executors have them once the steps planned so far have run.
+Does not know: what an adapter is, names, files, why a row ends.
+A slot keeps its adapter when its last row ends, and loses it to another one when it is the least recently used of those
+that no row reads.  Slots are numbered from 1.
+"""
+
+from dataclasses import dataclass, field
+
+from engine.prompt import Adapter
+
+
+@dataclass(slots=True)
+class _Slot:
+    """digest: of what is in it, '' for nothing.  used_at: a count that grows with every use."""
+
+    number: int
+    digest: str = ""
+    rows: set[int] = field(default_factory=set)
+    used_at: int = 0
+
+
+class AdapterSlots:
+    """``num_slots`` of them."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._slots = [_Slot(number) for number in range(1, num_slots + 1)]
+        self._of_row: dict[int, _Slot] = {}
+        self._num_uses = 0
+
+    def has_room(self, adapter: Adapter) -> bool:
+        """Whether ``take`` would find a slot: one that has the adapter, or one that no row reads."""
+        return any(slot.digest == adapter.digest or not slot.rows for slot in self._slots)
+
+    def take(self, row: int, adapter: Adapter) -> tuple[int, bool]:
+        """Let a row read the adapter, for which there is room.  Returns the slot, and whether it must be put there."""
+        slot = next((one for one in self._slots if one.digest == adapter.digest), None)
+        is_new = slot is None
+        if slot is None:
+            unused = [one for one in self._slots if not one.rows]
+            assert unused, f"row {row} is to read an adapter, and all {self.num_slots} slots are in use"
+            slot = min(unused, key=lambda one: one.used_at)
+            slot.digest = adapter.digest
+        slot.rows.add(row)
+        self._num_uses += 1
+        slot.used_at = self._num_uses
+        self._of_row[row] = slot
+        return slot.number, is_new
+
+    def release(self, row: int) -> None:
+        """The row reads its slot no more, and no step in flight does."""
+        self._of_row.pop(row).rows.discard(row)
+
+    def forget(self, row: int) -> None:
+        """The executors could not read what is said to be in the row's slot: whoever wants it next places it anew."""
+        self._of_row[row].digest = ""

@@ -1,0 +1,1 @@
+"""Several models in one server: a front that loads and unloads them, each in a process of its own."""

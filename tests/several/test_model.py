@@ -1,0 +1,125 @@
+"""One of several models and its process: how it is started, found dead and ended."""
+
+import asyncio
+import errno
+import os
+import signal
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from engine.config import Config, ServedModel, build_config
+from engine.errors import CallboardError, RequestError
+from engine.host_memory import resident_bytes
+from engine.sections import ModelTable
+from server.models import model as model_module
+from server.models.model import Model
+from server.replicas.replica import State
+from tests.pace import far
+
+
+def run(test: Callable[[Model], Awaitable[None]], path: str = "serve", **table: int) -> None:
+    async def within() -> None:
+        config = build_config(Config(), {"model": {"path": path, "name": "m"}})
+        model = Model(ServedModel(ModelTable(name="m", **table), config))
+        try:
+            async with asyncio.timeout(far(20)):
+                await test(model)
+        finally:
+            if model._child is not None:
+                model._child.kill()
+            await model.unloaded()
+
+    asyncio.run(within())
+
+
+@pytest.fixture(autouse=True)
+def _without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_module, "MODULE", "tests.several.fake_process")
+
+
+def process_of(model: Model) -> int:
+    assert model._child is not None
+    return model._child.pid
+
+
+def test_it_is_loaded_killed_loaded_again_and_unloaded() -> None:
+    async def test(model: Model) -> None:
+        for num_losses in range(2):
+            await model.load()
+            assert (model.state, model.num_lost) == (State.READY, num_losses)
+            assert model.url
+            assert model.card is not None
+            assert model.card.max_model_len == 8
+            assert model.choose([], []) is model
+            if num_losses == 0:
+                os.kill(process_of(model), signal.SIGKILL)
+                while model.state is not State.STOPPED:
+                    await asyncio.sleep(0.01)
+        assert model.num_bytes == pytest.approx(resident_bytes(process_of(model)), rel=0.2)
+        assert model.num_bytes > 1 << 20
+        model.unload()
+        assert model.state is State.DRAINING
+        await model.unloaded()
+        assert (model.state, model.url, model.loaded_bytes) == (State.STOPPED, "", 0)
+        assert resident_bytes(process_of(model)) == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("path, reason", [("die", "its process ended with code 3"), ("fail", "m: no weights")])
+def test_a_load_that_fails_says_why_and_tells_no_path(path: str, reason: str) -> None:
+    async def test(model: Model) -> None:
+        with pytest.raises(CallboardError, match=f"^{reason}$"):
+            await model.load()
+        assert model.state is State.STOPPED
+
+    run(test, path)
+
+
+def test_a_process_that_cannot_be_started_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    async def test(model: Model) -> None:
+        monkeypatch.setattr(model_module, "Child", refuse)
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match="no more processes"):
+            await model.load()
+        assert os.listdir("/proc/self/fd") == before
+        assert (model.state, model.loaded_bytes) == (State.STOPPED, 0)
+
+    run(test)
+
+
+def test_a_process_that_does_not_leave_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(model: Model) -> None:
+        await model.load()
+        monkeypatch.setattr(model_module, "END_TIMEOUT_S", 0.05)
+        model.unload()
+        while model.state is not State.STOPPED:
+            await model.unloaded()
+
+    run(test, "stay")
+
+
+def test_a_broken_connection_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(model: Model) -> None:
+        await model.load()
+        asked: list[str] = []
+        model.bring = lambda: asked.append("bring")
+        model.lose(model, "reset by peer", "http://elsewhere")  # of an earlier process
+        assert model.state is State.READY
+        model.lose(model, "reset by peer", model.url)
+        assert (model.state, asked) == (State.STARTING, ["bring"])
+        with pytest.raises(RequestError, match="was lost") as found:
+            model.choose([], [])
+        assert found.value.status == 503
+        await model.settle()
+        assert model.state is State.READY
+        os.kill(process_of(model), signal.SIGKILL)
+        model.lose(model, "reset by peer", model.url)
+        await model.settle()
+        assert (model.state, model.num_lost) == (State.STOPPED, 2)
+
+    run(test)
