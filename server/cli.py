@@ -261,7 +261,8 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, head: "Head
         system = System(config, progress=sys.stderr.isatty(), head=head, frontend=frontend)
         if head is not None:
             head.follow(lambda: system.entrance.draining)
-        card, operations = ModelCard.of(system, config.server), LocalOperations(system, source)
+        card = ModelCard.of(system, config.server)
+        operations = LocalOperations(system, source, card)
         engine = asyncio.create_task(_run_engine(system, url_of(listener), config.server.needs_key))
         ways: dict[str, Any] = {"listener": listener, "engine": engine, "reload": operations.reload}
         try:

@@ -27,10 +27,10 @@ SETTING = re.compile(rf"\b(?:{'|'.join(Config.__struct_fields__)})\.\w+")
 
 
 class LocalOperations:
-    """Those of an engine in this process.  source: where its configuration is from."""
+    """Those of an engine in this process.  source: where its configuration is from.  card: what the API says of it."""
 
-    def __init__(self, system: System, source: ConfigSource) -> None:
-        self._changeover = Changeover(system, _about)
+    def __init__(self, system: System, source: ConfigSource, card: ModelCard) -> None:
+        self._changeover = Changeover(system, lambda system: msgspec.msgpack.encode(card.after_changes(system)))
         self._source = source
         self._answering: set[asyncio.Task[None]] = set()
 
@@ -100,10 +100,6 @@ class RemoteOperations:
         """Take an answer of the engine."""
         if (answer := self._asked.get(done.number)) is not None and not answer.done():
             answer.set_result(done)
-
-
-def _about(system: System) -> bytes:
-    return msgspec.msgpack.encode(ModelCard.of(system, system.config.server))
 
 
 def _as_request_error(error: CallboardError) -> RequestError:

@@ -112,7 +112,7 @@ class LiveSystem:
             adapters={} if rules is None else adapters_below(rules, MODEL),
         )
         config = self._config
-        self.operations = LocalOperations(self.system, self._source)
+        self.operations = LocalOperations(self.system, self._source, card)
         self.runner = create_runner(
             config.server,
             config.limits,

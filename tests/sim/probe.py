@@ -51,8 +51,8 @@ POLICIES: dict[str, Callable[[int], SchedulingPolicy]] = {
 }
 
 
-def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float]) -> Planner:
-    """A planner as the engine builds it."""
+def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float], before: Planner | None) -> Planner:
+    """A planner as the engine builds it.  before: the one whose place it takes, and whose policy stays."""
     limits = PlannerLimits(
         max_running=setup.max_running,
         max_step_tokens=setup.max_step_tokens,
@@ -70,7 +70,7 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float]) -> P
     liar = liar_of(setup)
     drafted = DraftModel(path="", num_tokens=liar.num_tokens, max_len=setup.max_len)
     drafts = partial(_drafts, proposer=drafted if setup.drafted else liar)
-    policy = POLICIES[setup.policy](setup.max_overtaken)
+    policy = POLICIES[setup.policy](setup.max_overtaken) if before is None else before._policy
     return Planner(limits, STRATEGIES[setup.eviction](), policy, clock, drafts if setup.proposer else None)
 
 
