@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -11,21 +10,19 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from engine.actors.executor import PendingStep
-from engine.actors.step_splitting import StepSplitter
 from engine.actors.stream import Stream
 from engine.changeover import Changeover
 from engine.config import Config, build_config
 from engine.errors import CallboardError, RequestError
-from engine.messages import Finish, Step
+from engine.messages import Finish
 from engine.params import SamplingParams
 from engine.sections import LimitsSection
 from engine.system import System
+from tests.engine.held_steps import hold_steps
 from tests.pace import far
 
 NUM_STREAMS = 64
 MOST = 48
-PACE_S = 0.005  # at least, of a step: no stream is over before a test has looked at it
 # Random weights, and no more of them than a step needs to be one.
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -62,16 +59,7 @@ def config(tmp_path: Path) -> Config:
 @pytest.fixture(autouse=True)
 def go(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """While it is not set, executors are held before their next step."""
-    launch, go = StepSplitter.launch, threading.Event()
-    go.set()
-
-    def held(self: StepSplitter, step: Step) -> PendingStep:
-        assert go.wait(far(60))
-        time.sleep(PACE_S)
-        return launch(self, step)
-
-    monkeypatch.setattr(StepSplitter, "launch", held)
-    return go
+    return hold_steps(monkeypatch)
 
 
 def play(config: Config, scenario: Callable[[System, Changeover], Awaitable[None]]) -> None:
