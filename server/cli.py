@@ -38,6 +38,7 @@ from server.keys import read_keys
 from server.model_card import ModelCard
 from server.run.greeting import greet
 from server.run.serve import serve, serve_from_process
+from server.storage.store import check_storage
 
 if TYPE_CHECKING:
     from engine.llm import LLM
@@ -236,6 +237,7 @@ async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> No
     from engine.workers.frontend import FrontendCommand, RemoteIngress
 
     read_keys(config.server)  # a file that cannot be used is said before a model is loaded
+    check_storage(config.storage)
     # The port first: finding it taken must not cost the time of loading a model.
     with bind(config.server.host, config.server.port) as listener:
         frontend = FrontendCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None
@@ -250,7 +252,7 @@ async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> No
                 await serve_from_process(config.server, system.entrance, listener=listener, engine=engine)
             else:
                 backend = Backend(system.entrance, system.monitor, card, system.codec)
-                await serve(config.server, config.limits, backend, listener=listener, engine=engine)
+                await serve(config.server, config.limits, backend, config.storage, listener=listener, engine=engine)
         finally:
             await system.stop()
             engine.cancel()

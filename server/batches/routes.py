@@ -40,7 +40,7 @@ class BatchRoutes:
         one = BATCHES + "/{id}"
         return [
             web.post(BATCHES, self.create),
-            web.get(BATCHES, self.list),
+            web.get(BATCHES, self.all),
             web.get(one, self.get),
             web.post(one + "/cancel", self.cancel),
         ]
@@ -62,10 +62,10 @@ class BatchRoutes:
         self._runner.begin(batch.id)
         return json_reply(batch)
 
-    async def list(self, request: web.Request) -> web.Response:
+    async def all(self, request: web.Request) -> web.Response:
         """Tell of the client's batches.  Raises RequestError: 400."""
         asked = Asked.by(request.query, default=LISTED, most=MAX_LISTED)
-        return json_reply(await self._table.list(owner_of(request), asked))
+        return json_reply(await self._table.listed(owner_of(request), asked))
 
     async def get(self, request: web.Request) -> web.Response:
         """Tell of one.  Raises RequestError: 404."""

@@ -4,7 +4,6 @@ Owns: how a batch and its lines change, each change whole or not at all.  Does n
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -76,7 +75,7 @@ class BatchTable:
         """Raises RequestError (404)."""
         return (await self._store.run(lambda connection: _find(connection, batch_id, owner))).batch
 
-    async def list(self, owner: str, asked: Asked) -> ListPage:
+    async def listed(self, owner: str, asked: Asked) -> ListPage:
         """Returns a part of an owner's batches."""
         than, order = asked.sql
 
@@ -202,9 +201,7 @@ class BatchTable:
     async def end(self, batch_id: str, ending: Status, name_line: Callable[[int], str]) -> None:
         """Write a batch's files and give it its last status.  name_line: the id of an output line by its number."""
         owner, batch = structs.astuple(await self.entry(batch_id))
-        await self._store.insist(
-            lambda connection: self._end(connection, owner, batch, ending, name_line)
-        )
+        await self._store.insist(lambda connection: self._end(connection, owner, batch, ending, name_line))
 
     def _end(
         self, connection: Connection, owner: str, batch: BatchObject, ending: Status, name_line: Callable[[int], str]

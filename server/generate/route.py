@@ -164,11 +164,15 @@ class GenerateRoute(Generic[B]):
 
     def __init__(self, endpoint: Endpoint[B], server: ServerSection) -> None:
         self._endpoint = endpoint
-        self._reader = BodyReader(endpoint.body_type, self._translate, server, elsewhere=endpoint.elsewhere)
+        self._reader = BodyReader(endpoint.body_type, self._understand, server, elsewhere=endpoint.elsewhere)
 
-    def _translate(self, body: B) -> tuple[B, Generation]:
+    def _understand(self, body: B) -> tuple[B, Generation]:
+        return body, self.translate(body)
+
+    def translate(self, body: B) -> Generation:
+        """Returns what a body asks for.  Raises RequestError with the names that its clients know."""
         try:
-            return body, self._endpoint.translate(body)
+            return self._endpoint.translate(body)
         except RequestError as error:
             raise self._renamed(error, body) from None
 

@@ -148,9 +148,9 @@ class ResponsesWriter(Writer):
         if self._keeping is not None:
             await self._keeping
 
-    def now(self, status: Status, error: RequestError | None = None) -> ResponseObject:
-        """Returns the response as it is before its output, or without it."""
-        return self._object(status, error)
+    def queued(self) -> ResponseObject:
+        """Returns the response as it is before its work begins."""
+        return self._object("queued")
 
     def _ended(self) -> ResponseObject:
         whole = self._object()
@@ -214,7 +214,7 @@ def _response_format(given: TextFormat) -> ResponseFormat:
 
 def _refuse_what_needs_a_store(body: ResponsesBody) -> None:
     """Raise RequestError for a field that needs kept state: ignoring it would change the answer."""
-    off = "storage.folder is not set, or of no use here"
+    off = "storage.folder is empty, or this is a line of a batch"
     kept = f"nothing is kept between requests ({off}); send the whole conversation as input"
     asked = {
         "previous_response_id": (body.previous_response_id is not None, kept),

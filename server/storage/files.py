@@ -3,7 +3,7 @@
 Owns: what is said of a file, and how files come and go.  Does not know: HTTP, what is in them.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -74,7 +74,7 @@ class Files:
         """Raises RequestError (404)."""
         return await self._store.run(lambda connection: find_file(connection, owner, file_id))
 
-    async def list(self, owner: str, asked: Asked, purpose: str | None) -> ListPage:
+    async def listed(self, owner: str, asked: Asked, purpose: str | None) -> ListPage:
         """Returns a part of an owner's files."""
         than, order = asked.sql
 
@@ -109,7 +109,7 @@ class Files:
             connection.execute("DELETE FROM files WHERE id = ?", (file.id,))
 
         await self._store.run(work)
-        await self._store.run(lambda _: self._store.content(file_id).unlink(missing_ok=True))
+        await self._remove([file_id])
 
     async def sweep(self) -> None:
         """Let go of what has expired."""
@@ -128,9 +128,18 @@ class Files:
                 )
             return [file_id for (file_id,) in gone]
 
-        for file_id in await self._store.run(work):
-            with suppress(RequestError):  # the next start removes it
-                await self._store.run(lambda _, path=self._store.content(file_id): path.unlink(missing_ok=True))
+        gone = await self._store.run(work)
+        await self._remove(gone)
+
+    async def _remove(self, file_ids: Sequence[str]) -> None:
+        """Remove contents that no row names any more; what cannot be removed now is at the next start."""
+
+        def work(_: Connection) -> None:
+            for file_id in file_ids:
+                self._store.content(file_id).unlink(missing_ok=True)
+
+        with suppress(RequestError):
+            await self._store.run(work)
 
 
 def insert_file(connection: Connection, owner: str, file: FileObject) -> None:
@@ -152,5 +161,3 @@ def _file(row: tuple[str, str, str, str, int, int, int | None]) -> FileObject:
     return FileObject(
         id=file_id, bytes=num_bytes, created_at=created_at, expires_at=expires_at, filename=filename, purpose=purpose
     )
-
-

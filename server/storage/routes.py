@@ -54,7 +54,7 @@ class FileRoutes:
         one = FILES + "/{id}"
         return [
             web.post(FILES, self.create),
-            web.get(FILES, self.list),
+            web.get(FILES, self.all),
             web.get(one, self.get),
             web.delete(one, self.delete),
             web.get(one + "/content", self.content),
@@ -89,10 +89,10 @@ class FileRoutes:
             await self._files.add(owner, file, part)
         return json_reply(file)
 
-    async def list(self, request: web.Request) -> web.Response:
+    async def all(self, request: web.Request) -> web.Response:
         """Tell of the client's files.  Raises RequestError: 400."""
         asked = Asked.by(request.query, default=MAX_LISTED, most=MAX_LISTED)
-        return json_reply(await self._files.list(owner_of(request), asked, request.query.get("purpose")))
+        return json_reply(await self._files.listed(owner_of(request), asked, request.query.get("purpose")))
 
     async def get(self, request: web.Request) -> web.Response:
         """Tell of one.  Raises RequestError: 404."""

@@ -42,9 +42,7 @@ def check_multipart(request: web.Request) -> None:
 
 
 @asynccontextmanager
-async def received(
-    request: web.Request, part_path: Path, server: ServerSection, most: int
-) -> AsyncIterator[Upload]:
+async def received(request: web.Request, part_path: Path, server: ServerSection, most: int) -> AsyncIterator[Upload]:
     """Read a body, and its file into ``part_path``, which is removed in the end if it is still there.
 
     most: bytes that the file may have.  Raises RequestError: 400, 408, 413, 415, or 507 for a full disk."""
@@ -59,7 +57,7 @@ async def received(
             raise disk_error(error) from error
         yield upload
     finally:
-        part_path.unlink(missing_ok=True)
+        part_path.unlink(missing_ok=True)  # noqa: ASYNC240: no wait, or a cancellation would leave it
 
 
 async def _read(request: web.Request, target: BufferedWriter, server: ServerSection, most: int) -> Upload:
