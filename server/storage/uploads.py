@@ -57,7 +57,7 @@ async def received(request: web.Request, part_path: Path, server: ServerSection,
             raise disk_error(error) from error
         yield upload
     finally:
-        part_path.unlink(missing_ok=True)  # noqa: ASYNC240: no wait, or a cancellation would leave it
+        part_path.unlink(missing_ok=True)  # noqa: ASYNC240 - a wait could be cancelled, and leave it
 
 
 async def _read(request: web.Request, target: BufferedWriter, server: ServerSection, most: int) -> Upload:
