@@ -6,6 +6,7 @@ A line that steps back runs again later, and gives the same answer then, so all 
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from engine.sections import LimitsSection
@@ -62,10 +63,10 @@ class Pace:
             self._looking = asyncio.create_task(self._look(), name="batch-pace")
         while not self._has_room():
             self._ended.clear()
-            try:
-                await asyncio.wait_for(self._ended.wait(), LOOK_EVERY_S)
-            except TimeoutError:
-                continue
+            # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the event.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await self._ended.wait()
 
     def _has_room(self) -> bool:
         ingress = self._backend.ingress

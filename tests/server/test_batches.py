@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import sqlite3
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +156,8 @@ def test_lines_without_a_seed_draw_each_by_itself(client: openai.OpenAI, server:
         ([line("")], "invalid_line", 1, "custom_id"),
         ([line("a", stream=True)], "invalid_line", 1, "stream"),
         ([b'"\xff"'], "invalid_json_line", 1, "JSON"),
-        ([b"[" * 100_000], "invalid_json_line", 1, "JSON"),
+        ([b'{"custom_id": ' + b"[" * 100_000], "invalid_line", 1, "custom_id"),
+        ([b'{"x": ' + b"[" * 100_000], "invalid_json_line", 1, "JSON"),
         ([b" ", b""], "empty_file", None, "no lines"),
     ],
 )
@@ -265,8 +268,14 @@ def test_a_key_that_is_gone_ends_its_batches(tmp_path: Path, storage: StorageSec
         batch = begin(client, line("a"), *(line(f"h{number}", prompt="!hang") for number in range(200)))
         wait_for_counts(client, batch, 1)
     keys.write_text("[clients]\nbob = 'two'\n")
-    with LiveServer(server=server, storage=storage):
-        time.sleep(0.5)
+    with LiveServer(server=server, storage=storage) as live:
+        database = f"file:{storage.folder}/store/index.sqlite3?mode=ro"
+
+        def has_failed() -> bool:
+            with closing(sqlite3.connect(database, uri=True)) as connection:
+                return connection.execute("SELECT status FROM batches").fetchone() == ("failed",)
+
+        assert live.wait_until(has_failed, 10)
     # A name may get another key: what it has stored is its own still.
     keys.write_text("[clients]\nalice = 'three'\nbob = 'two'\n")
     with LiveServer(server=server, storage=storage) as live, connect(live, "three") as client:
