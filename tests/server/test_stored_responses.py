@@ -95,17 +95,20 @@ def test_a_conversation_goes_on_from_a_response(client: openai.OpenAI, server: L
     assert (caught.value.code, caught.value.param) == ("response_not_found", "previous_response_id")
 
 
-def test_calls_and_thoughts_are_gone_on_from(client: openai.OpenAI, server: LiveServer) -> None:
-    thought = ask_for(client, "!think")
-    called = ask_for(client, "!call", previous_response_id=thought.id, tools=[CALL_TOOL])
-    call = called.output[-1]
-    assert call.type == "function_call"
+def test_calls_are_gone_on_from(client: openai.OpenAI, server: LiveServer) -> None:
+    called = ask_for(client, "!call", tools=[CALL_TOOL])
+    (call,) = (item for item in called.output if item.type == "function_call")
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "seen"}
     ask_for(client, [output], previous_response_id=called.id, tools=[CALL_TOOL])
     turns = server.ingress.asked[-1][0]
-    assert [turn.role for turn in turns] == ["user", "assistant", "user", "assistant", "tool"]
-    assert turns[3].tool_calls[0].name == "look"
-    assert (turns[4].content, turns[4].tool_call_id) == ("seen", call.call_id)
+    assert [turn.role for turn in turns] == ["user", "assistant", "tool"]
+    assert turns[1].tool_calls[0].name == "look"
+    assert (turns[2].content, turns[2].tool_call_id) == ("seen", call.call_id)
+
+
+def test_thoughts_are_gone_on_from(client: openai.OpenAI, server: LiveServer) -> None:
+    ask_for(client, "more", previous_response_id=ask_for(client, "!think").id)
+    assert [bool(turn.reasoning) for turn in server.ingress.asked[-1][0]] == [False, True, False]
 
 
 def test_a_conversation_whose_middle_was_deleted_is_said_to_be_so(client: openai.OpenAI) -> None:
