@@ -9,9 +9,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from engine.sections import LimitsSection
 from server.backend import Backend
-from server.clients import ClientRequest
+from server.clients import ClientRequest, Clients
 
 T = TypeVar("T")
 LOOK_EVERY_S = 0.05  # while there are lines: live requests come and go without a word
@@ -21,9 +20,9 @@ FREE_SHARE = 4  # one row of so many stays free
 class Pace:
     """Lets attempts begin when there is room, those first that asked first."""
 
-    def __init__(self, backend: Backend, limits: LimitsSection) -> None:
+    def __init__(self, backend: Backend, clients: Clients) -> None:
         self._backend = backend
-        self._most = min(max(limits.max_requests // 2, 1), limits.max_requests_per_client or limits.max_requests)
+        self._clients = clients
         self._running: dict[asyncio.Task[Any], ClientRequest] = {}
         self._turn = asyncio.Lock()
         self._ended = asyncio.Event()
@@ -53,12 +52,9 @@ class Pace:
                 return task.result()
 
     async def _room(self) -> None:
-        while not self._max_running:
-            # Before the model is loaded nobody knows.
-            if self._backend.ingress.ready:
-                self._max_running = (await self._backend.monitor.look()).gauges.max_running
-            else:
-                await asyncio.sleep(LOOK_EVERY_S)
+        while not self._backend.ingress.ready:  # noqa: ASYNC110 - it has no event for becoming so again
+            await asyncio.sleep(LOOK_EVERY_S)
+        self._max_running = (await self._backend.monitor.look()).gauges.max_running
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look(), name="batch-pace")
         while not self._has_room():
@@ -73,8 +69,11 @@ class Pace:
         num_open = max(ingress.num_open, len(self._running))
         if not num_open:
             return True
-        num_free = -(-self._max_running // FREE_SHARE)
-        return num_open < min(self._max_running - num_free, self._most) and not self._live_wait
+        limits, num_rows = self._clients.limits, self._max_running
+        most = min(num_rows - -(-num_rows // FREE_SHARE), limits.max_requests // 2)
+        if limits.max_requests_per_client:
+            most = min(most, limits.max_requests_per_client)
+        return num_open < most and not self._live_wait
 
     @property
     def _num_live(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from engine.sections import LimitsSection, ServerSection
+from engine.sections import ServerSection
 from server.backend import Backend
 from server.batches.pace import Pace
 from server.batches.routes import BatchRoutes
@@ -31,7 +31,6 @@ class Unattended(NamedTuple):
     """What work needs that no connection waits for."""
 
     server: ServerSection
-    limits: LimitsSection
     backend: Backend
     clients: Clients
     keys: Keys
@@ -41,11 +40,11 @@ def add_storage(
     app: web.Application, store: Store, served: Mapping[str, GenerateRoute[Any]], work: Unattended
 ) -> frozenset[str]:
     """Add the routes, and the work of while the application runs.  Returns which of ``served`` have theirs."""
-    server, limits, backend, clients, keys = work
+    server, backend, clients, keys = work
     files = Files(store)
     table = BatchTable(store, files)
     routes = {path: route for path, route in served.items() if path in IN_BATCHES}
-    runner = BatchRunner(table, routes, clients, keys, server, Pace(backend, limits))
+    runner = BatchRunner(table, routes, clients, keys, server, Pace(backend, clients))
     app.add_routes([*FileRoutes(store, server).routes, *BatchRoutes(table, runner, routes, server).routes])
     responses = None
     if RESPONSES in served:

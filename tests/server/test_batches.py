@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -361,7 +362,7 @@ class Rows:
     def __init__(self) -> None:
         self.ready = True
         self.live = 0
-        self.lines: set["LineClient"] = set()
+        self.lines: set[LineClient] = set()
         self.stats: Stats | None = None
 
     @property
@@ -373,7 +374,8 @@ class Rows:
 
     def pace(self, **limits: int) -> Pace:
         parts: Mapping[str, Any] = {"ingress": self, "monitor": self, "card": None}
-        return Pace(Backend(**parts), LimitsSection(**limits))
+        clients: Any = SimpleNamespace(limits=LimitsSection(**limits))
+        return Pace(Backend(**parts), clients)
 
     def client(self) -> Any:
         return LineClient(self)

@@ -53,7 +53,8 @@ def post(server: LiveServer, body: bytes, kind: str = f"multipart/form-data; bou
 def form(*parts: tuple[str, bytes]) -> bytes:
     """parts: (the rest of the disposition, the value)."""
     body = b"".join(
-        f"--{MARK}\r\nContent-Disposition: form-data; {said}\r\n\r\n".encode() + value + b"\r\n" for said, value in parts
+        f"--{MARK}\r\nContent-Disposition: form-data; {said}\r\n\r\n".encode() + value + b"\r\n"
+        for said, value in parts
     )
     return body + f"--{MARK}--\r\n".encode()
 
@@ -215,7 +216,9 @@ def test_a_list_that_cannot_be_given_is_said(server: LiveServer, query: str) -> 
     assert reply.status == (404 if query.startswith("after") else 400), reply
 
 
-@pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-x", "/v1/files/x/content", "/v1/batches", "/v1/batches/x"])
+@pytest.mark.parametrize(
+    "path", ["/v1/files", "/v1/files/file-x", "/v1/files/x/content", "/v1/batches", "/v1/batches/x"]
+)
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
 def test_without_a_folder_a_404_says_what_turns_it_on(live: LiveServer, method: str, path: str) -> None:
     reply = ask(live.port, method, path)

@@ -58,7 +58,7 @@ def test_a_folder_is_one_servers_alone(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", Path("/proc/callboard")):
-        with pytest.raises(ConfigError, match=f"storage.folder={folder}: cannot be written to"):
+        with pytest.raises(ConfigError, match=rf"storage\.folder={folder}: cannot be written to"):
             check_storage(section(folder))
     check_storage(StorageSection())
 
