@@ -526,6 +526,13 @@ class StorageSection(Section, frozen=True):
             description="Where files, batches, stored responses, the journal and recordings lie; empty: nothing is written"
         ),
     ] = ""
+    quota_mb: Annotated[
+        int, Meta(ge=1, description="Most that the files and responses of one API key may take; beyond it it gets 400")
+    ] = 1024
+    max_file_mb: Annotated[int, Meta(ge=1, description="Largest file that a client may upload")] = 200
+    retention_hours: Annotated[
+        int, Meta(ge=0, description="After how long files, responses and batches that have ended go; 0 for never")
+    ] = 720
 
 
 class ModelTable(Section, frozen=True):

@@ -47,6 +47,7 @@ from server.model_card import ModelCard
 from server.operators.apply_command import add_arguments, apply
 from server.run.greeting import greet
 from server.run.serve import serve, serve_from_process
+from server.storage.store import check_storage
 
 if TYPE_CHECKING:
     from engine.llm import LLM
@@ -255,6 +256,7 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, head: "Head
     from server.run.operations import LocalOperations
 
     read_keys(config.server)  # a file that cannot be used is said before a model is loaded
+    check_storage(config.storage)
     # The port first: finding it taken must not cost the time of loading a model.
     with bind(config.server.host, config.server.port) as listener:
         frontend = FrontendCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None
@@ -271,7 +273,7 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, head: "Head
                 await serve_from_process(config.server, system.entrance, **ways)
             else:
                 backend = Backend(system.entrance, system.monitor, card, system.codec, operations)
-                await serve(config.server, config.limits, backend, **ways)
+                await serve(config.server, config.limits, backend, config.storage, **ways)
         finally:
             await system.stop()
             engine.cancel()

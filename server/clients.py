@@ -191,7 +191,12 @@ class ClientRequest:
         self._clients = clients
         self._client = client
         self._salt = salt
-        self._origin = Origin(client, exchange.id)
+        self._origin = Origin(exchange.client, exchange.id)
+
+    @property
+    def num_open(self) -> int:
+        """Its choices that are open."""
+        return self._num_open
 
     def check_admission(self) -> None:
         """Raise RequestError rather than read a body that would be refused anyway."""
@@ -270,11 +275,15 @@ class Clients:
         self.limits = limits
         self.rates = Rates(limits)
 
+    def request(self, exchange: Exchange, account: str = "") -> ClientRequest:
+        """Returns a request, to be closed when it is answered.  account: whose limits it has; '' for its client's."""
+        return ClientRequest(self, account or exchange.client, self._salts.of(exchange.key), exchange)
+
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Give every HTTP request the client that it is from, while it is handled."""
         exchange = request[EXCHANGE]
-        one = request[CLIENT] = ClientRequest(self, exchange.client, self._salts.of(exchange.key), exchange)
+        one = request[CLIENT] = self.request(exchange)
         self._requests.add(one)
         try:
             return await handler(request)

@@ -29,17 +29,24 @@ SALT_CHARS = 32
 
 class Key(msgspec.Struct, frozen=True):
     """name: what logs call its client.  digest: SHA-256 of the key.  is_operator: whether it opens what operators use.
+    is_named: the name is the operator's, and not the key's place in a list.
 
     salt: separates what is cached for it from what is cached for others; says nothing of the key."""
 
     name: str
     digest: bytes
     is_operator: bool = False
+    is_named: bool = False
 
     @property
     def salt(self) -> str:
         # Not the key itself: a salt may show up in a log one day.
         return self.digest.hex()[:SALT_CHARS]
+
+    @property
+    def owner(self) -> str:
+        """To whom what its client stores belongs: a name may get another key, a place in a list another client."""
+        return f"name:{self.name}" if self.is_named else f"key:{self.salt}"
 
 
 class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,8 +74,8 @@ def read_keys(server: ServerSection) -> list[Key]:
     except (ValueError, RecursionError) as error:  # of UTF-8, TOML and msgspec
         wanted = "expected TOML with [clients] and [operators], each with lines of name = 'key'"
         raise ConfigError(f"{said}: {error}; {wanted}") from None
-    keys += [_key(name, key) for name, key in found.clients.items()]
-    keys += [_key(name, key, is_operator=True) for name, key in found.operators.items()]
+    keys += [_key(name, key, is_named=True) for name, key in found.clients.items()]
+    keys += [_key(name, key, is_operator=True, is_named=True) for name, key in found.operators.items()]
     if not all((*found.clients.values(), *found.operators.values())):
         raise ConfigError(f"{said}: a key is empty; take its line out to lock its client out")
     if not keys:
@@ -96,15 +103,24 @@ class Keys:
 
     def find(self, given: bytes) -> Key | None:
         """The key that equals ``given``; None if there is none."""
+        self._look()
+        digest = hashlib.sha256(given).digest()
+        # All of them, whichever it is: the time says neither how much of a key was right nor which one.
+        matches = [hmac.compare_digest(digest, key.digest) for key in self._keys]
+        return self._keys[matches.index(True)] if any(matches) else None
+
+    def of_owner(self, owner: str) -> Key | None:
+        """The key whose client something belongs to; None if it is no longer one."""
+        self._look()
+        return next((key for key in self._keys if key.owner == owner), None)
+
+    def _look(self) -> None:
+        """Read the file again if it has changed."""
         if self._server.key_file and self._clock() - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = self._clock()
             if (mark := self._marked()) != self._mark:
                 self._mark = mark
                 self._read()
-        digest = hashlib.sha256(given).digest()
-        # All of them, whichever it is: the time says neither how much of a key was right nor which one.
-        matches = [hmac.compare_digest(digest, key.digest) for key in self._keys]
-        return self._keys[matches.index(True)] if any(matches) else None
 
     def _marked(self) -> tuple[int, ...]:
         """What changes with the file; also if another one takes its place, as with Kubernetes' mounted secrets."""
@@ -126,5 +142,5 @@ class Keys:
             log.info("%s was read: %d keys", self._server.key_file, len(self._keys))
 
 
-def _key(name: str, key: str, *, is_operator: bool = False) -> Key:
-    return Key(name, hashlib.sha256(key.encode()).digest(), is_operator)
+def _key(name: str, key: str, *, is_operator: bool = False, is_named: bool = False) -> Key:
+    return Key(name, hashlib.sha256(key.encode()).digest(), is_operator, is_named)

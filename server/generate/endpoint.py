@@ -51,6 +51,12 @@ class Writer(Protocol):
         """Returns the last event of a stream that fails."""
         return error_body(error)
 
+    async def kept(self) -> None:
+        """Wait until the whole answer is stored, if it is to be; the client learns of it only then.
+
+        Raises RequestError if it cannot be."""
+        return None
+
 
 class Endpoint(Protocol[B]):
     """One generating endpoint.

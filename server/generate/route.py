@@ -7,15 +7,16 @@ client, output stays in the engine's streams, where it merges.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from engine.errors import RequestError
+from engine.errors import FieldError, RequestError
 from engine.messages import Delta, Finish, RequestOptions
 from engine.params import SamplingParams
 from engine.sections import ServerSection
@@ -25,7 +26,6 @@ from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import MAX_CHOICES, Generation, Origin, choice_seed
 from server.generate.output import TOKEN_ID_BYTES, Output, PlainText, UsageCounter, by_id, is_plain
 from server.http.body import ORIGIN, BodyReader
-from server.http.exchange import EXCHANGE
 from server.http.replies import json_reply
 from server.http.sse import EventStream
 
@@ -150,46 +150,91 @@ class Choices:
             stream.close()
 
 
+class GenerateTask(NamedTuple, Generic[B]):
+    """A body that was understood, and what is made for its answer."""
+
+    body: B
+    generation: Generation
+    usage: UsageCounter
+    writer: Writer
+
+
 class GenerateRoute(Generic[B]):
     """Handles the requests of one endpoint."""
 
     def __init__(self, endpoint: Endpoint[B], server: ServerSection) -> None:
         self._endpoint = endpoint
-        self._reader = BodyReader(endpoint.body_type, self._translate, server, elsewhere=endpoint.elsewhere)
+        self._reader = BodyReader(endpoint.body_type, self._understand, server, elsewhere=endpoint.elsewhere)
 
-    def _translate(self, body: B) -> tuple[B, Generation]:
+    def _understand(self, body: B) -> tuple[B, Generation]:
+        return body, self.translate(body)
+
+    def translate(self, body: B) -> Generation:
+        """Returns what a body asks for.  Raises RequestError with the names that its clients know."""
         try:
-            return body, self._endpoint.translate(body)
+            return self._endpoint.translate(body)
         except RequestError as error:
             raise self._renamed(error, body) from None
 
     async def post(self, request: web.Request) -> web.StreamResponse:
         """Answer a request.  Raises RequestError or EngineDied as long as nothing was sent."""
-        client, exchange = request[CLIENT], request[EXCHANGE]
-        client.check_admission()
+        request[CLIENT].check_admission()
         body, generation = await self._reader.read(request)
         if ORIGIN in request:
             generation = self._with_origin(generation, request[ORIGIN])
+        return await self.reply(request, self.task(body, generation))
+
+    async def answer(self, client: ClientRequest, body: bytes, amend: Callable[[Generation], Generation]) -> object:
+        """Returns the answer to a body that came by no connection of its own.  Raises as ``post`` does.
+
+        amend: what else is said of the generation by whoever brings it."""
+        client.check_admission()
+        understood, generation = await self._reader.understand(body)
+        if generation.stream:
+            raise FieldError("stream", "must be false here, where an answer comes in one piece")
+        return await self.whole(client, self.task(understood, amend(generation)))
+
+    def task(self, body: B, generation: Generation) -> "GenerateTask[B]":
+        """Returns what is to be done for a body."""
         usage = UsageCounter(generation)
-        writer = self._endpoint.writer(body, generation, usage)
+        return GenerateTask(body, generation, usage, self._endpoint.writer(body, generation, usage))
+
+    async def whole(self, client: ClientRequest, task: "GenerateTask[B]") -> object:
+        """Do it; returns the answer in one piece.  Raises as ``post`` does."""
+        async with self._opened(client, task) as choices:
+            answer = task.writer.whole(await _collect(choices, task.generation, task.usage))
+            await task.writer.kept()
+            return answer
+
+    async def reply(self, request: web.Request, task: "GenerateTask[B]") -> web.StreamResponse:
+        """Do it, and answer a request with it, or with its stream.  Raises as ``post`` does."""
+        body, generation, usage, writer = task
+        client = request[CLIENT]
+        if not generation.stream:
+            reply = json_reply(await self.whole(client, task))
+            if generation.origin.seed is not None:
+                counts = usage.total()
+                reply.headers[USAGE_HEADER] = f"{counts.prompt_tokens} {counts.completion_tokens}"
+            return reply
+        async with self._opened(client, task) as choices:
+            events = EventStream(request, named=self._endpoint.names_events)
+
+            def last_word(error: RequestError) -> msgspec.Struct:
+                if generation.origin.seed is not None and error.code in ENDS_HERE_ONLY:
+                    events.cut()
+                return writer.failure(self._renamed(error, body, generation))
+
+            return await events.carry(_send_all(events, writer, choices, generation, usage), last_word)
+
+    @asynccontextmanager
+    async def _opened(self, client: ClientRequest, task: "GenerateTask[B]") -> AsyncIterator[Choices]:
+        body, generation, usage, writer = task
+        exchange = client.exchange
         exchange.names |= {writer.id, generation.request_id} - {""}
         exchange.parts = writer.parts
         try:
             async with Choices(client, generation) as choices:
-                if not generation.stream:
-                    reply = json_reply(writer.whole(await _collect(choices, generation, usage)))
-                    if generation.origin.seed is not None:
-                        counts = usage.total()
-                        reply.headers[USAGE_HEADER] = f"{counts.prompt_tokens} {counts.completion_tokens}"
-                    return reply
-                events = EventStream(request, named=self._endpoint.names_events)
-
-                def last_word(error: RequestError) -> msgspec.Struct:
-                    if generation.origin.seed is not None and error.code in ENDS_HERE_ONLY:
-                        events.cut()
-                    return writer.failure(self._renamed(error, body, generation))
-
-                return await events.carry(_send_all(events, writer, choices, generation, usage), last_word)
+                yield choices
         except RequestError as error:
             raise self._renamed(error, body, generation) from None
         finally:
@@ -288,5 +333,7 @@ async def _send_all(
         if told or mark:
             await events.send(told, mark)
     await choices.relay(send_now, events.drained)
-    if told := writer.last_events():
+    told = writer.last_events()
+    await writer.kept()
+    if told:
         await events.send(told)

@@ -135,6 +135,10 @@ class BodyReader(Generic[B, T]):
         """Returns what the body asks for.  Raises RequestError: 400, 408, 413 or 415.
 
         Of one that a router has sent on, the request has the ``ORIGIN`` then."""
+        return await self.understand(await self.receive(request))
+
+    async def receive(self, request: web.Request) -> bytes:
+        """Returns the body as it came.  Raises RequestError: 400, 408, 413 or 415."""
         is_routed = check_headers(request) == ROUTED_TYPE
         body = await collect(request, self._server, MOST_ORIGIN_BYTES if is_routed else 0)
         if is_routed:
@@ -148,6 +152,10 @@ class BodyReader(Generic[B, T]):
             body = bytes(routed.request)
             if len(body) > self._server.max_body_bytes:
                 raise _too_large(self._server.max_body_bytes)
+        return body
+
+    async def understand(self, body: bytes) -> T:
+        """Returns what a body asks for.  Raises RequestError: 400."""
         if len(body) > LARGE_BODY_BYTES:
             return await asyncio.to_thread(self._understand, body)
         return self._understand(body)

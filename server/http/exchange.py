@@ -41,7 +41,7 @@ WATCHED = frozenset({"/health", "/ready", "/ping", "/metrics", "/stats", "/load"
 CLIENT_LEFT = 499  # what nginx logs for a client that left before the response
 COUNTED_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 ANY_ORIGIN = "*"
-CORS_METHODS = "GET, POST, OPTIONS"
+CORS_METHODS = "GET, POST, DELETE, OPTIONS"
 CORS_HEADERS = "Authorization, Content-Type, X-Request-Id"  # unless the browser says which the page wants to send
 CORS_MAX_AGE_S = 600
 PRIVATE_NAMES = (".localhost", ".internal")  # no public DNS has names that end so
@@ -61,15 +61,16 @@ class Exchange:
     key: which of the API keys it brought, where there are any.  cors: what a browser must be told.
     error_format: what errors look like to the route's clients."""
 
-    def __init__(self, request: web.BaseRequest) -> None:
-        self.id = _request_id(request.headers.get(REQUEST_ID_HEADER, ""))
+    def __init__(self, request: web.BaseRequest | None = None, name: str = "", address: str = "-") -> None:
+        """request: None for work that no connection waits for; then its id is ``name``, its client's ``address``."""
+        self.id = name if request is None else _request_id(request.headers.get(REQUEST_ID_HEADER, ""))
         self.route = "-"
         self.usage: tuple[int, int] | None = None
         self.replica = ""
         self.names: set[str] = set()
         self.parts: Mapping[str, range] = {}
         self.key: Key | None = None
-        self._address = request.remote or "-"
+        self._address = address if request is None else request.remote or "-"
         self.cors: dict[str, str] = {}
         self.error_format: ErrorFormat = error_body
 

@@ -40,6 +40,7 @@ from server.responses.endpoint import refuse_stored
 from server.run.app import STORED, own_version
 from server.run.openapi import openapi_handler
 from server.run.serve import listen_for_signals
+from server.storage.routes import known_routes, refuse_storage
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ def _application(
             *(web.post(path, routes.post) for path in POSTED),
             *(web.get(path, routes.look) for path in LOOKED_AT),
             web.route("*", STORED, refuse_stored),
+            *known_routes(refuse_storage),
             *(web.post(path, refuse_settings) for path in PATHS),
         ]
     )

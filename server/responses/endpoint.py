@@ -4,7 +4,7 @@ Owns: what may be asked, and what is said of the answer.  Does not know: the ord
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 from aiohttp import web
@@ -39,6 +39,7 @@ from server.responses.objects import (
 from server.responses.requests import FlatToolChoice, ResponsesBody, TextFormat
 
 LOGPROBS = "message.output_text.logprobs"
+UNDER_WAY: tuple[Status | None, ...] = ("queued", "in_progress")
 
 
 class Responses(Endpoint[ResponsesBody]):
@@ -94,7 +95,8 @@ class Responses(Endpoint[ResponsesBody]):
 async def refuse_stored(request: web.Request) -> web.StreamResponse:
     """Answer whatever is asked about a response that was given before.  Raises RequestError: 404."""
     raise RequestError(
-        "responses are not stored by this server; a running one ends when its connection is closed",
+        "responses are not stored by this server; a running one ends when its connection is closed, and the operator "
+        "has them stored with storage.folder, for one model",
         status=404,
         code="response_not_found",
     )
@@ -113,12 +115,14 @@ class ResponsesWriter(Writer):
         self._created_at = int(generation.origin.created)
         self._finish = Finish.RUNNING
         self._started = False
+        self._keeping: Awaitable[None] | None = None
+        self.keep: Callable[[ResponseObject], Awaitable[None]] | None = None  # set where the answer is stored
 
     def whole(self, outputs: Sequence[Output]) -> ResponseObject:
         (output,) = outputs
         self._items.take(output.delta)
         self._finish = output.delta.finish
-        return self._object()
+        return self._ended()
 
     def events(self, index: int, delta: Delta) -> list[msgspec.Struct]:
         events: list[msgspec.Struct] = []
@@ -133,12 +137,26 @@ class ResponsesWriter(Writer):
         self._items.num_events = num_events
 
     def last_events(self) -> list[msgspec.Struct]:
-        whole = self._object()
+        whole = self._ended()
         kind = "incomplete" if whole.status == "cancelled" else whole.status  # it has no event of its own
         return [self._items.event(kind, response=whole)]
 
     def failure(self, error: RequestError) -> msgspec.Struct:
         return self._items.event("failed", response=self._object("failed", error))
+
+    async def kept(self) -> None:
+        if self._keeping is not None:
+            await self._keeping
+
+    def queued(self) -> ResponseObject:
+        """Returns the response as it is before its work begins."""
+        return self._object("queued")
+
+    def _ended(self) -> ResponseObject:
+        whole = self._object()
+        if self.keep is not None:
+            self._keeping = self.keep(whole)
+        return whole
 
     def _object(self, status: Status | None = None, error: RequestError | None = None) -> ResponseObject:
         """Returns the response as it is now.  status: None once the output has ended."""
@@ -155,15 +173,18 @@ class ResponsesWriter(Writer):
             instructions=body.instructions,
             max_output_tokens=_max_tokens(body),
             model=self._model,
-            output=list(self._items.output) if status != "in_progress" else [],
+            output=[] if status in UNDER_WAY else list(self._items.output),
             parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            background=bool(body.background),
+            store=self.keep is not None,
             reasoning={"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             temperature=params.temperature,
             text=given["text"] or {"format": {"type": "text"}},
             tool_choice=given["tool_choice"] or "auto",
             tools=given["tools"] or [],
             top_p=params.top_p,
-            usage=None if status == "in_progress" else _usage(self._usage.total()),
+            usage=None if status in UNDER_WAY else _usage(self._usage.total()),
             metadata=body.metadata or {},
         )
 
@@ -193,12 +214,13 @@ def _response_format(given: TextFormat) -> ResponseFormat:
 
 def _refuse_what_needs_a_store(body: ResponsesBody) -> None:
     """Raise RequestError for a field that needs kept state: ignoring it would change the answer."""
-    kept = "nothing is kept between requests; send the whole conversation as input"
+    off = "storage.folder is empty, or this is a line of a batch"
+    kept = f"nothing is kept between requests ({off}); send the whole conversation as input"
     asked = {
         "previous_response_id": (body.previous_response_id is not None, kept),
         "conversation": (is_given(body.conversation), kept),
         "prompt": (is_given(body.prompt), "no prompts are kept; send their text as instructions and input"),
-        "background": (bool(body.background), "no answers are kept to be asked for later"),
+        "background": (bool(body.background), f"no answers are kept to be asked for later ({off})"),
         "truncation": (body.truncation == "auto", "nothing is cut off; an input that is too long is an error"),
         "n": (body.n not in (None, 1), "a response has one output"),
     }

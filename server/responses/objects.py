@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from server.openai.answers import TokenLogprob
 
-Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
@@ -108,9 +108,10 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     output: list[Item] = []
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None = None
+    background: bool = False
     reasoning: dict[str, str | None]
-    store: Literal[False] = False
+    store: bool = False
     temperature: float
     text: dict[str, Any]
     tool_choice: Any

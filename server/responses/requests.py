@@ -1,7 +1,7 @@
 """The body of POST /v1/responses.
 
 Owns: field names and JSON types.  Does not know: what the items mean.
-Nothing is stored between requests: a conversation is sent as a whole each time.
+Where responses are stored a conversation goes on from one of them; elsewhere it is sent as a whole each time.
 """
 
 from typing import Annotated, Literal

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from engine.actors.operations import SettingsChanged
 from engine.pooling import check_task
-from engine.sections import LimitsSection, ServerSection
+from engine.sections import LimitsSection, ServerSection, StorageSection
 from engine.text.codec import TextCodec
 from server.adapters import Adapters
 from server.anthropic.endpoint import CountRoute, Messages
@@ -46,6 +46,9 @@ from server.pooling.raw import RawPooling
 from server.pooling.requests import PooledTranslator
 from server.responses.endpoint import Responses, refuse_stored
 from server.run.openapi import openapi_handler
+from server.run.storage import Unattended, add_storage
+from server.storage.routes import known_routes, refuse_storage
+from server.storage.store import Store
 
 STORED = "/v1/responses/{path:.+}"
 DISTRIBUTION = "callboard"
@@ -57,10 +60,12 @@ def create_runner(
     backend: Backend,
     salts: CacheSalts | None = None,
     adapters: Adapters | None = None,
+    storage: StorageSection | None = None,
 ) -> HttpRunner:
     """Returns aiohttp's runner for the whole API, to be set up on the event loop that ingress runs on.
 
-    salts: None for new ones.  adapters: None for those of the model's card."""
+    salts: None for new ones.  adapters: None for those of the model's card.  storage: None to store nothing.
+    Raises ConfigError for a folder of ``storage`` that cannot be used."""
     version = own_version()
     card = backend.card
     adapters = adapters or Adapters(card.adapter_rules, card.adapters, card.name)
@@ -92,9 +97,18 @@ def create_runner(
         "/generate": Native(translator),
         **_pooled_endpoints(PooledTranslator(translator)),
     }
+    served: dict[str, GenerateRoute[Any]] = {}
     for path, endpoint in endpoints.items():
-        serves = endpoint.task in backend.card.pooling.tasks
-        app.router.add_post(path, GenerateRoute(endpoint, server).post if serves else refused(endpoint, backend.card))
+        if endpoint.task in backend.card.pooling.tasks:
+            served[path] = GenerateRoute(endpoint, server)
+        else:
+            app.router.add_post(path, refused(endpoint, backend.card))
+    if storage is not None and storage.folder:
+        stored = add_storage(app, Store(storage), served, Unattended(server, backend, clients, keys))
+    else:
+        stored = frozenset()
+        app.add_routes([*known_routes(refuse_storage), web.route("*", STORED, refuse_stored)])
+    app.add_routes(web.post(path, route.post) for path, route in served.items() if path not in stored)
     app.add_routes(_api_routes(server, translator, backend.codec))
     metrics = MetricsRoute(backend, traffic, version=version, aliases=server.vllm_metric_names)
     app.router.add_get("/metrics", metrics.get)
@@ -134,7 +148,6 @@ def _api_routes(server: ServerSection, translator: Translator, codec: TextCodec)
     return [
         web.get("/v1/models", models.all),
         web.get("/v1/models/{id:.+}", models.one),
-        web.route("*", STORED, refuse_stored),
         *(web.post(prefix + "/tokenize", tokenization.tokenize) for prefix in ("", "/v1")),
         *(web.post(prefix + "/detokenize", tokenization.detokenize) for prefix in ("", "/v1")),
         web.get("/tokenizer_info", tokenization.info),

@@ -11,6 +11,7 @@ from aiohttp import web
 from engine.changeover import Outcome
 from server.anthropic.objects import MessageError, MessageEvent, MessageObject, TokenCountAnswer
 from server.anthropic.requests import CountBody, MessagesBody
+from server.batches.objects import BatchBody, BatchObject
 from server.http.exchange import Handler
 from server.http.replies import ErrorBody
 from server.native.bodies import NativeBody, NativeOutput
@@ -28,30 +29,37 @@ from server.pooling.pairs import Ranking, RerankBody, ScoreBody, ScoreList
 from server.pooling.raw import PoolingBody, PoolingList
 from server.responses.objects import Event, ResponseObject
 from server.responses.requests import ResponsesBody
+from server.storage.files import Deleted, FileObject
+from server.storage.pages import ListPage
+from server.storage.routes import BATCHES, FILES
+from server.storage.uploads import MULTIPART
 
 REFERENCE = "#/components/schemas/{name}"
 JSON = "application/json"
 STREAM = "text/event-stream"
+BINARY = "application/octet-stream"
 NAMED_EVENTS = (Event, MessageEvent)  # a stream of them ends without a word of its own
 ERRORS = {
     "400": "A value or the body is wrong; param names the field.",
     "401": "The API key is missing or wrong.",
-    "404": "There is no such model.",
+    "403": "A page of another site, or a key that is not an operator's.",
+    "404": "There is no such model, file, batch or response.",
     "408": "The body did not arrive in time.",
-    "409": "The request was aborted.",
+    "409": "The request was aborted; what it names is in use or has ended.",
     "413": "The body is too large.",
     "415": "The body is not JSON, or compressed.",
     "429": "Too many requests are open; see Retry-After.",
     "500": "The server failed.",
     "503": "The server cannot take requests now; see Retry-After.",
     "504": "The request took too long.",
+    "507": "The server's disk is full.",
 }
 
 
 class Operation(NamedTuple):
     """A route.  answer: the type of what comes in one piece.  event: what its stream is made of, if it streams.
 
-    error: the body of its errors."""
+    error: the body of its errors.  form: the fields of a body that has a file, as OpenAPI has them."""
 
     method: str
     path: str
@@ -60,13 +68,37 @@ class Operation(NamedTuple):
     body: type[msgspec.Struct] | None = None
     event: Any = None
     error: type[msgspec.Struct] = ErrorBody
+    form: dict[str, Any] | None = None
 
 
+UPLOAD = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"const": "batch"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer"},
+    },
+    "required": ["file", "purpose"],
+}
 NATIVE = NativeOutput | list[NativeOutput]
 OPERATIONS = (
     Operation("post", "/v1/chat/completions", "Answer a conversation.", ChatCompletion, ChatBody, ChatChunk),
     Operation("post", "/v1/completions", "Continue prompts.", Completion, CompletionBody, Completion),
     Operation("post", "/v1/responses", "Answer a conversation, as items.", ResponseObject, ResponsesBody, Event),
+    Operation("get", "/v1/responses/{id}", "A stored response.", ResponseObject),
+    Operation("delete", "/v1/responses/{id}", "Let go of a stored response.", Deleted),
+    Operation("post", "/v1/responses/{id}/cancel", "End a response in the background.", ResponseObject),
+    Operation("get", "/v1/responses/{id}/input_items", "What a response was the answer to.", ListPage),
+    Operation("post", FILES, "Store a file.", FileObject, form=UPLOAD),
+    Operation("get", FILES, "The client's files.", ListPage),
+    Operation("get", FILES + "/{id}", "What is known of a file.", FileObject),
+    Operation("get", FILES + "/{id}/content", "What is in a file.", bytes),
+    Operation("delete", FILES + "/{id}", "Let go of a file.", Deleted),
+    Operation("post", BATCHES, "Answer the requests of a file.", BatchObject, BatchBody),
+    Operation("get", BATCHES, "The client's batches.", ListPage),
+    Operation("get", BATCHES + "/{id}", "How far a batch is.", BatchObject),
+    Operation("post", BATCHES + "/{id}/cancel", "Run no more of a batch.", BatchObject),
     Operation("post", "/v1/embeddings", "Texts as vectors.", EmbeddingList, EmbeddingBody),
     Operation("post", "/classify", "Texts as probabilities of labels.", ClassificationList, ClassifyBody),
     Operation("post", "/v1/score", "How well texts fit another.", ScoreList, ScoreBody),
@@ -128,7 +160,8 @@ def document(version: str) -> dict[str, Any]:
 
 
 def _operation(one: Operation, by_kind: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-    answers = {JSON: {"schema": by_kind[one.answer]}}
+    binary: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+    answers = {BINARY: binary} if one.answer is bytes else {JSON: {"schema": by_kind[one.answer]}}
     if one.event is not None:
         content = {"anyOf": [by_kind[one.event], by_kind[one.error]]}
         told = {"type": "string", "contentMediaType": JSON, "contentSchema": content}
@@ -145,6 +178,8 @@ def _operation(one: Operation, by_kind: dict[Any, dict[str, Any]]) -> dict[str, 
     }
     if one.body is not None:
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": by_kind[one.body]}}}
+    if one.form is not None:
+        operation["requestBody"] = {"required": True, "content": {MULTIPART: {"schema": one.form}}}
     if "{id}" in one.path:
         operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     return operation

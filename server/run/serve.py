@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from engine.actors.supervisor import Entrance
-from engine.sections import LimitsSection, ServerSection
+from engine.sections import LimitsSection, ServerSection, StorageSection
 from engine.workers.frontend import RemoteIngress
 from server.backend import Backend
 from server.run.app import create_runner
@@ -27,6 +27,7 @@ async def serve(
     server: ServerSection,
     limits: LimitsSection,
     backend: Backend,
+    storage: StorageSection | None = None,
     *,
     listener: socket.socket,
     engine: "asyncio.Future[None]",
@@ -41,7 +42,7 @@ async def serve(
     The engine's failure: open requests were ended by it; clients are told, then its exception is raised here.
     """
     told_to_stop = listen_for_signals(reload)
-    runner = create_runner(server, limits, backend)
+    runner = create_runner(server, limits, backend, storage=storage)
     try:
         await runner.listen(listener)
         await _serve_and_drain(server, backend.ingress, engine, told_to_stop)

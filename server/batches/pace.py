@@ -1,0 +1,98 @@
+"""How many lines of batches run: as many as leave rows free for live requests, and none that one of these waits for.
+
+Owns: that number, and who steps back.  Does not know: batches, lines, where answers go.
+A line that steps back runs again later, and gives the same answer then, so all it loses is time.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from server.backend import Backend
+from server.clients import ClientRequest, Clients
+
+T = TypeVar("T")
+LOOK_EVERY_S = 0.05  # while there are lines: live requests come and go without a word
+FREE_SHARE = 4  # one row of so many stays free
+
+
+class Pace:
+    """Lets attempts begin when there is room, those first that asked first."""
+
+    def __init__(self, backend: Backend, clients: Clients) -> None:
+        self._backend = backend
+        self._clients = clients
+        self._running: dict[asyncio.Task[Any], ClientRequest] = {}
+        self._turn = asyncio.Lock()
+        self._ended = asyncio.Event()
+        self._max_running = 0
+        self._looking: asyncio.Task[None] | None = None
+
+    async def run(
+        self, new_client: Callable[[], ClientRequest], attempt: Callable[[ClientRequest], Coroutine[Any, Any, T]]
+    ) -> T:
+        """Returns what an attempt gives that was not told to step back.  new_client: who opens the choices of one."""
+        while True:
+            async with self._turn:
+                await self._room()
+                client = new_client()
+                task = asyncio.create_task(attempt(client), name="batch-line")
+                self._running[task] = client
+            try:
+                await asyncio.wait({task})
+            finally:
+                if not task.done():
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+                del self._running[task]
+                client.close()
+                self._ended.set()
+            if not task.cancelled():
+                return task.result()
+
+    async def _room(self) -> None:
+        while not self._backend.ingress.ready:  # noqa: ASYNC110 - it has no event for becoming so again
+            await asyncio.sleep(LOOK_EVERY_S)
+        self._max_running = (await self._backend.monitor.look()).gauges.max_running
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look(), name="batch-pace")
+        while not self._has_room():
+            self._ended.clear()
+            # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the event.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await self._ended.wait()
+
+    def _has_room(self) -> bool:
+        ingress = self._backend.ingress
+        num_open = max(ingress.num_open, len(self._running))
+        if not num_open:
+            return True
+        limits, num_rows = self._clients.limits, self._max_running
+        most = min(num_rows - -(-num_rows // FREE_SHARE), limits.max_requests // 2)
+        if limits.max_requests_per_client:
+            most = min(most, limits.max_requests_per_client)
+        return num_open < most and not self._live_wait
+
+    @property
+    def _num_live(self) -> int:
+        return self._backend.ingress.num_open - sum(client.num_open for client in self._running.values())
+
+    @property
+    def _live_wait(self) -> bool:
+        """Whether a live request may be one of those that wait for a row or for pages."""
+        stats = self._backend.ingress.stats
+        return self._num_live > 0 and stats is not None and stats.waiting > 0
+
+    async def _look(self) -> None:
+        """Make lines step back for live requests, the last ones first, for as long as any run."""
+        waited = False
+        while self._running:
+            if self._num_live > 0:
+                excess = self._backend.ingress.num_open - self._max_running
+                # What waits at two looks in a row has not just come: there are rows, but no pages.
+                waits, waited = waited and self._live_wait, self._live_wait
+                for task in list(self._running)[::-1][: max(excess, int(waits))]:
+                    task.cancel()
+            await asyncio.sleep(LOOK_EVERY_S)

@@ -1,0 +1,204 @@
+"""The folder in which the server keeps what its clients stored: one SQLite database, and a file for each content.
+
+Owns: the lock on the folder, the tables, the thread on which they are read and written, what a failing disk is called.
+Does not know: what the tables are for, HTTP.
+All work is short transactions on one thread, in the order in which it was asked for, so the event loop never waits for
+a disk, and who asks second sees what was asked first.  A content is written beside its place and moved there; one that
+no row of ``files`` names was never finished, and is removed at the next start.
+"""
+
+import asyncio
+import errno
+import fcntl
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Final, TypeVar
+
+from engine.errors import ConfigError, RequestError
+from engine.sections import StorageSection
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Connection = sqlite3.Connection
+
+VERSION: Final = 1  # of the tables
+SCHEMA: Final = """
+CREATE TABLE files (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, purpose TEXT NOT NULL, filename TEXT NOT NULL, bytes INTEGER NOT NULL,
+    created_at INTEGER NOT NULL, expires_at INTEGER
+);
+CREATE INDEX files_of_owner ON files (owner, created_at, bytes);
+CREATE TABLE batches (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, status TEXT NOT NULL, created_at INTEGER NOT NULL,
+    input_file_id TEXT NOT NULL, total INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0,
+    failed INTEGER NOT NULL DEFAULT 0, body BLOB NOT NULL
+);
+CREATE INDEX batches_of_owner ON batches (owner, created_at);
+CREATE INDEX batches_by_status ON batches (status);
+CREATE TABLE lines (
+    batch TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, start INTEGER NOT NULL,
+    length INTEGER NOT NULL, status INTEGER, answer BLOB, PRIMARY KEY (batch, number), UNIQUE (batch, custom_id)
+);
+CREATE TABLE responses (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, status TEXT NOT NULL, background INTEGER NOT NULL,
+    created_at INTEGER NOT NULL, previous TEXT, seed INTEGER, request BLOB, input BLOB NOT NULL, object BLOB NOT NULL,
+    bytes INTEGER NOT NULL
+);
+CREATE INDEX responses_of_owner ON responses (owner, bytes);
+CREATE INDEX responses_by_status ON responses (status);
+"""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+TRY_AGAIN_S = 2.0
+PART: Final = ".part"  # a content that is being written
+
+
+class Store:
+    """Opened at the server's start.  clock: seconds since 1970.
+
+    Raises ConfigError for a folder that cannot be written to, is another server's, or holds what is no such store."""
+
+    def __init__(self, section: StorageSection, clock: Callable[[], float] = time.time) -> None:
+        self.section = section
+        self.clock = clock
+        self._folder = Path(section.folder) / "store"
+        self._said = f"storage.folder={section.folder}"
+        try:
+            (self._folder / "contents").mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"{self._said}: cannot be written to: {error.strerror}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._connection = self._open()
+            self._sweep_contents()
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ConfigError(f"{self._said}: another server uses it; give each a folder of its own") from None
+        except (sqlite3.Error, OSError) as error:
+            os.close(self._lock)
+            raise ConfigError(f"{self._said}: the store in it cannot be used: {error}") from None
+        except ConfigError:
+            os.close(self._lock)
+            raise
+        self._thread = ThreadPoolExecutor(1, "storage")
+
+    def close(self) -> None:
+        """Let go of the folder, once what was asked for is done."""
+        self._thread.shutdown()
+        self._connection.close()
+        os.close(self._lock)
+
+    def content(self, file_id: str) -> Path:
+        """Where the content of a file lies.  file_id: as a row of ``files`` has it, never as a client says it."""
+        return self._folder / "contents" / file_id
+
+    @staticmethod
+    def sync(file: IO[bytes]) -> None:
+        """Wait until what was written to a content is on the disk."""
+        file.flush()
+        os.fsync(file.fileno())
+
+    def place(self, part: Path, file_id: str) -> None:
+        """Move a content that was written to ``part`` to where it belongs, to stay there over a power cut.
+
+        To be called within ``run``, with the row that names it."""
+        part.rename(self.content(file_id))
+        folder = os.open(self._folder / "contents", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    async def run(self, work: Callable[[Connection], T]) -> T:
+        """Returns what ``work`` does in one transaction, on the store's thread.
+
+        Raises RequestError for a disk that is full (507) or fails (503); then nothing of it was done."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work)
+
+    async def insist(self, work: Callable[[Connection], T]) -> T:
+        """Do as ``run`` does, again and again for as long as the disk is full or fails."""
+        while True:
+            try:
+                return await self.run(work)
+            except RequestError as error:
+                if error.status < 500:
+                    raise
+                log.error("%s: %s; it is tried again", self._said, error)
+            await asyncio.sleep(TRY_AGAIN_S)
+
+    def _transact(self, work: Callable[[Connection], T]) -> T:
+        connection = self._connection
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                result = work(connection)
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+            return result
+        except (sqlite3.OperationalError, OSError) as error:
+            raise disk_error(error) from error
+        except UnicodeEncodeError:
+            raise RequestError("half of a surrogate pair is no text, and cannot be stored or looked for") from None
+
+    def _open(self) -> Connection:
+        connection = sqlite3.connect(self._folder / "index.sqlite3", isolation_level=None, check_same_thread=False)
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")  # what was acknowledged outlives a power cut
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if not version:
+                connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+            elif version != VERSION:
+                raise ConfigError(f"{self._said}: its store is of version {version}, this server writes {VERSION}")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _sweep_contents(self) -> None:
+        known = {file_id for (file_id,) in self._connection.execute("SELECT id FROM files")}
+        for path in (self._folder / "contents").iterdir():
+            if path.name not in known:
+                path.unlink()
+
+
+def check_storage(section: StorageSection) -> None:
+    """Raise ConfigError for a folder that a server could not keep anything in."""
+    if section.folder:
+        Store(section).close()
+
+
+def disk_error(error: Exception) -> RequestError:
+    """Returns what a client learns of a disk that does not do what it should.  It names no path."""
+    if isinstance(error, FileNotFoundError):
+        return RequestError("the content of the file is gone from the server's disk", status=404, code="content_lost")
+    code = getattr(error, "sqlite_errorcode", None)
+    if code == sqlite3.SQLITE_FULL or getattr(error, "errno", None) in FULL:
+        reason = "the server's disk is full; nothing was stored"
+        return RequestError(reason, status=507, code="storage_full")
+    why = error.strerror if isinstance(error, OSError) else getattr(error, "sqlite_errorname", "")
+    reason = f"the server cannot write to its storage ({why}); nothing was stored"
+    return RequestError(reason, status=503, code="storage_failed")
+
+
+def check_quota(connection: Connection, section: StorageSection, owner: str, more_bytes: int) -> None:
+    """Raise RequestError (400) if an owner would have more stored than it may."""
+    used = sum(
+        connection.execute(f"SELECT coalesce(sum(bytes), 0) FROM {table} WHERE owner = ?", (owner,)).fetchone()[0]
+        for table in ("files", "responses")
+    )
+    if used + more_bytes > section.quota_mb << 20:
+        raise RequestError(
+            f"you have {used} bytes stored and may have {section.quota_mb << 20} (storage.quota_mb), this needs "
+            f"{more_bytes} more; delete files or responses",
+            code="storage_quota_exceeded",
+        )

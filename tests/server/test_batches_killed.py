@@ -1,0 +1,22 @@
+"""SIGKILL of everything under a batch and background responses: see ``benchmarks/bench_batches.py``, which this runs."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_batches.py"
+
+
+@pytest.mark.parametrize("num_kills", [2])
+def test_every_line_has_one_answer_and_it_is_the_undisturbed_one(tmp_path: Path, num_kills: int) -> None:
+    spec = importlib.util.spec_from_file_location("bench_batches", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    found = bench.undisturbed_and_killed(tmp_path, num_lines=60, num_responses=4, num_kills=num_kills, num_tokens=16)
+    assert found["differing"] == []
+    assert found["missing"] == []
+    assert found["statuses"] == {"200": 58, "404": 2}
+    assert found["lines_done_at_kills"][0] < 60

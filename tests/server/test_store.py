@@ -1,0 +1,210 @@
+"""The folder of what is stored: who may use it, what a disk that fails does, and what a crash leaves."""
+
+import asyncio
+import errno
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import ConfigError, RequestError
+from engine.sections import StorageSection
+from server.storage import store as store_module
+from server.storage.files import FileObject, Files
+from server.storage.pages import Asked
+from server.storage.store import PART, Store, check_storage
+from tests.pace import far
+from tests.server.live_server import run_async
+
+HOUR_S = 3600
+
+
+def section(path: Path, **settings: Any) -> StorageSection:
+    return StorageSection(folder=str(path), **settings)
+
+
+def file_of(name: str, num_bytes: int = 3, created_at: int = 1, expires_at: int | None = None) -> FileObject:
+    return FileObject(
+        id=name, bytes=num_bytes, created_at=created_at, expires_at=expires_at, filename="in.jsonl", purpose="batch"
+    )
+
+
+async def add(store: Store, files: Files, owner: str, file: FileObject) -> None:
+    part = store.content(file.id + PART)
+    part.write_bytes(b"x" * file.bytes)
+    try:
+        await files.add(owner, file, part)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def names(store: Store) -> set[str]:
+    return {path.name for path in store.content("x").parent.iterdir()}
+
+
+def test_a_folder_is_one_servers_alone(tmp_path: Path) -> None:
+    first = Store(section(tmp_path))
+    with pytest.raises(ConfigError, match="another server uses it"):
+        Store(section(tmp_path))
+    first.close()
+    Store(section(tmp_path)).close()
+
+
+def test_a_folder_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", Path("/proc/callboard")):
+        with pytest.raises(ConfigError, match=rf"storage\.folder={folder}: cannot be written to"):
+            check_storage(section(folder))
+    check_storage(StorageSection())
+
+
+def test_serve_ends_at_once_with_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    holder = Store(section(tmp_path))
+    command = [sys.executable, "-m", "callboard", "serve", "--set", "server.port=0", "--set"]
+    done = subprocess.run(
+        [*command, f"storage.folder={tmp_path}"], capture_output=True, text=True, timeout=far(60), check=False
+    )
+    holder.close()
+    assert done.returncode == 2
+    assert "another server uses it" in done.stderr
+
+
+def test_a_store_of_another_version_or_kind_is_refused(tmp_path: Path) -> None:
+    Store(section(tmp_path)).close()
+    database = tmp_path / "store" / "index.sqlite3"
+    with sqlite3.connect(database) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(ConfigError, match="version 99"):
+        Store(section(tmp_path))
+    database.write_bytes(b"this is no database" * 100)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Store(section(tmp_path))
+
+
+def test_contents_that_no_row_names_go_at_the_start(tmp_path: Path) -> None:
+    async def first() -> None:
+        store = Store(section(tmp_path))
+        await add(store, Files(store), "", file_of("file-a"))
+        store.content("file-b").write_text("of an upload whose row a crash has taken")
+        store.content("file-c.part").write_text("half")
+        store.close()
+
+    run_async(first)
+    store = Store(section(tmp_path))
+    assert names(store) == {"file-a"}
+    store.close()
+
+
+def test_a_full_database_is_507_and_what_insists_goes_on_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "TRY_AGAIN_S", 0.01)
+
+    async def main() -> None:
+        store = Store(section(tmp_path))
+        files = Files(store)
+        await store.run(lambda connection: connection.execute("PRAGMA max_page_count = 20"))
+        stored = 0
+        with pytest.raises(RequestError) as caught:
+            for stored in range(1000):
+                file = FileObject(id=f"f{stored}", bytes=0, created_at=1, filename="x" * 2000, purpose="batch")
+                await add(store, files, "", file)
+        assert (caught.value.status, caught.value.code) == (507, "storage_full")
+        listed = await files.listed("", Asked(1000, "", descending=False), None)
+        assert len(listed.data) == stored
+        assert names(store) == {f"f{number}" for number in range(stored)}
+        big = ("batch", 1, "a", 0, 1, None, b"x" * 100_000)
+        insert = "INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, ?)"
+        waiting = asyncio.create_task(store.insist(lambda connection: connection.execute(insert, big)))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        await store.run(lambda connection: connection.execute("PRAGMA max_page_count = 10000"))
+        await asyncio.wait_for(waiting, far(5))
+        store.close()
+
+    run_async(main)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/secret"), 507, "storage_full"),
+        (OSError(errno.EROFS, "Read-only file system", "/secret"), 503, "storage_failed"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/secret"), 404, "content_lost"),
+    ],
+)
+def test_a_failing_disk_is_named_without_its_paths(tmp_path: Path, error: OSError, status: int, code: str) -> None:
+    async def main() -> None:
+        store = Store(section(tmp_path))
+
+        def fail(connection: sqlite3.Connection) -> None:
+            connection.execute("INSERT INTO lines VALUES ('b', 1, 'a', 0, 1, NULL, NULL)")
+            raise error
+
+        with pytest.raises(RequestError) as caught:
+            await store.run(fail)
+        assert (caught.value.status, caught.value.code) == (status, code)
+        assert "secret" not in caught.value.message
+        assert await store.run(lambda connection: connection.execute("SELECT * FROM lines").fetchall()) == []
+        store.close()
+
+    run_async(main)
+
+
+def test_an_owner_has_its_quota_and_others_have_theirs(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = Store(section(tmp_path, quota_mb=1))
+        files = Files(store)
+        await add(store, files, "a", file_of("f1", 600_000))
+        with pytest.raises(RequestError, match="storage.quota_mb") as caught:
+            await add(store, files, "a", file_of("f2", 600_000))
+        assert (caught.value.status, caught.value.code) == (400, "storage_quota_exceeded")
+        assert "f2" not in names(store)
+        await add(store, files, "b", file_of("f3", 600_000))
+        await files.delete("a", "f1")
+        await add(store, files, "a", file_of("f4", 600_000))
+        store.close()
+
+    run_async(main)
+
+
+def test_what_has_expired_goes_and_what_a_batch_reads_stays(tmp_path: Path) -> None:
+    now = time.time()
+
+    async def main() -> None:
+        store = Store(section(tmp_path, retention_hours=1), clock=lambda: now + 2 * HOUR_S)
+        files = Files(store)
+        assert files.expiry(10) == 10 + HOUR_S
+        assert files.expiry(10, 60) == 70
+        for name in ("f1", "f2", "f3"):
+            await add(store, files, "", file_of(name, expires_at=int(now) + (HOUR_S if name != "f3" else 3 * HOUR_S)))
+        batch = "INSERT INTO batches VALUES (?, '', ?, ?, 'f2', 0, 0, 0, '{}')"
+        await store.run(lambda connection: connection.execute(batch, ("b1", "in_progress", int(now))))
+        await store.run(lambda connection: connection.execute(batch, ("b2", "completed", int(now))))
+        await files.sweep()
+        left: Callable[[str], Any] = lambda table: store.run(  # noqa: E731
+            lambda connection: [row[0] for row in connection.execute(f"SELECT id FROM {table} ORDER BY id")]
+        )
+        assert await left("files") == ["f2", "f3"]
+        assert await left("batches") == ["b1"]
+        assert names(store) == {"f2", "f3"}
+        store.close()
+
+    run_async(main)
+
+
+def test_text_that_is_none_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = Store(section(tmp_path))
+        with pytest.raises(RequestError) as caught:
+            await Files(store).get("", "\ud800")
+        assert caught.value.status == 400
+        store.close()
+
+    run_async(main)
