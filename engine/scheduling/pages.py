@@ -24,6 +24,7 @@ from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import TOKEN_BYTES, RadixTree
 from engine.messages import Landing, Step
 from engine.scheduling.rows import PlannerLimits, Rows, RowTable, Sequence
+from engine.scheduling.timelines import Evictions
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,12 @@ class Fetched:
 
 
 class PageMoves:
-    """Of one tree's pages."""
+    """Of one tree's pages.  num_copied: by step that is in flight, those that came or went before it."""
 
     def __init__(self, tree: RadixTree) -> None:
         self._tree = tree
         self._landings: list[Landing] = []
+        self.num_copied: dict[int, int] = {}
 
     def land(self, handle: Handle, key: bytes, fetched: Fetched, pages: Pages) -> None:
         """Use what was fetched, as far as it continues what the handle keeps.  pages: free ones, behind those."""
@@ -64,6 +66,7 @@ class PageMoves:
         """The step, with every move since the last one."""
         if transfers := self._tree.drain_transfers():
             directions = [np.full(len(one.host_pages), one.to_host, dtype=np.int32) for one in transfers]
+            self.num_copied[step.step_id] = sum(map(len, directions))
             step = msgspec.structs.replace(
                 step,
                 transfer_to_host=np.concatenate(directions).tobytes(),
@@ -100,9 +103,10 @@ class PageManager:
 
     def __init__(self, limits: PlannerLimits, rows: RowTable, strategy: EvictionStrategy) -> None:
         self.allocator = PageAllocator(limits.num_pages)
+        self._evictions = Evictions(strategy, limits.page_size * TOKEN_BYTES)
         self._tree = RadixTree(
             limits.page_size,
-            strategy,
+            self._evictions,
             num_host_pages=limits.num_host_pages,
             record_events=limits.record_events,
             record_saves=limits.store_timeout_s > 0,
@@ -176,20 +180,22 @@ class PageManager:
             self._tree.unlock(handle)
             return None
         shared = self._tree.pages(handle)
-        new = self.allocate(num_new)
+        new = self.allocate(num_new, sequence.request_id)
         if match.num_host_pages:
             # What is on the host comes back into the first of the new pages, which are the tree's from then on.
             self._tree.restore(handle, key, new)
         if fetched is not None:
             self.moves.land(handle, key, fetched, new[handle.num_pages - len(shared) :])
+        self._evictions.note_missed(sequence, handle, key)
         row = self._rows.take(sequence, np.concatenate((shared, new)), num_shared=handle.num_pages)
         self._handles[row] = handle
         return row
 
-    def allocate(self, count: int) -> Pages:
-        """Take pages, evicting cached ones if too few are free; the caller has checked ``num_available``."""
+    def allocate(self, count: int, request_id: int) -> Pages:
+        """Take pages for a request, evicting cached ones if too few are free; the caller looks at ``num_available``."""
         short = count - self.allocator.num_free
         if short > 0:
+            self._evictions.request_id = request_id
             self.allocator.evict(self._tree.evict(short))
         return self.allocator.allocate(count)
 
@@ -222,6 +228,7 @@ class PageManager:
         self._tree.forget()
         self._rows.clear()
         self.allocator.clear()
+        self._evictions.forget()
         self._handles.clear()
         self._deferred.clear()
         self._rewrites.clear()

@@ -23,6 +23,7 @@ from engine.notices import LossExplained
 from engine.scheduling.board import Board, draw_board
 from engine.scheduling.completions import Completions, InFlight
 from engine.scheduling.decodes import Decodes
+from engine.scheduling.explanation import Explained, explain
 from engine.scheduling.fetches import Fetches
 from engine.scheduling.meter import Meter
 from engine.scheduling.pages import Appends, PageManager
@@ -31,6 +32,7 @@ from engine.scheduling.prefills import Prefills, Segments
 from engine.scheduling.queue import Quarantine, waiting_queue
 from engine.scheduling.requests import OutputForecast, Requests
 from engine.scheduling.rows import PlannerLimits, Rows, RowTable, Sequence
+from engine.scheduling.timelines import Timelines
 
 if TYPE_CHECKING:
     from engine.scheduling.drafts import Drafts
@@ -57,13 +59,14 @@ class Planner:
         self._page_manager = PageManager(limits, self._rows, strategy)
         self._forecast = OutputForecast()
         self._decodes = Decodes(self._rows, self._page_manager)
-        self._quarantine = Quarantine(waiting_queue(policy, self._rows))
+        self._timelines = Timelines(clock)
+        self._quarantine = Quarantine(waiting_queue(policy, self._rows), self._timelines)
         # A suspect is the only one to run when its turn comes, and so must not give it up for a while.
-        self._fetches = Fetches(limits, self._page_manager, lambda: not self._quarantine.is_on)
+        self._fetches = Fetches(limits, self._page_manager, lambda: not self._quarantine.is_on, self._timelines)
         self._prefills = Prefills(
             limits, self._rows, self._page_manager, self._quarantine, self._forecast, self._fetches
         )
-        self._requests = Requests(limits, self._forecast, self._quarantine, clock)
+        self._requests = Requests(limits, self._forecast, self._quarantine, clock, self._timelines)
         self.outbox, self.finished, self.meter = self._requests.outbox, self._requests.finished, self._requests.meter
         parts = (limits, self._rows, self._page_manager, self._decodes, self.meter)
         self._drafts = drafts(*parts) if drafts is not None else None
@@ -129,10 +132,7 @@ class Planner:
     def _launch_mixed(self, decode_rows: Rows, appends: Appends, segments: Segments) -> Step:
         """A step with prefills, whose last chunks decode from the next step on."""
         now = self._clock()
-        for sequence in segments.started:
-            if sequence.started_at is None:
-                sequence.started_at = now
-                self.meter.started(sequence.num_prompt, sequence.num_cached_at_start, now - sequence.arrived_at)
+        self._requests.started(segments.started, now)
         rows = np.array(segments.rows, dtype=np.int32)
         samples = np.array(segments.samples, dtype=np.int32)
         first_rows = rows[samples == 1]
@@ -219,9 +219,8 @@ class Planner:
         self._completions.leave(row)
         victim.tokens = table.tokens[row, : table.num_known[row]].copy()
         victim.row = -1
-        victim.num_retractions += 1
+        self._requests.retracted(victim)
         self._prefills.wait(victim)
-        self.meter.num_retractions += 1
 
     def _release_suspect(self) -> None:
         """Once the sequence that runs alone is past the place where executors were lost, it makes room for the next."""
@@ -240,6 +239,7 @@ class Planner:
         if not is_fault:
             self._quarantine.acquit_all()
         running = [sequence for sequence in self._requests.open.values() if sequence.row >= 0]
+        self._timelines.lost(running)
         for sequence in running:
             sequence.tokens = self._rows.tokens[sequence.row, : self._rows.num_known[sequence.row]].copy()
             sequence.row = -1
@@ -287,11 +287,6 @@ class Planner:
     # ---- views ------------------------------------------------------------------------------
 
     @property
-    def num_retractions(self) -> int:
-        """How often somebody lost their row to others."""
-        return self.meter.num_retractions
-
-    @property
     def num_open(self) -> int:
         """Requests that have not ended."""
         return len(self._requests.open)
@@ -305,6 +300,10 @@ class Planner:
     def due_since(self) -> float:
         """Since when a step's completion has been waited for, provided that requests are open."""
         return max(self._requests.open_since, self.meter.last_completed_at)
+
+    def explain(self, request_id: int) -> Explained | None:
+        """Where the time of a request went; None if nothing is kept of it."""
+        return explain(self._requests, request_id, self._clock())
 
     def board(self) -> Board:
         """Where every request is, and what every page holds."""

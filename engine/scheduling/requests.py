@@ -8,7 +8,7 @@ limit.  The peak of future use follows Gong et al. 2025 (the "past-future" sched
 their pages back before the others have grown to their full length.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from engine.messages import Admit, Failed, Finish, Tokens
 from engine.scheduling.meter import Meter, RequestMetrics
 from engine.scheduling.queue import Quarantine
 from engine.scheduling.rows import PlannerLimits, Sequence
+from engine.scheduling.timelines import Timelines
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
@@ -90,7 +91,12 @@ class Requests:
     them.  open_since: when the first of those that are open now arrived."""
 
     def __init__(
-        self, limits: PlannerLimits, forecast: OutputForecast, quarantine: Quarantine, clock: Callable[[], float]
+        self,
+        limits: PlannerLimits,
+        forecast: OutputForecast,
+        quarantine: Quarantine,
+        clock: Callable[[], float],
+        timelines: Timelines,
     ) -> None:
         self.open: dict[int, Sequence] = {}
         self.outbox: list[Tokens | Failed] = []
@@ -100,6 +106,7 @@ class Requests:
         self.limits = limits
         self._forecast = forecast
         self._quarantine = quarantine
+        self.timelines = timelines
         self._clock = clock
         self._num_arrived = 0
 
@@ -129,6 +136,7 @@ class Requests:
             cache_salt=message.cache_salt,
             origin=message.origin,
             adapter=message.adapter,
+            grammar_s=message.grammar_s,
         )
         self._num_arrived += 1
         return sequence
@@ -138,6 +146,19 @@ class Requests:
         if not self.open:
             self.open_since = sequence.arrived_at
         self.open[sequence.request_id] = sequence
+
+    def started(self, sequences: Iterable[Sequence], now: float) -> None:
+        """Requests compute; what is counted is the first time."""
+        for sequence in sequences:
+            if sequence.started_at is None:
+                sequence.started_at = now
+                self.meter.started(sequence.num_prompt, sequence.num_cached_at_start, now - sequence.arrived_at)
+
+    def retracted(self, sequence: Sequence) -> None:
+        """A request has lost its row to others."""
+        sequence.num_retractions += 1
+        self.meter.num_retractions += 1
+        self.timelines.mark(sequence, "retracted")
 
     def end(self, sequence: Sequence, finish: Finish, num_tokens: int) -> None:
         """Forget a request, with that many tokens of prompt and output."""
@@ -164,4 +185,5 @@ class Requests:
             client_request_id=sequence.origin.request,
         )
         self.meter.ended(metrics)
+        self.timelines.end(sequence, metrics)
         self.finished.append(metrics)

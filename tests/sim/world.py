@@ -378,8 +378,8 @@ class World:
         raise SimIncorrect(f"operation {client.number}: ended, and its stream has no end")
 
     def _mark_results(self) -> None:
-        if self.probe is not None and self.probe.planner.num_retractions:
-            self.marks["retraction"] += self.probe.planner.num_retractions
+        if self.probe is not None and self.probe.planner.meter.num_retractions:
+            self.marks["retraction"] += self.probe.planner.meter.num_retractions
         for client in self.clients.values():
             if client.usage is not None and client.usage.cached_tokens:
                 self.mark("prefix hit")
