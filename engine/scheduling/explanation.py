@@ -49,7 +49,7 @@ class Explained(msgspec.Struct, frozen=True):
     """A request's time in the engine.  arrived_at, until: seconds of the planner's clock; until: its end, or now.
 
     grammar_s: that its grammar took to compile before it arrived here.  missed: request -> cached pages that its start
-    evicted and this one computed again.  finish: 0 while it runs."""
+    evicted and this one computed again.  finish: 0 while it runs; num_output_tokens: None then."""
 
     request_id: int
     arrived_at: float
@@ -58,7 +58,7 @@ class Explained(msgspec.Struct, frozen=True):
     grammar_s: float
     num_prompt_tokens: int
     num_cached_tokens: int
-    num_output_tokens: int
+    num_output_tokens: int | None
     num_retractions: int
     missed: dict[int, int]
     parts: tuple[Part, ...]
@@ -85,6 +85,7 @@ class _Known(NamedTuple):
 
 def explain(requests: Requests, request_id: int, now: float) -> Explained | None:
     """Returns where a request's time went; None if nothing is kept of it.  now: seconds of the planner's clock."""
+    num_output: int | None = None
     timeline, sequence = requests.timelines.ended.get(request_id), requests.open.get(request_id)
     if timeline is not None:
         one, missed, grammar_s = timeline.metrics, timeline.missed, timeline.grammar_s
@@ -92,7 +93,7 @@ def explain(requests: Requests, request_id: int, now: float) -> Explained | None
         num_prompt = one.num_prompt_tokens
     elif sequence is not None:
         missed, grammar_s, num_retractions = dict(sequence.missed), sequence.grammar_s, sequence.num_retractions
-        num_prompt, num_output, cached = sequence.num_prompt, 0, max(0, sequence.num_cached_at_start)
+        num_prompt, cached = sequence.num_prompt, max(0, sequence.num_cached_at_start)
     else:
         return None
     known = dict(_all_known(requests, now))

@@ -11,6 +11,8 @@ import asyncio
 import logging
 import socket
 import struct
+import time
+from collections import deque
 from typing import Any, cast
 
 from aiohttp import web
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 
 WRITE_BUFFER_BYTES = 64 << 10
 KEEPALIVE_TIMEOUT_S = 75.0  # of an idle connection
+MOST_WAITS = 16  # of a connection's writes, remembered
 LINGERING_S = 2.0  # for a body that the handler has not read
 
 
@@ -44,6 +47,8 @@ class Connection(RequestHandler):
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._is_counted = False
+        self._paused_at: float | None = None
+        self._waits: deque[tuple[float, float]] = deque(maxlen=MOST_WAITS)
 
     # ---- life -------------------------------------------------------------------------------
 
@@ -121,13 +126,31 @@ class Connection(RequestHandler):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._paused_at = time.monotonic()
         self._watch_writes()
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._note_wait()
         self._stop_write_timer()
         if self._wire is not None and self._wire.is_closing():
             self._watch_writes()
+
+    def _note_wait(self) -> None:
+        if self._paused_at is not None:
+            self._waits.append((self._paused_at, time.monotonic()))
+            self._paused_at = None
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send what is left of a response, and note when that is out."""
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            exchange = request[EXCHANGE]
+            exchange.ended_at = time.monotonic()
+            exchange.waits = tuple(wait for wait in self._waits if wait[1] > exchange.received_at)
 
     def _watch_writes(self) -> None:
         """Called when nothing will be added to the buffer: a client that reads at all makes it shrink."""
