@@ -8,9 +8,12 @@ _request_in_progress, _loop, _close; Server._connections, _kwargs; AppRunner._ma
 """
 
 import asyncio
+import fcntl
 import logging
 import socket
 import struct
+import sys
+import termios
 import time
 from collections import deque
 from typing import Any, cast
@@ -31,6 +34,8 @@ log = logging.getLogger(__name__)
 WRITE_BUFFER_BYTES = 64 << 10
 KEEPALIVE_TIMEOUT_S = 75.0  # of an idle connection
 MOST_WAITS = 16  # of a connection's writes, remembered
+MOST_WATCHED = 64  # clients that have not read an answer to its end, to know when they have
+LOOK_EVERY_S, LOOK_SHARE = 0.005, 0.01  # and how often: at first, and as a share of the time since
 LINGERING_S = 2.0  # for a body that the handler has not read
 
 
@@ -149,8 +154,34 @@ class Connection(RequestHandler):
             return await super().finish_response(request, resp, start_time)
         finally:
             exchange = request[EXCHANGE]
-            exchange.ended_at = time.monotonic()
+            exchange.ended_at = written_at = time.monotonic()
             exchange.waits = tuple(wait for wait in self._waits if wait[1] > exchange.received_at)
+            if self._connections.num_watched < MOST_WATCHED and self._num_unread():
+                self._connections.num_watched += 1
+                self._watch_reader(exchange, written_at, self._request_count)
+
+    def _num_unread(self) -> int:
+        """Bytes that the client's machine has not taken yet."""
+        if self._wire is None or self._wire.is_closing():
+            return 0
+        if num_bytes := self._wire.get_write_buffer_size():
+            return num_bytes
+        try:
+            told = fcntl.ioctl(self._wire.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        except OSError:
+            return 0  # of a kind of socket that cannot say
+        return int.from_bytes(told, sys.byteorder)
+
+    def _watch_reader(self, exchange: Exchange, written_at: float, num_requests: int) -> None:
+        """Look again until the client has taken the answer, or asks for something else."""
+        now = time.monotonic()
+        if self._request_count == num_requests and self._num_unread():
+            later_s = max(LOOK_EVERY_S, LOOK_SHARE * (now - written_at))
+            self._loop.call_later(later_s, self._watch_reader, exchange, written_at, num_requests)
+            return
+        self._connections.num_watched -= 1
+        exchange.ended_at = now
+        exchange.waits = (*exchange.waits, (written_at, now))
 
     def _watch_writes(self) -> None:
         """Called when nothing will be added to the buffer: a client that reads at all makes it shrink."""
@@ -206,7 +237,7 @@ class Connection(RequestHandler):
 
 
 class ConnectionServer(web.Server):
-    """Makes the connections and knows how many there are."""
+    """Makes the connections and knows how many there are.  num_watched: of them, clients that read their last bytes."""
 
     def __init__(self, plain: web.Server, server: ServerSection, traffic: Traffic) -> None:
         super().__init__(
@@ -217,6 +248,7 @@ class ConnectionServer(web.Server):
         )
         self._section = server
         self.traffic = traffic
+        self.num_watched = 0
 
     @property
     def num_open(self) -> int:
