@@ -77,7 +77,6 @@ class _Known(NamedTuple):
     """Of a request that has ended, or has not."""
 
     arrived_at: float
-    arrival: int
     until: float
     finish: Finish
     marks: tuple[Mark, ...]
@@ -117,9 +116,9 @@ def explain(requests: Requests, request_id: int, now: float) -> Explained | None
 def _all_known(requests: Requests, now: float) -> Iterator[tuple[int, _Known]]:
     for request_id, (metrics, marks, *_) in requests.timelines.ended.items():
         arrived = metrics.arrived_at
-        yield request_id, _Known(arrived, 0, arrived + metrics.e2e_s, metrics.finish, marks)
+        yield request_id, _Known(arrived, arrived + metrics.e2e_s, metrics.finish, marks)
     for request_id, one in requests.open.items():
-        yield request_id, _Known(one.arrived_at, one.arrival, now, Finish.RUNNING, tuple(one.marks))
+        yield request_id, _Known(one.arrived_at, now, Finish.RUNNING, tuple(one.marks))
 
 
 def spans(marks: tuple[Mark, ...], arrived_at: float, until: float) -> Iterator[Span]:
@@ -225,7 +224,7 @@ class _Account:
         start, end = waits[0][0], waits[-1][1]
         changes: list[tuple[float, int, int]] = []  # when, rows more or less, pages short more or less
         held: defaultdict[int, float] = defaultdict(float)
-        num_overtaken = 0
+        overtaken: set[int] = set()
         for request_id, one in self._known.items():
             if one.until <= start or one.arrived_at >= end:
                 continue
@@ -240,7 +239,8 @@ class _Account:
                     overlap = sum(max(0.0, min(last, b) - max(first, a)) for a, b in waits)
                     if overlap > 0:
                         held[request_id] += overlap
-                    num_overtaken += span.start == first and one.arrived_at > self._own.arrived_at
+                    if one.arrived_at > self._own.arrived_at:
+                        overtaken.add(request_id)
         self._others["queue"] = held
         reasons = self._of("queue")
         rows = short = 0
@@ -250,9 +250,10 @@ class _Account:
             if what:
                 reasons[what] += sum(max(0.0, min(when, b) - max(at, a)) for a, b in waits)
             at, rows, short = when, rows + more_rows, short + more_short
-        if num_overtaken:
-            reasons["overtaken_by"] = num_overtaken
+        if overtaken:
+            reasons["overtaken_by"] = len(overtaken)
         reasons["running"] = len(held)
+        reasons["steps"] = sum(len(self._within(since, until)) for since, until in waits)
 
     # ---- computing --------------------------------------------------------------------------
 

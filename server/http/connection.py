@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 WRITE_BUFFER_BYTES = 64 << 10
 KEEPALIVE_TIMEOUT_S = 75.0  # of an idle connection
 MOST_WAITS = 16  # of a connection's writes, remembered
+LAST_DATA_RECV = slice(52, 56)  # of struct tcp_info: milliseconds since then
 MOST_WATCHED = 64  # clients that have not read an answer to its end, to know when they have
 LOOK_EVERY_S, LOOK_SHARE = 0.005, 0.01  # and how often: at first, and as a share of the time since
 LINGERING_S = 2.0  # for a body that the handler has not read
@@ -52,6 +53,7 @@ class Connection(RequestHandler):
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._is_counted = False
+        self.arrived_at = time.monotonic()  # of the last request's first bytes, on this machine
         self._paused_at: float | None = None
         self._waits: deque[tuple[float, float]] = deque(maxlen=MOST_WAITS)
 
@@ -102,12 +104,24 @@ class Connection(RequestHandler):
     def data_received(self, data: bytes) -> None:
         num_requests = self._request_count
         between_requests = self._body.is_eof()
+        if between_requests:
+            self.arrived_at = time.monotonic() - self._waited_s()
         super().data_received(data)
         if self._request_count > num_requests:
             self._stop_header_timer()
             self._body = self._messages[-1][1]
         elif between_requests and self._header_timer is None and data.strip(b"\r\n"):
             self._watch_header()
+
+    def _waited_s(self) -> float:
+        """How long ago the last bytes came that this event loop reads only now; the kernel counts milliseconds."""
+        if self._wire is None or sys.platform != "linux":
+            return 0.0
+        try:
+            info = self._wire.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64)
+        except OSError:
+            return 0.0  # not TCP
+        return int.from_bytes(info[LAST_DATA_RECV], sys.byteorder) / 1000
 
     def _watch_header(self) -> None:
         self._header_timer = self._loop.call_later(self._settings.client_timeout_s, self._header_expired)
@@ -155,7 +169,7 @@ class Connection(RequestHandler):
         finally:
             exchange = request[EXCHANGE]
             exchange.ended_at = written_at = time.monotonic()
-            exchange.waits = tuple(wait for wait in self._waits if wait[1] > exchange.received_at)
+            exchange.waits = tuple(wait for wait in self._waits if wait[1] > exchange.arrived_at)
             if self._connections.num_watched < MOST_WATCHED and self._num_unread():
                 self._connections.num_watched += 1
                 self._watch_reader(exchange, written_at, self._request_count)

@@ -61,7 +61,8 @@ class Exchange:
     usage: prompt and completion tokens.  Handlers that generate set these three.  replica: which one has answered.
     key: which of the API keys it brought, where there are any.  cors: what a browser must be told.
     error_format: what errors look like to the route's clients.
-    received_at, ended_at: of its headers, and of the last byte of the answer once that is out; monotonic seconds.
+    arrived_at, received_at, ended_at: when its first bytes were there, its headers were read, and the last byte of the
+    answer was out, None until then; monotonic seconds.
     waits: since when and until when the connection took no more, monotonic seconds."""
 
     def __init__(self, request: web.BaseRequest) -> None:
@@ -76,6 +77,7 @@ class Exchange:
         self.cors: dict[str, str] = {}
         self.error_format: ErrorFormat = error_body
         self.received_at = time.monotonic()
+        self.arrived_at: float = getattr(request.protocol, "arrived_at", self.received_at)
         self.ended_at: float | None = None
         self.waits: tuple[tuple[float, float], ...] = ()
 

@@ -2,7 +2,7 @@
 
 Owns: the parts outside of the engine, the shape of the JSON, a sentence for each part, and who may see what.
 Does not know: how the engine works its parts out (``engine/scheduling/explanation.py``).
-The parts cut the time from the request's header to the last byte of its answer: they overlap nowhere and leave nothing
+The parts cut the time from a request's first byte to the last one of its answer: they overlap nowhere and leave nothing
 out.  Of several choices the one that ended last is explained.  A viewer sees the requests of their own key, an operator
 all; other clients' requests that had a share in one are counted with it, and not named.
 """
@@ -22,8 +22,9 @@ from server.clients import MOST_ENDED, ClientRequest, Clients
 from server.http.exchange import EXCHANGE
 from server.http.replies import json_reply
 
-OutsideName = Literal["receiving", "tokenizing", "grammar", "slow_reader", "delivery", "unknown"]
+OutsideName = Literal["accepting", "receiving", "tokenizing", "grammar", "slow_reader", "delivery", "unknown"]
 SHOWN_S = 0.0005  # reasons of less are left out of sentences
+UNDER_WAY = 2  # steps that are planned before the request can be in one
 SLOW_STEPS = {
     "copies": "copied pages between the tiers of the cache before them",
     "host": "were planned late, with the device waiting for the host",
@@ -74,7 +75,7 @@ class ChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
 class ExplanationBody(msgspec.Struct, frozen=True, kw_only=True):
     """A request.  id: its X-Request-Id.  names: what else it is called, such as the id of its answer.
 
-    seconds: from its header to the last byte of its answer, or until now; the sum of all parts.
+    seconds: from its first byte to the last byte of its answer, or until now; the sum of all parts.
     number: of the choice that the parts are of, which is the one that ended last; None if the engine knows none.
     missed: see ``MissedBody``.  choices: of those that were opened first and last; num_choices: of all."""
 
@@ -125,7 +126,8 @@ def explained(
     exchange, opened_at = one.exchange, dict(one.choices)
     until = now if exchange.ended_at is None else exchange.ended_at
     last = max(told, key=lambda choice: choice.until, default=None)
-    parts = _Parts(exchange.received_at, until)
+    parts = _Parts(exchange.arrived_at, until)
+    parts.add("accepting", exchange.received_at, "It was there, and the server's event loop was busy with others.")
     missed: list[MissedBody] = []
     if last is None:
         parts.add("receiving", one.choices[-1][1], "Its headers and its body were read and checked.")
@@ -138,7 +140,7 @@ def explained(
         names=sorted(exchange.names | exchange.parts.keys())[:16],
         client=exchange.client,
         ended=exchange.ended_at is not None,
-        seconds=round(until - exchange.received_at, 6),
+        seconds=round(until - exchange.arrived_at, 6),
         number=None if last is None else last.request_id,
         parts=parts.parts,
         missed=missed,
@@ -229,7 +231,9 @@ def _sentence(part: Part, told: Explained, others: str, max_running: int) -> str
                 else "",
                 f"{reasons['overtaken_by']:g} that came later were let in first" if reasons.get("overtaken_by") else "",
             ]
-            why = "; ".join(filter(None, told_of)) or "the steps before had no tokens left for it"
+            steps = reasons.get("steps", 0)
+            turn = "the steps under way came first" if steps <= UNDER_WAY else f"{steps:g} steps were full without it"
+            why = "; ".join(filter(None, told_of)) or turn
             ran = f" {reasons.get('running', 0):g} others had rows meanwhile, longest {others}." if others else ""
             return f"It waited for its first step: {why}.{ran}"
         case "fetch":
