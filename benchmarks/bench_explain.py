@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-SHARE, LEAST_S = 0.02, 0.002
+SHARE = 0.02
 AT_ONCE = 24
 CONFIG = """
 [model]
@@ -206,6 +206,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--pages", type=int, default=120, help="of the pool: few, so that requests are retracted")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--least-ms", type=float, default=2.0, help="that an explanation may be off, however short the request"
+    )
     parser.add_argument("--split", action="store_true", help="HTTP and the tokenizer in processes of their own")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -217,7 +220,7 @@ def main() -> None:
         off = row["measured_s"] - sum(row["parts"].values())
         worst.append((abs(off) / row["measured_s"], off, row))
     worst.sort(key=lambda one: -one[0])
-    failed = [one for one in worst if abs(one[1]) > max(SHARE * one[2]["measured_s"], LEAST_S)]
+    failed = [one for one in worst if abs(one[1]) > max(SHARE * one[2]["measured_s"], arguments.least_ms / 1000)]
     table = Table("part", "seconds of all", "requests with it")
     for name, total in seconds.most_common():
         table.add_row(name, f"{total:.2f}", str(sum(name in row["parts"] for row in rows)))

@@ -23,6 +23,7 @@ from server.http.exchange import EXCHANGE
 from server.http.replies import json_reply
 
 OutsideName = Literal["accepting", "receiving", "tokenizing", "grammar", "slow_reader", "delivery", "unknown"]
+EXPLAIN = "/explain/{id:.+}"
 SHOWN_S = 0.0005  # reasons of less are left out of sentences
 UNDER_WAY = 2  # steps that are planned before the request can be in one
 SLOW_STEPS = {

@@ -30,7 +30,7 @@ from server.openai.tokenization import TokenizationRoutes
 from server.openai.translator import Translator
 from server.operators.adapters import LOAD, UNLOAD, AdapterRoutes
 from server.operators.administration import AdministrationRoutes, administration_routes
-from server.operators.explain import ExplainRoute
+from server.operators.explain import EXPLAIN, ExplainRoute
 from server.operators.metrics import MetricsRoute
 from server.operators.profiling import ProfileRoutes
 from server.operators.site import FILES, SITE_ROUTES, Site
@@ -152,7 +152,7 @@ def _operators_routes(
         web.get("/load", status.load),
         web.get("/health_generate", ProbeRoute(backend.card.pooling).get),
         web.get("/stats", stats.get),
-        web.get("/explain/{id:.+}", ExplainRoute(backend, clients).get),
+        web.get(EXPLAIN, ExplainRoute(backend, clients).get),
         *administration_routes(administration.abort, administration.reset),
         web.post("/start_profile", profiling.start),
         web.post("/stop_profile", profiling.stop),

@@ -24,7 +24,7 @@ SETTINGS = {
     "kv": {"num_pages": 48},
     "scheduler": {"max_running": 4},
 }
-OFF_S = 0.05  # beside 2 %: what a busy machine may keep a client from reading
+OFF_S = 0.25  # beside 2 %: here the clients are threads of the server's process, which wait for its interpreter lock
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +82,8 @@ def test_the_answers_id_is_a_name_too_and_the_slowest_choice_is_told(system: Liv
     assert told == explained(system.port, "several")
     assert told["names"] == [reply.json["id"]]
     assert len({choice["number"] for choice in told["choices"]}) == told["num_choices"] == 3
-    slowest = max(told["choices"], key=lambda choice: choice["seconds"])
-    assert told["number"] == slowest["number"]
+    seconds = {choice["number"]: choice["seconds"] for choice in told["choices"]}
+    assert seconds[told["number"]] >= max(seconds.values()) - 0.01, "those that end in one step were opened in turn"
 
 
 def test_the_compiling_of_a_grammar_is_a_part(system: LiveSystem) -> None:
