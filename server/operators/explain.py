@@ -34,11 +34,11 @@ SLOW_STEPS = {
 
 
 class OtherBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Another request that had a share in a part.  id: as for ``ExplanationBody``; None if it is another client's.
+    """Another request of the viewer's that had a share in a part.  id: as for ``ExplanationBody``.
 
     number: the engine's for it.  amount: seconds that it held a row in 'queue', else tokens of its prompt."""
 
-    id: str | None
+    id: str
     number: int
     amount: float
 
@@ -54,10 +54,10 @@ class PartBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MissedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of the prompt that were cached until the start of another request evicted them."""
+    """Pages of the prompt that were cached until another request evicted them; without a name if it is not the viewer's."""
 
     id: str | None
-    number: int
+    number: int | None
     pages: int
 
 
@@ -135,7 +135,10 @@ def explained(
         parts.add("unknown", until, "The engine knows nothing of it: it was refused there, or is forgotten.")
     else:
         _tell(parts, last, opened_at[last.request_id], exchange.waits, names, max_running)
-        missed = [MissedBody(id=names.get(who), number=who, pages=count) for who, count in last.missed.items()]
+        missed = [
+            MissedBody(id=names.get(who), number=who if who in names else None, pages=count)
+            for who, count in last.missed.items()
+        ]
     return ExplanationBody(
         id=exchange.id,
         names=sorted(exchange.names | exchange.parts.keys())[:16],
@@ -206,7 +209,9 @@ def _tell(
     parts.add("tokenizing", encoded_at, f"Its prompt was made {told.num_prompt_tokens} tokens.")
     parts.add("grammar", told.arrived_at, "The grammar of its output was compiled.")
     for part in told.parts:
-        others = [OtherBody(id=names.get(who), number=who, amount=round(share, 6)) for who, share in part.others]
+        others = [
+            OtherBody(id=names[who], number=who, amount=round(share, 6)) for who, share in part.others if who in names
+        ]
         text = _sentence(part, told, _named(part.others, names), max_running)
         parts.add(part.name, parts.at + part.seconds, text, part.reasons, others)
     # Output that has waited for the client while the model went on has cost no time.

@@ -51,7 +51,7 @@ class FleetAdministration:
         return _worst(await self._ask_all(request))
 
     async def explain(self, request: web.Request) -> web.Response:
-        """GET /explain/{id}: what the replica says that had the request last; times are those that it took there."""
+        """GET /explain/{id}: what a replica says that had the request; times are those that it took there."""
         answers = await self._ask_all(request)
         told = [one for one in answers if one.status == 200]
         if not told:

@@ -5,14 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.pace import far
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_explanations_add_up_to_what_clients_measure(tmp_path: Path) -> None:
     told = tmp_path / "told.json"
-    command = [sys.executable, str(ROOT / "benchmarks/bench_explain.py"), "--requests", "27", "--pages", "72"]
+    command = [sys.executable, str(ROOT / "benchmarks/bench_explain.py"), "--requests", "27", "--pages", "96"]
     # Clients share two cores with the server, and with other tests: what they read late is not the server's to know.
     command += ["--least-ms", "50", "--json", str(told)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=far(120), check=False)
@@ -20,4 +23,4 @@ def test_explanations_add_up_to_what_clients_measure(tmp_path: Path) -> None:
     figures = json.loads(told.read_text())
     assert figures["requests"] == 27
     assert figures["median_share"] < 0.02
-    assert set(figures["parts_s"]) >= {"queue", "prefill", "decode", "retraction", "recovery", "slow_reader", "grammar"}
+    assert set(figures["parts_s"]) >= {"queue", "prefill", "decode", "recovery", "slow_reader", "grammar"}

@@ -145,7 +145,8 @@ def test_who_may_ask_and_whose_names_are_told(tmp_path: Path) -> None:
         assert [asked(key, "of-alice").status for key in ("", "a", "b", "o")] == [401, 200, 404, 200]
         told = {key: asked(key, "of-bob").json["missed"] for key in ("b", "o")}
         assert told == {
-            key: [{"id": name, "number": hers, "pages": 2}] for key, name in (("b", None), ("o", "of-alice"))
+            key: [{"id": name, "number": hers if name else None, "pages": 2}]
+            for key, name in (("b", None), ("o", "of-alice"))
         }
         assert b"of-alice" not in asked("b", "of-bob").body
 
