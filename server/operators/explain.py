@@ -54,7 +54,7 @@ class PartBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MissedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of the prompt that were cached until another request evicted them; without a name if it is not the viewer's."""
+    """Pages of the prompt that were cached until another request evicted them, which has no name if it is a stranger's."""
 
     id: str | None
     number: int | None
