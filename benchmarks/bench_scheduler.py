@@ -193,7 +193,6 @@ async def through_actor(planner: Planner, admits: list[Admit], executor: NullExe
     scheduler = Scheduler(
         capacity=len(admits) + 16,
         overlap_depth=DEPTH,
-        page_size=PAGE_SIZE,
         new_planner=lambda num_pages: planner,
         executors=[Link(lambda step: scheduler.inbox.put(executor.answer(step)))],
         explain=lambda loss: None,

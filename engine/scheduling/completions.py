@@ -75,7 +75,6 @@ class Completions:
         self._clock = clock
         self._drafts = drafts
         self._ended: list[int] = []
-        self._steps = requests.timelines.steps
 
     def forget(self, last_launched: int) -> None:
         """Steps in flight never come back, nor does anything that they used."""
@@ -108,9 +107,7 @@ class Completions:
         first = self._confirm_prefills(record) if record.prefill_rows else {}
         step = StepRecord(done.step_id, began_at, now, num_decodes, num_prefills, record.num_prefill_tokens)
         self._requests.meter.completed(step, len(rows) - len(first), len(first))
-        pages = self._page_manager
-        num_copied = pages.moves.num_copied.pop(done.step_id, 0)
-        self._steps.note(step, num_evicted=pages.allocator.num_evicted, num_copied=num_copied, note=done.note)
+        self._requests.timelines.steps.completed(step, done.note)
         if len(rows) or extras:
             self._commit(rows, tokens, first, extras)
         for wave in later:
@@ -144,7 +141,9 @@ class Completions:
             sequence = table.sequences[row]
             if sequence is None or not table.running[row]:
                 continue
-            self._steps.chunks.note(self.last_completed, sequence.request_id, end - table.num_confirmed[row])
+            self._requests.timelines.steps.chunks.note(
+                self.last_completed, sequence.request_id, end - table.num_confirmed[row]
+            )
             table.num_confirmed[row] = end
             self._page_manager.publish(row, end)
             self._prefills.published(row, end)

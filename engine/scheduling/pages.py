@@ -37,12 +37,11 @@ class Fetched:
 
 
 class PageMoves:
-    """Of one tree's pages.  num_copied: by step that is in flight, those that came or went before it."""
+    """Of one tree's pages."""
 
     def __init__(self, tree: RadixTree) -> None:
         self._tree = tree
         self._landings: list[Landing] = []
-        self.num_copied: dict[int, int] = {}
 
     def land(self, handle: Handle, key: bytes, fetched: Fetched, pages: Pages) -> None:
         """Use what was fetched, as far as it continues what the handle keeps.  pages: free ones, behind those."""
@@ -66,7 +65,6 @@ class PageMoves:
         """The step, with every move since the last one."""
         if transfers := self._tree.drain_transfers():
             directions = [np.full(len(one.host_pages), one.to_host, dtype=np.int32) for one in transfers]
-            self.num_copied[step.step_id] = sum(map(len, directions))
             step = msgspec.structs.replace(
                 step,
                 transfer_to_host=np.concatenate(directions).tobytes(),

@@ -18,26 +18,23 @@ import numpy as np
 
 from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
-from engine.messages import Admit, Failed, FetchPages, Finish, PagesFetched, Stats, Step, StepDone, Tokens
+from engine.messages import Admit, FetchPages, Finish, PagesFetched, Stats, Step, StepDone
 from engine.notices import LossExplained
 from engine.scheduling.board import Board, draw_board
 from engine.scheduling.completions import Completions, InFlight
 from engine.scheduling.decodes import Decodes
-from engine.scheduling.explanation import Explained, explain
 from engine.scheduling.fetches import Fetches
-from engine.scheduling.meter import Meter
 from engine.scheduling.pages import Appends, PageManager
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.prefills import Prefills, Segments
 from engine.scheduling.queue import Quarantine, waiting_queue
 from engine.scheduling.requests import OutputForecast, Requests
 from engine.scheduling.rows import PlannerLimits, Rows, RowTable, Sequence
-from engine.scheduling.timelines import Timelines
 
 if TYPE_CHECKING:
     from engine.scheduling.drafts import Drafts
 
-NewDrafts = Callable[[PlannerLimits, RowTable, PageManager, Decodes, Meter], "Drafts"]
+NewDrafts = Callable[[PlannerLimits, RowTable, PageManager, Decodes, Requests], "Drafts"]
 
 
 class Planner:
@@ -55,23 +52,25 @@ class Planner:
         drafts: NewDrafts | None = None,
     ) -> None:
         self._clock = clock
+        self._policy = policy
         self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size, limits.num_slots)
         self._page_manager = PageManager(limits, self._rows, strategy)
         self._forecast = OutputForecast()
         self._decodes = Decodes(self._rows, self._page_manager)
-        self._timelines = Timelines(clock)
-        self._quarantine = Quarantine(waiting_queue(policy, self._rows), self._timelines)
+        self._quarantine = Quarantine(waiting_queue(policy, self._rows), clock)
         # A suspect is the only one to run when its turn comes, and so must not give it up for a while.
-        self._fetches = Fetches(limits, self._page_manager, lambda: not self._quarantine.is_on, self._timelines)
+        self._fetches = Fetches(
+            limits, self._page_manager, lambda: not self._quarantine.is_on, self._quarantine.timelines
+        )
         self._prefills = Prefills(
             limits, self._rows, self._page_manager, self._quarantine, self._forecast, self._fetches
         )
-        self._requests = Requests(limits, self._forecast, self._quarantine, clock, self._timelines)
-        self.outbox, self.finished, self.meter = self._requests.outbox, self._requests.finished, self._requests.meter
-        parts = (limits, self._rows, self._page_manager, self._decodes, self.meter)
+        self.requests = Requests(limits, self._forecast, self._quarantine, clock)
+        self.outbox, self.finished, self.meter = self.requests.outbox, self.requests.finished, self.requests.meter
+        parts = (limits, self._rows, self._page_manager, self._decodes, self.requests)
         self._drafts = drafts(*parts) if drafts is not None else None
         self._completions = Completions(
-            self._rows, self._page_manager, self._decodes, self._prefills, self._requests, clock, self._drafts
+            self._rows, self._page_manager, self._decodes, self._prefills, self.requests, clock, self._drafts
         )
         self._num_steps = 0
         self._completed_at_blame = 0
@@ -80,28 +79,21 @@ class Planner:
 
     def admit(self, message: Admit) -> None:
         """Queue a request.  Raises RequestError if it could never run."""
-        sequence = self._requests.take_in(message)
+        sequence = self.requests.take_in(message)
         self._prefills.wait(sequence)
-        self._requests.add(sequence)
+        self.requests.add(sequence)
 
     def abort(self, request_id: int, finish: Finish = Finish.ABORT) -> None:
         """End a request wherever it is; an unknown id (it ended already) is no error.  finish: what to call it."""
-        sequence = self._requests.open.get(request_id)
+        sequence = self.requests.open.get(request_id)
         if sequence is None:
             return
         if sequence.row >= 0:
             self._completions.end(sequence.row, finish)
         else:
             self._prefills.forget(sequence)
-            self._requests.end(sequence, finish, len(sequence.tokens))
-        # An end without a token.
-        self.outbox.append(
-            Tokens(
-                request_ids=np.array([request_id], dtype=np.int64).tobytes(),
-                token_ids=np.array([-1], dtype=np.int32).tobytes(),
-                finishes=bytes([finish]),
-            )
-        )
+            self.requests.end(sequence, finish, len(sequence.tokens))
+        self.requests.tell_end(request_id, finish)
 
     # ---- planning ---------------------------------------------------------------------------
 
@@ -114,7 +106,7 @@ class Planner:
             return None
         if drafts is not None and len(in_flight) == 1:
             step, in_flight[0] = drafts.added_to(step, in_flight[0])
-        return self._page_manager.moves.added_to(step)
+        return self.requests.timelines.steps.planned(self._page_manager.moves.added_to(step))
 
     def _next_step(self) -> Step | None:
         self._page_manager.tick(self._num_steps)
@@ -132,7 +124,7 @@ class Planner:
     def _launch_mixed(self, decode_rows: Rows, appends: Appends, segments: Segments) -> Step:
         """A step with prefills, whose last chunks decode from the next step on."""
         now = self._clock()
-        self._requests.started(segments.started, now)
+        self.requests.started(segments.started, now)
         rows = np.array(segments.rows, dtype=np.int32)
         samples = np.array(segments.samples, dtype=np.int32)
         first_rows = rows[samples == 1]
@@ -219,7 +211,7 @@ class Planner:
         self._completions.leave(row)
         victim.tokens = table.tokens[row, : table.num_known[row]].copy()
         victim.row = -1
-        self._requests.retracted(victim)
+        self.requests.retracted(victim)
         self._prefills.wait(victim)
 
     def _release_suspect(self) -> None:
@@ -238,8 +230,8 @@ class Planner:
         self._quarantine.begin()
         if not is_fault:
             self._quarantine.acquit_all()
-        running = [sequence for sequence in self._requests.open.values() if sequence.row >= 0]
-        self._timelines.lost(running)
+        running = [sequence for sequence in self.requests.open.values() if sequence.row >= 0]
+        self.requests.timelines.lost(running)
         for sequence in running:
             sequence.tokens = self._rows.tokens[sequence.row, : self._rows.num_known[sequence.row]].copy()
             sequence.row = -1
@@ -270,26 +262,34 @@ class Planner:
     def _end_culprit(self, culprit: Sequence) -> LossExplained:
         num_losses = self._quarantine.num_losses(culprit)
         self._quarantine.acquit_all()
-        self._requests.end(culprit, Finish.ERROR, len(culprit.tokens))
-        self.outbox.append(
-            Failed(
-                culprit.request_id,
-                f"this request ended the model's executors {num_losses} times in a row, at last while nothing else "
-                "ran; it was ended so that other requests go on.  The server log says what happened; the same request "
-                "is likely to fail again",
-                status=500,
-                code="executors_lost",
-            )
-        )
+        self.requests.blame(culprit, num_losses)
         before, self._completed_at_blame = self._completed_at_blame, self._completions.num_completed
         return LossExplained(num_losses, executors_work=self._completed_at_blame > before)
+
+    def with_requests_of(self, other: "Planner") -> "Planner":
+        """Go on with the requests of a planner that was restarted, and with what it has counted.  Returns itself."""
+        self._num_steps = other._num_steps
+        self._completions.forget(last_launched=self._num_steps - 1)
+        for sequence in self.requests.take_over(other.requests):
+            self._prefills.wait(sequence)
+        other._quarantine.rerank(lambda sequence: 0)  # a policy that stays hears what has been served
+        self.meter = self.requests.meter
+        return self
+
+    def retune(self, limits: PlannerLimits, policy: SchedulingPolicy) -> None:
+        """Plan by another policy, prefill chunk and target of latency from now on; all else of ``limits`` stays."""
+        self.requests.limits = limits
+        self._prefills.retune(limits)
+        if policy is not self._policy:
+            self._policy = policy
+            self._quarantine.reorder(waiting_queue(policy, self._rows))
 
     # ---- views ------------------------------------------------------------------------------
 
     @property
     def num_open(self) -> int:
         """Requests that have not ended."""
-        return len(self._requests.open)
+        return len(self.requests.open)
 
     @property
     def num_host_pages_used(self) -> int:
@@ -299,15 +299,11 @@ class Planner:
     @property
     def due_since(self) -> float:
         """Since when a step's completion has been waited for, provided that requests are open."""
-        return max(self._requests.open_since, self.meter.last_completed_at)
-
-    def explain(self, request_id: int) -> Explained | None:
-        """Where the time of a request went; None if nothing is kept of it."""
-        return explain(self._requests, request_id, self._clock())
+        return max(self.requests.open_since, self.meter.last_completed_at)
 
     def board(self) -> Board:
         """Where every request is, and what every page holds."""
-        return draw_board(self._requests, self._rows, self._page_manager, self._clock())
+        return draw_board(self.requests, self._rows, self._page_manager, self._clock())
 
     def drain_kv_events(self) -> list[KVEvent]:
         """What happened to cached pages since the last call; nothing unless ``limits.record_events``."""
@@ -317,7 +313,7 @@ class Planner:
         """Gauges of this moment."""
         return Stats(
             step_id=self._completions.last_completed,
-            running=len(self._requests.open) - self._prefills.num_waiting,
+            running=len(self.requests.open) - self._prefills.num_waiting,
             waiting=self._prefills.num_waiting,
             pages_free=self._page_manager.num_free,
             pages_cached=self._page_manager.num_cached,

@@ -160,9 +160,9 @@ class TenantQueue:
         self._num_places = 0
         self._lowest = 0.0
         # By row: whose it is, which request that is of, and how many of its tokens the policy knows of.
-        self._tenants = [""] * len(table.sequences)
-        self._request_ids = np.full_like(table.request_ids, -1)
-        self._num_told = np.zeros_like(table.num_known)
+        self._tenants = ["" if sequence is None else sequence.tenant for sequence in table.sequences]
+        self._request_ids = np.where(table.running, table.request_ids, -1)
+        self._num_told = table.num_known.copy()
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -255,12 +255,12 @@ class _Record:
 class Quarantine:
     """A ``WaitingQueue`` in front of another one: as long as there are suspects it gives rows to one of them at a time.
 
-    alone: the suspect that has its row; nothing else runs beside it."""
+    alone: the suspect that has its row; nothing else runs beside it.  timelines: of all that wait and have waited."""
 
-    def __init__(self, waiting: WaitingQueue, timelines: Timelines) -> None:
+    def __init__(self, waiting: WaitingQueue, clock: Callable[[], float]) -> None:
         self.alone: Sequence | None = None
         self._waiting = waiting
-        self._timelines = timelines
+        self.timelines = Timelines(clock)
         self._records: dict[int, _Record] = {}
         self._suspects: deque[Sequence] = deque()
 
@@ -314,13 +314,20 @@ class Quarantine:
             self.alone = None
         self._records.pop(sequence.request_id, None)
 
+    def reorder(self, waiting: WaitingQueue) -> None:
+        """Have those that are no suspects wait in another queue."""
+        old, self._waiting = self._waiting, waiting
+        while len(old):
+            old.rerank(lambda sequence: 0)
+            waiting.push(old.pop(starts=False))
+
     # ---- as a waiting queue -----------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._suspects)
 
     def push(self, sequence: Sequence) -> None:
-        self._timelines.mark(sequence, "queue")
+        self.timelines.mark(sequence, "queue")
         if self.num_losses(sequence) >= LOSSES_TO_SUSPECT:
             self._suspects.append(sequence)
         else:
@@ -348,12 +355,12 @@ class Quarantine:
             if starts:
                 self.alone = sequence
         if starts:
-            self._timelines.mark(sequence, "prefill")
+            self.timelines.mark(sequence, "prefill")
         elif sequence.marks[-1].state != "fetch":  # which is marked where it is asked for
-            self._timelines.mark(sequence, "aside")
+            self.timelines.mark(sequence, "aside")
         return sequence
 
     def found_no_room(self, sequence: Sequence) -> None:
         """The first in turn stays, since there are no pages for it now."""
         if sequence.marks[-1].state != "no_room":
-            self._timelines.mark(sequence, "no_room")
+            self.timelines.mark(sequence, "no_room")

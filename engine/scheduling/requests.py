@@ -18,7 +18,6 @@ from engine.messages import Admit, Failed, Finish, Tokens
 from engine.scheduling.meter import Meter, RequestMetrics
 from engine.scheduling.queue import Quarantine
 from engine.scheduling.rows import PlannerLimits, Sequence
-from engine.scheduling.timelines import Timelines
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
@@ -91,12 +90,7 @@ class Requests:
     them.  open_since: when the first of those that are open now arrived."""
 
     def __init__(
-        self,
-        limits: PlannerLimits,
-        forecast: OutputForecast,
-        quarantine: Quarantine,
-        clock: Callable[[], float],
-        timelines: Timelines,
+        self, limits: PlannerLimits, forecast: OutputForecast, quarantine: Quarantine, clock: Callable[[], float]
     ) -> None:
         self.open: dict[int, Sequence] = {}
         self.outbox: list[Tokens | Failed] = []
@@ -106,9 +100,30 @@ class Requests:
         self.limits = limits
         self._forecast = forecast
         self._quarantine = quarantine
-        self.timelines = timelines
+        self.timelines = quarantine.timelines
         self._clock = clock
         self._num_arrived = 0
+
+    @property
+    def most_total(self) -> int:
+        """The most tokens that an open request may come to; 0 if none is open."""
+        return max((sequence.max_total for sequence in self.open.values()), default=0)
+
+    def take_over(self, other: "Requests") -> list[Sequence]:
+        """Have what another one has had, which is used no more.  Returns those that go on: all for which there is room.
+
+        ``most_total`` tells before whether that is everybody; the others end with an error."""
+        self.open, self.meter = other.open, other.meter
+        self.timelines.take_over(other.timelines)
+        self.outbox += other.outbox
+        self.finished += other.finished
+        self.open_since, self._num_arrived = other.open_since, other._num_arrived
+        for sequence in list(self.open.values()):
+            if sequence.max_total > self.limits.longest:
+                self.end(sequence, Finish.ERROR, len(sequence.tokens))
+                reason = "the KV pool has become too small for this request; send it again with a smaller max_tokens"
+                self.outbox.append(Failed(sequence.request_id, reason, status=503, code="pool_too_small"))
+        return list(self.open.values())
 
     def take_in(self, message: Admit) -> Sequence:
         """The sequence of a new request, not yet open.  Raises RequestError if it could never run."""
@@ -159,6 +174,30 @@ class Requests:
         sequence.num_retractions += 1
         self.meter.num_retractions += 1
         self.timelines.mark(sequence, "retracted")
+
+    def tell_end(self, request_id: int, finish: Finish) -> None:
+        """A request has ended without a token."""
+        self.outbox.append(
+            Tokens(
+                request_ids=np.array([request_id], dtype=np.int64).tobytes(),
+                token_ids=np.array([-1], dtype=np.int32).tobytes(),
+                finishes=bytes([finish]),
+            )
+        )
+
+    def blame(self, culprit: Sequence, num_losses: int) -> None:
+        """End the request that has brought so many losses of executors in a row."""
+        self.end(culprit, Finish.ERROR, len(culprit.tokens))
+        self.outbox.append(
+            Failed(
+                culprit.request_id,
+                f"this request ended the model's executors {num_losses} times in a row, at last while nothing else "
+                "ran; it was ended so that other requests go on.  The server log says what happened; the same request "
+                "is likely to fail again",
+                status=500,
+                code="executors_lost",
+            )
+        )
 
     def end(self, sequence: Sequence, finish: Finish, num_tokens: int) -> None:
         """Forget a request, with that many tokens of prompt and output."""

@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from engine.messages import Step
 from engine.scheduling.meter import StepRecord
 
 NUM_STEPS = 1 << 16  # 3 MB; eleven minutes of steps of 10 ms
 NUM_CHUNKS = 1 << 15
+MOST_IN_FLIGHT = 64
 MOST_NOTES = 64  # different ones
 STEP = np.dtype(
     [
         ("step_id", "<i8"), ("began_at", "<f8"), ("completed_at", "<f8"), ("num_decodes", "<i4"),
-        ("num_prefill_tokens", "<i4"), ("num_evicted", "<i4"), ("num_copied", "<i4"), ("note", "<i4"),
+        ("num_prefill_tokens", "<i4"), ("num_copied", "<i4"), ("note", "<i4"),
     ]
 )  # fmt: skip
 CODES = {"i4": "i", "i8": "q", "f8": "d"}  # NumPy's names, and those of struct
@@ -55,11 +57,20 @@ class StepLog:
         self.steps = Ring(STEP, NUM_STEPS)
         self.chunks = Ring(CHUNK, NUM_CHUNKS)
         self.notes: list[str] = [""]
-        self._num_evicted = 0
+        self._copied: dict[int, int] = {}  # pages that come and go before a step, by steps in flight
 
-    def note(self, step: StepRecord, *, num_evicted: int, num_copied: int, note: str) -> None:
-        """A step has completed.  num_evicted: pages, since the engine began.  num_copied: pages between tiers before
-        it.  note: what its executor says of it."""
+    def planned(self, step: Step) -> Step:
+        """Look at a step that is to run; returns it."""
+        if step.transfer_to_host or step.landings:
+            self._copied[step.step_id] = (
+                len(step.transfer_to_host) + sum(len(one.pages) for one in step.landings)
+            ) // 4
+            while len(self._copied) > MOST_IN_FLIGHT:  # of executors that were lost
+                del self._copied[min(self._copied)]
+        return step
+
+    def completed(self, step: StepRecord, note: str) -> None:
+        """A step has completed.  note: what its executor says of it."""
         if note and note not in self.notes and len(self.notes) < MOST_NOTES:
             self.notes.append(note)
         self.steps.note(
@@ -68,8 +79,6 @@ class StepLog:
             step.completed_at,
             step.num_decodes,
             step.num_prefill_tokens,
-            num_evicted - self._num_evicted,
-            num_copied,
+            self._copied.pop(step.step_id, 0),
             self.notes.index(note) if note in self.notes else 0,
         )
-        self._num_evicted = num_evicted

@@ -55,6 +55,10 @@ class Timelines:
         self.steps = StepLog()
         self._clock = clock
 
+    def take_over(self, other: "Timelines") -> None:
+        """Have what another one has had, which is used no more."""
+        self.ended, self.losses, self.steps = other.ended, other.losses, other.steps
+
     def mark(self, sequence: Sequence, state: State) -> None:
         """The sequence is in another state from now on."""
         if len(sequence.marks) >= MOST_MARKS:

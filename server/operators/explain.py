@@ -54,7 +54,7 @@ class PartBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MissedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of the prompt that were cached until another request evicted them, which has no name if it is a stranger's."""
+    """Pages of the prompt that were cached until another request evicted them; a stranger's has no name."""
 
     id: str | None
     number: int | None
