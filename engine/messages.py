@@ -94,7 +94,8 @@ class Abort(Message, frozen=True):
 
 
 class Admit(Message, frozen=True):
-    """A tokenised request.  token_ids: int32[n], n >= 1.  num_resumed: how many of them, at the end, are output."""
+    """A tokenised request.  token_ids: int32[n], n >= 1.  num_resumed: how many of them, at the end, are output.
+    grammar_s: seconds in which its grammar was compiled."""
 
     request_id: int
     token_ids: bytes
@@ -104,6 +105,7 @@ class Admit(Message, frozen=True):
     num_resumed: int = 0
     origin: Origin = NOBODY
     adapter: Adapter | None = None
+    grammar_s: float = 0.0
 
 
 # ---- scheduler -> executors -----------------------------------------------------------------
@@ -241,12 +243,13 @@ class StepDone(Message, frozen=True):
     """A step has finished.
 
     token_ids: int32[N] as ``Step`` orders them; -1: the logits are not finite, ``RULED_OUT``: processors left no token.
-    extras: row -> what it has beside a token; of prefills that sample nothing too."""
+    extras: row -> what it has beside a token; of prefills that sample nothing too.  note: why it took longer."""
 
     rank: int
     step_id: int
     token_ids: bytes
     extras: dict[int, StepExtras] = field(default_factory=dict)
+    note: str = ""
 
 
 # ---- scheduler -> tokenizer -----------------------------------------------------------------

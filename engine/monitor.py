@@ -17,6 +17,7 @@ from engine.actors.tokenizer import Tokenizer
 from engine.messages import Profile
 from engine.plugins.observers import Observers
 from engine.scheduling.board import Board
+from engine.scheduling.explanation import explain
 from engine.scheduling.meter import Meter
 from engine.scheduling.rows import PlannerLimits
 from engine.workers.executors import Executors
@@ -105,11 +106,16 @@ class Monitor:
     def snapshot(self, ask: GetSnapshot) -> Snapshot:
         """Return what ``ask`` asks for.  Parts of it go on changing: read or encode it at once."""
         board = self.board() if ask.board else Board()
-        return Snapshot(ask.number, self.now, self.gauges(), self.meter if ask.meter else None, board)
+        planner = self._scheduler.planner
+        found = [explain(planner.requests, number, self.now) for number in ask.explain] if planner is not None else []
+        explained = tuple(one for one in found if one is not None)
+        return Snapshot(ask.number, self.now, self.gauges(), self.meter if ask.meter else None, board, explained)
 
-    async def look(self, *, meter: bool = False, board: bool = False, patience_s: float = 0.0) -> Snapshot:
+    async def look(
+        self, *, meter: bool = False, board: bool = False, explain: tuple[int, ...] = (), patience_s: float = 0.0
+    ) -> Snapshot:
         """Return a snapshot; the same call works where the engine is in another process."""
-        return self.snapshot(GetSnapshot(meter=meter, board=board))
+        return self.snapshot(GetSnapshot(meter=meter, board=board, explain=explain))
 
     def profile(self, ask: Profile) -> None:
         """Have the executors record steps, or stop it."""

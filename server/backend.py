@@ -60,8 +60,11 @@ class Ingress(Entrance, Admitting, Protocol):
 class Monitor(Protocol):
     """What the engine shows of itself."""
 
-    async def look(self, *, meter: bool = False, board: bool = False, patience_s: float = 1.0) -> Snapshot:
+    async def look(
+        self, *, meter: bool = False, board: bool = False, explain: tuple[int, ...] = (), patience_s: float = 1.0
+    ) -> Snapshot:
         """Returns the engine's gauges.  meter: with what has been counted.  board: with where every request is.
+        explain: with where the time of these requests went.
 
         To be read before the next wait.  Raises RequestError: 503 if the engine has not answered in time."""
 

@@ -9,7 +9,7 @@ A client is an API key, or an address where there are no keys.  A handler opens 
 import math
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 import msgspec
@@ -51,6 +51,8 @@ OPERATORS_ROUTES = frozenset(
     }
 )
 MAX_IDLE_ALLOWANCES = 4096
+MOST_ENDED = 4096  # requests that are remembered after their end, 2 KB each
+MOST_CHOICES = 32  # of them, the first and the last ones
 
 
 def require_key(keys: Keys, open_routes: frozenset[str] = OPEN_ROUTES) -> Middleware:
@@ -180,13 +182,16 @@ class Rates:
 class ClientRequest:
     """One HTTP request of a client, and what it has opened in the engine: a stream for each choice.
 
-    prompts: what each of the streams is the answer to.  opened: called with each stream, if it is set."""
+    prompts: what each of the streams is the answer to.  opened: called with each stream, if it is set.
+    choices: the engine's number of each and when it was opened, monotonic seconds; num_choices: how many there were."""
 
     def __init__(self, clients: "Clients", client: str, salt: str, exchange: Exchange) -> None:
         self.exchange = exchange
         self.streams: list[Stream] = []
         self.prompts: list[Prompt] = []
         self.opened: Callable[[Stream], None] | None = None
+        self.choices: list[tuple[int, float]] = []
+        self.num_choices = 0
         self._num_open = 0
         self._clients = clients
         self._client = client
@@ -217,7 +222,9 @@ class ClientRequest:
         if self.exchange.key is None and options.origin.tenant:
             origin = msgspec.structs.replace(origin, tenant=options.origin.tenant)
         options = msgspec.structs.replace(options, cache_salt=salt, origin=origin)
+        opened_at = time.monotonic()
         stream = self._clients.ingress.open(prompt, params, options)
+        self._note_choice(stream.request_id, opened_at)
         self._clients.num_open[self._client] += 1
         self._num_open += 1
         self.streams.append(stream)
@@ -225,6 +232,12 @@ class ClientRequest:
         if self.opened is not None:
             self.opened(stream)
         return stream
+
+    def _note_choice(self, number: int, opened_at: float) -> None:
+        if len(self.choices) == MOST_CHOICES:
+            del self.choices[1]
+        self.choices.append((number, opened_at))
+        self.num_choices += 1
 
     def choice_ended(self) -> None:
         """Give the place of one choice back, for another that follows it."""
@@ -238,6 +251,10 @@ class ClientRequest:
         if not num_open[self._client]:
             del num_open[self._client]
         self._clients.rates.spend(self._client, sum(self.exchange.usage or ()))
+        # What is remembered of it is small.
+        self.streams.clear()
+        self.prompts.clear()
+        self.opened = None
 
     def abort(self, name: str | None = None) -> bool:
         """End the choices that are called so, or all, where they are; returns whether one of them was open."""
@@ -267,7 +284,8 @@ class Clients:
         self.ingress = ingress
         self.num_open: Counter[str] = Counter()
         self._salts = salts or CacheSalts(server)
-        self._requests: set[ClientRequest] = set()
+        self._requests: dict[ClientRequest, None] = {}
+        self._ended: deque[ClientRequest] = deque(maxlen=MOST_ENDED)
         self.limit(limits)
 
     def limit(self, limits: LimitsSection) -> None:
@@ -284,12 +302,14 @@ class Clients:
         """Give every HTTP request the client that it is from, while it is handled."""
         exchange = request[EXCHANGE]
         one = request[CLIENT] = self.request(exchange)
-        self._requests.add(one)
+        self._requests[one] = None
         try:
             return await handler(request)
         finally:
-            self._requests.discard(one)
+            del self._requests[one]
             one.close()
+            if one.choices:
+                self._ended.append(one)
 
     def abort(self, key: Key | None, name: str | None = None) -> int:
         """End the open requests with this key, or all for an operator's; returns how many.
@@ -299,8 +319,14 @@ class Clients:
 
     def of(self, key: Key | None) -> list[ClientRequest]:
         """The open requests with this key, or all for an operator's: those that it may end, and see on the board."""
-        is_operator = key is not None and key.is_operator
-        return [one for one in self._requests if is_operator or one.exchange.key == key]
+        return [one for one in self._requests if self._may_see(key, one)]
+
+    def known_to(self, key: Key | None) -> list[ClientRequest]:
+        """Those, behind the last that have ended, each in the order of time."""
+        return [one for one in (*self._ended, *self._requests) if self._may_see(key, one)]
+
+    def _may_see(self, key: Key | None, one: ClientRequest) -> bool:
+        return one.exchange.key == key or (key is not None and key.is_operator)
 
     def forget_cache(self, key: Key | None) -> None:
         """Hide everything cached so far from the later requests of a key, and of those that it shares the cache with.

@@ -7,6 +7,7 @@ import msgspec
 
 from engine.notices import Message
 from engine.scheduling.board import Board
+from engine.scheduling.explanation import Explained
 from engine.scheduling.meter import Meter, RequestMetrics
 
 
@@ -53,11 +54,13 @@ class Gauges(msgspec.Struct, frozen=True):
 class GetSnapshot(Message, frozen=True):
     """What does the engine do now?  The answer, a ``Snapshot``, has the same number.
 
-    meter: with all that has been counted.  board: with where every request is, and what every page holds."""
+    meter: with all that has been counted.  board: with where every request is, and what every page holds.
+    explain: with where the time of these requests went."""
 
     number: int = 0
     meter: bool = False
     board: bool = False
+    explain: tuple[int, ...] = ()
 
 
 class Subscribe(Message, frozen=True):
@@ -68,13 +71,14 @@ class Snapshot(Message, frozen=True):
     """number: of the ``GetSnapshot`` that it answers.  now: seconds of the clock that the meter's times are in.
 
     meter: what has been counted, None until the model is loaded, or where it was not asked for.
-    board: empty until then, or where it was not asked for."""
+    board: empty until then, or where it was not asked for.  explained: of those that were asked for and are known."""
 
     number: int
     now: float
     gauges: Gauges
     meter: Meter | None = None
     board: Board = Board()
+    explained: tuple[Explained, ...] = ()
 
 
 class RequestsFinished(Message, frozen=True):

@@ -20,6 +20,7 @@ from engine.messages import Profile, PromptLogprobs, Step, StepDone, StepExtras
 log = logging.getLogger(__name__)
 
 Ints = npt.NDArray[np.int32]
+IN_PARTS = "were cut into parts, since the device has no room for them in one"
 
 
 class StepSplitter:
@@ -144,7 +145,8 @@ def merged(results: Sequence[StepDone]) -> StepDone:
     for done in results:
         for row, one in done.extras.items():
             extras[row] = together(extras[row], one) if row in extras else one
-    return msgspec.structs.replace(results[0], token_ids=b"".join(done.token_ids for done in results), extras=extras)
+    token_ids = b"".join(done.token_ids for done in results)
+    return msgspec.structs.replace(results[0], token_ids=token_ids, extras=extras, note=IN_PARTS)
 
 
 def together(first: StepExtras, later: StepExtras) -> StepExtras:

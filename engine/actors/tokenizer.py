@@ -50,12 +50,13 @@ NO_EXTRAS = StepExtras()
 class _Encoded:
     """A worker thread is done with a prompt.  Never leaves this actor, so it needs no wire form.
 
-    params: the request's, with a grammar that knows how the prompt leaves the model."""
+    params: the request's, with a grammar that knows how the prompt leaves the model; grammar_s: to compile that."""
 
     request: Tokenize
     token_ids: TokenIds | None
     params: SamplingParams
     thinking: Thinking = "none"
+    grammar_s: float = 0.0
     error: RequestError | None = None
 
 
@@ -140,6 +141,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
     def _understand(self, request: Tokenize) -> _Encoded:
         """In a worker thread: the prompt as tokens, and the grammar compiled, so that a wrong one is refused here."""
         thinking: Thinking = "none"
+        grammar_s = 0.0
         if request.token_ids is not None:
             token_ids = self._codec.trimmed(request.token_ids, request.options.truncate_to)
         elif request.turns is not None:
@@ -156,9 +158,10 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                 raise RequestError("structured output: this engine has no grammar plugin", code="unsupported_parameter")
             begins = self._codec.formats.thinking_of_grammar(thinking)
             grammar = msgspec.structs.replace(params.grammar, thinking=begins)
-            self._grammars.check(grammar)
+            grammar_s = self._grammars.check(grammar)
             params = params.replace(grammar=grammar)
-        return _Encoded(request, token_ids, params, thinking if request.options.chat.split_reasoning else "none")
+        shown = thinking if request.options.chat.split_reasoning else "none"
+        return _Encoded(request, token_ids, params, shown, grammar_s)
 
     def _check_known(self, token_ids: TokenIds, param: str) -> None:
         """Raise RequestError for a token that the tokenizer has and the model does not."""
@@ -200,10 +203,8 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             self._refuse(request.request_id, _fault(request.request_id, error))
             return
         ids, salt = encoded.token_ids.tobytes() + options.resumed, options.cache_salt
-        admit = Admit(
-            request.request_id, ids, params, options.priority, salt, num_resumed, options.origin, options.adapter
-        )
-        self._scheduler.put(admit)
+        about = num_resumed, options.origin, options.adapter, encoded.grammar_s
+        self._scheduler.put(Admit(request.request_id, ids, params, options.priority, salt, *about))
 
     def _abort(self, message: Abort) -> None:
         text = self._texts.pop(message.request_id, None)

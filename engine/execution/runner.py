@@ -48,7 +48,8 @@ def extras_by_row(**columns: Mapping[int, Any]) -> dict[int, StepExtras]:
 @dataclass(slots=True)
 class LaunchedStep:
     """A step whose kernels are queued.  rows_N: those that sample.  event: recorded behind its copies to the host; None
-    on CPU.  prompts: what it gives of prompts beside tokens.  failures: index into N -> why a grammar has no token."""
+    on CPU.  prompts: what it gives of prompts beside tokens.  failures: index into N -> why a grammar has no token.
+    note: see ``StepDone``."""
 
     rank: int
     step_id: int
@@ -57,6 +58,7 @@ class LaunchedStep:
     event: Event | None
     prompts: PromptResults | None
     failures: dict[int, str]
+    note: str = ""
 
     def ready(self) -> bool:
         """Whether the device is done with it."""
@@ -64,17 +66,14 @@ class LaunchedStep:
 
     def collect(self) -> StepDone:
         """Wait for the device; the tokens as bytes."""
-        return StepDone(
-            rank=self.rank,
-            step_id=self.step_id,
-            token_ids=self.tokens().astype(np.int32, copy=False).tobytes(),
-            extras=extras_by_row(
-                **(self.sampled.logprobs.by_row(self.rows_N) if self.sampled.logprobs is not None else {}),
-                prompt_logprobs=self.prompts.prompt_logprobs() if self.prompts is not None else {},
-                pooled=self.prompts.pooled_bytes() if self.prompts is not None else {},
-                failure=self._by_row(self.failures),
-            ),
+        token_ids = self.tokens().astype(np.int32, copy=False).tobytes()
+        extras = extras_by_row(
+            **(self.sampled.logprobs.by_row(self.rows_N) if self.sampled.logprobs is not None else {}),
+            prompt_logprobs=self.prompts.prompt_logprobs() if self.prompts is not None else {},
+            pooled=self.prompts.pooled_bytes() if self.prompts is not None else {},
+            failure=self._by_row(self.failures),
         )
+        return StepDone(self.rank, self.step_id, token_ids, extras, self.note)
 
     def _by_row(self, by_index: dict[int, T]) -> dict[int, T]:
         return {int(self.rows_N[index]): value for index, value in by_index.items()}

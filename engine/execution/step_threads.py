@@ -28,6 +28,7 @@ WINDOW = 16  # steps whose median counts
 SLOW = 2.0  # times as long as usual
 SLOW_FOR_S = 2.0
 TRIED = 8  # steps of the trial's shape with each number
+TRYING = "ran while other numbers of threads were tried"
 LONGEST_TRIAL = 256  # steps of any shape
 PAUSE_S, LONGEST_PAUSE_S = 30.0, 960.0
 
@@ -66,6 +67,11 @@ class StepThreads:
         self._trial: Trial | None = None
         self._not_before = clock()
         self._pause_s = PAUSE_S
+
+    @property
+    def are_tried(self) -> bool:
+        """Whether steps run with other numbers than the one that was chosen."""
+        return self._trial is not None
 
     def took(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """num_tokens: of all contexts together."""
@@ -132,6 +138,7 @@ class WatchedRunner:
         start = time.perf_counter()
         launched = self._runner.launch(step)
         if not step.prefill_rows:
+            launched.note = TRYING if self._threads.are_tried else ""
             num_tokens = int(self._rows.computed[launched.rows_N].sum())
             self._threads.took(len(launched.rows_N), num_tokens, time.perf_counter() - start)
         return launched

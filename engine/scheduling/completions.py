@@ -107,6 +107,7 @@ class Completions:
         first = self._confirm_prefills(record) if record.prefill_rows else {}
         step = StepRecord(done.step_id, began_at, now, num_decodes, num_prefills, record.num_prefill_tokens)
         self._requests.meter.completed(step, len(rows) - len(first), len(first))
+        self._requests.timelines.steps.completed(step, done.note)
         if len(rows) or extras:
             self._commit(rows, tokens, first, extras)
         for wave in later:
@@ -140,9 +141,14 @@ class Completions:
             sequence = table.sequences[row]
             if sequence is None or not table.running[row]:
                 continue
+            self._requests.timelines.steps.chunks.note(
+                self.last_completed, sequence.request_id, end - table.num_confirmed[row]
+            )
             table.num_confirmed[row] = end
             self._page_manager.publish(row, end)
             self._prefills.published(row, end)
+            if end == len(sequence.tokens):
+                self._requests.timelines.mark(sequence, "decode")
             if end == sequence.num_prompt == len(sequence.tokens):
                 first[sequence.request_id] = sequence.num_cached_at_start
                 sequence.first_token_at = now

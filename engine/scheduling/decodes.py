@@ -72,7 +72,7 @@ class Decodes:
             if self._page_manager.num_available > 2 * len(rows):
                 needy = self._needy_soon()
             served = needy[: self._page_manager.num_available]
-            pages = self._page_manager.allocate(len(served))
+            pages = self._page_manager.allocate(len(served), int(table.request_ids[needy[0]]))
             appends = Appends(served, table.append_pages(served, pages), pages)
             if len(served) < len(needy):
                 rows = rows[~np.isin(rows, needy[len(served) :])]

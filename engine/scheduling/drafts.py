@@ -144,7 +144,8 @@ class Drafts:
         """Pages for what the rows will have computed: the columns of the step."""
         table = self._table
         missing = np.maximum(-(-table.num_computed[rows] // table.page_size) - table.num_pages[rows], 0)
-        pages = self._page_manager.allocate(int(missing.sum()))
+        first = int(table.request_ids[rows[0]]) if len(rows) else -1
+        pages = self._page_manager.allocate(int(missing.sum()), first)
         grown, indexes = np.repeat(rows, missing), np.zeros(len(pages), dtype=np.int32)
         for at, row in enumerate(grown.tolist()):
             indexes[at] = table.append_pages(np.array([row]), pages[at : at + 1])[0]

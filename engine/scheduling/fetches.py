@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from engine.messages import FetchPages, PagesFetched
 from engine.scheduling.pages import Fetched, PageManager
 from engine.scheduling.rows import WORTH_WAITING_TOKENS, PlannerLimits, Sequence
+from engine.scheduling.timelines import Timelines
 
 TOKEN_BYTES = 4
 MOST_WAITING = 8  # so many at once keep a store busy; those behind them keep their places in the queue
@@ -31,10 +32,13 @@ class _Fetch:
 class Fetches:
     """may_ask: whether somebody may wait here now."""
 
-    def __init__(self, limits: PlannerLimits, page_manager: PageManager, may_ask: Callable[[], bool]) -> None:
+    def __init__(
+        self, limits: PlannerLimits, page_manager: PageManager, may_ask: Callable[[], bool], timelines: Timelines
+    ) -> None:
         self._limits = limits
         self._page_manager = page_manager
         self._may_ask = may_ask
+        self._timelines = timelines
         self._asked: list[FetchPages] = []
         self._waiting: dict[int, _Fetch] = {}  # by fetch
         self._answered: dict[int, Fetched] = {}  # by request
@@ -60,6 +64,7 @@ class Fetches:
         self._num_asked += 1
         num_pages = len(tokens) // (TOKEN_BYTES * self._limits.page_size)
         self._waiting[fetch_id] = _Fetch(fetch_id, sequence, first_page, num_pages, self._limits.num_ranks)
+        self._timelines.mark(sequence, "fetch")
         self._asked.append(FetchPages(fetch_id, parent, tokens, self._limits.store_timeout_s))
         return True
 

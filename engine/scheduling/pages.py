@@ -24,6 +24,7 @@ from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import TOKEN_BYTES, RadixTree
 from engine.messages import Landing, Step
 from engine.scheduling.rows import PlannerLimits, Rows, RowTable, Sequence
+from engine.scheduling.timelines import Evictions
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,10 @@ class PageManager:
 
     def __init__(self, limits: PlannerLimits, rows: RowTable, strategy: EvictionStrategy) -> None:
         self.allocator = PageAllocator(limits.num_pages)
+        self._evictions = Evictions(strategy, limits.page_size * TOKEN_BYTES)
         self._tree = RadixTree(
             limits.page_size,
-            strategy,
+            self._evictions,
             num_host_pages=limits.num_host_pages,
             record_events=limits.record_events,
             record_saves=limits.store_timeout_s > 0,
@@ -176,20 +178,22 @@ class PageManager:
             self._tree.unlock(handle)
             return None
         shared = self._tree.pages(handle)
-        new = self.allocate(num_new)
+        new = self.allocate(num_new, sequence.request_id)
         if match.num_host_pages:
             # What is on the host comes back into the first of the new pages, which are the tree's from then on.
             self._tree.restore(handle, key, new)
         if fetched is not None:
             self.moves.land(handle, key, fetched, new[handle.num_pages - len(shared) :])
+        self._evictions.note_missed(sequence, handle, key)
         row = self._rows.take(sequence, np.concatenate((shared, new)), num_shared=handle.num_pages)
         self._handles[row] = handle
         return row
 
-    def allocate(self, count: int) -> Pages:
-        """Take pages, evicting cached ones if too few are free; the caller has checked ``num_available``."""
+    def allocate(self, count: int, request_id: int) -> Pages:
+        """Take pages for a request, evicting cached ones if too few are free; the caller looks at ``num_available``."""
         short = count - self.allocator.num_free
         if short > 0:
+            self._evictions.request_id = request_id
             self.allocator.evict(self._tree.evict(short))
         return self.allocator.allocate(count)
 
@@ -222,6 +226,7 @@ class PageManager:
         self._tree.forget()
         self._rows.clear()
         self.allocator.clear()
+        self._evictions.forget()
         self._handles.clear()
         self._deferred.clear()
         self._rewrites.clear()

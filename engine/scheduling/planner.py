@@ -57,9 +57,11 @@ class Planner:
         self._page_manager = PageManager(limits, self._rows, strategy)
         self._forecast = OutputForecast()
         self._decodes = Decodes(self._rows, self._page_manager)
-        self._quarantine = Quarantine(waiting_queue(policy, self._rows))
+        self._quarantine = Quarantine(waiting_queue(policy, self._rows), clock)
         # A suspect is the only one to run when its turn comes, and so must not give it up for a while.
-        self._fetches = Fetches(limits, self._page_manager, lambda: not self._quarantine.is_on)
+        self._fetches = Fetches(
+            limits, self._page_manager, lambda: not self._quarantine.is_on, self._quarantine.timelines
+        )
         self._prefills = Prefills(
             limits, self._rows, self._page_manager, self._quarantine, self._forecast, self._fetches
         )
@@ -104,7 +106,7 @@ class Planner:
             return None
         if drafts is not None and len(in_flight) == 1:
             step, in_flight[0] = drafts.added_to(step, in_flight[0])
-        return self._page_manager.moves.added_to(step)
+        return self.requests.timelines.steps.planned(self._page_manager.moves.added_to(step))
 
     def _next_step(self) -> Step | None:
         self._page_manager.tick(self._num_steps)
@@ -122,10 +124,7 @@ class Planner:
     def _launch_mixed(self, decode_rows: Rows, appends: Appends, segments: Segments) -> Step:
         """A step with prefills, whose last chunks decode from the next step on."""
         now = self._clock()
-        for sequence in segments.started:
-            if sequence.started_at is None:
-                sequence.started_at = now
-                self.meter.started(sequence.num_prompt, sequence.num_cached_at_start, now - sequence.arrived_at)
+        self.requests.started(segments.started, now)
         rows = np.array(segments.rows, dtype=np.int32)
         samples = np.array(segments.samples, dtype=np.int32)
         first_rows = rows[samples == 1]
@@ -212,9 +211,8 @@ class Planner:
         self._completions.leave(row)
         victim.tokens = table.tokens[row, : table.num_known[row]].copy()
         victim.row = -1
-        victim.num_retractions += 1
+        self.requests.retracted(victim)
         self._prefills.wait(victim)
-        self.meter.num_retractions += 1
 
     def _release_suspect(self) -> None:
         """Once the sequence that runs alone is past the place where executors were lost, it makes room for the next."""
@@ -233,6 +231,7 @@ class Planner:
         if not is_fault:
             self._quarantine.acquit_all()
         running = [sequence for sequence in self.requests.open.values() if sequence.row >= 0]
+        self.requests.timelines.lost(running)
         for sequence in running:
             sequence.tokens = self._rows.tokens[sequence.row, : self._rows.num_known[sequence.row]].copy()
             sequence.row = -1

@@ -14,7 +14,7 @@ import numpy as np
 from engine.messages import Admission
 from engine.scheduling.fetches import Fetches
 from engine.scheduling.pages import PageManager
-from engine.scheduling.queue import WaitingQueue
+from engine.scheduling.queue import Quarantine
 from engine.scheduling.requests import OutputForecast, peak_growth
 from engine.scheduling.rows import WORTH_WAITING_TOKENS, PlannerLimits, RowTable, Sequence, TokenIds
 
@@ -45,7 +45,7 @@ class Prefills:
         limits: PlannerLimits,
         table: RowTable,
         page_manager: PageManager,
-        waiting: WaitingQueue,
+        waiting: Quarantine,
         forecast: OutputForecast,
         fetches: Fetches,
     ) -> None:
@@ -200,6 +200,7 @@ class Prefills:
             row = self._page_manager.start(sequence, self._reserve(sequence), self._fetches.of(sequence))
             if row is None:
                 self._blocked = True
+                self._waiting.found_no_room(sequence)
                 break
             self._waiting.pop(starts=True)
             self._fetches.started(sequence)

@@ -8,7 +8,7 @@ limit.  The peak of future use follows Gong et al. 2025 (the "past-future" sched
 their pages back before the others have grown to their full length.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +100,7 @@ class Requests:
         self.limits = limits
         self._forecast = forecast
         self._quarantine = quarantine
+        self.timelines = quarantine.timelines
         self._clock = clock
         self._num_arrived = 0
 
@@ -113,6 +114,7 @@ class Requests:
 
         ``most_total`` tells before whether that is everybody; the others end with an error."""
         self.open, self.meter = other.open, other.meter
+        self.timelines.take_over(other.timelines)
         self.outbox += other.outbox
         self.finished += other.finished
         self.open_since, self._num_arrived = other.open_since, other._num_arrived
@@ -149,6 +151,7 @@ class Requests:
             cache_salt=message.cache_salt,
             origin=message.origin,
             adapter=message.adapter,
+            grammar_s=message.grammar_s,
         )
         self._num_arrived += 1
         return sequence
@@ -158,6 +161,19 @@ class Requests:
         if not self.open:
             self.open_since = sequence.arrived_at
         self.open[sequence.request_id] = sequence
+
+    def started(self, sequences: Iterable[Sequence], now: float) -> None:
+        """Requests compute; what is counted is the first time."""
+        for sequence in sequences:
+            if sequence.started_at is None:
+                sequence.started_at = now
+                self.meter.started(sequence.num_prompt, sequence.num_cached_at_start, now - sequence.arrived_at)
+
+    def retracted(self, sequence: Sequence) -> None:
+        """A request has lost its row to others."""
+        sequence.num_retractions += 1
+        self.meter.num_retractions += 1
+        self.timelines.mark(sequence, "retracted")
 
     def tell_end(self, request_id: int, finish: Finish) -> None:
         """A request has ended without a token."""
@@ -208,4 +224,5 @@ class Requests:
             client_request_id=sequence.origin.request,
         )
         self.meter.ended(metrics)
+        self.timelines.end(sequence, metrics)
         self.finished.append(metrics)

@@ -13,7 +13,8 @@ Decodes'.  running: from a row's first step to its end; a row that has ended is 
 has completed.  num_shared: pages that it found in the cache when it started.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,9 @@ from engine.kv.pages import Pages
 from engine.params import SamplingParams
 from engine.prompt import NOBODY, Adapter, Origin
 from engine.scheduling.adapters import AdapterSlots
+
+if TYPE_CHECKING:
+    from engine.scheduling.timelines import Mark
 
 TokenIds = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int32]
@@ -41,6 +45,7 @@ class Sequence:
     cache_salt: only sequences with the same one share pages.  adapter: likewise, by its content; None for none.
     num_cached_at_start: prompt tokens that needed no computing when it first ran, -1 until then.
     arrived_at, started_at, first_token_at: by the scheduler's clock; None until then.
+    marks, missed, grammar_s: see ``engine/scheduling/timelines.py``.
     """
 
     request_id: int
@@ -62,6 +67,9 @@ class Sequence:
     num_overtaken: int = 0
     origin: Origin = NOBODY
     adapter: Adapter | None = None
+    marks: "list[Mark]" = field(default_factory=list)
+    missed: dict[int, int] = field(default_factory=dict)
+    grammar_s: float = 0.0
 
     @property
     def weights(self) -> str:

@@ -6,6 +6,7 @@ A mask has a bit per token of the model's vocabulary, packed into int32 words: t
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -83,9 +84,11 @@ class Grammars:
         self._building = threading.Lock()
         self._caching = threading.Lock()
 
-    def check(self, grammar: Grammar) -> None:
-        """Compile the grammar.  Raises RequestError if it is wrong or too large."""
+    def check(self, grammar: Grammar) -> float:
+        """Compile the grammar; returns the seconds that it took.  Raises RequestError if it is wrong or too large."""
+        began = time.perf_counter()
         self._compiled(grammar)
+        return time.perf_counter() - began
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A new matcher at the grammar's start.  Raises RequestError as ``check`` does."""

@@ -8,9 +8,14 @@ _request_in_progress, _loop, _close; Server._connections, _kwargs; AppRunner._ma
 """
 
 import asyncio
+import fcntl
 import logging
 import socket
 import struct
+import sys
+import termios
+import time
+from collections import deque
 from typing import Any, cast
 
 from aiohttp import web
@@ -28,6 +33,10 @@ log = logging.getLogger(__name__)
 
 WRITE_BUFFER_BYTES = 64 << 10
 KEEPALIVE_TIMEOUT_S = 75.0  # of an idle connection
+MOST_WAITS = 16  # of a connection's writes, remembered
+LAST_DATA_RECV = slice(52, 56)  # of struct tcp_info: milliseconds since then
+MOST_WATCHED = 64  # clients that have not read an answer to its end, to know when they have
+LOOK_EVERY_S, LOOK_SHARE = 0.005, 0.01  # and how often: at first, and as a share of the time since
 LINGERING_S = 2.0  # for a body that the handler has not read
 
 
@@ -44,6 +53,9 @@ class Connection(RequestHandler):
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._is_counted = False
+        self.arrived_at = time.monotonic()  # of the last request's first bytes, on this machine
+        self._paused_at: float | None = None
+        self._waits: deque[tuple[float, float]] = deque(maxlen=MOST_WAITS)
 
     # ---- life -------------------------------------------------------------------------------
 
@@ -92,12 +104,24 @@ class Connection(RequestHandler):
     def data_received(self, data: bytes) -> None:
         num_requests = self._request_count
         between_requests = self._body.is_eof()
+        if between_requests:
+            self.arrived_at = time.monotonic() - self._waited_s()
         super().data_received(data)
         if self._request_count > num_requests:
             self._stop_header_timer()
             self._body = self._messages[-1][1]
         elif between_requests and self._header_timer is None and data.strip(b"\r\n"):
             self._watch_header()
+
+    def _waited_s(self) -> float:
+        """How long ago the last bytes came that this event loop reads only now; the kernel counts milliseconds."""
+        if self._wire is None or sys.platform != "linux":
+            return 0.0
+        try:
+            info = self._wire.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64)
+        except OSError:
+            return 0.0  # not TCP
+        return int.from_bytes(info[LAST_DATA_RECV], sys.byteorder) / 1000
 
     def _watch_header(self) -> None:
         self._header_timer = self._loop.call_later(self._settings.client_timeout_s, self._header_expired)
@@ -121,13 +145,57 @@ class Connection(RequestHandler):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._paused_at = time.monotonic()
         self._watch_writes()
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._note_wait()
         self._stop_write_timer()
         if self._wire is not None and self._wire.is_closing():
             self._watch_writes()
+
+    def _note_wait(self) -> None:
+        if self._paused_at is not None:
+            self._waits.append((self._paused_at, time.monotonic()))
+            self._paused_at = None
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send what is left of a response, and note when that is out."""
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            exchange = request[EXCHANGE]
+            exchange.ended_at = written_at = time.monotonic()
+            exchange.waits = tuple(wait for wait in self._waits if wait[1] > exchange.arrived_at)
+            if self._connections.num_watched < MOST_WATCHED and self._num_unread():
+                self._connections.num_watched += 1
+                self._watch_reader(exchange, written_at, self._request_count)
+
+    def _num_unread(self) -> int:
+        """Bytes that the client's machine has not taken yet."""
+        if self._wire is None or self._wire.is_closing():
+            return 0
+        if num_bytes := self._wire.get_write_buffer_size():
+            return num_bytes
+        try:
+            told = fcntl.ioctl(self._wire.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        except OSError:
+            return 0  # of a kind of socket that cannot say
+        return int.from_bytes(told, sys.byteorder)
+
+    def _watch_reader(self, exchange: Exchange, written_at: float, num_requests: int) -> None:
+        """Look again until the client has taken the answer, or asks for something else."""
+        now = time.monotonic()
+        if self._request_count == num_requests and self._num_unread():
+            later_s = max(LOOK_EVERY_S, LOOK_SHARE * (now - written_at))
+            self._loop.call_later(later_s, self._watch_reader, exchange, written_at, num_requests)
+            return
+        self._connections.num_watched -= 1
+        exchange.ended_at = now
+        exchange.waits = (*exchange.waits, (written_at, now))
 
     def _watch_writes(self) -> None:
         """Called when nothing will be added to the buffer: a client that reads at all makes it shrink."""
@@ -183,7 +251,7 @@ class Connection(RequestHandler):
 
 
 class ConnectionServer(web.Server):
-    """Makes the connections and knows how many there are."""
+    """Makes the connections and knows how many there are.  num_watched: of them, clients that read their last bytes."""
 
     def __init__(self, plain: web.Server, server: ServerSection, traffic: Traffic) -> None:
         super().__init__(
@@ -194,6 +262,7 @@ class ConnectionServer(web.Server):
         )
         self._section = server
         self.traffic = traffic
+        self.num_watched = 0
 
     @property
     def num_open(self) -> int:

@@ -14,6 +14,7 @@ import asyncio
 import ipaddress
 import logging
 import string
+import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -59,7 +60,10 @@ class Exchange:
     names: what else the client may call it by.  parts: names of some of its choices -> which they are.
     usage: prompt and completion tokens.  Handlers that generate set these three.  replica: which one has answered.
     key: which of the API keys it brought, where there are any.  cors: what a browser must be told.
-    error_format: what errors look like to the route's clients."""
+    error_format: what errors look like to the route's clients.
+    arrived_at, received_at, ended_at: when its first bytes were there, its headers were read, and the last byte of the
+    answer was out, None until then; monotonic seconds.
+    waits: since when and until when the connection took no more, monotonic seconds."""
 
     def __init__(self, request: web.BaseRequest | None = None, name: str = "", address: str = "-") -> None:
         """request: None for work that no connection waits for; then its id is ``name``, its client's ``address``."""
@@ -73,6 +77,10 @@ class Exchange:
         self._address = address if request is None else request.remote or "-"
         self.cors: dict[str, str] = {}
         self.error_format: ErrorFormat = error_body
+        self.received_at = time.monotonic()
+        self.arrived_at: float = getattr(request.protocol, "arrived_at", self.received_at)
+        self.ended_at: float | None = None
+        self.waits: tuple[tuple[float, float], ...] = ()
 
     @property
     def headers(self) -> dict[str, str]:
@@ -262,6 +270,7 @@ class OutermostHandler:
             status = response.status
             return response
         finally:
+            exchange.ended_at = time.monotonic()  # until what is left of a response is out as well
             duration_s = clock() - started
             self._traffic.num_in_flight -= 1
             self._traffic.ended(request.method, exchange.route, status, duration_s)

@@ -28,6 +28,7 @@ from server.models.model import Model
 from server.models.models import Models
 from server.models.routes import ModelsRoutes, counts
 from server.operators.administration import administration_routes
+from server.operators.explain import EXPLAIN
 from server.operators.settings import PATHS, refuse_settings
 from server.operators.site import FILES, SITE_ROUTES, Site
 from server.operators.status import Load
@@ -151,6 +152,7 @@ def _application(
             web.get("/metrics", observation.metrics),
             web.get("/load", load),
             *administration_routes(administration.abort, administration.reset),
+            web.get(EXPLAIN, administration.explain),
             *(web.post(path, routes.generate) for path in GENERATING),
             *(web.post(path, routes.post) for path in POSTED),
             *(web.get(path, routes.look) for path in LOOKED_AT),

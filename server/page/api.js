@@ -36,6 +36,11 @@ export async function getStats(model) {
   return (await call(model ? `/stats?model=${encodeURIComponent(model)}` : "/stats")).json();
 }
 
+export async function getExplanation(id, model) {
+  const path = `/explain/${encodeURIComponent(id)}`;
+  return (await call(model ? `${path}?model=${encodeURIComponent(model)}` : path)).json();
+}
+
 export async function getModels() {
   return (await (await call("/v1/models")).json()).data;
 }

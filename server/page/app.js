@@ -15,7 +15,7 @@ let model = "";
 let chosen = null; // of several models and adapters, as the server lists it
 let models = null; // until the server has said which there are
 let timer = null;
-const engine = new EngineView();
+const engine = new EngineView(() => shown());
 new Playground(() => model, askForKey);
 const load = new Load(() => model);
 new Tour(() => load.start());

@@ -26,10 +26,12 @@ export class Board {
   #onPoint = () => {};
 
   // root: the table.  said: where news of aborts go.  onPoint: told of the number of the request under the pointer.
-  constructor(root, said, onPoint) {
+  // explain: told of the id of a request whose time is asked for.
+  constructor(root, said, onPoint, explain) {
     this.root = root;
     this.said = said;
     this.#onPoint = onPoint;
+    this.explain = explain;
     const head = part("row", "line head", ...COLUMNS.map(([name, title]) => heading(name, title)), heading("end", ""));
     this.body = part("rowgroup", "lines");
     this.more = Object.assign(document.createElement("button"), { type: "button", className: "ghost more", hidden: true });
@@ -81,7 +83,7 @@ export class Board {
   }
 
   #addLine() {
-    const line = new Line(this.said, this.#onPoint, this.#lines.length % NUM_COLOURS);
+    const line = new Line(this.said, this.#onPoint, this.explain, this.#lines.length % NUM_COLOURS);
     this.#lines.push(line);
     this.body.append(line.element);
     return line;
@@ -96,15 +98,17 @@ export class Board {
 }
 
 class Line {
-  constructor(said, onPoint, colour) {
+  constructor(said, onPoint, explain, colour) {
     this.number = null;
     this.left = 0;
     this.said = said;
     this.cells = Object.fromEntries(COLUMNS.map(([name, , length]) => [name, new Flaps(length, name)]));
     this.end = Object.assign(document.createElement("button"), { type: "button", className: "abort", textContent: "Abort" });
     this.end.addEventListener("click", () => this.#abort());
+    this.why = Object.assign(document.createElement("button"), { type: "button", className: "abort", textContent: "Why" });
+    this.why.addEventListener("click", () => explain(this.id));
     const cells = Object.values(this.cells).map((flaps) => flaps.element);
-    this.element = part("row", `line blank colour-${colour}`, ...cells, part("cell", "end", this.end));
+    this.element = part("row", `line blank colour-${colour}`, ...cells, part("cell", "end", this.why, " ", this.end));
     this.element.addEventListener("pointerenter", () => onPoint(this.number));
     this.element.addEventListener("pointerleave", () => onPoint(null));
     this.clear();
@@ -123,7 +127,8 @@ class Line {
     this.cells.cached.show(row.state === "waiting" ? "" : `${Math.floor((100 * row.cached_tokens) / row.prompt_tokens)}%`);
     this.cells.tokens.show(String(row.output_tokens));
     this.cells.speed.show(speed === null ? "" : speed < 100 ? speed.toFixed(1) : speed.toFixed(0));
-    this.end.hidden = !row.id;
+    this.end.hidden = this.why.hidden = !row.id;
+    this.why.setAttribute("aria-label", `Why request ${row.number} takes as long as it does`);
     this.end.setAttribute("aria-label", `Abort request ${row.number}, and whatever came in the same call`);
     this.element.title = row.words ? `${row.words}\n${row.prompt_tokens} prompt tokens, from ${row.client}, ${row.id}` : "";
   }
@@ -140,7 +145,7 @@ class Line {
     this.element.className = this.element.className.replace(/ (blank|departed|is-\w+)/g, "") + " blank";
     this.element.title = "";
     for (const flaps of Object.values(this.cells)) flaps.show("");
-    this.end.hidden = true;
+    this.end.hidden = this.why.hidden = true;
   }
 
   async #abort() {

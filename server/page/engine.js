@@ -7,6 +7,7 @@ import { term } from "/page/help.js";
 import { Cells, Mosaic } from "/page/mosaic.js";
 import { milliseconds, whole } from "/page/svg.js";
 import { branchOf, prefixTree } from "/page/tree.js";
+import { Why } from "/page/why.js";
 
 const byId = (id) => document.getElementById(id);
 const HISTORY = 90;
@@ -18,8 +19,11 @@ export class EngineView {
   // What the tree on the screen was drawn from: the cells of its nodes are those of the same moment.
   #drawn = { state: "", nodes: [], cells: null, width: 0 };
 
-  constructor() {
-    this.board = new Board(byId("board"), byId("board-said"), (number) => this.#pointAtRequest(number));
+  // model: returns which of several is shown.
+  constructor(model) {
+    this.why = new Why(model);
+    const explain = (id) => this.why.open(id);
+    this.board = new Board(byId("board"), byId("board-said"), (number) => this.#pointAtRequest(number), explain);
     this.mosaic = new Mosaic(byId("pool"), (cell) => this.#pointAtCell(cell));
     this.flow = new Flow(byId("flow"));
   }
@@ -30,6 +34,8 @@ export class EngineView {
     const hidden = this.board.show(stats.board) + stats.board_hidden;
     byId("board-about").textContent = hidden ? `and ${whole(hidden)} more` : stats.board.length ? "" : "Nothing is due. Make load, or ask in the playground.";
     this.#rows = stats.board;
+    this.why.remember(stats.board);
+    this.why.refresh();
     this.#figures(stats);
     this.#pool(stats);
     this.#tree(stats);

@@ -1,4 +1,4 @@
-"""POST /abort_request and /reset_prefix_cache of a router: every replica is asked, as any may have what is meant.
+"""POST /abort_request and /reset_prefix_cache, GET /explain of a router: every replica is asked, as any may have it.
 
 Owns: how their answers become one.  Does not know: what the replicas do; requests that go to one of them.
 """
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import aiohttp
 import msgspec
 from aiohttp import web
+from yarl import URL
 
 from engine.sections import ServerSection
 from server.http.body import collect
@@ -27,7 +28,7 @@ class _Answer(NamedTuple):
 
 
 class FleetAdministration:
-    """Handles both."""
+    """Handles all three."""
 
     def __init__(self, server: ServerSection, replicas: Group, session: aiohttp.ClientSession) -> None:
         self._server = server
@@ -49,6 +50,14 @@ class FleetAdministration:
         refuse_foreign_page(request)
         return _worst(await self._ask_all(request))
 
+    async def explain(self, request: web.Request) -> web.Response:
+        """GET /explain/{id}: what a replica says that had the request; times are those that it took there."""
+        answers = await self._ask_all(request)
+        told = [one for one in answers if one.status == 200]
+        if not told:
+            return _worst(answers)
+        return web.Response(body=told[-1].body, content_type=JSON)
+
     async def _ask_all(self, request: web.Request) -> list[_Answer]:
         """The answers of all replicas that run, ready or not: one that recovers has its requests, maybe its cache.
 
@@ -57,16 +66,21 @@ class FleetAdministration:
         headers = {name: request.headers[name] for name in SENT_ON if name in request.headers}
         headers[REQUEST_ID_HEADER] = request[EXCHANGE].id
         there = [one for one in self._replicas.all if one.url and one.state is not State.STOPPED]
-        answers = await asyncio.gather(*(self._ask(one, request.path, body, headers) for one in there))
+        answers = await asyncio.gather(
+            *(self._ask(one, request.method, request.raw_path, body, headers) for one in there)
+        )
         found = [one for one in answers if one is not None]
         if not found:
             raise unavailable(f"no {self._replicas.noun} is there now")
         return found
 
-    async def _ask(self, replica: Replica, path: str, body: bytes, headers: dict[str, str]) -> _Answer | None:
+    async def _ask(
+        self, replica: Replica, method: str, path: str, body: bytes, headers: dict[str, str]
+    ) -> _Answer | None:
         timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
+        url = URL(replica.url + path, encoded=True)
         try:
-            async with self._session.post(replica.url + path, data=body, headers=headers, timeout=timeout) as response:
+            async with self._session.request(method, url, data=body, headers=headers, timeout=timeout) as response:
                 return _Answer(response.status, await response.read())
         except aiohttp.ClientConnectorError as error:
             self._replicas.lose(replica, repr(error))

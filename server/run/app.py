@@ -32,6 +32,7 @@ from server.openai.tokenization import TokenizationRoutes
 from server.openai.translator import Translator
 from server.operators.adapters import LOAD, UNLOAD, AdapterRoutes
 from server.operators.administration import AdministrationRoutes, administration_routes
+from server.operators.explain import EXPLAIN, ExplainRoute
 from server.operators.metrics import MetricsRoute
 from server.operators.profiling import ProfileRoutes
 from server.operators.settings import SettingsRoutes
@@ -171,6 +172,7 @@ def _operators_routes(server: ServerSection, backend: Backend, clients: Clients,
         web.get("/load", status.load),
         web.get("/health_generate", ProbeRoute(backend.card.pooling).get),
         web.get("/stats", stats.get),
+        web.get(EXPLAIN, ExplainRoute(backend, clients).get),
         *administration_routes(administration.abort, administration.reset),
         *SettingsRoutes(backend, server).routes(),
         web.post("/start_profile", profiling.start),

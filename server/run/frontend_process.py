@@ -71,7 +71,9 @@ class RemoteMonitor:
         self._asked: dict[int, asyncio.Future[Snapshot]] = {}
         self._observers: Observers | None = None
 
-    async def look(self, *, meter: bool = False, board: bool = False, patience_s: float = 1.0) -> Snapshot:
+    async def look(
+        self, *, meter: bool = False, board: bool = False, explain: tuple[int, ...] = (), patience_s: float = 1.0
+    ) -> Snapshot:
         """Returns what the engine's own monitor sees.  Raises RequestError: 503 if it does not answer in time."""
         if len(self._asked) >= MAX_ASKED:
             raise _silent()
@@ -79,7 +81,7 @@ class RemoteMonitor:
         answer: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         try:
-            self._engine.put(GetSnapshot(number, meter, board))
+            self._engine.put(GetSnapshot(number, meter, board, explain))
             async with asyncio.timeout(patience_s):
                 snapshot = await answer
         except TimeoutError:

@@ -20,6 +20,7 @@ from server.openai.requests import ChatBody, CompletionBody
 from server.openai.tokenization import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody, TokenizerInfo
 from server.operators.adapters import LOAD, UNLOAD, AdapterAnswer, LoadBody, UnloadBody
 from server.operators.administration import AbortAnswer, AbortBody, ResetAnswer
+from server.operators.explain import ExplanationBody
 from server.operators.profiling import ProfileAnswer
 from server.operators.settings import ApplyBody, Sleeping
 from server.operators.status import HealthBody, Load, ModelInfo, ServerInfo
@@ -130,6 +131,7 @@ OPERATIONS = (
     Operation("post", UNLOAD, "Serve an adapter no more.", AdapterAnswer, UnloadBody),
     Operation("post", "/start_profile", "Record steps for a profiler.", ProfileAnswer),
     Operation("post", "/stop_profile", "Write what is recorded.", ProfileAnswer),
+    Operation("get", "/explain/{id}", "Where the time of a request went.", ExplanationBody),
     Operation("get", "/server_info", "What is served, and its limits.", ServerInfo),
     Operation("get", "/model_info", "The served model, as SGLang has it.", ModelInfo),
     Operation("get", "/load", "How many requests there are.", Load),

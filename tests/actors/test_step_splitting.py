@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.actors.step_splitting import StepSplitter, halves, merged, num_tokens, together
+from engine.actors.step_splitting import IN_PARTS, StepSplitter, halves, merged, num_tokens, together
 from engine.errors import StepTooLarge
 from engine.execution.runner import extras_by_row
 from engine.messages import Logprobs, PromptLogprobs, Step, StepDone, StepExtras
@@ -153,6 +153,7 @@ def test_results_of_parts_are_joined_and_a_prompt_that_was_cut_has_both_its_part
             7: StepExtras(prompt_logprobs=first),
             9: StepExtras(entry[3], PromptLogprobs(2, (entry[2], entry[3])), b"vector"),
         },
+        note=IN_PARTS,
     )
 
 

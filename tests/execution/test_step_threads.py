@@ -105,7 +105,9 @@ def test_a_trial_ends_without_result_if_its_shape_comes_no_more():
     machine.run(5)
     machine.busy = True
     while machine.watch._trial is None:
+        assert not machine.watch.are_tried
         machine.run(0.1)
+    assert machine.watch.are_tried, "steps are noted as slow for it"
     machine.run(0.1 * TRIED)  # as many steps as the number in force gets
     machine.run(0.3 * LONGEST_TRIAL, rows=3)
     assert machine.watch._trial is None or machine.watch._trial.shape[0] == 3

@@ -165,3 +165,14 @@ def test_one_that_does_not_answer_may_not_have_forgotten_and_holds_nobody_up(mon
         assert accepted
 
     run(test)
+
+
+def test_a_request_is_explained_by_the_replica_that_had_it() -> None:
+    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+        assert (await ask("/v1/completions", {"model": MODEL, "prompt": "p"}, **{"X-Request-Id": "a b"}))[0] == 200
+        status, told = await ask("/explain/a%20b", method="GET")
+        assert (status, told["id"], told["ended"]) == (200, "a b", True)
+        status, told = await ask("/explain/nobody", method="GET")
+        assert (status, told["error"]["code"]) == (404, "request_not_found")
+
+    run(test, key="s3cret")

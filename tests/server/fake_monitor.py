@@ -10,6 +10,7 @@ from engine.kv.radix import RadixTree
 from engine.messages import Finish, Profile
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.scheduling.board import MAX_NODES, Board, BoardRow, Pool
+from engine.scheduling.explanation import Explained
 from engine.scheduling.meter import Meter, RequestMetrics, StepRecord
 from tests.kv.inserting import insert
 from tests.server.fake_ingress import FakeIngress
@@ -28,12 +29,17 @@ class FakeMonitor:
         self.profiles: list[Profile] = []
         self.rows: tuple[BoardRow, ...] = ()
         self.pool = Pool()
+        self.explained: tuple[Explained, ...] = ()
         self._num_pages = 0
         self._ingress = ingress
 
-    async def look(self, *, meter: bool = False, board: bool = False, patience_s: float = 0.0) -> Snapshot:
+    async def look(
+        self, *, meter: bool = False, board: bool = False, explain: tuple[int, ...] = (), patience_s: float = 0.0
+    ) -> Snapshot:
         shown = Board(self.rows, 0, self.pool, self.tree.outline(MAX_NODES))
-        return Snapshot(0, self.now, self._gauges(), self.meter if meter else None, shown if board else Board())
+        explained = tuple(one for one in self.explained if one.request_id in explain)
+        meter_shown, board_shown = self.meter if meter else None, shown if board else Board()
+        return Snapshot(0, self.now, self._gauges(), meter_shown, board_shown, explained)
 
     def _gauges(self) -> Gauges:
         return Gauges(

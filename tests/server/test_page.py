@@ -2,12 +2,15 @@
 
 import ast
 import re
+import time
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 
+from engine.messages import Finish
 from engine.prompt import Adapter
+from engine.scheduling.explanation import Explained, Part
 from engine.sections import ServerSection
 from server.adapters import ServedAdapter
 from server.operators.site import FOLDER
@@ -157,6 +160,31 @@ def test_each_request_has_a_line_on_the_board_until_it_is_aborted(browser: "play
         live.call(lambda: setattr(live.monitor, "rows", tuple(row for row in live.monitor.rows if row.request_id != 2)))
         expect(lines.nth(2)).to_contain_text("DEPARTED")
         expect(lines.nth(3)).to_contain_text("night train")  # who stays keeps the line
+
+
+@needs_browser
+def test_where_a_requests_time_went_is_a_bar_and_sentences(browser: "playwright.Browser") -> None:
+    with busy_server() as live, Tab(browser, live.url, "#engine", reduced_motion="reduce") as page:
+        now = time.monotonic()
+        parts = (Part("queue", 3.0, {"rows": 3.0, "running": 1.0}, ((2, 3.0),)), Part("decode", 1.0, {"steps": 35.0}))
+        told = Explained(1, now, now + 4.0, Finish.RUNNING, 0.0, 48, 32, None, 0, {}, parts)
+        live.call(lambda: setattr(live.monitor, "explained", (told,)))
+        page.get_by_role("button", name="Why request 1 ").focus()
+        page.keyboard.press("Enter")
+        expect(page.locator("#why-title")).to_be_focused()
+        expect(page.locator("#why-said")).to_contain_text("48 prompt tokens")
+        queued = page.locator("#why-parts li").filter(has_text="queue")
+        expect(queued).to_contain_text("It waited for its first step: all 64 rows were taken for")
+        expect(page.locator("#why-bar").get_by_role("img", name="queue")).to_be_visible()
+        assert page.locator("#why-bar rect").count() == page.locator("#why-parts li").count()
+        before = page.locator("#why-said").inner_text()
+        expect(page.locator("#why-said")).not_to_have_text(before)  # it has not ended, and is asked for again
+        assert page.evaluate(LEAST_CONTRAST) >= 4.5
+        assert page.evaluate(NAMELESS) == []
+        page.get_by_label("Its id").fill("nobody's")
+        page.keyboard.press("Enter")
+        expect(page.locator("#why-said")).to_contain_text("no request of yours is known by this id")
+        expect(page.locator("#why-parts li")).to_have_count(0)
 
 
 @needs_browser
