@@ -327,7 +327,7 @@ class PluginsSection(Section, frozen=True):
     proposer: Annotated[
         str,
         Meta(
-            description="What guesses the next tokens for a step to verify: ngram, suffix, draft_model; 'none' is no speculation"
+            description="What guesses the next tokens for a step to verify: ngram, suffix, draft_model, eagle; 'none' is none"
         ),
     ] = "none"
     observers: Annotated[

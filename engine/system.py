@@ -288,6 +288,7 @@ class System:
             record_events=self._observers.wants_kv_events,
             store_timeout_s=kv.store_timeout_s if KV_STORE in self._plugins.names else 0.0,
             num_ranks=self.config.device.tensor_parallel,
+            bigram=self._draft is not None and self._draft.is_head,
             num_slots=self.config.lora.max_adapters if self.config.lora.folder else 0,
             scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
         )

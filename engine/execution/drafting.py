@@ -51,7 +51,8 @@ class Drafter:
     pages_RP: the page table once more, on the host.
 
     rows: the model's, for the draft model's pool.  vocab_size: tokens that both models have.
-    num_tokens: the most that are drafted for a row.  most_tokens: of one pass, unless more rows are drafted for."""
+    num_tokens: the most that are drafted for a row.  most_tokens: of one pass, unless more rows are drafted for.
+    ahead: see ``DeviceRows.for_pool``; positions that steps name are then those of the model less ``ahead``."""
 
     def __init__(
         self,
@@ -63,11 +64,12 @@ class Drafter:
         vocab_size: int,
         num_tokens: int,
         most_tokens: int,
+        ahead: int = 0,
     ) -> None:
         self._model = model
         self._pool = pool
         self._attention = attention
-        self._rows = rows.for_pool(pool.page_stride)
+        self._rows = rows.for_pool(pool.page_stride, ahead)
         self._vocab_size = vocab_size
         self._num_tokens = num_tokens
         self._most_tokens = most_tokens

@@ -96,7 +96,8 @@ class PlannerLimits:
     store_timeout_s: how long a prompt waits for pages from the store; 0 where there is none.
     num_ranks: executors, each of which has a part of every page.
     scored_chunk: most tokens of a prompt in a step if log probabilities of all of them are wanted, which take memory of
-    vocabulary size each.  num_slots: adapters that executors hold at once."""
+    vocabulary size each.  num_slots: adapters that executors hold at once.
+    bigram: pages are shared where the token behind them is the same too, see ``RadixTree``."""
 
     max_running: int
     max_step_tokens: int
@@ -112,6 +113,7 @@ class PlannerLimits:
     store_timeout_s: float = 0.0
     num_ranks: int = 1
     num_slots: int = 0
+    bigram: bool = False
 
     def max_total(self, num_prompt: int, max_tokens: int | None) -> int:
         """Prompt plus most output tokens, refused at once where it can never fit."""

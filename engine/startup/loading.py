@@ -46,6 +46,7 @@ from engine.sampling.processing import Processing
 from engine.sampling.sampler import Sampler
 from engine.scheduling.proposer import DraftModel
 from engine.startup.draft_model import RankDraft
+from engine.startup.eagle_head import RankHead
 from engine.startup.invariance import prove_invariance
 from engine.startup.linears import choose_linears
 from engine.startup.memory import (
@@ -122,7 +123,8 @@ def load_runner(
     )
     drafting = None
     if draft is not None:
-        drafting = RankDraft(draft, config, plugins, comm, device=device, dtype=dtype, place=place, progress=progress)
+        kind = RankHead if draft.is_head else RankDraft
+        drafting = kind(draft, config, plugins, comm, device=device, dtype=dtype, place=place, progress=progress)
     attention_spec = model.attention_spec
     # Before the pool takes what memory is left: a plugin may refuse, and may need some to be tried.
     page_size, layout, limit_s = config.kv.page_size, config.kv.layout, config.plugins.race_s
@@ -171,6 +173,8 @@ def load_runner(
             kv_dtype=kv_dtype,
             latent_size=latent_size,
         )
+        if drafting is not None:
+            drafting.tap(model, num_pages)
         backend = attention.build(pool)
         if config.kv.num_host_pages:
             backend = LandedAttention(backend, landings)
