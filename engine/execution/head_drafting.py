@@ -1,9 +1,9 @@
-"""An EAGLE-3 head beside the model: what it reads of the model's steps, and its guesses, which are drafted as by a model.
+"""An EAGLE-3 head beside the model: what it reads of the model's steps, and its guesses, drafted as by a model.
 
-Legend: T tokens of a pass · N of them that are guessed behind · D model dim · L layers whose states are read
+Legend: T tokens of a pass · N of them that are guessed behind · D model dim · V tokens that the head can guess
 Owns: the states, by page; the head's passes.  Does not know: how a head computes, who is drafted for.
 
-Each step of the model leaves the fused states of its tokens beside their keys and values, in a pool with the same pages.
+Each step of the model leaves the fused states of its tokens beside their keys and values, in a pool with as many pages.
 So the head computes only when it is asked, as a draft model does, and finds what other requests' prefixes left.
 
 At position i it reads the state there and token i + 1, and guesses token i + 2: one place ahead of a model.  While it
@@ -11,11 +11,10 @@ guesses on, the state of a position is what it has computed itself at the one be
 will write the true one when it verifies the guess, and the head then computes the position once more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
-import torch
 from torch import Tensor
 
 from engine.execution.batch import lay_out
@@ -35,7 +34,7 @@ class KeptStates:
     pool: of one layer, whose latents they are.  layers: of the model."""
 
     def __init__(self, head: EagleHead, pool: KVPool, layers: Sequence[int]) -> None:
-        self.layers = layers
+        self.layers: Collection[int] = layers
         self.pool = pool
         self._head = head
 
@@ -61,8 +60,8 @@ class KeptStates:
 
 
 class HeadDrafter(Drafter):
-    """See ``Drafter``.  rows: the model's.  to_model_V: the model's token of each of the head's, int64; None if they are
-    the same.  host_pool: where pages of states go with those of the model; None if there is no host tier."""
+    """See ``Drafter``.  rows: the model's.  to_model_V: the model's token of each of the head's, int64; None if they
+    are the same.  host_pool: where pages of states go with those of the model; None if there is no host tier."""
 
     def __init__(
         self,
