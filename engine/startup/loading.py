@@ -123,7 +123,7 @@ def load_runner(
     )
     drafting = None
     if draft is not None:
-        kind = RankHead if draft.is_head else RankDraft
+        kind = RankHead if draft.reads_states else RankDraft
         drafting = kind(draft, config, plugins, comm, device=device, dtype=dtype, place=place, progress=progress)
     attention_spec = model.attention_spec
     # Before the pool takes what memory is left: a plugin may refuse, and may need some to be tried.

@@ -27,4 +27,4 @@ class EagleOptions(Options, frozen=True):
 def callboard_proposer(context: ProposerContext) -> DraftModel:
     """Options: see ``EagleOptions``."""
     options = decode_options("proposer.eagle", context.options, EagleOptions)
-    return DraftModel(path=options.path, num_tokens=options.num_tokens, is_head=True)
+    return DraftModel(path=options.path, num_tokens=options.num_tokens, reads_states=True)
