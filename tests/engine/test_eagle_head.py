@@ -268,5 +268,5 @@ def test_files_of_heads_that_lack_something_are_refused(
 
 def test_pages_from_a_store_have_no_states(directory: Path, head: Path, tmp_path: Path) -> None:
     options = {"proposer.eagle": {"path": str(head)}, "kv_store.files": {"path": str(tmp_path)}}
-    with pytest.raises(PluginError, match="not kept by plugins.kv_store=files; set it to 'none'"):
+    with pytest.raises(PluginError, match=r"not kept by plugins\.kv_store=files; set it to 'none'"):
         engine(directory, head, plugins={"proposer": "eagle", "kv_store": "files", "options": options})
