@@ -270,3 +270,30 @@ def test_pages_from_a_store_have_no_states(directory: Path, head: Path, tmp_path
     options = {"proposer.eagle": {"path": str(head)}, "kv_store.files": {"path": str(tmp_path)}}
     with pytest.raises(PluginError, match=r"not kept by plugins\.kv_store=files; set it to 'none'"):
         engine(directory, head, plugins={"proposer": "eagle", "kv_store": "files", "options": options})
+
+
+def test_a_model_that_another_library_computes_has_no_states(directory: Path, head: Path) -> None:
+    options = {"proposer.eagle": {"path": str(head)}}
+    with pytest.raises(PluginError, match="LlamaForCausalLM is not computed by one of callboard's own families"):
+        engine(directory, head, plugins={"proposer": "eagle", "models": ["transformers"], "options": options})
+
+
+def test_drafting_that_finds_no_room_is_left_out(
+    directory: Path, head: Path, plain: tuple[Said, Said], guesses: list[Guess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, run = [], head_drafting.HeadDrafter._pass
+
+    def failing(self: head_drafting.HeadDrafter, step: Step) -> None:
+        passes.append(step)
+        if len(passes) in (2, 9):
+            raise torch.OutOfMemoryError("full")
+        if len(passes) == 14:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory")
+        run(self, step)
+
+    monkeypatch.setattr(head_drafting.HeadDrafter, "_pass", failing)
+    with engine(directory, head) as llm:
+        found = llm.generate(PROMPTS, GREEDY)
+        assert llm._system.executors.num_restarts == 0
+    assert [one.token_ids for one in found] == [tokens for tokens, _ in plain[0]]
+    assert len(passes) > 20
