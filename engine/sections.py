@@ -378,7 +378,7 @@ class PluginsSection(Section, frozen=True):
         str,
         Meta(
             extra=BY_EXECUTORS,
-            description="What guesses the next tokens for a step to verify: ngram, suffix, draft_model; 'none' is no speculation",
+            description="What guesses the next tokens for a step to verify: ngram, suffix, draft_model, eagle; 'none' is none",
         ),
     ] = "none"
     observers: Annotated[

@@ -117,6 +117,7 @@ class System:
         proposer = plugin_proposer(self._plugins, config, self.spec, self.max_len, self._codec.vocabulary)
         self._draft = proposer if isinstance(proposer, DraftModel) else None
         self._drafts = plugin_drafts(proposer, self.spec.vocab_size)
+        self._num_proposed = 0 if proposer is None else proposer.num_tokens
         self._observers, self._grammars = self._watched_by(before), self._grammars_of(before)
         if before is None:
             self._build()
@@ -276,6 +277,7 @@ class System:
                 progress=self._progress,
                 head=self._head,
                 draft=self._draft,
+                num_proposed=self._num_proposed,
             )
         return InlineExecutors(num_ranks=num_ranks, capacity=capacity, load=self._load_runner)
 
@@ -293,6 +295,7 @@ class System:
             num_pages=settings.num_pages,
             grammars=self._grammars,
             draft=self._draft,
+            num_proposed=self._num_proposed,
         )
         return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=settings.most_tokens)
 
@@ -312,6 +315,7 @@ class System:
             record_events=self._observers.wants_kv_events,
             store_timeout_s=kv.store_timeout_s if KV_STORE in self._plugins.names else 0.0,
             num_ranks=self.config.device.tensor_parallel,
+            bigram=self._draft is not None and self._draft.reads_states,
             num_slots=self.config.lora.max_adapters if self.config.lora.folder else 0,
             scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
         )
@@ -338,6 +342,7 @@ class System:
         self.config, self.spec, self.directory = new.config, new.spec, new.directory
         self.num_parameters, self._plugins, self._grammars = new.num_parameters, new._plugins, new._grammars
         self.policy, self._draft, self._drafts = new.policy, new._draft, new._drafts
+        self._num_proposed = new._num_proposed
 
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises what the loading raised."""

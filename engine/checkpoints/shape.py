@@ -117,6 +117,7 @@ class AttentionShape(PartShape, frozen=True, kw_only=True):
     window: how many tokens back a query sees, itself included, 0 for all.
     soft_cap: scores become cap * tanh(score / cap); 0 for none.  sinks: a learned score of each head, of no key.
     merged: the one tensor that holds q, k and v, in this order; '' for one each.  transposed: tensors are [in, out].
+    input_size: numbers of a token that queries, keys and values are made from; 0 for the model's width.
     """
 
     built_by: ClassVar[str] = "engine.layers.self_attention:SelfAttention"
@@ -135,6 +136,7 @@ class AttentionShape(PartShape, frozen=True, kw_only=True):
     merged: str = ""
     output: str = "o_proj"
     transposed: bool = False
+    input_size: int = 0
     latent_size: ClassVar[int] = 0
 
     @property

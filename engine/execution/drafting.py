@@ -9,6 +9,7 @@ speculate.  What it lacks is known by page, so prompts that share pages share wh
 Ranks divide it as they divide the model, so that all of them draft the same tokens.
 """
 
+import logging
 from dataclasses import dataclass
 
 import msgspec
@@ -26,6 +27,10 @@ from engine.layers.attention import AttentionBackend
 from engine.layers.kv_pool import KVPool
 from engine.messages import Admission, Step, StepDone, StepExtras
 from engine.models.model import Model
+
+log = logging.getLogger(__name__)
+
+CPU_ALLOCATOR = "DefaultCPUAllocator"  # what torch names in a RuntimeError, which is no OutOfMemoryError on a CPU
 
 
 def _ints(column: bytes) -> Int32:
@@ -51,7 +56,8 @@ class Drafter:
     pages_RP: the page table once more, on the host.
 
     rows: the model's, for the draft model's pool.  vocab_size: tokens that both models have.
-    num_tokens: the most that are drafted for a row.  most_tokens: of one pass, unless more rows are drafted for."""
+    num_tokens: the most that are drafted for a row.  most_tokens: of one pass, unless more rows are drafted for.
+    ahead: see ``DeviceRows.for_pool``; positions that steps name are then those of the model less ``ahead``."""
 
     def __init__(
         self,
@@ -63,11 +69,12 @@ class Drafter:
         vocab_size: int,
         num_tokens: int,
         most_tokens: int,
+        ahead: int = 0,
     ) -> None:
         self._model = model
         self._pool = pool
         self._attention = attention
-        self._rows = rows.for_pool(pool.page_stride)
+        self._rows = rows.for_pool(pool.page_stride, ahead)
         self._vocab_size = vocab_size
         self._num_tokens = num_tokens
         self._most_tokens = most_tokens
@@ -124,6 +131,14 @@ class Drafter:
     @torch.inference_mode()
     def draft(self, step: Step) -> Drafted:
         """Write what may come into the places that a step names; 0 for a row of which too much has to be read first."""
+        computed = self._rows.computed.copy()
+        try:
+            return self._draft(step)
+        except Exception:
+            self._rows.computed[:] = computed  # no pass counts of which it is not known how far it came
+            raise
+
+    def _draft(self, step: Step) -> Drafted:
         rows_K, positions_K = _ints(step.proposed_rows), _ints(step.proposed_positions)
         self._rows.apply(
             Step(
@@ -210,9 +225,16 @@ class DraftedStep:
 
 
 class DraftingRunner:
-    """See ``Runner``: one whose steps' proposals are the draft model's.  rows: of ``runner``."""
+    """See ``Runner``: one whose steps' proposals are the draft model's.  rows: of ``runner``.  alone: the only rank."""
 
-    def __init__(self, runner: ModelRunner | WatchedRunner | AdaptedRunner, rows: DeviceRows, drafter: Drafter) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner | WatchedRunner | AdaptedRunner,
+        rows: DeviceRows,
+        drafter: Drafter,
+        *,
+        alone: bool = True,
+    ) -> None:
         self.num_pages = runner.num_pages
         self.stored = runner.stored
         self.profile = runner.profile
@@ -220,12 +242,28 @@ class DraftingRunner:
         self._runner = runner
         self._rows = rows
         self._drafter = drafter
+        self._alone = alone
 
     def launch(self, step: Step) -> LaunchedStep | WithoutAdapters | DraftedStep:
         """See ``Runner``.  A step that is launched again in parts has lost what was drafted for it."""
         self._drafter.follow(step, self._rows.computed)
         if not step.proposed_rows:
             return self._runner.launch(step)
-        drafted = self._drafter.draft(step)
+        drafted = self._draft(step)
         nothing = {"proposed_rows": b"", "proposed_positions": b"", "proposed_tokens": b""}
         return DraftedStep(self._runner.launch(msgspec.structs.replace(step, **nothing)), drafted)
+
+    def _draft(self, step: Step) -> Drafted:
+        """What the drafter drafts, or nothing where the device has no room for that: the step verifies what it finds.
+
+        Raises MemoryError where other ranks may be in the middle of it."""
+        try:
+            return self._drafter.draft(step)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not isinstance(error, torch.OutOfMemoryError) and CPU_ALLOCATOR not in str(error):
+                raise
+            if not self._alone:
+                raise MemoryError(str(error)) from None
+            rows_K = _ints(step.proposed_rows)
+            log.warning("the device has no room to draft for %d rows (%s)", len(np.unique(rows_K)), error)
+            return Drafted(rows_K, np.zeros(len(rows_K), dtype=np.bool_), torch.zeros(len(rows_K), dtype=torch.int32))

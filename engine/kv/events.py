@@ -7,6 +7,8 @@ Nothing is hashed or noted unless somebody does.
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from engine.kv.node import Namespace, Node, Root
 
 Tier = Literal["device", "host"]
@@ -16,7 +18,7 @@ Tier = Literal["device", "host"]
 class KVEvent:
     """Pages came to or left a tier.  'restored' pages came back to the device from the host, which keeps its copy.
 
-    hashes: of the pages, in order.  parent: the hash before the first.
+    hashes: of the pages, in order; with a bigram tree of their pairs of tokens.  parent: the hash before the first.
     tokens: what a stored event's pages hold, int32s; empty for the others."""
 
     kind: Literal["stored", "removed", "restored"]
@@ -30,13 +32,18 @@ class KVEvent:
 class EventLog:
     """Collects events; ``drain`` hands them over."""
 
-    def __init__(self, page_bytes: int) -> None:
+    def __init__(self, page_bytes: int, *, bigram: bool = False) -> None:
+        """bigram: keys are pairs of tokens, of which the first is the page's."""
         self._page_bytes = page_bytes
+        self._bigram = bigram
         self._events: list[KVEvent] = []
 
     def stored(self, node: Node, tier: Tier, first_page: int = 0) -> None:
         """A node's pages from ``first_page`` on are in ``tier`` now."""
-        self._note("stored", tier, node, first_page, bytes(node.key[first_page * self._page_bytes :]))
+        tokens = bytes(node.key[first_page * self._page_bytes :])
+        if self._bigram:
+            tokens = np.frombuffer(tokens, dtype=np.int32)[::2].tobytes()
+        self._note("stored", tier, node, first_page, tokens)
 
     def removed(self, node: Node, tier: Tier) -> None:
         """A node is about to lose, or has just lost, its pages in ``tier``; it still knows its parent."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import msgspec
+import numpy as np
 
 from engine.kv.node import Namespace, Node, Root, page_indices
 from engine.kv.pages import Pages
@@ -50,8 +51,10 @@ class Outline(msgspec.Struct, frozen=True):
     complete: bool = True
 
 
-def outline(roots: Iterable[Root], now: int, max_nodes: int, holders: Pages | None = None) -> Outline:
-    """At most ``max_nodes`` of a tree's nodes.  now: the step being planned.
+def outline(
+    roots: Iterable[Root], now: int, max_nodes: int, holders: Pages | None = None, *, stride: int = 1
+) -> Outline:
+    """At most ``max_nodes`` of a tree's nodes.  now: the step being planned.  stride: of tokens in keys, 2 for bigrams.
 
     holders: an entry per page of the pool; those of the nodes shown are set to the node's index."""
     frontier: list[tuple[tuple[int, ...], int, int, int, int, Node]] = []
@@ -92,7 +95,9 @@ def outline(roots: Iterable[Root], now: int, max_nodes: int, holders: Pages | No
                 num_children=len(node.children),
                 namespace=namespace,
                 salted=salted[namespace],
-                first_tokens=bytes(node.key[: PREVIEW_TOKENS * TOKEN_BYTES]),
+                first_tokens=np.frombuffer(node.key[: PREVIEW_TOKENS * stride * TOKEN_BYTES], np.int32)[
+                    ::stride
+                ].tobytes(),
             )
         )
         if num_seen < MAX_VISITS:

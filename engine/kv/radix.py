@@ -28,7 +28,7 @@ class RadixTree:
     """A prefix tree per namespace over one pool of pages.
 
     now: the step that is being planned; set it before each.  bigram: a key's elements are pairs of neighbours, for
-    draft models, whose K/V depend on the next token too; nothing sets it before there are some.
+    EAGLE heads, whose K/V depend on the next token too.
     num_host_pages: size of the host tier, 0 for none.
     record_events, record_saves: collect what ``drain_events`` and ``drain_saves`` return; somebody must call them then.
     """
@@ -49,7 +49,7 @@ class RadixTree:
         self._page_bytes = page_size * TOKEN_BYTES * (2 if bigram else 1)
         self._strategy = strategy
         self._num_host_pages = num_host_pages
-        self._events = EventLog(self._page_bytes) if record_events else None
+        self._events = EventLog(self._page_bytes, bigram=bigram) if record_events else None
         self._record_saves = record_saves
         self._version = 0
         self._clear()
@@ -235,7 +235,7 @@ class RadixTree:
 
     def outline(self, max_nodes: int, holders: Pages | None = None) -> Outline:
         """A picture of its hottest part, at a bounded cost.  holders: see ``engine/kv/outline.py``."""
-        return outline(reversed(self._roots.values()), self.now, max_nodes, holders)
+        return outline(reversed(self._roots.values()), self.now, max_nodes, holders, stride=2 if self._bigram else 1)
 
     # ---- inside -----------------------------------------------------------------------------
 

@@ -28,9 +28,8 @@ class SelfAttention:
         self, shape: AttentionShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.shape = shape
-        self.qkv = QKVLinear(
-            hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_size, shape.qkv_bias, comm, device, dtype
-        )
+        inputs, heads = shape.input_size or hidden_size, (shape.num_heads, shape.num_kv_heads, shape.head_size)
+        self.qkv = QKVLinear(inputs, *heads, shape.qkv_bias, comm, device, dtype)
         self.num_queries, self.num_keys = self.qkv.num_heads, self.qkv.num_kv_heads
         self.num_rotated = self.num_queries + self.num_keys
         self.head_shape = (self.num_rotated + self.num_keys, shape.head_size)

@@ -1,9 +1,12 @@
 """One step's tensors, handed from the executor down through the model: no global holds them.
 
 Legend: T new tokens in the step (ragged, packed) · B decode rows of a batch, padding included · W pages of its table
+        D model dim
 """
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -26,6 +29,16 @@ class StepTensors:
     sample_at_N: Tensor
     attention: AttentionBackend
     pool: KVPool
+
+
+class StateTap(Protocol):
+    """Who reads a model's hidden states of every token that it computes.  layers: those whose inputs are wanted."""
+
+    layers: Collection[int]
+
+    def keep(self, states: Sequence[Tensor], step: StepTensors) -> None:
+        """Keep what is wanted of them.  states: a copy of x_TD for each of the layers, in their order."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from engine.layers.packing import LinearKernel, Linears
 from engine.layers.part import Attention, FeedForward, Norm, RowwisePart, build
 from engine.layers.pooled_head import PooledHead
 from engine.layers.rotary import Rotary
-from engine.layers.step import StepTensors
+from engine.layers.step import StateTap, StepTensors
 from engine.layers.weights import WeightSlice, parameter, whole
 from engine.models.frequencies import frequencies
 
@@ -82,6 +82,7 @@ class Decoder:
 
     attention_spec: what the attention backend and the KV pool of this rank must fit.
     parameter_bytes: memory of this rank's weights as they are loaded.  weight_bytes: as they are laid out afterwards.
+    tap: who reads hidden states beside, None for nobody.
     """
 
     def __init__(self, shape: DecoderShape, comm: Comm, device: torch.device, dtype: torch.dtype) -> None:
@@ -98,16 +99,17 @@ class Decoder:
             turn = layer.attention.rotary
             number = None if turn is None else rotaries.setdefault(turn, len(rotaries))
             self.layers.append(DecoderLayer(layer, shape.hidden_size, number, comm, device, dtype))
-        self.rotaries = [_rotary(turn, shape.head_size, device, dtype) for turn in rotaries]
+        self.rotaries = [build_rotary(turn, shape.head_size, device, dtype) for turn in rotaries]
         self.norm = build(Norm, shape.norm, shape.hidden_size, comm, device, dtype)
         self.head: VocabLinear | PooledHead = self.embedding
         if shape.pooled_head is not None:
             self.head = build(PooledHead, shape.pooled_head, shape.hidden_size, comm, device, dtype)
         elif not shape.tied:
             self.head = VocabLinear(shape.vocab_size, shape.hidden_size, comm, device, dtype)
-        self.attention_spec = _attention_spec(shape, self.layers)
+        self.attention_spec = attention_spec_of(shape, self.layers)
         self.parameter_bytes = self.weight_bytes = sum(one.target.nbytes for one in self.slices())
         self._kernels: LayerKernels | None = None
+        self.tap: StateTap | None = None
         scale = shape.embedding_scale
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if shape.rounded_scale else scale
 
@@ -137,12 +139,14 @@ class Decoder:
         x_TD = self._embed(step, kernels)
         angles = [rotary.angles(step.positions_T, kernels) for rotary in self.rotaries]
         last = len(self.layers) - 1
-        update_TD = None
+        update_TD, states = None, []
         for index, layer in enumerate(self.layers):
             if update_TD is None:
                 normed_TD = layer.before_attention(x_TD)
             else:
                 normed_TD = layer.before_attention.added(x_TD, update_TD, kernels)
+            if self.tap is not None and index in self.tap.layers:
+                states.append(x_TD.clone())  # what follows is added in place
             turn = layer.rotary
             rotary, of_step = (None, ()) if turn is None else (self.rotaries[turn], angles[turn])
             q_TQH = layer.attention.project(index, normed_TD, rotary, of_step, step, kernels)
@@ -154,6 +158,8 @@ class Decoder:
                 if layer.parallel:
                     normed_TD = normed_TD.index_select(0, wanted_N)
             update_TD = layer.finish(x_TD, normed_TD, attended_TQH, kernels)
+        if self.tap is not None:
+            self.tap.keep(states, step)
         return x_TD if update_TD is None else x_TD.add_(update_TD)
 
     def logits(self, x_ND: Tensor) -> Tensor:
@@ -235,12 +241,12 @@ class Decoder:
         return x_TD
 
 
-def _rotary(shape: RotaryShape, head_size: int, device: torch.device, dtype: torch.dtype) -> Rotary:
+def build_rotary(shape: RotaryShape, head_size: int, device: torch.device, dtype: torch.dtype) -> Rotary:
     frequencies_R = frequencies(shape, shape.size or head_size).to(device)
     return Rotary(frequencies_R, shape.attention_factor, dtype, head_size=head_size, interleaved=shape.interleaved)
 
 
-def _attention_spec(shape: DecoderShape, layers: list[DecoderLayer]) -> AttentionSpec:
+def attention_spec_of(shape: DecoderShape, layers: list[DecoderLayer]) -> AttentionSpec:
     attention = shape.layers[0].attention
     sinks = [layer.attention.sinks_Q for layer in layers]
     return AttentionSpec(

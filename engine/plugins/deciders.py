@@ -56,8 +56,10 @@ def plugin_proposer(
         observed = f"num_tokens is {built.num_tokens!r:.100}"
         raise PluginError(f"plugin {name}: {observed}, expected an int from 1 to {MOST_PROPOSED}")
     if isinstance(built, DraftModel):
-        from engine.plugins.draft_models import fitting_draft  # as below
+        from engine.plugins.draft_models import fitting_draft, fitting_head  # as below
 
+        if built.reads_states:
+            return fitting_head(built, name, config, spec, max_len)
         return fitting_draft(built, name, config, spec, vocabulary)
     return built
 

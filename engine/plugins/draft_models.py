@@ -1,4 +1,4 @@
-"""Whether a draft model can draft for the model: the same tokens, and text to generate.
+"""Whether a draft model or a head can draft for the model: the same tokens, text to generate, states to read.
 
 Owns: that question, asked before any weights are loaded.  Does not know: torch, how it drafts.
 """
@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 
 from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
+from engine.checkpoints.eagle_head import EagleHeadShape, read_eagle_head
+from engine.checkpoints.shape import DecoderShape
 from engine.config import Config
 from engine.errors import PluginError
 from engine.plugins.families import read_model
@@ -40,6 +42,34 @@ def fitting_draft(
     max_len = min(draft.max_len or own.max_len, own.max_len)
     log.info("draft model: %s, %s, up to %d tokens at a time", directory, own.architecture, draft.num_tokens)
     return msgspec.structs.replace(draft, path=str(directory), max_len=max_len)
+
+
+def fitting_head(draft: DraftModel, plugin: str, config: Config, spec: ModelSpec, max_len: int) -> DraftModel:
+    """The head with its path resolved, for sequences as long as the model's.
+
+    Raises PluginError saying what does not fit, or WeightsError if it cannot be read."""
+    directory = resolve_checkpoint(draft.path, "")
+    own, model = read_eagle_head(directory).shape, spec.shape
+    assert isinstance(own, EagleHeadShape)
+    layers = own.state_layers_of(model.num_layers)
+    if model.built_by != DecoderShape.built_by or spec.pooling.kind != "generate":
+        reason = f"{spec.architecture} is not computed by one of callboard's own families that generate text"
+    elif own.vocab_size != model.vocab_size:
+        reason = f"vocab_size is {own.vocab_size}, expected the model's {model.vocab_size}"
+    elif own.hidden_size != model.hidden_size:
+        reason = f"hidden_size is {own.hidden_size}, expected the model's {model.hidden_size}, whose embedding it reads"
+    elif own.state_size != model.hidden_size:
+        reason = f"target_hidden_size is {own.state_size}, expected the model's hidden_size {model.hidden_size}"
+    elif list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < model.num_layers:
+        reason = f"it reads what layers {list(layers)} get, and the model has {model.num_layers} layers"
+    elif config.plugins.kv_store not in ("", "none"):
+        reason = (
+            f"what it reads of the model is not kept by plugins.kv_store={config.plugins.kv_store}; set it to 'none'"
+        )
+    else:
+        log.info("EAGLE-3 head: %s, up to %d tokens at a time", directory, draft.num_tokens)
+        return msgspec.structs.replace(draft, path=str(directory), max_len=max_len)
+    raise PluginError(f"plugin {plugin}: {directory} cannot guess for {spec.directory}: {reason}")
 
 
 def _difference(directory: Path, vocabulary: Vocabulary) -> str | None:

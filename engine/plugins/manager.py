@@ -58,7 +58,7 @@ BUILTIN: Mapping[str, str] = {
         "phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 transformers",
         "observer": "log",
         "policy": "fair fcfs lpm priority",
-        "proposer": "draft_model ngram suffix",
+        "proposer": "draft_model eagle ngram suffix",
         "reasoning_parser": "granite harmony think",
         "tool_parser": "deepseek_v3 glm4 harmony hermes kimi_k2 llama3_json mistral pythonic qwen3_coder",
     }.items()

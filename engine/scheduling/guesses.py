@@ -19,6 +19,7 @@ from engine.scheduling.rows import RowTable
 
 log = logging.getLogger(__name__)
 
+IN_FLIGHT = 1  # a token that is being sampled while it is decided whether guesses behind it are worth waiting for
 TOLD_AT_ONCE = 512  # tokens of all long prompts together, so that other requests do not wait for their sessions
 
 
@@ -103,7 +104,7 @@ class SessionGuesses:
         line = self._lines.get(row)
         if line is None or not line.guess:
             return None
-        return Chance(line.hit_rate.share, len(line.guess), ahead)
+        return Chance(line.hit_rate.share, min(len(line.guess), self.num_tokens + ahead), ahead)
 
     def of(self, row: int, count: int) -> tuple[int, ...]:
         """See ``Guesses``, as for the others."""
@@ -136,7 +137,7 @@ class SessionGuesses:
             return
         known = int(self._table.num_known[row])
         # At least what a step brings: who knows all but that has a guess to compare.
-        until = min(known, line.num_told + max(self._num_to_tell, self.num_tokens + 1))
+        until = min(known, line.num_told + max(self._num_to_tell, self.num_tokens + 1 + IN_FLIGHT))
         self._num_to_tell -= until - line.num_told
         tokens: list[int] = self._table.tokens[row, line.num_told : until].tolist()
         for token in tokens[: len(line.guess)]:
@@ -149,7 +150,7 @@ class SessionGuesses:
         try:
             line.session.extend(tokens)
             if until == known and not line.guess:
-                line.guess = self._sane(line.session.propose(self.num_tokens))
+                line.guess = self._sane(line.session.propose(self.num_tokens + IN_FLIGHT))
         except BaseException:  # of a plugin, sys.exit as well, which would end the server
             log.exception("the proposer failed; its request goes on without it")
             line.session, line.guess = None, []
@@ -166,7 +167,7 @@ class SessionGuesses:
     def _sane(self, proposed: Sequence[int]) -> list[int]:
         """What the model could say of it."""
         tokens: list[int] = []
-        for token in proposed[: self.num_tokens]:
+        for token in proposed[: self.num_tokens + IN_FLIGHT]:
             if not 0 <= token < self._vocab_size:
                 break
             tokens.append(int(token))

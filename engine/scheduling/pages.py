@@ -105,12 +105,14 @@ class PageManager:
         self._tree = RadixTree(
             limits.page_size,
             self._evictions,
+            bigram=limits.bigram,
             num_host_pages=limits.num_host_pages,
             record_events=limits.record_events,
             record_saves=limits.store_timeout_s > 0,
         )
         self._rows = rows
         self._page_size = limits.page_size
+        self._num_behind = int(limits.bigram)  # tokens behind a page that its key has
         self._handles: dict[int, Handle] = {}
         self._deferred: deque[tuple[int, Pages]] = deque()
         self._rewrites: list[Appends] = []
@@ -200,11 +202,11 @@ class PageManager:
     def publish(self, row: int, num_tokens: int) -> None:
         """The row's first ``num_tokens`` are computed by steps that have completed: share their whole pages."""
         handle = self._handles[row]
-        num_pages = num_tokens // self._page_size
+        table = self._rows
+        num_pages = min(num_tokens, int(table.num_known[row]) - self._num_behind) // self._page_size
         if num_pages <= handle.num_pages:
             return
-        table = self._rows
-        key = self._tree.key(table.tokens[row, : num_pages * self._page_size])
+        key = self._tree.key(table.tokens[row, : num_pages * self._page_size + self._num_behind])
         published = self._tree.publish(handle, key, table.page_table[row, :num_pages].copy())
         count = len(published.pages)
         if count:
@@ -250,7 +252,7 @@ class PageManager:
         if sequence.params.needs_whole_prompt:
             return self._tree.key(sequence.tokens[:0])
         # Without the last token: one must be computed, since its logits are wanted.
-        return self._tree.key(sequence.tokens[:-1])
+        return self._tree.key(sequence.tokens[: len(sequence.tokens) - 1 + self._num_behind])
 
     def check(self) -> None:
         """Raise AssertionError unless every page has exactly one owner."""

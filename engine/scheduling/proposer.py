@@ -38,8 +38,11 @@ class DraftModel(msgspec.Struct, frozen=True, kw_only=True):
     """What a plugin may build instead: the checkpoint of a smaller model with the same tokenizer.
 
     Every executor loads it beside the model, and decodes ``num_tokens`` at most with it in a step that verifies them.
-    path: as ``model.path``.  max_len: of sequences that it guesses for; 0 for what it was trained for."""
+    path: as ``model.path``.  max_len: of sequences that it guesses for; 0 for what it was trained for.
+    reads_states: it is an EAGLE-3 head, which reads hidden states of the model; prefixes are then shared by pairs of
+    tokens, since what it computes at a position depends on the next token too."""
 
     path: str
     num_tokens: int
     max_len: int = 0
+    reads_states: bool = False

@@ -104,7 +104,8 @@ class PlannerLimits:
     store_timeout_s: how long a prompt waits for pages from the store; 0 where there is none.
     num_ranks: executors, each of which has a part of every page.
     scored_chunk: most tokens of a prompt in a step if log probabilities of all of them are wanted, which take memory of
-    vocabulary size each.  num_slots: adapters that executors hold at once."""
+    vocabulary size each.  num_slots: adapters that executors hold at once.
+    bigram: pages are shared where the token behind them is the same too, see ``RadixTree``."""
 
     max_running: int
     max_step_tokens: int
@@ -120,6 +121,7 @@ class PlannerLimits:
     store_timeout_s: float = 0.0
     num_ranks: int = 1
     num_slots: int = 0
+    bigram: bool = False
 
     @property
     def longest(self) -> int:

@@ -19,7 +19,7 @@ from engine.execution.rows import DeviceRows
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.models.loader import load_model
-from engine.models.model import build_model
+from engine.models.model import Model, build_model
 from engine.plugins.families import read_model
 from engine.plugins.manager import Plugins
 from engine.scheduling.proposer import DraftModel
@@ -47,7 +47,7 @@ class RankDraft:
         section = structs.replace(config.model, path=draft.path, numerics="fast", experts="cut")
         self._config = config = structs.replace(config, model=section)
         self._draft = draft
-        self._spec: ModelSpec = read_model(Path(draft.path), config.plugins, section)
+        self._spec = self._read_spec(Path(draft.path))
         self._device, self._dtype = device, dtype
         room = fair_share(free_bytes(device), place, comm, device)
         try:
@@ -72,6 +72,9 @@ class RankDraft:
             spec.num_layers, kv.page_size, spec.num_kv_heads, spec.head_size, dtype, self._kv_dtype, spec.latent_size
         )
 
+    def _read_spec(self, directory: Path) -> ModelSpec:
+        return read_model(directory, self._config.plugins, self._config.model)
+
     def needs(self, model: Needs, max_len: int) -> Needs:
         """What must stay free for both; one's step begins when the other's pass has ended.  model: for that alone.
 
@@ -85,10 +88,25 @@ class RankDraft:
             product_bytes=model.product_bytes + own.product_bytes,
         )
 
+    def tap(self, model: Model, num_pages: int) -> None:
+        """Before each pool that the model gets: have it keep what drafting reads of it, which is nothing."""
+
     def drafter(self, num_pages: int, rows: DeviceRows, vocab_size: int) -> Drafter:
         """With a pool of as many pages.  rows, vocab_size: of the model."""
+        pool = self._pool(num_pages)
+        return Drafter(
+            self.model,
+            pool,
+            self._attention.build(pool),
+            rows,
+            vocab_size=min(vocab_size, self.model.vocab_size),
+            num_tokens=self._draft.num_tokens,
+            most_tokens=self._config.scheduler.prefill_chunk,
+        )
+
+    def _pool(self, num_pages: int) -> KVPool:
         spec, kv = self.model.attention_spec, self._config.kv
-        pool = KVPool(
+        return KVPool(
             num_layers=spec.num_layers,
             num_pages=num_pages,
             page_size=kv.page_size,
@@ -99,13 +117,4 @@ class RankDraft:
             layout=kv.layout,
             kv_dtype=self._kv_dtype,
             latent_size=spec.latent_size,
-        )
-        return Drafter(
-            self.model,
-            pool,
-            self._attention.build(pool),
-            rows,
-            vocab_size=min(vocab_size, self.model.vocab_size),
-            num_tokens=self._draft.num_tokens,
-            most_tokens=self._config.scheduler.prefill_chunk,
         )

@@ -46,6 +46,7 @@ from engine.sampling.processing import Processing
 from engine.sampling.sampler import Sampler
 from engine.scheduling.proposer import DraftModel
 from engine.startup.draft_model import RankDraft
+from engine.startup.eagle_head import RankHead
 from engine.startup.invariance import prove_invariance
 from engine.startup.linears import choose_linears
 from engine.startup.memory import (
@@ -83,13 +84,14 @@ def load_runner(
     num_pages: int = 0,
     grammars: Grammars | None = None,
     draft: DraftModel | None = None,
+    num_proposed: int = 0,
 ) -> ModelRunner | WatchedRunner | AdaptedRunner | DraftingRunner:
     """Everything a rank needs, ready for its first step.  Runs on the device thread, of all ranks at the same time.
     local_rank: which GPU of this machine it takes; None for the one of its rank's number.
     rendezvous: where this group's ranks meet, see ``CommContext``; empty for one rank.
     num_pages: of the runner before this one, whose pages it must have; 0 for kv.num_pages, or what fits.
     grammars: those of this process, where the text side lives in it as well.
-    draft: the model that drafts what steps verify; None if none does.
+    draft: the model that drafts what steps verify; None if none does.  num_proposed: most that they verify of a row.
 
     Raises ConfigError, WeightsError, PluginError, GraphError with a message for the user."""
     device = choose_device(config.device, rank if local_rank is None else local_rank)
@@ -122,7 +124,8 @@ def load_runner(
     )
     drafting = None
     if draft is not None:
-        drafting = RankDraft(draft, config, plugins, comm, device=device, dtype=dtype, place=place, progress=progress)
+        kind = RankHead if draft.reads_states else RankDraft
+        drafting = kind(draft, config, plugins, comm, device=device, dtype=dtype, place=place, progress=progress)
     attention_spec = model.attention_spec
     # Before the pool takes what memory is left: a plugin may refuse, and may need some to be tried.
     page_size, layout, limit_s = config.kv.page_size, config.kv.layout, config.plugins.race_s
@@ -171,6 +174,8 @@ def load_runner(
             kv_dtype=kv_dtype,
             latent_size=latent_size,
         )
+        if drafting is not None:
+            drafting.tap(model, num_pages)
         backend = attention.build(pool)
         if config.kv.num_host_pages:
             backend = LandedAttention(backend, landings)
@@ -180,11 +185,11 @@ def load_runner(
 
     known = bool(num_pages)  # it has fitted, and the number may be none that the user has set
     num_pages = num_pages or config.kv.num_pages
-    needs = host_needs(config, spec.shape, max_len, dtype) if on_cpu else Needs()
+    needs = host_needs(config, spec.shape, max_len, dtype, num_proposed) if on_cpu else Needs()
     if on_cpu and adapters is not None:
         needs = replace(needs, adapter_bytes=adapters.nbytes)
     if not num_pages and graphs.device.captures:
-        needs = _measure(config, max_len, graphs, parts_with(1))
+        needs = _measure(config, max_len, graphs, parts_with(1), num_proposed)
     graphs.device.trim()
     page_bytes = KVPool.page_bytes(
         attention_spec.num_layers,
@@ -250,7 +255,7 @@ def load_runner(
     if threads is not None and piecewise is None and comm.size == 1:
         watched = WatchedRunner(runner, rows, threads)
     adapted = watched if adapters is None else AdaptedRunner(watched, adapters)
-    return adapted if drafter is None else DraftingRunner(adapted, rows, drafter)
+    return adapted if drafter is None else DraftingRunner(adapted, rows, drafter, alone=comm.size == 1)
 
 
 def _check_device(config: Config, device: torch.device) -> None:
@@ -309,11 +314,11 @@ def _smallest(number: int, comm: Comm, device: torch.device) -> int:
     return int(comm.all_gather(torch.tensor([number], device=device), 0).min())
 
 
-def _measure(config: Config, max_len: int, graphs: RankGraphs, parts: StepParts) -> Needs:
+def _measure(config: Config, max_len: int, graphs: RankGraphs, parts: StepParts, num_proposed: int) -> Needs:
     """parts: with a pool that is thrown away.  Raises ConfigError if there is no room for the largest step itself."""
     scheduler = config.scheduler
     try:
-        activation_bytes = graphs.device.peak(lambda: run_largest_step(config, max_len, _steps_of(parts)))
+        activation_bytes = graphs.device.peak(lambda: run_largest_step(config, max_len, _steps_of(parts), num_proposed))
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"scheduler.max_step_tokens={scheduler.max_step_tokens}: no room for a step of that size beside "

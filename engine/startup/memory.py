@@ -105,16 +105,22 @@ def require_room(
         )
 
 
-def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.dtype) -> Needs:
+def most_sampled(config: Config, num_tokens: int, num_proposed: int) -> int:
+    """Positions of a step of ``num_tokens`` that are sampled at most.  num_proposed: the most that are proposed for a
+    row, which is sampled behind each of them."""
+    return min(config.scheduler.max_running * (1 + num_proposed), num_tokens)
+
+
+def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.dtype, num_proposed: int = 0) -> Needs:
     """On a CPU the largest step cannot be tried: what passes a container's limit is killed, and it may take minutes.
 
     So this adds up, for one rank, what a step can hold at once: all that a layer computes of T tokens, half of it
     again for padded copies, a mask of T queries against the longest context and a copy of that context's keys and
     values (``attention.torch``), the sampler's and prompt log probabilities' work on the vocabulary, and the host's
-    tables."""
+    tables.  num_proposed: see ``most_sampled``."""
     scheduler, ranks = config.scheduler, config.device.tensor_parallel
     num_tokens = min(scheduler.max_step_tokens, max_len * scheduler.max_running)
-    num_sampled = min(scheduler.max_running, num_tokens)
+    num_sampled = most_sampled(config, num_tokens, num_proposed)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
     layer = 4 * shape.hidden_size + (4 * heads + 4 * shape.intermediate_size) // ranks
     context = 4 * max_len * shape.num_kv_heads * shape.head_size  # a power of two that holds it, keys and values
@@ -136,13 +142,15 @@ def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.d
     )
 
 
-def run_largest_step(config: Config, max_len: int, steps: ModelSteps) -> None:
-    """A step of scheduler.max_step_tokens, of sequences as long as can be: it takes more memory than any other."""
+def run_largest_step(config: Config, max_len: int, steps: ModelSteps, num_proposed: int = 0) -> None:
+    """A step of scheduler.max_step_tokens, of sequences as long as can be: it takes more memory than any other.
+    num_proposed: see ``most_sampled``."""
     scheduler = config.scheduler
     full, rest = divmod(min(scheduler.max_step_tokens, max_len * scheduler.max_running), max_len)
     queries = np.array([max_len] * full + [rest] * bool(rest), dtype=np.int32)
     lengths = np.full(len(queries), max_len, dtype=np.int32)
-    steps.run(lengths, queries, min(scheduler.max_running, int(queries.sum())), SAMPLED)
+    num_sampled = most_sampled(config, int(queries.sum()), num_proposed)
+    steps.run(lengths, queries, num_sampled, SAMPLED, num_rows=scheduler.max_running)
 
 
 def check_weights(spec: ModelSpec, needed_bytes: int, dtype: torch.dtype, available: int, ranks: int) -> None:

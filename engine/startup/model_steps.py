@@ -28,8 +28,11 @@ class ModelSteps:
         self._sampler = sampler
 
     @torch.inference_mode()
-    def run(self, lengths_B: Int32, queries_B: Int32, num_sampled: int, params: SamplingParams) -> None:
-        """lengths_B: context, new tokens included.  queries_B: new tokens; all 1 in a decode step."""
+    def run(
+        self, lengths_B: Int32, queries_B: Int32, num_sampled: int, params: SamplingParams, num_rows: int = 0
+    ) -> None:
+        """lengths_B: context, new tokens included.  queries_B: new tokens; all 1 in a decode step.
+        num_rows: of the sampler, each of which has several of what is sampled if that is more; 0 for as many."""
         pool, device = self._pool, self._pool.data.device
         num_sequences, num_tokens = len(queries_B), int(queries_B.sum())
         starts = np.concatenate(([0], queries_B.cumsum())).astype(np.int32)
@@ -44,8 +47,9 @@ class ModelSteps:
                 host_query_lengths=queries_B,
             )
         )
-        rows_N = np.arange(num_sampled)
-        for row in rows_N.tolist():
+        at_N = np.arange(num_sampled)
+        rows_N = at_N % (num_rows or num_sampled)
+        for row in np.unique(rows_N).tolist():
             self._sampler.admit(row, params, np.zeros(1, dtype=np.int32), 1, ())
         zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         logits_NV = self._model.forward(
@@ -53,7 +57,7 @@ class ModelSteps:
                 token_ids_T=zeros_T,
                 positions_T=zeros_T,
                 slots_T=zeros_T + pool.dump_page * pool.page_stride,
-                sample_at_N=torch.from_numpy(rows_N).to(device),
+                sample_at_N=torch.from_numpy(at_N).to(device),
                 attention=self._attention,
                 pool=pool,
             )

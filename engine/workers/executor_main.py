@@ -76,6 +76,7 @@ def load_rank(assignment: ExecutorAssignment) -> Runner:
         progress=assignment.progress,
         num_pages=assignment.num_pages,
         draft=assignment.draft,
+        num_proposed=assignment.num_proposed,
     )
     return StepSplitter(runner, alone=assignment.num_ranks == 1, most_tokens=assignment.most_tokens)
 

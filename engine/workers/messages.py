@@ -61,7 +61,8 @@ class ExecutorAssignment(Assignment, frozen=True):
     rendezvous: where the ranks meet to form their communicator, as torch.distributed's ``init_method`` has it; empty
     for a group of one.  num_pages: of the pool, once the engine knows, or 0.  most_tokens: steps with more are cut; 0
     for no limit.  fingerprint: of the checkpoint, which may lie elsewhere for a rank on another machine; empty if that
-    is not to be looked at.  local_rank: its GPU; None for the one of its rank's number.  draft: see ``load_runner``.
+    is not to be looked at.  local_rank: its GPU; None for the one of its rank's number.  draft, num_proposed: see
+    ``load_runner``.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class ExecutorAssignment(Assignment, frozen=True):
     fingerprint: str = ""
     local_rank: int | None = None
     draft: DraftModel | None = None
+    num_proposed: int = 0
 
 
 class TokenizerAssignment(Assignment, frozen=True):

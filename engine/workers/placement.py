@@ -91,7 +91,7 @@ class ProcessExecutors:
     """max_len: longest sequence.  capacity: of an executor's mailbox.  num_ranks: tensor-parallel size.
 
     module: what a rank's process runs.  head: of the machines that the ranks are on; None if they are all on this one.
-    draft: see ``load_runner``.
+    draft, num_proposed: see ``load_runner``.
     """
 
     can_kill = True
@@ -107,6 +107,7 @@ class ProcessExecutors:
         module: str = "engine.workers.executor_main",
         head: Head | None = None,
         draft: DraftModel | None = None,
+        num_proposed: int = 0,
     ) -> None:
         _require_linux("executor=process", "'inline'")
         self.silence_s = config.placement.silence_timeout_s
@@ -119,6 +120,7 @@ class ProcessExecutors:
         self._module = module
         self._head = head
         self._draft = draft
+        self._num_proposed = num_proposed
 
     @contextmanager
     def generation(self, settings: GenerationSettings) -> Iterator[Start[FromExecutor, ExecutorInbox]]:
@@ -198,6 +200,7 @@ class ProcessExecutors:
             max_len=self._max_len,
             progress=self._progress,
             draft=self._draft,
+            num_proposed=self._num_proposed,
             fingerprint=""
             if self._head is None
             else fingerprint(read_model(path, config.plugins, config.model), config.model.load_format),

@@ -66,6 +66,7 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float], befo
         record_events=setup.record_events,
         store_timeout_s=setup.store_timeout_s,
         num_slots=setup.num_slots,
+        bigram=bool(setup.proposer) and setup.drafted and not setup.store_timeout_s,
     )
     liar = liar_of(setup)
     drafted = DraftModel(path="", num_tokens=liar.num_tokens, max_len=setup.max_len)

@@ -82,6 +82,29 @@ def test_a_sampler_that_works_in_parts_is_not_estimated_as_one_that_does_not():
     assert 120_000_000 < large - rest - scored < 150_000_000
 
 
+def test_what_is_sampled_behind_proposals_is_counted():
+    shape = msgspec.structs.replace(read_model(DEMO).shape, vocab_size=151_936)
+    section = build_config(Config(), {"scheduler": {"max_running": 8, "max_step_tokens": 64}})
+    needs = [host_needs(section, shape, 512, torch.float32, number).activation_bytes for number in (0, 1, 3, 7, 64)]
+    scored = 151_936 * memory.SCORING_BYTES
+    assert needs[1] - needs[0] >= 8 * scored
+    assert needs[3] - needs[2] == 32 * scored
+    assert needs[4] == needs[3]  # a step has no more tokens
+
+
+def test_the_largest_step_samples_each_row_behind_its_proposals(monkeypatch):
+    section = build_config(Config(), {"scheduler": {"max_running": 8, "max_step_tokens": 64}})
+    seen = []
+
+    class Steps:
+        def run(self, lengths, queries, num_sampled, params, num_rows):
+            seen.append((int(queries.sum()), num_sampled, num_rows))
+
+    for number in (0, 3, 64):
+        memory.run_largest_step(section, 512, Steps(), number)
+    assert seen == [(64, 8, 8), (64, 32, 8), (64, 64, 8)]
+
+
 @pytest.mark.parametrize(
     "device, load_format, ranks, extra",
     [

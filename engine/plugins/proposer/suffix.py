@@ -15,6 +15,9 @@ from engine.plugins.options import Options, decode_options
 
 CALLBOARD_PLUGIN = {"api": 1}
 
+MOST_TOKENS = 1 << 14  # of each of the two parts of a sequence that are remembered, about 1 kB for each token
+Followers = dict[tuple[int, ...], int | dict[int, int]]
+
 
 class SuffixOptions(Options, frozen=True):
     """num_tokens: the most that are proposed.  longest, shortest: of the suffixes that are counted.
@@ -39,24 +42,38 @@ class SuffixProposer:
 
 
 class SuffixSession:
-    """followers: suffix -> token -> how often it followed.  The later of two that came equally often is preferred."""
+    """followers: suffix -> the token that followed it once, or token -> how often it followed.  The later of two that
+    came equally often is preferred.  older: of the MOST_TOKENS tokens before those; what came earlier is forgotten."""
 
     def __init__(self, options: SuffixOptions) -> None:
         self._likely = options.likely
         self._lengths = tuple(range(options.longest, options.shortest - 1, -1)) or (options.longest,)
         self._tail: tuple[int, ...] = ()
-        self._followers: dict[tuple[int, ...], dict[int, int]] = {}
+        self._followers: Followers = {}
+        self._older: Followers = {}
+        self._num_tokens = 0
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Time for each token: one count for each length."""
         longest, tail = self._lengths[0], self._tail
         for token in token_ids:
+            if self._num_tokens == MOST_TOKENS:
+                self._older, self._followers, self._num_tokens = self._followers, {}, 0
+            self._num_tokens += 1
             for length in self._lengths:
                 if length <= len(tail):
-                    counts = self._followers.setdefault(tail[-length:], {})
-                    counts[token] = counts.pop(token, 0) + 1  # as the last one
+                    self._note(tail[-length:], token)
             tail = (*tail, token)[-longest:]
         self._tail = tail
+
+    def _note(self, suffix: tuple[int, ...], token: int) -> None:
+        counts = self._followers.get(suffix)
+        if counts is None:
+            self._followers[suffix] = token
+            return
+        if isinstance(counts, int):
+            counts = self._followers[suffix] = {counts: 1}
+        counts[token] = counts.pop(token, 0) + 1  # as the last one
 
     def propose(self, most: int) -> Sequence[int]:
         """Token by token, each as if those before it had been said."""
@@ -73,8 +90,9 @@ class SuffixSession:
     def _counts(self, tail: tuple[int, ...]) -> dict[int, int] | None:
         """Of the longest suffix that came before."""
         for length in self._lengths:
-            if length <= len(tail) and (counts := self._followers.get(tail[-length:])) is not None:
-                return counts
+            for followers in (self._followers, self._older):
+                if length <= len(tail) and (counts := followers.get(tail[-length:])) is not None:
+                    return {counts: 1} if isinstance(counts, int) else counts
         return None
 
 
