@@ -466,6 +466,12 @@ class StorageSection(Section, frozen=True):
             description="Where files, batches, stored responses, the journal and recordings lie; empty: nothing is written"
         ),
     ] = ""
+    trace_mb: Annotated[
+        int,
+        Meta(
+            ge=0, description="Most disk for traces of traffic, without texts, for `callboard whatif`; 0 for no traces"
+        ),
+    ] = 0
 
 
 class ModelTable(Section, frozen=True):

@@ -9,11 +9,11 @@ import math
 import random
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from engine.actors.actor import Actor
+from engine.actors.actor import Actor, Link
 from engine.actors.executor import Runner
 from engine.actors.ingress import Ingress, Part
 from engine.actors.scheduler import Scheduler
@@ -39,6 +39,7 @@ from engine.scheduling.planner import Planner
 from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec, warn_of_unknown_tokens
+from engine.traffic.recorder import Recorder
 from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings, InlineExecutors
 from engine.workers.frontend import FrontendCommand, RemoteIngress
 from engine.workers.limits import RestartIntensity
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+M = TypeVar("M")
 SCORED_LOGITS = 1 << 24  # logits of prompt tokens in a step, 64 MB in float32
 MIN_SCORED_CHUNK = 16
 RESTART_WINDOW_S = 300.0  # over which restarts are counted
@@ -116,6 +118,10 @@ class System:
             eos_token_ids=self.spec.eos_token_ids,
             options=config.plugins.options,
         )
+        self._recorder: Recorder | None = None
+        if config.storage.trace_mb:
+            self._recorder = Recorder(config, self.model_name, time.monotonic)
+            self._observers.add(self._recorder, "storage.trace_mb")
         self._build()
 
     def _build(self) -> None:
@@ -139,14 +145,15 @@ class System:
             overlap_depth=config.scheduler.overlap_depth,
             page_size=config.kv.page_size,
             new_planner=self._new_planner,
-            executors=self.executors.links,
+            executors=[self._tapped(self.executors.links[0]), *self.executors.links[1:]],
             explain=self.executors.explain,
-            tokenizer=self.tokenizer.inbox,
+            tokenizer=self._tapped(self.tokenizer.inbox),
             ingress=self.entrance.inbox,
             observers=self._observers,
         )
-        self.executors.connect(self.scheduler.inbox)
-        self.tokenizer.connect(scheduler=self.scheduler.inbox, ingress=self.entrance.inbox)
+        scheduler = self._tapped(self.scheduler.inbox)
+        self.executors.connect(scheduler)
+        self.tokenizer.connect(scheduler=scheduler, ingress=self.entrance.inbox)
         # Stopped in this order: upstream first, so that no message is lost.
         self.actors: list[Actor[Any]] = [self.tokenizer, self.scheduler, self.executors, self.entrance]
         self._supervisor = Supervisor(self.actors, self.entrance)
@@ -163,6 +170,10 @@ class System:
         )
         if isinstance(self.entrance, RemoteIngress):
             self.entrance.connect(look=self.monitor.snapshot, watch=self.monitor.watch, profile=self.monitor.profile)
+
+    def _tapped(self, link: Link[M]) -> Link[M]:
+        """A link of the scheduler, which a recorder listens to if there is one."""
+        return link if self._recorder is None else self._recorder.tap(link)
 
     @property
     def ingress(self) -> Ingress:
@@ -291,6 +302,8 @@ class System:
             num_slots=self.config.lora.max_adapters if self.config.lora.folder else 0,
             scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
         )
+        if self._recorder is not None:
+            self._recorder.begin(limits)
         strategy = plugin_strategy(self._plugins, self.config, num_pages)
         return Planner(limits, strategy, self._policy, time.monotonic, self._drafts)
 
