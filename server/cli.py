@@ -1,4 +1,4 @@
-"""The ``callboard`` command: serve, generate, chat, config, plugins, models, tune, verify, doctor, bench.
+"""The ``callboard`` command: serve, generate, chat, config, plugins, models, tune, verify, doctor, bench, whatif.
 
 Owns: arguments, exit codes, what a person at a terminal sees.  Does not know: how the engine does any of it.
 torch is imported only by the commands that run a model, and by the one that says which plugins could run here.
@@ -38,6 +38,7 @@ from server.keys import read_keys
 from server.model_card import ModelCard
 from server.run.greeting import greet
 from server.run.serve import serve, serve_from_process
+from server.whatif.command import add_whatif
 
 if TYPE_CHECKING:
     from engine.llm import LLM
@@ -121,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     command = add("doctor", _doctor, "look for what a start lacks, and how to get it", _target(), _shared("warning"))
     command.add_argument("--gpu", action="store_true", help="test the GPUs instead: kernels, graphs, collectives")
     add_bench(commands, _target(), _shared("warning"))
+    add_whatif(commands)
     return parser
 
 
