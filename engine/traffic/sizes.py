@@ -3,7 +3,7 @@
 Owns: those numbers, and each row's length, which a step does not say.  Does not know: planning, durations.
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,9 @@ class StepSize(NamedTuple):
     prefill_tokens: int
     pairs: int
     copies: int
+
+
+NOTHING: Final = StepSize(0, 0, 0, 0, 0, 0)
 
 
 class StepSizes:

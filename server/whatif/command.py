@@ -15,8 +15,8 @@ from engine.errors import ConfigError
 from server.bench.command import NO_CONFIGURATION, count
 
 DESCRIPTION = """\
-Plays recorded traffic through the scheduler in virtual time, with other settings, and says what clients would have seen.
-A server records it where its configuration has
+Plays recorded traffic through the scheduler in virtual time, with other settings, and says what clients would have
+seen.  A server records it where its configuration has
 
   [storage]
   folder = "/var/lib/callboard"
@@ -31,7 +31,7 @@ examples:
       only what was, and its replay: how well this trace can be predicted at all
   callboard whatif trace.jsonl --set kv.num_pages=2000 --set plugins.policy=fair
       another server with both changes
-  callboard whatif trace.jsonl --case scheduler.max_running=16 --case scheduler.max_running=32 scheduler.prefill_chunk=256
+  callboard whatif trace.jsonl --case scheduler.max_running=16 --case scheduler.max_running=32 kv.num_pages=2000
       two other servers; what --set says holds for both
   callboard whatif trace.jsonl --set scheduler.max_running=16 --plot out.png --json > out.json
 
@@ -59,12 +59,8 @@ def add_whatif(commands: "argparse._SubParsersAction[ArgumentParser]") -> None:
     parser.add_argument("--case", dest="cases", action="append", nargs="+", default=[], metavar="CHANGE", help=case)
     clients = "so many clients, each of which sends a request when its last one has ended, instead of recorded arrivals"
     parser.add_argument("--concurrency", type=count, default=0, metavar="N", help=clients)
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON, with a line for each request, instead of tables"
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="PNG", help="draw the shares of requests by time; needs matplotlib"
-    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead, with every request")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw all servers; needs matplotlib")
     parser.set_defaults(run=_whatif, **NO_CONFIGURATION)
 
 

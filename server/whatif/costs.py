@@ -1,6 +1,6 @@
 """How long a step takes by what it has to compute, learnt from steps that were measured.
 
-Owns: the terms of a step's cost, the fit, how well it explains what was measured.  Does not know: planning, traces' files.
+Owns: the terms of a step's cost, the fit, how well it explains what was measured.  Does not know: planning, files.
 
 seconds = sum of coefficient x term, none below 0.  The terms are a constant, the quantities of ``StepSize``, and the
 tokens of a step up to a few bounds, since a product with few rows takes as long for one more.
@@ -29,7 +29,7 @@ BEYOND = 1.25  # times the largest that was measured
 class Fit:
     """How well the model explains the steps that it was learnt from.
 
-    r2: share of the variance of durations.  median_error: of a step, relative.  total_error: of all of them together."""
+    r2: share of the variance of durations.  median_error: of a step, relative.  total_error: of all together."""
 
     num_steps: int
     r2: float

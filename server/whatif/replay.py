@@ -21,7 +21,7 @@ from engine.params import SamplingParams
 from engine.prompt import Adapter, Origin
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.rows import PlannerLimits
-from engine.traffic.sizes import StepSize, StepSizes
+from engine.traffic.sizes import NOTHING, StepSize, StepSizes
 from engine.traffic.trace import DIGEST_BYTES, TracedRequest, TraceHead
 from server.whatif.changes import EOS, Case
 
@@ -42,7 +42,7 @@ class Replayed:
     busy_s: float = 0.0
     num_steps: int = 0
     num_retractions: int = 0
-    largest: StepSize = StepSize(0, 0, 0, 0, 0, 0)
+    largest: StepSize = NOTHING
 
 
 def stand_ins(requests: Sequence[TracedRequest], head: TraceHead) -> list[TokenIds]:
