@@ -20,6 +20,7 @@ Floats = npt.NDArray[np.float64]
 BOUNDS = (8, 32, 128)
 ROUNDS = 20  # of reweighting
 OUTLIER = 2.0  # residuals beyond so many times the median one count less, by Huber's weights
+LEAST = 0.1  # of the median duration; no step is expected to take less when errors are weighed
 NUM_BINS = 8
 MIN_PER_BIN = 30
 BEYOND = 1.25  # times the largest that was measured
@@ -71,15 +72,17 @@ def _terms(sizes: Floats) -> Floats:
 
 
 def _robust(terms: Floats, seconds: Floats) -> Floats:
-    """Least squares of relative errors, in which steps that something else has held up count little."""
+    """Least squares of errors relative to the fit, in which steps that something else has held up count little."""
     scale = np.maximum(terms.max(axis=0), 1e-9)
-    weights = np.ones(len(seconds))
-    coefficients = np.zeros(terms.shape[1])
-    floor = max(float(np.median(seconds)) * 0.05, 1e-7)
+    weights, coefficients = np.ones(len(seconds)), np.zeros(terms.shape[1])
+    least = max(float(np.median(seconds)) * LEAST, 1e-7)
+    expected = np.full(len(seconds), float(seconds.mean()) + least)
     for _ in range(ROUNDS):
-        rows = np.sqrt(weights) / np.maximum(seconds, floor)
+        rows = np.sqrt(weights) / expected
         coefficients = nonnegative(terms / scale * rows[:, None], seconds * rows) / scale
-        residuals = np.abs(terms @ coefficients - seconds) / np.maximum(seconds, floor)
+        # By what is expected, not by what was measured: short measurements would count for too much.
+        expected = np.maximum(terms @ coefficients, least)
+        residuals = np.abs(expected - seconds) / expected
         usual = OUTLIER * max(float(np.median(residuals)), 1e-6)
         weights = np.minimum(1.0, usual / np.maximum(residuals, 1e-12))
     return coefficients
