@@ -4,8 +4,8 @@ Records a server under an open loop, predicts it with each of several changes, t
 the same load, and compares the times to the first token.  Runs take turns, so that all see the same machine, and each
 real figure is the median over them; predictions are made from the first recording alone.
 The whole server is real, and so is what sends requests.  With ``--device paced`` steps take what a formula says, so
-that what else the machine does hardly shows: max(8 ms + 0.1 us for each token of context, 0.06 ms for each token
-computed) + 0.15 ms for each row, +- 5 %, which is nothing that the learnt terms have.  With ``--device model`` the demo
+that what else the machine does hardly shows: max(32 ms + 0.4 us for each token of context, 0.24 ms for each
+token computed) + 0.6 ms for each row, +- 5 %, which is nothing that the learnt terms have.  With ``--device model`` the demo
 model computes, and figures are as noisy as the machine.
 
     python benchmarks/bench_whatif.py                       # eight minutes
@@ -61,8 +61,8 @@ READY_S = 60.0
 
 def formula(size: StepSize) -> float:
     """Seconds that a paced device takes for a step."""
-    computed = 60e-6 * (size.decodes + size.prefill_tokens)
-    return max(8e-3 + 1e-7 * (size.context + size.pairs), computed) + 150e-6 * (size.decodes + size.prefills)
+    computed = 240e-6 * (size.decodes + size.prefill_tokens)
+    return max(32e-3 + 4e-7 * (size.context + size.pairs), computed) + 600e-6 * (size.decodes + size.prefills)
 
 
 class PacedRunner:
@@ -218,7 +218,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["paced", "model"], default="paced")
-    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--requests", type=int, default=240)
     parser.add_argument("--rate", type=float, default=18.0, help="requests a second (default: 18)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)

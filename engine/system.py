@@ -4,6 +4,7 @@ Owns: who talks to whom.
 Does not know: what messages mean, HTTP.  Importing it does not import torch; starting it does.
 """
 
+import asyncio
 import logging
 import math
 import random
@@ -318,6 +319,8 @@ class System:
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Refuse new requests, let open ones finish for a while, cancel the rest, then end the actors in order."""
         await self._supervisor.stop(drain_timeout_s)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
 
     @property
     def died(self) -> EngineDied | None:

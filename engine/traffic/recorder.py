@@ -112,9 +112,8 @@ class Recorder:
         """Behind the tokens that these have got."""
         self._note(requests)
 
-    @hookimpl
-    def callboard_engine_stopped(self) -> None:
-        """Write the rest."""
+    def close(self) -> None:
+        """Write the rest; takes as long as the disk does."""
         self._ending.set()
         if self._thread is not None:
             self._thread.join(timeout=10.0)
