@@ -93,6 +93,11 @@ class Recorder:
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def path(self) -> Path:
+        """The file that is being written."""
+        return self._files.path
+
     def tap(self, link: Link[M]) -> Link[M]:
         """The same link, whose messages are recorded."""
         return Tap(link, self._note)
