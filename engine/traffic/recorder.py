@@ -29,6 +29,7 @@ from engine.notices import ExecutorsLost
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.rows import PlannerLimits
+from engine.sections import StorageSection
 from engine.traffic.sizes import StepSize, StepSizes
 from engine.traffic.trace import (
     FORMAT,
@@ -78,17 +79,18 @@ class _Open:
 class Recorder:
     """An observer, and taps for the links from and to the scheduler."""
 
-    def __init__(self, config: Config, model: str, clock: Callable[[], float]) -> None:
+    def __init__(self, storage: StorageSection, model: str, clock: Callable[[], float]) -> None:
         """clock: the planner's.  Raises ConfigError if nothing can be written to the folder."""
-        self._settings = relevant_settings(config)
         self._model = model
         self._clock = clock
-        self._files = _Files(Path(config.storage.folder) / "traces", model, config.storage.trace_mb * MIB)
+        self._files = _Files(Path(storage.folder) / "traces", model, storage.trace_mb * MIB)
         self._key = secrets.token_bytes(16)
         self._notes: deque[tuple[float, object]] = deque()
         self._open: dict[int, _Open] = {}
         self._in_flight: deque[tuple[float, StepSize]] = deque()
         self._completed_at = 0.0
+        self._sizes = StepSizes(0)
+        self._block = LARGEST_BLOCK
         self._steps: list[TracedStep] = []
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
@@ -102,15 +104,14 @@ class Recorder:
         """The same link, whose messages are recorded."""
         return Tap(link, self._note)
 
-    def begin(self, limits: PlannerLimits) -> None:
-        """The planner is there: start to write."""
-        self._sizes = StepSizes(limits.max_running)
-        self._block = min(LARGEST_BLOCK, limits.page_size)
-        self._head = TraceHead(
-            FORMAT, __version__, self._model, time.time(), self._block, limits, settings=self._settings
-        )
-        self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
-        self._thread.start()
+    def begin(self, limits: PlannerLimits, config: Config) -> None:
+        """A planner is there, or works with other settings from now on: a trace begins."""
+        block = min(LARGEST_BLOCK, limits.page_size)
+        settings = relevant_settings(config)
+        self._note(TraceHead(FORMAT, __version__, self._model, time.time(), block, limits, settings))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
+            self._thread.start()
 
     @hookimpl
     def callboard_request_finished(self, requests: Sequence[RequestMetrics]) -> None:
@@ -131,15 +132,13 @@ class Recorder:
 
     def _run(self) -> None:
         try:
-            self._files.start(self._head)
-            log.info("traffic is recorded in %s", self._files.path)
             ended = False
             while not ended:
                 ended = self._ending.wait(EVERY_S)
                 if len(self._notes) > MOST_WAITING:
                     raise OSError(f"{len(self._notes)} messages wait to be written")
                 self._take()
-                self._files.end_of_batch(self._head)
+                self._files.end_of_batch()
         except Exception as error:  # whatever it is, requests go on
             self._ending.set()
             self._notes.clear()
@@ -166,12 +165,21 @@ class Recorder:
                     self._open.pop(message.request_id, None)
                 case ExecutorsLost():
                     self._in_flight.clear()
+                case TraceHead():
+                    self._write_steps()
+                    self._files.start(message)
+                    self._block = message.block
+                    if message.limits.max_running != self._sizes.num_rows:
+                        self._sizes = StepSizes(message.limits.max_running)
                 case list() | tuple():
                     self._sort_out(tokens)
                     tokens.clear()
                     for one in message:
                         self._ended(one)
         self._sort_out(tokens)
+        self._write_steps()
+
+    def _write_steps(self) -> None:
         if self._steps:
             self._files.write(TracedSteps(self._steps))
             self._steps = []
@@ -243,6 +251,8 @@ class _Files:
         self._most_bytes = most_bytes
         self._number = 0
         self._file: BinaryIO | None = None
+        self._head: TraceHead | None = None
+        self._num_lines = 0
         self.path = folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -252,24 +262,31 @@ class _Files:
             raise ConfigError(f"storage.folder: {folder} may not be written to")
 
     def start(self, head: TraceHead) -> None:
+        """A file after the present one, which is no trace if it has nothing but a head."""
         self.close()
+        if self._num_lines == 1:
+            self.path.unlink(missing_ok=True)
+        self._head, self._num_lines = head, 0
         self._number += 1
         when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         self.path = self._folder / f"{self._stem}-{when}-{os.getpid()}-{self._number}.jsonl"
         # Clients' names are in it.
         self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
         self.write(head)
+        log.info("traffic is recorded in %s", self.path)
 
     def write(self, line: Line) -> None:
         assert self._file is not None, "the file is closed"
         self._file.write(encode(line) + b"\n")
+        self._num_lines += 1
 
-    def end_of_batch(self, head: TraceHead) -> None:
+    def end_of_batch(self) -> None:
         """Whoever reads finds whole lines; a file that is full is followed by another."""
         assert self._file is not None, "the file is closed"
+        assert self._head is not None, "the file has no head"
         self._file.flush()
         if self._file.tell() > self._most_bytes // FILES:
-            self.start(head)
+            self.start(self._head)
         found = [(one.stat(), one) for one in self._folder.glob(f"{self._stem}-*.jsonl")]
         total = sum(stat.st_size for stat, _ in found)
         for stat, one in sorted(found, key=lambda pair: pair[0].st_mtime):

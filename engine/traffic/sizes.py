@@ -31,6 +31,11 @@ class StepSizes:
     def __init__(self, max_running: int) -> None:
         self._lengths = np.zeros(max_running, dtype=np.int64)  # tokens of a row, that being sampled too
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that a step may have."""
+        return len(self._lengths)
+
     def measure(self, step: Step) -> StepSize:
         """Returns what the step computes, and takes it as done."""
         decodes = np.frombuffer(step.decode_rows, dtype=np.int32)

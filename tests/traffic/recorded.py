@@ -74,26 +74,27 @@ class _Nowhere:
         pass
 
 
-def recorder_in(folder: Path, clock: Any, *, trace_mb: int = 100, **tables: dict[str, Any]) -> Recorder:
+def recorder_in(folder: Path, clock: Any, *, trace_mb: int = 100, **tables: dict[str, Any]) -> tuple[Recorder, Config]:
     """One with the settings of ``Recorded``."""
     scheduler = {"max_running": MAX_RUNNING, "max_step_tokens": 2048, "prefill_chunk": 512}
     given = {"scheduler": scheduler, "storage": {"folder": str(folder), "trace_mb": trace_mb}, **tables}
-    return Recorder(build_config(Config(), given), "tested/model", clock)
+    config = build_config(Config(), given)
+    return Recorder(config.storage, "tested/model", clock), config
 
 
 def limits_of(simulation: Simulation) -> PlannerLimits:
     """What its planner works with."""
-    return simulation.planner._requests.limits
+    return simulation.planner.requests.limits
 
 
 def record(folder: Path, made: Sequence[Request], **limits: Any) -> tuple[Trace, Recorded]:
     """A trace of these requests, and the engine that was recorded."""
     clock: list[Simulation] = []
-    recorder = recorder_in(folder, lambda: clock[0].now)
+    recorder, config = recorder_in(folder, lambda: clock[0].now)
     sizes = {"max_running": MAX_RUNNING, "num_pages": NUM_PAGES, **limits}
     simulation = Recorded(list(made), recorder, **sizes)
     clock.append(simulation)
-    recorder.begin(limits_of(simulation))
+    recorder.begin(limits_of(simulation), config)
     simulation.run()
     recorder.close()
     (path,) = (folder / "traces").iterdir()

@@ -106,7 +106,7 @@ def test_a_trace_has_no_token_and_nobody_else_may_read_it(tmp_path: Path) -> Non
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> Iterator[Recorder]:
-    made = recorder_in(tmp_path, time.monotonic, trace_mb=1)
+    made, _ = recorder_in(tmp_path, time.monotonic, trace_mb=1)
     yield made
     made.close()
 
@@ -131,7 +131,7 @@ def metrics(request_id: int, finish: Finish = Finish.STOP, output: int = 1) -> R
 
 def written(recorder: Recorder, *messages: object) -> list[dict[str, object]]:
     """The lines of a trace in which these were put."""
-    recorder.begin(LIMITS)
+    recorder.begin(LIMITS, Config())
     sink = Sink()
     link = recorder.tap(sink)
     for message in messages:
@@ -180,8 +180,8 @@ def test_no_more_disk_is_taken_than_was_said_and_the_newest_stays(tmp_path: Path
     other = tmp_path / "traces" / "another_model-2026.jsonl"
     other.parent.mkdir()
     other.write_bytes(bytes(1 << 20))
-    recorder = recorder_in(tmp_path, time.monotonic, trace_mb=1)
-    recorder.begin(LIMITS)
+    recorder, _ = recorder_in(tmp_path, time.monotonic, trace_mb=1)
+    recorder.begin(LIMITS, Config())
     link = recorder.tap(Sink())
     deadline = time.monotonic() + far(60)
     for number in range(1, 1200):
@@ -202,7 +202,7 @@ def test_no_more_disk_is_taken_than_was_said_and_the_newest_stays(tmp_path: Path
 def test_a_disk_that_takes_nothing_ends_the_recording_alone(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder.begin(LIMITS)
+    recorder.begin(LIMITS, Config())
     sink = Sink()
     link = recorder.tap(sink)
 
