@@ -4,12 +4,12 @@ Records a server under an open loop, predicts it with each of several changes, t
 the same load, and compares the times to the first token.  Runs take turns, so that all see the same machine, and each
 real figure is the median over them; predictions are made from the first recording alone.
 The whole server is real, and so is what sends requests.  With ``--device paced`` steps take what a formula says, so
-that what else the machine does hardly shows: max(32 ms + 0.4 us for each token of context, 0.24 ms for each
-token computed) + 0.6 ms for each row, +- 5 %, which is nothing that the learnt terms have.  With ``--device model`` the demo
+that what else the machine does hardly shows: max(32 ms + 0.4 us for each token of context, 0.24 ms for each token
+computed) + 0.6 ms for each row, +- 5 %, which is no sum of the terms that are learnt.  With ``--device model`` the demo
 model computes, and figures are as noisy as the machine.
 
     python benchmarks/bench_whatif.py                       # eight minutes
-    python benchmarks/bench_whatif.py --device model --rate 9 --rounds 5 --output results.json
+    python benchmarks/bench_whatif.py --device model --rate 30 --rounds 5 --output results.json
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The ``callboard`` command: serve, apply, generate, chat, config, plugins, models, tune, verify, doctor, bench, whatif.
+"""The ``callboard`` command: serve, apply, generate, chat, config, plugins, models, tune, verify, doctor, bench ...
 
 Owns: arguments, exit codes, what a person at a terminal sees.  Does not know: how the engine does any of it.
 torch is imported only by the commands that run a model, and by the one that says which plugins could run here.

@@ -115,7 +115,7 @@ class Replay:
             self._take_ended()
         assert not planner.num_open, f"{planner.num_open} requests can never run"
         result.seconds = self._now - began_at
-        result.num_retractions = planner.num_retractions
+        result.num_retractions = planner.meter.num_retractions
         return result
 
     def _is_due(self, index: int) -> bool:

@@ -1,16 +1,19 @@
 """Recording: what passed the scheduler is in the trace, no text is, the disk's bound is kept, failures harm nobody."""
 
+import asyncio
 import base64
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.changeover import Changeover
 from engine.config import Config, build_config
 from engine.errors import ConfigError
 from engine.messages import Admit, Failed, Finish, Step, StepDone, Tokens
@@ -254,3 +257,30 @@ def test_a_real_engine_is_recorded(tmp_path: Path) -> None:
     assert all(one.ttft_s is not None and one.client == "127.0.0.1" for one in trace.requests)
     assert trace.head.limits.num_pages == 200
     assert os.path.samefile(path.parent.parent, tmp_path)
+
+
+def test_a_trace_begins_anew_when_settings_change_while_requests_run(tmp_path: Path) -> None:
+    """A prediction is for one planner's settings; what a change of them has no request of is no trace."""
+    tables: dict[str, Any] = {
+        "model": {"path": str(DEMO)}, "kv": {"num_pages": 200}, "storage": {"folder": str(tmp_path), "trace_mb": 1},
+    }  # fmt: skip
+    before = build_config(Config(), tables)
+    with LiveSystem(before) as live:
+        changeover = Changeover(live.system)
+
+        def apply(**scheduler: Any) -> None:
+            config = build_config(before, {"scheduler": scheduler})
+            asyncio.run_coroutine_threadsafe(changeover.apply(config), live._loop).result(far(60))
+
+        live.complete([5] * 40, max_tokens=3)
+        apply(itl_target_ms=50.0)
+        apply(itl_target_ms=60.0)
+        live.complete([6] * 40, max_tokens=3)
+        apply(itl_target_ms=60.0, max_running=3)
+        live.complete([7] * 40, max_tokens=4)
+    paths = sorted((tmp_path / "traces").iterdir(), key=lambda one: one.stat().st_mtime)
+    traces = [read_trace(path) for path in paths]
+    assert [trace.head.limits.itl_target_s for trace in traces] == [0.0, 0.06, 0.06]
+    assert [trace.head.limits.max_running for trace in traces] == [64, 64, 3]
+    assert [[one.output for one in trace.requests] for trace in traces] == [[3], [3], [4]]
+    assert [trace.head.settings["scheduler"]["max_running"] for trace in traces][2] == 3
