@@ -116,9 +116,9 @@ Wrong = Callable[[list[dict[str, Any]]], object]
         (lambda lines: lines.append(dict(lines[-1], line="request")), "Object missing required field"),
         (lambda lines: lines.append([1]), "Expected `object`, got `array`"),
         (lambda lines: lines.append({"line": "steps", "steps": [[1, 2]]}), "Expected `array` of at least length 8"),
-        (lambda lines: next(one for one in lines if one["line"] == "request").update(blocks="AAAA"), "blocks have 3 bytes"),
+        (lambda lines: lines[1].update(blocks="AAAA"), "line 2: blocks have 3 bytes"),
         (lambda lines: lines.__delitem__(slice(1, None)), "has no request that has ended"),
-        (lambda lines: lines.__setitem__(slice(None), [one for one in lines if one["line"] != "steps"]), "has no steps"),
+        (lambda lines: lines.pop(), "has no steps"),
     ],
 )  # fmt: skip
 def test_what_is_no_trace_is_one_clear_error(
@@ -146,5 +146,7 @@ def test_a_file_that_is_not_there_is_one_clear_error(tmp_path: Path, capsys: pyt
 def test_a_trace_whose_server_was_killed_ends_before_its_last_line(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "cut.jsonl").write_bytes(path.read_bytes()[:-20])
+    (tmp_path / "cut.jsonl").write_bytes(path.read_bytes() + b'{"line":"requ')
     assert "requests that ended" in said(capsys, tmp_path / "cut.jsonl")
+    (tmp_path / "wrong.jsonl").write_bytes(path.read_bytes() + b'{"line":"requ\n')
+    assert f"line {len(lines(path)) + 1}: " in refused(capsys, tmp_path / "wrong.jsonl")
