@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from engine.config import Config
 from engine.errors import ConfigError
 from engine.messages import Admit, Failed, Step, StepDone, Tokens
 from engine.notices import ExecutorsLost
+from engine.params import SamplingParams
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.rows import PlannerLimits
@@ -222,15 +223,17 @@ class Recorder:
                 tenant=admit.origin.tenant,
                 client=admit.origin.client,
                 adapter=adapter,
-                whole=_whole(params.prompt_logprobs is not None, needed=params.needs_whole_prompt),
+                whole=_whole(params),
                 cached=one.cached_tokens,
                 retractions=one.num_retractions,
             )
         )
 
 
-def _whole(scored: bool, *, needed: bool) -> Any:
-    return "" if not needed else "prompt_logprobs" if scored else "pooling"
+def _whole(params: SamplingParams) -> Literal["", "prompt_logprobs", "pooling"]:
+    if not params.needs_whole_prompt:
+        return ""
+    return "prompt_logprobs" if params.prompt_logprobs is not None else "pooling"
 
 
 def relevant_settings(config: Config) -> dict[str, dict[str, Any]]:

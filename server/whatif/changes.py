@@ -3,9 +3,8 @@
 Owns: which settings a prediction can follow, why it cannot follow others.  Does not know: time, durations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 
@@ -37,7 +36,7 @@ class Case:
     config: Config
     limits: PlannerLimits
 
-    def planner(self, clock: Any) -> Planner:
+    def planner(self, clock: Callable[[], float]) -> Planner:
         """The one that such a server has."""
         plugins = self.config.plugins
         chosen = Plugins({"eviction": plugins.eviction, "policy": plugins.policy}, (), plugins.options)

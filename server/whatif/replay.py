@@ -125,18 +125,17 @@ class Replay:
 
     def _arrive(self, index: int) -> None:
         one, limits = self._requests[index], self._limits
-        client = one.tenant or one.client
         per_client = limits.max_requests_per_client
         if len(self._open) >= limits.max_requests:
             self.result.refused["limits.max_requests"] += 1
         elif self._open and self._queued_tokens + one.prompt > limits.max_queued_tokens:
             self.result.refused["limits.max_queued_tokens"] += 1
-        elif per_client and self._clients[client] >= per_client:
+        elif per_client and self._clients[one.client] >= per_client:
             self.result.refused["limits.max_requests_per_client"] += 1
         else:
-            self._admit(index, one, client)
+            self._admit(index, one)
 
-    def _admit(self, index: int, one: TracedRequest, client: str) -> None:
+    def _admit(self, index: int, one: TracedRequest) -> None:
         known = one.prompt + one.resumed
         params = SamplingParams(
             max_tokens=one.max_tokens,
@@ -160,7 +159,7 @@ class Replay:
             return
         self._open.add(index)
         self._without_token.add(index)
-        self._clients[client] += 1
+        self._clients[one.client] += 1
         self._queued_tokens += one.prompt
         first_s, whole_s = self._limits.first_token_timeout_s, self._limits.request_timeout_s
         if 0 < first_s < whole_s:
@@ -191,7 +190,7 @@ class Replay:
         for one in self._planner.finished:
             request = self._requests[one.request_id]
             self._open.discard(one.request_id)
-            self._clients[request.tenant or request.client] -= 1
+            self._clients[request.client] -= 1
             self._queued_tokens -= request.prompt
         self.result.ended += self._planner.finished
         self._planner.finished.clear()
