@@ -1,8 +1,8 @@
 """Does ``callboard whatif`` say what a server with other settings really does?
 
 Records a server under an open loop, predicts it with each of several changes, then runs a server with each change under
-the same load, and compares the times to the first token.  Runs take turns, so that all see the same machine, and each
-real figure is the median over them; predictions are made from the first recording alone.
+the same load, and compares the times to the first token.  Runs take turns, so that all see about the same machine: in
+each round predictions are made from that round's recording, and the ratio is the median over rounds.
 The whole server is real, and so is what sends requests.  With ``--device paced`` steps take what a formula says, so
 that what else the machine does hardly shows: max(32 ms + 0.4 us for each token of context, 0.24 ms for each token
 computed) + 0.6 ms for each row, +- 5 %, which is no sum of the terms that are learnt.  With ``--device model`` the demo
@@ -178,40 +178,36 @@ async def load(arguments: argparse.Namespace, url: str) -> dict[str, float]:
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each case: what was predicted, what was, in each round."""
-    rows: list[dict[str, Any]] = [{"changes": " ".join(case), "real": [], "client": []} for case in ((), *CASES)]
+    rows: list[dict[str, Any]] = [
+        {"changes": " ".join(case), "real": [], "predicted": [], "client": []} for case in ((), *CASES)
+    ]
     for number in range(arguments.rounds):
         for row, case in zip(rows, ((), *CASES), strict=True):
             trace, client = record(arguments, case)
-            column = recorded(trace)
-            row["real"].append({name: column.figures[name] for name in (*COMPARED, "retractions")})
+            if not case:
+                before, costs, tokens = trace, StepCosts(trace.steps), stand_ins(trace.requests, trace.head)
+            asked = changed(before.head, case) if case else as_recorded(before.head)
+            replayed = Replay(asked, before.requests, tokens, costs.seconds).run()
+            for found, said in ((recorded(trace), "real"), (predicted("", "", replayed, costs), "predicted")):
+                row[said].append({name: found.figures[name] for name in (*COMPARED, "retractions")})
             row["client"].append({name: client[name] for name in ("ttft_p50_ms", "ttft_p99_ms")})
-            print(f"round {number}: {row['changes'] or 'as it was'}: {row['real'][-1]}", file=sys.stderr, flush=True)
-            if not number and not case:
-                first = trace
-    costs, tokens = StepCosts(first.steps), stand_ins(first.requests, first.head)
-    for row, case in zip(rows, ((), *CASES), strict=True):
-        asked = changed(first.head, case) if case else as_recorded(first.head)
-        replayed = Replay(asked, first.requests, tokens, costs.seconds).run()
-        figures = predicted("", "", replayed, costs).figures
-        row["predicted"] = {name: figures[name] for name in (*COMPARED, "retractions")}
-        row["median"] = {name: statistics.median(one[name] for one in row["real"]) for name in row["predicted"]}
-        row["ratio"] = {name: round(row["predicted"][name] / row["median"][name], 3) for name in COMPARED}
+            seen = f"real {row['real'][-1]}, predicted {row['predicted'][-1]}"
+            print(f"round {number}: {row['changes'] or 'as it was'}: {seen}", file=sys.stderr, flush=True)
+    for row in rows:
+        pairs = [*zip(row["predicted"], row["real"], strict=True)]
+        row["ratio"] = {
+            name: round(statistics.median(said[name] / found[name] for said, found in pairs), 3) for name in COMPARED
+        }
     return rows
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Predicted, real (median, least and most), and their ratio."""
+    """Predicted and real of each round, and their ratio."""
     for name in COMPARED:
-        table = Table("changes", "predicted", "real", "of each round", "predicted / real", title=name)
+        table = Table("changes", "predicted", "real", "predicted / real", title=name)
         for row in rows:
-            rounds = " ".join(f"{one[name]:,.1f}" for one in row["real"])
-            cells = (
-                f"{row['predicted'][name]:,.1f}",
-                f"{row['median'][name]:,.1f}",
-                rounds,
-                f"{row['ratio'][name]:.2f}",
-            )
-            table.add_row(row["changes"] or "as it was", *cells)
+            cells = (" ".join(f"{one[name]:,.1f}" for one in row[side]) for side in ("predicted", "real"))
+            table.add_row(row["changes"] or "as it was", *cells, f"{row['ratio'][name]:.2f}")
         Console().print(table)
 
 
