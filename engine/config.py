@@ -223,6 +223,11 @@ def build_config(base: Config, tables: Mapping[str, Mapping[str, Any]]) -> Confi
     return config
 
 
+def with_overrides(base: Config, overrides: Sequence[str]) -> Config:
+    """Return ``base`` with ``section.key=value`` overrides laid over it.  Raises ConfigError."""
+    return _laid_over(msgspec.to_builtins(base), overrides, {}, "configuration")
+
+
 def without_cluster_key(config: Config) -> Config:
     """Return ``config`` without the cluster's secret, for processes that need not prove anything."""
     return msgspec.structs.replace(config, placement=msgspec.structs.replace(config.placement, cluster_key=""))
@@ -338,6 +343,8 @@ def _check(config: Config) -> None:
             f"placement.cluster_key: {len(config.placement.cluster_key)} characters, expected at least "
             f"{MIN_CLUSTER_KEY}: openssl rand -hex 32 makes some"
         )
+    if config.storage.trace_mb and not config.storage.folder:
+        raise ConfigError(f"storage.trace_mb={config.storage.trace_mb}: traces need storage.folder to lie below")
     loopback = config.server.host in ("127.0.0.1", "::1", "localhost")
     if not loopback and not config.server.needs_key:
         needs = "listening beyond loopback needs server.api_key or server.key_file"

@@ -533,6 +533,12 @@ class StorageSection(Section, frozen=True):
     retention_hours: Annotated[
         int, Meta(ge=0, description="After how long files, responses and batches that have ended go; 0 for never")
     ] = 720
+    trace_mb: Annotated[
+        int,
+        Meta(
+            ge=0, description="Most disk for traces of traffic, without texts, for `callboard whatif`; 0 for no traces"
+        ),
+    ] = 0
 
 
 class ModelTable(Section, frozen=True):

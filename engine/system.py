@@ -4,16 +4,17 @@ Owns: who talks to whom.
 Does not know: what messages mean, HTTP.  Importing it does not import torch; starting it does.
 """
 
+import asyncio
 import logging
 import math
 import random
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from engine.actors.actor import Actor
+from engine.actors.actor import Actor, Link
 from engine.actors.executor import Runner
 from engine.actors.ingress import Ingress, Part
 from engine.actors.scheduler import Scheduler
@@ -41,6 +42,7 @@ from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec, warn_of_unknown_tokens
 from engine.text.grammar import Grammars
+from engine.traffic.recorder import Recorder
 from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings
 from engine.workers.frontend import FrontendCommand, RemoteIngress
 from engine.workers.inline import InlineExecutors
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+M = TypeVar("M")
 SCORED_LOGITS = 1 << 24  # logits of prompt tokens in a step, 64 MB in float32
 MIN_SCORED_CHUNK = 16
 RESTART_WINDOW_S = 300.0  # over which restarts are counted
@@ -119,6 +122,7 @@ class System:
         self._drafts = plugin_drafts(proposer, self.spec.vocab_size)
         self._num_proposed = 0 if proposer is None else proposer.num_tokens
         self._observers, self._grammars = self._watched_by(before), self._grammars_of(before)
+        self._recorder = self._recorded_by(before)
         if before is None:
             self._build()
 
@@ -131,6 +135,16 @@ class System:
             page_size=self.config.kv.page_size,
             model=self.model_name,
         )
+
+    def _recorded_by(self, before: "System | None") -> Recorder | None:
+        if before is not None:
+            return before._recorder
+        storage = self.config.storage
+        if not storage.trace_mb:
+            return None
+        recorder = Recorder(storage, self.model_name, time.monotonic)
+        self._observers.add(recorder, "storage.trace_mb")
+        return recorder
 
     def _grammars_of(self, before: "System | None") -> Grammars:
         if before is not None:
@@ -163,14 +177,15 @@ class System:
             capacity=capacity,
             overlap_depth=config.scheduler.overlap_depth,
             new_planner=self.new_planner,
-            executors=self.executors.links,
+            executors=[self._tapped(self.executors.links[0]), *self.executors.links[1:]],
             explain=self.executors.explain,
-            tokenizer=self.tokenizer.inbox,
+            tokenizer=self._tapped(self.tokenizer.inbox),
             ingress=self.entrance.inbox,
             observers=self._observers,
         )
-        self.executors.connect(self.scheduler.inbox)
-        self.tokenizer.connect(scheduler=self.scheduler.inbox, ingress=self.entrance.inbox)
+        scheduler = self._tapped(self.scheduler.inbox)
+        self.executors.connect(scheduler)
+        self.tokenizer.connect(scheduler=scheduler, ingress=self.entrance.inbox)
         # Stopped in this order: upstream first, so that no message is lost.
         self.actors: list[Actor[Any]] = [self.tokenizer, self.scheduler, self.executors, self.entrance]
         self._supervisor = Supervisor(self.actors, self.entrance)
@@ -186,6 +201,10 @@ class System:
         )
         if isinstance(self.entrance, RemoteIngress):
             self.entrance.connect(look=self.monitor.snapshot, watch=self.monitor.watch, profile=self.monitor.profile)
+
+    def _tapped(self, link: Link[M]) -> Link[M]:
+        """A link of the scheduler, which a recorder listens to if there is one."""
+        return link if self._recorder is None else self._recorder.tap(link)
 
     @property
     def ingress(self) -> Ingress:
@@ -323,6 +342,8 @@ class System:
     def new_planner(self, num_pages: int) -> Planner:
         """The planner of this configuration, for a pool of so many pages."""
         limits = self.planner_limits(num_pages)
+        if self._recorder is not None:
+            self._recorder.begin(limits, self.config)
         strategy = plugin_strategy(self._plugins, self.config, num_pages)
         return Planner(limits, strategy, self.policy, time.monotonic, self._drafts)
 
@@ -343,6 +364,8 @@ class System:
         self.num_parameters, self._plugins, self._grammars = new.num_parameters, new._plugins, new._grammars
         self.policy, self._draft, self._drafts = new.policy, new._draft, new._drafts
         self._num_proposed = new._num_proposed
+        if self._recorder is not None and (planner := self.scheduler.planner) is not None:
+            self._recorder.begin(self.planner_limits(planner.requests.limits.num_pages), self.config)
 
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises what the loading raised."""
@@ -355,6 +378,8 @@ class System:
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Refuse new requests, let open ones finish for a while, cancel the rest, then end the actors in order."""
         await self._supervisor.stop(drain_timeout_s)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
 
     @property
     def died(self) -> EngineDied | None:

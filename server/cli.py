@@ -1,4 +1,4 @@
-"""The ``callboard`` command: serve, apply, generate, chat, config, plugins, models, tune, verify, doctor, bench.
+"""The ``callboard`` command: serve, apply, generate, chat, config, plugins, models, tune, verify, doctor, bench ...
 
 Owns: arguments, exit codes, what a person at a terminal sees.  Does not know: how the engine does any of it.
 torch is imported only by the commands that run a model, and by the one that says which plugins could run here.
@@ -48,6 +48,7 @@ from server.operators.apply_command import add_arguments, apply
 from server.run.greeting import greet
 from server.run.serve import serve, serve_from_process
 from server.storage.store import check_storage
+from server.whatif.command import add_whatif
 
 if TYPE_CHECKING:
     from engine.llm import LLM
@@ -133,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     command = add("doctor", _doctor, "look for what a start lacks, and how to get it", _target(), _shared("warning"))
     command.add_argument("--gpu", action="store_true", help="test the GPUs instead: kernels, graphs, collectives")
     add_bench(commands, _target(), _shared("warning"))
+    add_whatif(commands)
     return parser
 
 

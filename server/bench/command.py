@@ -47,8 +47,8 @@ def add_bench(commands: "argparse._SubParsersAction[ArgumentParser]", *parents: 
     kinds = bench.add_subparsers(required=True, metavar="KIND")
     _add_serve(kinds.add_parser("serve", help="send a load to an OpenAI-compatible server"))
     offline = kinds.add_parser("offline", parents=[*parents], help="run a batch on this machine, without HTTP")
-    offline.add_argument("--sequences", type=_count, default=256, help="of the batch (default: 256)")
-    offline.add_argument("--longest", type=_count, default=1024, help="prompt, and output (default: 1024 tokens)")
+    offline.add_argument("--sequences", type=count, default=256, help="of the batch (default: 256)")
+    offline.add_argument("--longest", type=count, default=1024, help="prompt, and output (default: 1024 tokens)")
     offline.add_argument("--save", type=Path, metavar="FILE", help="write the result as JSON")
     offline.set_defaults(run=_offline)
     compare = kinds.add_parser("compare", help="compare two results, figure by figure")
@@ -67,27 +67,28 @@ def _add_serve(parser: ArgumentParser) -> None:
     server.add_argument("--field", action="append", default=[], metavar="NAME=JSON", help="what each body says besides")
     server.add_argument("--timeout", type=_positive, default=600.0, metavar="S", help="of a request (default: 600)")
     load = parser.add_argument_group("the load")
-    load.add_argument("--requests", type=_count, default=100, help="conversations (default: 100)")
-    load.add_argument("--prompt", type=_count, default=128, help="words of a turn (default: 128)")
-    load.add_argument("--output", type=_count, default=128, help="most tokens of an answer (default: 128)")
+    load.add_argument("--requests", type=count, default=100, help="conversations (default: 100)")
+    load.add_argument("--prompt", type=count, default=128, help="words of a turn (default: 128)")
+    load.add_argument("--output", type=count, default=128, help="most tokens of an answer (default: 128)")
     load.add_argument("--variation", type=_share, default=0.0, help="0.5: lengths from half to 1.5 times that")
     load.add_argument("--prefix", type=_natural, default=0, help="words that conversations begin with in common")
-    load.add_argument("--groups", type=_count, default=1, help="of conversations that share a prefix (default: 1)")
-    load.add_argument("--turns", type=_count, default=1, help="of a conversation (default: 1)")
+    load.add_argument("--groups", type=count, default=1, help="of conversations that share a prefix (default: 1)")
+    load.add_argument("--turns", type=count, default=1, help="of a conversation (default: 1)")
     load.add_argument("--ignore-eos", action="store_true", help="answers of full length; not every server knows it")
     load.add_argument("--trace", type=Path, help="JSON lines instead: time, max_tokens, prompt or prompt_tokens")
     load.add_argument("--seed", type=_natural, default=0, help="of the load (default: 0)")
     when = parser.add_mutually_exclusive_group()
     when.add_argument("--rate", type=_positive, help="conversations a second, by a Poisson process")
-    when.add_argument("--concurrency", type=_count, help="so many at once, each after another (default: 16)")
-    parser.add_argument("--burst", type=_count, default=1, help="with --rate: so many begin together (default: 1)")
+    when.add_argument("--concurrency", type=count, help="so many at once, each after another (default: 16)")
+    parser.add_argument("--burst", type=count, default=1, help="with --rate: so many begin together (default: 1)")
     parser.add_argument("--slo", default="", metavar="NAME=S,...", help="count who keeps to ttft=0.5,tpot=0.05,e2e=10")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the result as JSON")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it; needs matplotlib")
     parser.set_defaults(run=_serve, **NO_CONFIGURATION)
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """An argument's type: a number from 1 on."""
     if (count := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1")
     return count

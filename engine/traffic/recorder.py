@@ -1,0 +1,304 @@
+"""Records an engine's traffic as a trace: it stands on the scheduler's links and writes what passes.
+
+Owns: the writer's thread, the files below ``storage.folder``/traces and how much they take.
+Does not know: what traces are for, how any message comes about.
+On the event loop a message costs one append; all else is done on the thread, twice a second.
+"""
+
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from engine import __version__
+from engine.actors.actor import Link
+from engine.config import Config
+from engine.errors import ConfigError
+from engine.messages import Admit, Failed, Step, StepDone, Tokens
+from engine.notices import ExecutorsLost
+from engine.params import SamplingParams
+from engine.plugins.hookspecs import hookimpl
+from engine.scheduling.meter import RequestMetrics
+from engine.scheduling.rows import PlannerLimits
+from engine.sections import StorageSection
+from engine.traffic.sizes import StepSize, StepSizes
+from engine.traffic.trace import (
+    FORMAT,
+    LARGEST_BLOCK,
+    Line,
+    TracedRequest,
+    TracedStep,
+    TracedSteps,
+    TraceHead,
+    chained,
+    finish_name,
+)
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M")
+MIB = 1 << 20
+EVERY_S = 0.5
+MOST_WAITING = 1 << 17  # messages; a disk that is so far behind ends the recording
+FILES = 4  # parts of the bound; the oldest is deleted for the next
+RELEVANT = ("policy", "eviction", "proposer", "kv_store")  # plugins that decide in the scheduler
+encode = msgspec.json.Encoder().encode
+
+
+class Tap(Generic[M]):
+    """A link that notes what is put into it."""
+
+    def __init__(self, link: Link[M], note: Callable[[object], None]) -> None:
+        self._link = link
+        self._note = note
+
+    def put(self, message: M) -> None:
+        """Note it first: what it brings about comes later."""
+        self._note(message)
+        self._link.put(message)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that has not ended.  output: int32s."""
+
+    at: float
+    admit: Admit
+    output: list[bytes] = field(default_factory=list)
+
+
+class Recorder:
+    """An observer, and taps for the links from and to the scheduler."""
+
+    def __init__(self, storage: StorageSection, model: str, clock: Callable[[], float]) -> None:
+        """clock: the planner's.  Raises ConfigError if nothing can be written to the folder."""
+        self._model = model
+        self._clock = clock
+        self._files = _Files(Path(storage.folder) / "traces", model, storage.trace_mb * MIB)
+        self._key = secrets.token_bytes(16)
+        self._notes: deque[tuple[float, object]] = deque()
+        self._open: dict[int, _Open] = {}
+        self._in_flight: deque[tuple[float, StepSize]] = deque()
+        self._completed_at = 0.0
+        self._sizes = StepSizes(0)
+        self._block = LARGEST_BLOCK
+        self._steps: list[TracedStep] = []
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file that is being written."""
+        return self._files.path
+
+    def tap(self, link: Link[M]) -> Link[M]:
+        """The same link, whose messages are recorded."""
+        return Tap(link, self._note)
+
+    def begin(self, limits: PlannerLimits, config: Config) -> None:
+        """A planner is there, or works with other settings from now on: a trace begins."""
+        block = min(LARGEST_BLOCK, limits.page_size)
+        settings = relevant_settings(config)
+        self._note(TraceHead(FORMAT, __version__, self._model, time.time(), block, limits, settings))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
+            self._thread.start()
+
+    @hookimpl
+    def callboard_request_finished(self, requests: Sequence[RequestMetrics]) -> None:
+        """Behind the tokens that these have got."""
+        self._note(requests)
+
+    def close(self) -> None:
+        """Write the rest; takes as long as the disk does."""
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10.0)
+
+    def _note(self, message: object) -> None:
+        if not self._ending.is_set():
+            self._notes.append((self._clock(), message))
+
+    # ---- on the thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            ended = False
+            while not ended:
+                ended = self._ending.wait(EVERY_S)
+                if len(self._notes) > MOST_WAITING:
+                    raise OSError(f"{len(self._notes)} messages wait to be written")
+                self._take()
+                self._files.end_of_batch()
+        except Exception as error:  # whatever it is, requests go on
+            self._ending.set()
+            self._notes.clear()
+            log.error("traffic is not recorded any more: %r", error)
+        self._files.close()
+
+    def _take(self) -> None:
+        tokens: list[Tokens] = []
+        while self._notes:
+            at, message = self._notes.popleft()
+            match message:
+                case Step():
+                    self._in_flight.append((at, self._sizes.measure(message)))
+                case StepDone(rank=0) if self._in_flight:
+                    launched_at, size = self._in_flight.popleft()
+                    began_at = max(launched_at, self._completed_at)
+                    self._completed_at = at
+                    self._steps.append(TracedStep(round(began_at, 6), round(at - began_at, 6), *size))
+                case Tokens():
+                    tokens.append(message)
+                case Admit():
+                    self._open[message.request_id] = _Open(at, message)
+                case Failed():
+                    self._open.pop(message.request_id, None)
+                case ExecutorsLost():
+                    self._in_flight.clear()
+                case TraceHead():
+                    self._write_steps()
+                    self._files.start(message)
+                    self._block = message.block
+                    if message.limits.max_running != self._sizes.num_rows:
+                        self._sizes = StepSizes(message.limits.max_running)
+                case list() | tuple():
+                    self._sort_out(tokens)
+                    tokens.clear()
+                    for one in message:
+                        self._ended(one)
+        self._sort_out(tokens)
+        self._write_steps()
+
+    def _write_steps(self) -> None:
+        if self._steps:
+            self._files.write(TracedSteps(self._steps))
+            self._steps = []
+
+    def _sort_out(self, messages: list[Tokens]) -> None:
+        """Give each request its tokens: one look at each request for all steps together."""
+        if not messages:
+            return
+        ids = np.concatenate([np.frombuffer(one.request_ids, dtype=np.int64) for one in messages])
+        tokens = np.concatenate([np.frombuffer(one.token_ids, dtype=np.int32) for one in messages])
+        ids, tokens = ids[tokens >= 0], tokens[tokens >= 0]
+        order = np.argsort(ids, kind="stable")
+        ids, tokens = ids[order], tokens[order]
+        starts = np.flatnonzero(np.diff(ids, prepend=-1))
+        for request_id, of_it in zip(ids[starts].tolist(), np.split(tokens, starts[1:]), strict=True):
+            if (request := self._open.get(request_id)) is not None:
+                request.output.append(of_it.tobytes())
+
+    def _ended(self, one: RequestMetrics) -> None:
+        request = self._open.pop(one.request_id, None)
+        finish = finish_name(one.finish)
+        if request is None or finish is None:
+            return
+        admit, params = request.admit, request.admit.params
+        adapter = admit.adapter.digest[:12] if admit.adapter is not None else ""
+        tokens = (admit.token_ids + b"".join(request.output))[: 4 * (one.num_prompt_tokens + one.num_output_tokens)]
+        self._files.write(
+            TracedRequest(
+                at=round(one.arrived_at, 6),
+                prompt=one.num_prompt_tokens,
+                output=len(tokens) // 4 - one.num_prompt_tokens,
+                finish=finish,
+                blocks=chained(tokens, self._block, self._key, f"{adapter} {admit.cache_salt}"),
+                e2e_s=round(one.e2e_s, 6),
+                ttft_s=one.ttft_s and round(one.ttft_s, 6),
+                tpot_s=one.tpot_s and round(one.tpot_s, 7),
+                max_tokens=params.max_tokens,
+                resumed=admit.num_resumed,
+                priority=one.priority,
+                tenant=admit.origin.tenant,
+                client=admit.origin.client,
+                adapter=adapter,
+                whole=_whole(params),
+                cached=one.cached_tokens,
+                retractions=one.num_retractions,
+            )
+        )
+
+
+def _whole(params: SamplingParams) -> Literal["", "prompt_logprobs", "pooling"]:
+    if not params.needs_whole_prompt:
+        return ""
+    return "prompt_logprobs" if params.prompt_logprobs is not None else "pooling"
+
+
+def relevant_settings(config: Config) -> dict[str, dict[str, Any]]:
+    """What a prediction depends on and may be asked to change, with nothing secret in it."""
+    kinds = {kind: getattr(config.plugins, kind) for kind in RELEVANT}
+    names = [f"{kind}.{name}" for kind, name in kinds.items()]
+    options = {name: table for name, table in config.plugins.options.items() if name in names}
+    sections = {name: msgspec.to_builtins(getattr(config, name)) for name in ("kv", "scheduler", "limits")}
+    return {**sections, "plugins": {**kinds, "options": options}}
+
+
+class _Files:
+    """One file after another; together they take no more than ``most_bytes``, a batch aside."""
+
+    def __init__(self, folder: Path, model: str, most_bytes: int) -> None:
+        self._folder = folder
+        self._stem = re.sub(r"[^\w.-]", "_", model)
+        self._most_bytes = most_bytes
+        self._number = 0
+        self._file: BinaryIO | None = None
+        self._head: TraceHead | None = None
+        self._num_lines = 0
+        self.path = folder
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"storage.folder: {folder} cannot be made: {error.strerror}") from None
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"storage.folder: {folder} may not be written to")
+
+    def start(self, head: TraceHead) -> None:
+        """A file after the present one, which is no trace if it has nothing but a head."""
+        self.close()
+        if self._num_lines == 1:
+            self.path.unlink(missing_ok=True)
+        self._head, self._num_lines = head, 0
+        self._number += 1
+        when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        self.path = self._folder / f"{self._stem}-{when}-{os.getpid()}-{self._number}.jsonl"
+        # Clients' names are in it.
+        self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+        self.write(head)
+        log.info("traffic is recorded in %s", self.path)
+
+    def write(self, line: Line) -> None:
+        assert self._file is not None, "the file is closed"
+        self._file.write(encode(line) + b"\n")
+        self._num_lines += 1
+
+    def end_of_batch(self) -> None:
+        """Whoever reads finds whole lines; a file that is full is followed by another."""
+        assert self._file is not None, "the file is closed"
+        assert self._head is not None, "the file has no head"
+        self._file.flush()
+        if self._file.tell() > self._most_bytes // FILES:
+            self.start(self._head)
+        found = [(one.stat(), one) for one in self._folder.glob(f"{self._stem}-*.jsonl")]
+        total = sum(stat.st_size for stat, _ in found)
+        for stat, one in sorted(found, key=lambda pair: pair[0].st_mtime):
+            if total <= self._most_bytes or one == self.path:
+                break
+            one.unlink(missing_ok=True)
+            total -= stat.st_size
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
