@@ -159,6 +159,15 @@ def test_all_models_are_listed_with_whether_they_are_loaded(run: Callable[..., N
     run(test)
 
 
+def test_settings_stay_as_they_are(run: Callable[..., None]) -> None:
+    async def test(one: Front) -> None:
+        for path in ("/apply", "/sleep", "/wake_up"):
+            status, answer = await one.post({}, path)
+            assert (status, answer["error"]["code"]) == (404, "operations_off")
+
+    run(test)
+
+
 def test_who_looks_loads_nothing_and_sees_one_model(run: Callable[..., None]) -> None:
     async def test(one: Front) -> None:
         for path in ("/stats", "/server_info", "/health_generate"):
