@@ -78,7 +78,8 @@ class Exchange:
         self.cors: dict[str, str] = {}
         self.error_format: ErrorFormat = error_body
         self.received_at = time.monotonic()
-        self.arrived_at: float = getattr(request.protocol, "arrived_at", self.received_at)
+        protocol = None if request is None else request.protocol
+        self.arrived_at: float = getattr(protocol, "arrived_at", self.received_at)
         self.ended_at: float | None = None
         self.waits: tuple[tuple[float, float], ...] = ()
 
