@@ -161,7 +161,8 @@ def test_steps_that_were_lost_are_not_taken_for_those_after_them(recorder: Recor
         Step(number, prefill_rows=row, prefill_starts=bytes(4), prefill_lengths=length, prefill_samples=bytes(4))
         for number, row, length in ((0, bytes(4), b"\x20\0\0\0"), (1, bytes(4), b"\x05\0\0\0"))
     )
-    found = written(recorder, long, ExecutorsLost("gone"), short, StepDone(0, 1, b""), StepDone(1, 1, b""))
+    done = [StepDone(rank, 1, b"") for rank in (0, 1)]
+    found = written(recorder, long, ExecutorsLost("gone"), short, long, *done)  # the last one still runs
     (steps,) = (one["steps"] for one in found if one["line"] == "steps")
     assert isinstance(steps, list)
     assert [one[5] for one in steps] == [5], "one step of five tokens, told once however many ranks there are"
