@@ -122,4 +122,8 @@ class HeadDrafter(Drafter):
         self._rows.write_sampled(
             inputs.write_at_N, tokens_N if self._to_model_V is None else self._to_model_V.index_select(0, tokens_N)
         )
-        self._states.store(x_ND, self._rows.slots_at(batch.sample_rows_N, batch.sample_positions_N))
+        rows, size = self._rows, self._pool.page_size
+        page_N, offset_N = np.divmod(batch.sample_positions_N, size)
+        columns = np.concatenate((batch.sample_rows_N * rows.pages_RP.shape[1] + page_N, offset_N))
+        page_at_N, offsets_N = rows.upload(columns).split(len(page_N))
+        self._states.store(x_ND, offsets_N.add(rows.pages_RP.view(-1).index_select(0, page_at_N), alpha=size))

@@ -82,8 +82,7 @@ class DeviceRows:
         self._pages_flat = self.pages_RP.view(-1)
 
     def for_pool(self, page_stride: int, ahead: int = 0) -> "DeviceRows":
-        """The same tokens and page table, for another model's pool: what it has computed is counted apart.
-        ahead: each position is seen to have the token that is so many places behind it."""
+        """The same tokens, seen ``ahead`` places earlier, and pages, for another model's pool: computed is its own."""
         other = copy(self)
         other._tokens_flat = self._tokens_flat[ahead:]
         other._page_stride = page_stride
@@ -96,13 +95,6 @@ class DeviceRows:
         return self._tokens_flat.index_select(
             0, self.upload(rows_K.astype(np.int64) * self.tokens_RM.shape[1] + positions_K)
         )
-
-    def slots_at(self, rows_N: Int64, positions_N: Int64) -> Tensor:
-        """int64[N]: where in the pool these positions are."""
-        page_N, offset_N = np.divmod(positions_N, self._page_size)
-        columns = np.concatenate((rows_N * self.pages_RP.shape[1] + page_N, offset_N))
-        page_at_N, offsets_N = self.upload(columns).split(len(rows_N))
-        return offsets_N.add(self._pages_flat.index_select(0, page_at_N), alpha=self._page_stride)
 
     def keep_lengths(self) -> Tensor:
         """lengths_R, kept from now on: for steps that advance by themselves, without the host."""

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.checkpoints.shape import DecoderShape, LayerShape, RotaryShape
-from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import Linear, VocabLinear
@@ -23,6 +22,7 @@ from engine.layers.rotary import Rotary
 from engine.layers.step import StateTap, StepTensors
 from engine.layers.weights import WeightSlice, parameter, whole
 from engine.models.frequencies import frequencies
+from engine.models.model import attention_spec_of
 
 
 class DecoderLayer:
@@ -106,7 +106,7 @@ class Decoder:
             self.head = build(PooledHead, shape.pooled_head, shape.hidden_size, comm, device, dtype)
         elif not shape.tied:
             self.head = VocabLinear(shape.vocab_size, shape.hidden_size, comm, device, dtype)
-        self.attention_spec = attention_spec_of(shape, self.layers)
+        self.attention_spec = attention_spec_of(shape, [layer.attention for layer in self.layers])
         self.parameter_bytes = self.weight_bytes = sum(one.target.nbytes for one in self.slices())
         self._kernels: LayerKernels | None = None
         self.tap: StateTap | None = None
@@ -244,21 +244,3 @@ class Decoder:
 def build_rotary(shape: RotaryShape, head_size: int, device: torch.device, dtype: torch.dtype) -> Rotary:
     frequencies_R = frequencies(shape, shape.size or head_size).to(device)
     return Rotary(frequencies_R, shape.attention_factor, dtype, head_size=head_size, interleaved=shape.interleaved)
-
-
-def attention_spec_of(shape: DecoderShape, layers: list[DecoderLayer]) -> AttentionSpec:
-    attention = shape.layers[0].attention
-    sinks = [layer.attention.sinks_Q for layer in layers]
-    return AttentionSpec(
-        num_layers=shape.num_layers,
-        num_heads=layers[0].attention.num_queries,
-        num_kv_heads=layers[0].attention.num_keys,
-        head_size=shape.head_size,
-        scale=attention.scale or shape.head_size**-0.5,
-        window=shape.window,
-        first_window_layer=shape.first_window_layer,
-        full_layers=shape.full_layers,
-        soft_cap=attention.soft_cap,
-        sinks=tuple(one for one in sinks if one is not None),
-        latent_size=attention.latent_size,
-    )

@@ -22,7 +22,8 @@ from engine.layers.part import Norm, build
 from engine.layers.pooled_head import PooledHead
 from engine.layers.step import StepTensors
 from engine.layers.weights import WeightSlice, whole
-from engine.models.decoder import DecoderLayer, attention_spec_of, build_rotary
+from engine.models.decoder import DecoderLayer, build_rotary
+from engine.models.model import attention_spec_of
 
 
 class States(Protocol):
@@ -56,7 +57,7 @@ class EagleHead:
         self.rotary = build_rotary(layer.attention.rotary, shape.head_size, device, dtype)
         self.norm = build(Norm, shape.norm, *place)
         self.head = VocabLinear(shape.draft_vocab_size, shape.hidden_size, comm, device, dtype)
-        self.attention_spec = attention_spec_of(shape, [self.layer])
+        self.attention_spec = attention_spec_of(shape, [self.layer.attention])
         self.linears = (*self.layer.linears, self.fuse)
         self.parameter_bytes = self.weight_bytes = sum(one.target.nbytes for one in self.slices())
         self._kernels: LayerKernels | None = None

@@ -4,7 +4,7 @@ Legend: T new tokens in the step (ragged, packed) · N rows whose logits are wan
 Owns: the Protocol, and building what a shape names.  Does not know: layers, families, files.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.packing import Linears
+from engine.layers.part import Attention
 from engine.layers.pooled_head import PooledHead
 from engine.layers.step import StepTensors
 from engine.layers.weights import WeightSlice
@@ -85,3 +86,22 @@ def build_model(shape: DecoderShape, comm: Comm, device: torch.device, dtype: to
     built: Any = getattr(import_module(module), name)
     model: Model = built(shape, comm, device, dtype)
     return model
+
+
+def attention_spec_of(shape: DecoderShape, attentions: Sequence[Attention]) -> AttentionSpec:
+    """What a rank's attention backend must compute.  attentions: of all layers."""
+    attention = shape.layers[0].attention
+    sinks = [one.sinks_Q for one in attentions]
+    return AttentionSpec(
+        num_layers=shape.num_layers,
+        num_heads=attentions[0].num_queries,
+        num_kv_heads=attentions[0].num_keys,
+        head_size=shape.head_size,
+        scale=attention.scale or shape.head_size**-0.5,
+        window=shape.window,
+        first_window_layer=shape.first_window_layer,
+        full_layers=shape.full_layers,
+        soft_cap=attention.soft_cap,
+        sinks=tuple(one for one in sinks if one is not None),
+        latent_size=attention.latent_size,
+    )

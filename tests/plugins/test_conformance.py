@@ -18,6 +18,7 @@ from engine.plugins.kv_store.files import FileStore
 from engine.plugins.logits_processor.no_repeat_ngram import NoRepeatNgram
 from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.observer.log import RequestAndPageLog, RequestLog
+from engine.plugins.proposer import suffix
 from engine.plugins.testing.attention import check_case, through_hook
 from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
 from engine.plugins.testing.comm import check_comm
@@ -89,6 +90,15 @@ def test_eviction(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in BUILTIN if name.startswith("policy.")])
 def test_policy(name: str) -> None:
     check_scheduling_policy(lambda: policy(name.removeprefix("policy.")))
+
+
+def test_the_suffix_proposer_forgets_what_came_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "MOST_TOKENS", 8)
+    for num_between, guess in ((8, [4, 5]), (20, [])):
+        session = suffix.SuffixProposer(suffix.SuffixOptions()).open()
+        session.extend([1, 2, 3, 4, 5, *range(100, 100 + num_between), 2, 3])
+        assert list(session.propose(2)) == guess
+        assert len(session._followers) + len(session._older) <= 2 * 7 * 8
 
 
 @pytest.mark.parametrize("name", ["ngram", "suffix"])
