@@ -48,8 +48,7 @@ def extras_by_row(**columns: Mapping[int, Any]) -> dict[int, StepExtras]:
 @dataclass(slots=True)
 class LaunchedStep:
     """A step whose kernels are queued.  rows_N: those that sample.  event: recorded behind its copies to the host; None
-    on CPU.  prompts: what it gives of prompts beside tokens.  failures: index into N -> why a grammar has no token.
-    note: see ``StepDone``."""
+    on CPU.  prompts: what it gives of them.  failures: index into N -> why there is no token.  note: ``StepDone``'s."""
 
     rank: int
     step_id: int

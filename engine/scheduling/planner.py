@@ -59,9 +59,8 @@ class Planner:
         self._decodes = Decodes(self._rows, self._page_manager)
         self._quarantine = Quarantine(waiting_queue(policy, self._rows), clock)
         # A suspect is the only one to run when its turn comes, and so must not give it up for a while.
-        self._fetches = Fetches(
-            limits, self._page_manager, lambda: not self._quarantine.is_on, self._quarantine.timelines
-        )
+        timelines = self._quarantine.timelines
+        self._fetches = Fetches(limits, self._page_manager, lambda: not self._quarantine.is_on, timelines)
         self._prefills = Prefills(
             limits, self._rows, self._page_manager, self._quarantine, self._forecast, self._fetches
         )
@@ -131,14 +130,9 @@ class Planner:
         for row in first_rows.tolist():
             if self._rows.num_planned[row] < self._rows.max_total[row]:
                 self._decodes.join(row)
-        record = InFlight(
-            np.concatenate((decode_rows, first_rows)),
-            len(decode_rows),
-            now,
-            tuple(segments.rows),
-            tuple(map(add, segments.starts, segments.lengths)),
-            sum(segments.lengths),
-        )
+        sampled = np.concatenate((decode_rows, first_rows))
+        ends = tuple(map(add, segments.starts, segments.lengths))
+        record = InFlight(sampled, len(decode_rows), now, tuple(segments.rows), ends, sum(segments.lengths))
         step = self._launch(appends, record, decode_rows)
         self._rows.last_step[rows] = step.step_id
         return msgspec.structs.replace(

@@ -79,6 +79,6 @@ class StepLog:
             step.completed_at,
             step.num_decodes,
             step.num_prefill_tokens,
-            self._copied.pop(step.step_id, 0),
-            self.notes.index(note) if note in self.notes else 0,
+            self._copied.pop(step.step_id, 0) if self._copied else 0,
+            self.notes.index(note) if note and note in self.notes else 0,
         )
