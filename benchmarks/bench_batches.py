@@ -1,10 +1,10 @@
 """A server that is killed again and again under a batch and background responses: is every answer there, and the same?
 
 A batch of completions (greedy, with seeds, without) and responses in the background are given to a server of the demo
-A batch of completions (greedy, with seeds, without) and responses in the background are given to a server of the demo
 model, whose process group gets SIGKILL at once.  Its folder is copied: one server goes on undisturbed with one copy,
 another with the other while it gets SIGKILL so many times, each time after another share of the lines.  Every line
 must have one answer, and every answer and response must equal the undisturbed one, byte for byte, but for the count of
+cached tokens, which says what else has run.  What differs makes this script fail.
 
 With --live N it measures instead how long N live requests, one at a time, wait for their first token while no batch
 runs, and while one does.

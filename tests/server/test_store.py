@@ -162,7 +162,7 @@ def test_an_owner_has_its_quota_and_others_have_theirs(tmp_path: Path) -> None:
         store = Store(section(tmp_path, quota_mb=1))
         files = Files(store)
         await add(store, files, "a", file_of("f1", 600_000))
-        with pytest.raises(RequestError, match="storage.quota_mb") as caught:
+        with pytest.raises(RequestError, match=r"storage\.quota_mb") as caught:
             await add(store, files, "a", file_of("f2", 600_000))
         assert (caught.value.status, caught.value.code) == (400, "storage_quota_exceeded")
         assert "f2" not in names(store)
