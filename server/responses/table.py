@@ -120,7 +120,7 @@ class ResponseTable:
             _find(connection, owner, response_id)
             connection.execute("DELETE FROM responses WHERE id = ?", (response_id,))
 
-        await self._store.run(work)
+        await self._store.run(work, frees=True)
 
     async def cancel(self, owner: str, response_id: str) -> msgspec.Raw:
         """Note that a response is not wanted; one that has ended stays as it is.  Raises RequestError: 400, 404."""

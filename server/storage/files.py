@@ -108,7 +108,7 @@ class Files:
                 )
             connection.execute("DELETE FROM files WHERE id = ?", (file.id,))
 
-        await self._store.run(work)
+        await self._store.run(work, frees=True)
         await self._remove([file_id])
 
     async def sweep(self) -> None:
@@ -128,7 +128,7 @@ class Files:
                 )
             return [file_id for (file_id,) in gone]
 
-        gone = await self._store.run(work)
+        gone = await self._store.run(work, frees=True)
         await self._remove(gone)
 
     async def _remove(self, file_ids: Sequence[str]) -> None:
@@ -137,6 +137,7 @@ class Files:
         def work(_: Connection) -> None:
             for file_id in file_ids:
                 self._store.content(file_id).unlink(missing_ok=True)
+            self._store.reserve()
 
         with suppress(RequestError):
             await self._store.run(work)

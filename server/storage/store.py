@@ -55,6 +55,7 @@ CREATE INDEX responses_by_status ON responses (status);
 """
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TRY_AGAIN_S = 2.0
+SPARE_BYTES = 128 << 10
 PART: Final = ".part"  # a content that is being written
 
 
@@ -67,6 +68,7 @@ class Store:
         self.section = section
         self.clock = clock
         self._folder = Path(section.folder) / "store"
+        self._spare = self._folder / "spare"
         self._said = f"storage.folder={section.folder}"
         try:
             (self._folder / "contents").mkdir(parents=True, exist_ok=True)
@@ -77,6 +79,7 @@ class Store:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._connection = self._open()
             self._sweep_contents()
+            self.reserve()
         except BlockingIOError:
             os.close(self._lock)
             raise ConfigError(f"{self._said}: another server uses it; give each a folder of its own") from None
@@ -115,11 +118,12 @@ class Store:
         finally:
             os.close(folder)
 
-    async def run(self, work: Callable[[Connection], T]) -> T:
-        """Returns what ``work`` does in one transaction, on the store's thread.
+    async def run(self, work: Callable[[Connection], T], *, frees: bool = False) -> T:
+        """Returns what ``work`` does in one transaction, on the store's thread.  frees: it makes room.
 
         Raises RequestError for a disk that is full (507) or fails (503); then nothing of it was done."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work)
+        transact = self._make_room if frees else self._transact
+        return await asyncio.get_running_loop().run_in_executor(self._thread, transact, work)
 
     async def insist(self, work: Callable[[Connection], T]) -> T:
         """Do as ``run`` does, again and again for as long as the disk is full or fails."""
@@ -131,6 +135,24 @@ class Store:
                     raise
                 log.error("%s: %s; it is tried again", self._said, error)
             await asyncio.sleep(TRY_AGAIN_S)
+
+    def reserve(self) -> None:
+        """Keep a little of the disk back: to delete something takes room as well.  To be called within ``run``."""
+        if self._spare.exists():
+            return
+        try:
+            self._spare.write_bytes(bytes(SPARE_BYTES))
+        except OSError:
+            self._spare.unlink(missing_ok=True)
+
+    def _make_room(self, work: Callable[[Connection], T]) -> T:
+        try:
+            return self._transact(work)
+        except RequestError as error:
+            if error.code != "storage_full":
+                raise
+            self._spare.unlink(missing_ok=True)
+            return self._transact(work)
 
     def _transact(self, work: Callable[[Connection], T]) -> T:
         connection = self._connection

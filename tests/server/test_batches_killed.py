@@ -1,4 +1,4 @@
-"""SIGKILL of everything under a batch and background responses: see ``benchmarks/bench_batches.py``, which this runs."""
+"""SIGKILL of everything under a batch and background responses, as ``benchmarks/bench_batches.py`` does it."""
 
 import importlib.util
 from pathlib import Path

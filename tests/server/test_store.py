@@ -208,3 +208,26 @@ def test_text_that_is_none_is_refused(tmp_path: Path) -> None:
         store.close()
 
     run_async(main)
+
+
+def test_a_full_disk_lets_files_go_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spare, transact = tmp_path / "store" / "spare", Store._transact
+
+    def full_but_for_the_spare(store: Store, work: Callable[[sqlite3.Connection], Any]) -> Any:
+        if spare.exists():
+            raise RequestError("full", status=507, code="storage_full")
+        return transact(store, work)
+
+    async def main() -> None:
+        store = Store(section(tmp_path))
+        files = Files(store)
+        await add(store, files, "", file_of("f1"))
+        monkeypatch.setattr(Store, "_transact", full_but_for_the_spare)
+        with pytest.raises(RequestError):
+            await files.get("", "f1")
+        await files.delete("", "f1")
+        assert names(store) == set()
+        assert spare.exists()
+        store.close()
+
+    run_async(main)
