@@ -250,7 +250,9 @@ async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> No
                 await serve_from_process(config.server, system.entrance, listener=listener, engine=engine)
             else:
                 backend = Backend(system.entrance, system.monitor, card, system.codec)
-                await serve(config.server, config.limits, backend, listener=listener, engine=engine)
+                await serve(
+                    config.server, config.limits, backend, listener=listener, engine=engine, storage=config.storage
+                )
         finally:
             await system.stop()
             engine.cancel()

@@ -224,11 +224,13 @@ class ClientRequest:
 
     def close(self) -> None:
         """Give the client's share back."""
+        self._clients.closed(self)
         num_open = self._clients.num_open
         num_open[self._client] -= self._num_open
         if not num_open[self._client]:
             del num_open[self._client]
-        self._clients.rates.spend(self._client, sum(self.exchange.usage or ()))
+        if self.streams:  # what another one has opened is spent by that one
+            self._clients.rates.spend(self._client, sum(self.exchange.usage or ()))
 
     def abort(self, name: str | None = None) -> bool:
         """End the choices that are called so, or all, where they are; returns whether one of them was open."""
@@ -266,14 +268,21 @@ class Clients:
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Give every HTTP request the client that it is from, while it is handled."""
-        exchange = request[EXCHANGE]
-        one = request[CLIENT] = ClientRequest(self, exchange.client, self._salts.of(exchange.key), exchange)
-        self._requests.add(one)
+        one = request[CLIENT] = self.request(request[EXCHANGE])
         try:
             return await handler(request)
         finally:
-            self._requests.discard(one)
             one.close()
+
+    def request(self, exchange: Exchange) -> ClientRequest:
+        """Returns a request of a client, which is open until it is closed."""
+        one = ClientRequest(self, exchange.client, self._salts.of(exchange.key), exchange)
+        self._requests.add(one)
+        return one
+
+    def closed(self, one: ClientRequest) -> None:
+        """A request is open no longer."""
+        self._requests.discard(one)
 
     def abort(self, key: Key | None, name: str | None = None) -> int:
         """End the open requests with this key, or all for an operator's; returns how many.

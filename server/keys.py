@@ -106,6 +106,10 @@ class Keys:
         matches = [hmac.compare_digest(digest, key.digest) for key in self._keys]
         return self._keys[matches.index(True)] if any(matches) else None
 
+    def with_salt(self, salt: str) -> Key | None:
+        """The key that has this salt; None if there is none."""
+        return next((key for key in self._keys if key.salt == salt), None)
+
     def _marked(self) -> tuple[int, ...]:
         """What changes with the file; also if another one takes its place, as with Kubernetes' mounted secrets."""
         try:

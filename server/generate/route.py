@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -150,28 +150,44 @@ class Choices:
             stream.close()
 
 
-class GenerateRoute(Generic[B]):
-    """Handles the requests of one endpoint."""
+class Keeper(Protocol):
+    """Keeps streams beyond their connection."""
 
-    def __init__(self, endpoint: Endpoint[B], server: ServerSection) -> None:
-        self._endpoint = endpoint
+    async def answer(self, request: web.Request, body: bytes, understood: Any) -> web.StreamResponse | None:
+        """Answer a request for a stream.  Returns None for one that it does not keep."""
+
+
+class GenerateRoute(Generic[B]):
+    """Handles the requests of one endpoint.  keeper: of its streams; None for streams that end with their connection."""
+
+    def __init__(self, endpoint: Endpoint[B], server: ServerSection, keeper: Keeper | None = None) -> None:
+        self.endpoint = endpoint
+        self._keeper = keeper
         self._reader = BodyReader(endpoint.body_type, self._translate, server, elsewhere=endpoint.elsewhere)
+
+    def understand(self, body: bytes) -> tuple[B, Generation]:
+        """Returns a body as its type, and what it asks for.  Raises RequestError."""
+        return self._reader.understand(body)
 
     def _translate(self, body: B) -> tuple[B, Generation]:
         try:
-            return body, self._endpoint.translate(body)
+            return body, self.endpoint.translate(body)
         except RequestError as error:
-            raise self._renamed(error, body) from None
+            raise self.renamed(error, body) from None
 
     async def post(self, request: web.Request) -> web.StreamResponse:
         """Answer a request.  Raises RequestError or EngineDied as long as nothing was sent."""
         client, exchange = request[CLIENT], request[EXCHANGE]
         client.check_admission()
-        body, generation = await self._reader.read(request)
+        raw, (body, generation) = await self._reader.read_both(request)
         if ORIGIN in request:
             generation = self._with_origin(generation, request[ORIGIN])
+        elif generation.stream and self._keeper is not None:
+            if (response := await self._keeper.answer(request, raw, (body, generation))) is not None:
+                return response
+        del raw  # a stream may take long
         usage = UsageCounter(generation)
-        writer = self._endpoint.writer(body, generation, usage)
+        writer = self.endpoint.writer(body, generation, usage)
         exchange.names |= {writer.id, generation.request_id} - {""}
         exchange.parts = writer.parts
         try:
@@ -182,16 +198,16 @@ class GenerateRoute(Generic[B]):
                         counts = usage.total()
                         reply.headers[USAGE_HEADER] = f"{counts.prompt_tokens} {counts.completion_tokens}"
                     return reply
-                events = EventStream(request, named=self._endpoint.names_events)
+                events = EventStream(request, named=self.endpoint.names_events)
 
                 def last_word(error: RequestError) -> msgspec.Struct:
                     if generation.origin.seed is not None and error.code in ENDS_HERE_ONLY:
                         events.cut()
-                    return writer.failure(self._renamed(error, body, generation))
+                    return writer.failure(self.renamed(error, body, generation))
 
-                return await events.carry(_send_all(events, writer, choices, generation, usage), last_word)
+                return await events.carry(send_all(events, writer, choices, generation, usage), last_word)
         except RequestError as error:
-            raise self._renamed(error, body, generation) from None
+            raise self.renamed(error, body, generation) from None
         finally:
             counts = usage.total()
             exchange.usage = counts.prompt_tokens, counts.completion_tokens
@@ -207,19 +223,19 @@ class GenerateRoute(Generic[B]):
         if origin.told:
             asked = [params for params, _ in generation.of_prompts] or [generation.params]
             if any(
-                one.prompt_logprobs is not None or (one.logprobs is not None and self._endpoint.repeats_logprobs)
+                one.prompt_logprobs is not None or (one.logprobs is not None and self.endpoint.repeats_logprobs)
                 for one in asked
             ):
                 reason = "log probabilities that came before are told again later, and no other replica has them"
                 raise RequestError(reason, status=409, code="not_resumable")
         return msgspec.structs.replace(generation, origin=origin)
 
-    def _renamed(self, error: RequestError, body: B, generation: Generation | None = None) -> RequestError:
+    def renamed(self, error: RequestError, body: B, generation: Generation | None = None) -> RequestError:
         """Returns the error with its field named as this endpoint's clients know it, in its message as well."""
         if error.param == "grammar" and generation is not None:
             error.param = generation.grammar_field
         if error.param is not None:
-            name = self._endpoint.rename(error.param, body)
+            name = self.endpoint.rename(error.param, body)
             if error.message.startswith((f"{error.param}:", f"{error.param}=")):
                 error.message = name + error.message.removeprefix(error.param)
             error.param = name
@@ -255,9 +271,18 @@ async def _collect(choices: Choices, generation: Generation, usage: UsageCounter
     return outputs
 
 
-async def _send_all(
-    events: EventStream, writer: Writer, choices: Choices, generation: Generation, usage: UsageCounter
+class Outputs(Protocol):
+    """Where the output of all choices comes from: ``Choices``, or what has written theirs down."""
+
+    async def next(self) -> Item | None: ...
+
+    async def relay(self, sink: Callable[[int, Delta], bool], drained: Callable[[], Awaitable[None]]) -> None: ...
+
+
+async def send_all(
+    events: EventStream, writer: Writer, choices: Outputs, generation: Generation, usage: UsageCounter
 ) -> None:
+    """Send the events of all output.  Raises what that raises, and ConnectionError when the client is gone."""
     plain: dict[int, PlainText | None] = {}
     origin = generation.origin
     known_ends = {index for index, told in origin.told.items() if told.ended}

@@ -132,7 +132,12 @@ class BodyReader(Generic[B, T]):
         self._server = server
 
     async def read(self, request: web.Request) -> T:
-        """Returns what the body asks for.  Raises RequestError: 400, 408, 413 or 415.
+        """Returns what the body asks for.  Raises RequestError: 400, 408, 413 or 415."""
+        _, understood = await self.read_both(request)
+        return understood
+
+    async def read_both(self, request: web.Request) -> tuple[bytes, T]:
+        """Returns the body as it was sent, and what it asks for.  Raises RequestError: 400, 408, 413 or 415.
 
         Of one that a router has sent on, the request has the ``ORIGIN`` then."""
         is_routed = check_headers(request) == ROUTED_TYPE
@@ -149,10 +154,11 @@ class BodyReader(Generic[B, T]):
             if len(body) > self._server.max_body_bytes:
                 raise _too_large(self._server.max_body_bytes)
         if len(body) > LARGE_BODY_BYTES:
-            return await asyncio.to_thread(self._understand, body)
-        return self._understand(body)
+            return body, await asyncio.to_thread(self.understand, body)
+        return body, self.understand(body)
 
-    def _understand(self, body: bytes) -> T:
+    def understand(self, body: bytes) -> T:
+        """Returns what a body asks for.  Raises RequestError (400)."""
         return self._translate(self._decode(body))
 
     def _decode(self, body: bytes) -> B:

@@ -55,23 +55,28 @@ BaseHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 class Exchange:
     """What is known of a request besides its body.
 
-    id: the client's own if it sent a usable one.  route: the path's pattern, once one was matched.
+    id: the client's own if it sent a usable one.  address: the client's.  route: the path's pattern, once one was matched.
     names: what else the client may call it by.  parts: names of some of its choices -> which they are.
     usage: prompt and completion tokens.  Handlers that generate set these three.  replica: which one has answered.
     key: which of the API keys it brought, where there are any.  cors: what a browser must be told.
     error_format: what errors look like to the route's clients."""
 
-    def __init__(self, request: web.BaseRequest) -> None:
-        self.id = _request_id(request.headers.get(REQUEST_ID_HEADER, ""))
+    def __init__(self, id: str, address: str) -> None:
+        self.id = id
         self.route = "-"
         self.usage: tuple[int, int] | None = None
         self.replica = ""
         self.names: set[str] = set()
         self.parts: Mapping[str, range] = {}
         self.key: Key | None = None
-        self._address = request.remote or "-"
+        self._address = address
         self.cors: dict[str, str] = {}
         self.error_format: ErrorFormat = error_body
+
+    @classmethod
+    def of(cls, request: web.BaseRequest) -> "Exchange":
+        """Returns what is known of a request that has just come."""
+        return cls(_request_id(request.headers.get(REQUEST_ID_HEADER, "")), request.remote or "-")
 
     @property
     def headers(self) -> dict[str, str]:
@@ -250,7 +255,7 @@ class OutermostHandler:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request; raises only what ends the connection."""
-        exchange = request[EXCHANGE] = Exchange(request)
+        exchange = request[EXCHANGE] = Exchange.of(request)
         exchange.cors = self._cors.headers(request)
         clock = asyncio.get_running_loop().time
         started = clock()

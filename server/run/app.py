@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from engine.pooling import check_task
-from engine.sections import LimitsSection, ServerSection
+from engine.sections import LimitsSection, ServerSection, StorageSection
 from engine.text.codec import TextCodec
 from server.adapters import Adapters
 from server.anthropic.endpoint import CountRoute, Messages
@@ -20,6 +20,7 @@ from server.generate.endpoint import Endpoint
 from server.generate.route import GenerateRoute
 from server.http.connection import HttpRunner
 from server.http.exchange import Handler, Traffic, note_route
+from server.journal.streams import STREAM, no_streams, open_streams
 from server.keys import Keys
 from server.model_card import ModelCard
 from server.native.endpoint import Native
@@ -54,10 +55,13 @@ def create_runner(
     backend: Backend,
     salts: CacheSalts | None = None,
     adapters: Adapters | None = None,
+    *,
+    storage: StorageSection = StorageSection(),
 ) -> HttpRunner:
     """Returns aiohttp's runner for the whole API, to be set up on the event loop that ingress runs on.
 
-    salts: None for new ones.  adapters: None for those of the model's card."""
+    salts: None for new ones.  adapters: None for those of the model's card.  Raises ConfigError for a folder of
+    ``storage`` that cannot be used."""
     version = own_version()
     fingerprint = "-".join(filter(None, (DISTRIBUTION, version, backend.card.fingerprint)))
     card = backend.card
@@ -83,11 +87,21 @@ def create_runner(
         "/generate": Native(translator),
         **_pooled_endpoints(PooledTranslator(translator)),
     }
+    streams = open_streams(storage, clients, keys if server.needs_key else None, backend.card.fingerprint)
+    routes = {
+        path: GenerateRoute(endpoint, server, streams)
+        for path, endpoint in endpoints.items()
+        if endpoint.task in backend.card.pooling.tasks
+    }
     for path, endpoint in endpoints.items():
-        serves = endpoint.task in backend.card.pooling.tasks
-        app.router.add_post(path, GenerateRoute(endpoint, server).post if serves else refused(endpoint, backend.card))
+        app.router.add_post(path, routes[path].post if path in routes else refused(endpoint, backend.card))
+    if streams is not None:
+        streams.routes |= routes
+        app.cleanup_ctx.append(streams.live)
+    app.router.add_get(STREAM, no_streams if streams is None else streams.rejoin)
     app.add_routes(_api_routes(server, translator, backend.codec))
-    metrics = MetricsRoute(backend, traffic, version=version, aliases=server.vllm_metric_names)
+    more = () if streams is None else (streams.gauges,)
+    metrics = MetricsRoute(backend, traffic, version=version, aliases=server.vllm_metric_names, more=more)
     app.router.add_get("/metrics", metrics.get)
     app.add_routes(_operators_routes(server, limits, backend, clients, version))
     loading = AdapterRoutes(adapters, server)

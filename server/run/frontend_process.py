@@ -158,6 +158,7 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
             Backend(ingress, self._monitor, card, codec),
             CacheSalts(config.server, kept=kept.salts, keep=lambda what: self._keep(salts=what)),
             Adapters(card.adapter_rules, served, card.name, keep=lambda what: self._keep(adapters=dict(what))),
+            storage=config.storage,
         )
         gc.collect()
         gc.freeze()  # what loading has left lives as long as the process

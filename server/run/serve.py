@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from engine.actors.supervisor import Entrance
-from engine.sections import LimitsSection, ServerSection
+from engine.sections import LimitsSection, ServerSection, StorageSection
 from engine.workers.frontend import RemoteIngress
 from server.backend import Backend
 from server.run.app import create_runner
@@ -30,6 +30,7 @@ async def serve(
     *,
     listener: socket.socket,
     engine: "asyncio.Future[None]",
+    storage: StorageSection = StorageSection(),
 ) -> None:
     """Serve until SIGTERM, SIGINT, or the end of ``engine`` (the task that runs it), whatever comes first.
 
@@ -40,7 +41,7 @@ async def serve(
     The engine's failure: open requests were ended by it; clients are told, then its exception is raised here.
     """
     told_to_stop = listen_for_signals()
-    runner = create_runner(server, limits, backend)
+    runner = create_runner(server, limits, backend, storage=storage)
     try:
         await runner.listen(listener)
         await _serve_and_drain(server, backend.ingress, engine, told_to_stop)
