@@ -158,7 +158,7 @@ class Keeper(Protocol):
 
 
 class GenerateRoute(Generic[B]):
-    """Handles the requests of one endpoint.  keeper: of its streams; None for streams that end with their connection."""
+    """Handles the requests of one endpoint.  keeper: of its streams; None where they end with their connection."""
 
     def __init__(self, endpoint: Endpoint[B], server: ServerSection, keeper: Keeper | None = None) -> None:
         self.endpoint = endpoint
@@ -183,8 +183,9 @@ class GenerateRoute(Generic[B]):
         if ORIGIN in request:
             generation = self._with_origin(generation, request[ORIGIN])
         elif generation.stream and self._keeper is not None:
-            if (response := await self._keeper.answer(request, raw, (body, generation))) is not None:
-                return response
+            kept = await self._keeper.answer(request, raw, (body, generation))
+            if kept is not None:
+                return kept
         del raw  # a stream may take long
         usage = UsageCounter(generation)
         writer = self.endpoint.writer(body, generation, usage)

@@ -55,14 +55,14 @@ BaseHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 class Exchange:
     """What is known of a request besides its body.
 
-    id: the client's own if it sent a usable one.  address: the client's.  route: the path's pattern, once one was matched.
+    id: the client's own if it sent a usable one.  route: the path's pattern, once one was matched.
     names: what else the client may call it by.  parts: names of some of its choices -> which they are.
     usage: prompt and completion tokens.  Handlers that generate set these three.  replica: which one has answered.
     key: which of the API keys it brought, where there are any.  cors: what a browser must be told.
     error_format: what errors look like to the route's clients."""
 
-    def __init__(self, id: str, address: str) -> None:
-        self.id = id
+    def __init__(self, request_id: str, address: str) -> None:
+        self.id = request_id
         self.route = "-"
         self.usage: tuple[int, int] | None = None
         self.replica = ""

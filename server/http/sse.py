@@ -130,9 +130,9 @@ class EventStream:
 
 
 class NumberedEvents(EventStream):
-    """Events with ids, by which the client can go on elsewhere.  num_known: how many the client has, which are left out.
+    """Events with ids, by which a client can go on from the last one that it has.
 
-    num_events: how many there were, with those."""
+    num_known: how many it has, which are left out.  num_events: how many there were, with those."""
 
     def __init__(self, request: web.Request, *, named: bool, stream_id: str, num_known: int) -> None:
         super().__init__(request, named=named)

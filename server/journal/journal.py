@@ -251,7 +251,8 @@ class Journal:
                 self._settle(entry, self._segments.current)
 
     def _settle(self, entry: Entry, number: int) -> None:
-        self._homes.get(entry.home, {}).pop(entry.number, None)
+        if entry.home in self._homes:
+            del self._homes[entry.home][entry.number]
         entry.home = number
         self._homes.setdefault(number, {})[entry.number] = entry
 
@@ -259,7 +260,8 @@ class Journal:
         if not entry.is_kept:
             return
         entry.is_kept = False
-        self._homes.get(entry.home, {}).pop(entry.number, None)
+        if entry.home in self._homes:
+            del self._homes[entry.home][entry.number]
         del self.entries[entry.number]
         if not entry.ended:
             self._open_bytes -= entry.num_bytes

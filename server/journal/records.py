@@ -13,7 +13,7 @@ from engine.errors import RequestError
 from engine.messages import Delta
 
 
-class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
+class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """A request, as it came.  The first record of each.
 
     stream_id: what its client calls it.  owner: the salt of its key, "" where there are no keys.  client: whose share
@@ -32,7 +32,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
     model: str
 
 
-class Delivered(msgspec.Struct, frozen=True, array_like=True, tag="delivered"):
+class Delivered(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """New output of a choice, as its client was told."""
 
     number: int
@@ -60,7 +60,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         return RequestError(**msgspec.structs.asdict(self))
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Nothing more comes.  when: seconds since 1970.  failure: if it has failed.
 
     is_forgotten: nobody can ask for it any more."""

@@ -181,8 +181,8 @@ class Segments:
                     continue
                 holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
                 raise ConfigError(
-                    f"storage.folder: {self._folder} is in use by another server (process {holder or '?'}); give each a "
-                    "folder of its own"
+                    f"storage.folder: {self._folder} is in use by another server (process {holder or '?'}); "
+                    "give each a folder of its own"
                 ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, b"%d\n" % os.getpid(), 0)

@@ -268,7 +268,7 @@ class Streams:
         return [run for run in self._runs.values() if not run.ended]
 
     async def _resume(self, runs: list[Run]) -> None:
-        while unavailable(self._clients.ingress) is not None:
+        while unavailable(self._clients.ingress) is not None:  # noqa: ASYNC110 - many things make it available
             await asyncio.sleep(LOOK_EVERY_S)
         for run in runs:
             run.start()

@@ -47,6 +47,7 @@ from server.run.openapi import openapi_handler
 
 STORED = "/v1/responses/{path:.+}"
 DISTRIBUTION = "callboard"
+NO_STORAGE = StorageSection()
 
 
 def create_runner(
@@ -56,7 +57,7 @@ def create_runner(
     salts: CacheSalts | None = None,
     adapters: Adapters | None = None,
     *,
-    storage: StorageSection = StorageSection(),
+    storage: StorageSection = NO_STORAGE,
 ) -> HttpRunner:
     """Returns aiohttp's runner for the whole API, to be set up on the event loop that ingress runs on.
 
