@@ -290,7 +290,7 @@ class Journal:
         self._last_number = max(self._last_number, record.number)
         if isinstance(record, Accepted):
             # A copy of what is known already, if it was carried here: this one is whole.
-            entry = self.entries[record.number] = self.entries.pop(record.number, None) or Entry(record.number)
+            entry = self.entries.setdefault(record.number, Entry(record.number))
             entry.records, entry.num_bytes, entry.ended = [raw], len(raw), False
             self._settle(entry, segment)
             return
