@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import uvloop
 from aiohttp import web
 
-from engine.sections import LimitsSection, ServerSection
+from engine.sections import LimitsSection, ServerSection, StorageSection
 from engine.text.codec import Formats, TextCodec
 from server.backend import Backend
 from server.http.listener import bind
@@ -35,10 +35,12 @@ class LiveServer:
         limits: LimitsSection | None = None,
         card: ModelCard = CARD,
         tool_parser: str = "hermes",
+        storage: StorageSection | None = None,
     ) -> None:
         self.ingress = FakeIngress() if ingress is None else ingress
         self._server = ServerSection() if server is None else server
         self._limits = LimitsSection() if limits is None else limits
+        self._storage = StorageSection() if storage is None else storage
         self._codec = TextCodec.without_tokenizer(lambda _: Formats(tool_parser, tool_format(tool_parser)))
         self.monitor = FakeMonitor(self.ingress)
         self.backend = Backend(self.ingress, self.monitor, card, self._codec)
@@ -89,7 +91,7 @@ class LiveServer:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(lambda _, context: self.loop_errors.append(context))
         self._stopping = asyncio.Event()
-        self.runner = create_runner(self._server, self._limits, self.backend)
+        self.runner = create_runner(self._server, self._limits, self.backend, storage=self._storage)
         await self.runner.setup()
         await web.SockSite(self.runner, self._listener, backlog=1024).start()
         self._started.set()
