@@ -2,9 +2,9 @@
 
     python benchmarks/bench_killed.py --json benchmarks/results/killed_2core_cpu.json
 
-The demo model, ``callboard serve`` with a journal, in one process or (--processes) in four.  A process group gets SIGKILL
-at a random moment of 32 streams, and is started again; each client goes on with GET /v1/streams/{id} or by the same POST,
-both with ``Last-Event-ID``.  The streams are of four endpoints, greedy and sampled, with several choices, log
+The demo model, ``callboard serve`` with a journal, in one process or (--processes) in four.  The process group gets
+SIGKILL at a random moment of 32 streams, and is started again; each client goes on with GET /v1/streams/{id} or by the
+same POST, both with ``Last-Event-ID``.  The streams are of four endpoints, greedy and sampled, with several choices, log
 probabilities, calls and stop strings.  Every one must have the events of the undisturbed one, but for ids and times,
 numbered without a gap; one that has not makes this script fail.
 """
@@ -244,7 +244,11 @@ async def run(rounds: int, number: int, num_tokens: int, seed: int, options: tup
 
 
 async def _measure(
-    server: Server, session: aiohttp.ClientSession, kinds: list[tuple[str, dict[str, Any]]], rounds: int, rng: random.Random
+    server: Server,
+    session: aiohttp.ClientSession,
+    kinds: list[tuple[str, dict[str, Any]]],
+    rounds: int,
+    rng: random.Random,
 ) -> dict[str, Any]:
     await server.wait_until_ready(session)
     undisturbed = [Client(session, server.url, f"u{index}", *kind) for index, kind in enumerate(kinds)]
@@ -257,11 +261,9 @@ async def _measure(
     num_cut = 0
     for round_number in tqdm(range(rounds), disable=not sys.stderr.isatty()):
         moment = 0.9 * rng.random() * num_events
-        clients = [
-            Client(session, server.url, f"r{round_number}-{index}", *kind) for index, kind in enumerate(kinds)
-        ]
+        clients = [Client(session, server.url, f"r{round_number}-{index}", *kind) for index, kind in enumerate(kinds)]
         reading = [asyncio.create_task(client.read()) for client in clients]
-        while sum(len(client.events) for client in clients) < moment:
+        while sum(len(client.events) for client in clients) < moment:  # noqa: ASYNC110 - the clients only count
             await asyncio.sleep(0.002)
         num_cut += sum(not task.done() for task in reading)
         server.kill()
@@ -273,7 +275,9 @@ async def _measure(
         for index, (client, other) in enumerate(zip(clients, undisturbed, strict=True)):
             wrong += [f"round {round_number}, stream {index}: {fault}" for fault in client.faults]
             if not same(client.told(), other.told()):
-                wrong.append(f"round {round_number}, stream {index} differs: {_difference(client.told(), other.told())}")
+                wrong.append(
+                    f"round {round_number}, stream {index} differs: {_difference(client.told(), other.told())}"
+                )
     return {
         "streams": len(kinds),
         "events": num_events,
@@ -298,7 +302,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200, help="most of each choice")
     parser.add_argument("--seed", type=int, default=1, help="of the moments")
-    parser.add_argument("--processes", action="store_true", help="executor, tokenizer and HTTP in processes of their own")
+    parser.add_argument(
+        "--processes", action="store_true", help="executor, tokenizer and HTTP in processes of their own"
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     options = PROCESSES if given.processes else ()

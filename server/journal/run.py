@@ -26,6 +26,7 @@ from server.journal.records import Accepted, Delivered, Ended, Failure, decode
 
 log = logging.getLogger(__name__)
 
+TAKEN = "stream_taken"
 TRY_AGAIN = frozenset({429, 503})
 TRY_AGAIN_EVERY_S = 0.2
 
@@ -46,6 +47,7 @@ class Run:
     """accepted: the request.  body, generation: as its route understands it.  client: in whose name it runs.
 
     num_written: pieces of output that readers may have.  failure: what it has ended with, unless it is complete.
+    is_left: it has ended here only, which is not written down, and the next server goes on with it.
     changed: called when it has ended, and when a reader comes or goes."""
 
     def __init__(
@@ -67,6 +69,7 @@ class Run:
         self.ended = False
         self.ended_at = 0.0
         self.failure: Failure | None = None
+        self.is_left = False
         self.reader: Reader | None = None
         self.changed: Callable[[], None] = lambda: None
         self._journal = journal
@@ -122,7 +125,8 @@ class Run:
             self._client.exchange.usage = counts.prompt_tokens, counts.completion_tokens
             self._client.close()
         if failure is not None and failure.code in ENDS_HERE_ONLY:
-            self._has_ended(0.0, failure)  # not written down: the next server goes on with it
+            self.is_left = True
+            self._has_ended(time.time(), failure)
         else:
             self._end(failure)
 
@@ -217,7 +221,7 @@ class Reader:
 
     async def next(self) -> Item | None:
         """Returns (choice index, new output), or None when all have ended.  Raises what the run has failed with, and
-        ConnectionError once another reader has taken its place."""
+        RequestError (409) once another reader has taken its place."""
         while True:
             if self._error is not None:
                 raise self._error
@@ -269,7 +273,7 @@ class Reader:
 
     def cut(self) -> None:
         """Another reader takes its place."""
-        self._error = ConnectionResetError("the stream is read by another client")
+        self._error = RequestError("another client has rejoined this stream", status=409, code=TAKEN)
         self._woken.set()
 
 

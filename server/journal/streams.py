@@ -30,7 +30,7 @@ from server.http.exchange import EXCHANGE, Exchange
 from server.http.sse import NumberedEvents
 from server.journal.journal import Entry, Journal
 from server.journal.records import Accepted, decode
-from server.journal.run import Route, Run
+from server.journal.run import TAKEN, Route, Run
 from server.keys import Key, Keys
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ STREAM = "/v1/streams/{id:.+}"
 LAST_EVENT_ID = "Last-Event-ID"
 LOOK_EVERY_S = 0.1
 MOST_DIGITS = 18
+NOT_THE_END = ENDS_HERE_ONLY | {TAKEN}  # of the stream, which is cut then
 Name = tuple[str, str]  # owner, stream id
 
 
@@ -185,7 +186,7 @@ class Streams:
                 )
 
         def last_word(error: RequestError) -> Any:
-            if error.code in ENDS_HERE_ONLY:
+            if error.code in NOT_THE_END:
                 events.cut()
             return writer.failure(route.renamed(error, body, generation))
 
@@ -205,7 +206,7 @@ class Streams:
         number = run.entry.number
         if (timer := self._timers.pop(number, None)) is not None:
             timer.cancel()
-        if number not in self._runs or self._is_leaving:
+        if number not in self._runs or self._is_leaving or run.is_left:
             return
         if run.is_refused:
             self._remove(number)

@@ -38,9 +38,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read(tmp_path) == RECORDS
 
 
-def test_a_last_record_torn_at_any_byte_is_cut_off_and_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_last_record_torn_at_any_byte_is_cut_off_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path, RECORDS)
     whole = path.read_bytes()
     begins = len(whole) - len(segments.frame(RECORDS[-1]))
@@ -105,7 +103,7 @@ def test_two_servers_cannot_have_one_folder(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", ["/proc/callboard", "/dev/null/journal"])
 def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_it(name: str) -> None:
-    with pytest.raises(ConfigError, match="storage.folder: /(proc|dev)/.*needs a folder that it can write to"):
+    with pytest.raises(ConfigError, match=r"storage.folder: /(proc|dev)/.*needs a folder that it can write to"):
         Segments(Path(name))
 
 
