@@ -2,10 +2,10 @@
 
     python benchmarks/bench_journal.py --json benchmarks/results/journal_2core_cpu.json
 
-Two servers of the demo model, one with ``storage.journal_streams``, get the same 64 streams in turns; what is told is the
-ratio of each pair of turns, in tokens per second and in the processor time that a token takes of the server.  Then the
-records of 64 streams are written, a turn of the event loop at a time, by the journal and by SQLite (a write-ahead log,
-one transaction a turn), once without waiting for the disk and once with.
+Two servers of the demo model, one with ``storage.journal_streams``, get the same 64 streams in turns; what is told is
+the ratio of each pair of turns, in tokens per second and in the processor time that a token takes of the server.  The
+records of 64 streams are also written, a turn of the event loop at a time, by the journal and by SQLite (a write-ahead
+log, one transaction a turn), once without waiting for the disk and once with.
 """
 
 import argparse
@@ -118,17 +118,12 @@ def by_journal(folder: Path, turns: int, fsync: str) -> int:
     async def write() -> int:
         journal = Journal(folder, fsync=fsync, most_bytes=1 << 32)  # type: ignore[arg-type]
         entries = [journal.begin() for _ in range(NUM_STREAMS)]
-        written = 0
-
-        def note() -> None:
-            nonlocal written
-            written += 1
-
+        told = asyncio.Event()
         for turn in range(turns):
+            told.clear()
             for entry, record in zip(entries, records(turn), strict=True):
-                journal.append(entry, record, note)
-            while written < NUM_STREAMS * (turn + 1):
-                await asyncio.sleep(0)
+                journal.append(entry, record, told.set)
+            await told.wait()
         num_bytes = journal.num_bytes
         journal.close()
         return num_bytes
@@ -184,14 +179,14 @@ def of_files(turns: int, rounds: int, fsync: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=9, help="pairs of loads")
-    parser.add_argument("--tokens", type=int, default=200, help="of each stream")
+    parser.add_argument("--tokens", type=int, default=100, help="of each stream")
     parser.add_argument("--fsync", default="interval", help="of the server with a journal")
     parser.add_argument("--rounds", type=int, default=5, help="of writing files")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     report = {
         "streams": NUM_STREAMS,
-        "files": [of_files(2000, given.rounds, "never"), of_files(100, given.rounds, "always")],
+        "files": [of_files(500, given.rounds, "never"), of_files(50, given.rounds, "always")],
         "server": of_server(given.turns, given.tokens, given.fsync),
     }
     Console().print(report)

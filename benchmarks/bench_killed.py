@@ -4,8 +4,8 @@
 
 The demo model, ``callboard serve`` with a journal, in one process or (--processes) in four.  The process group gets
 SIGKILL at a random moment of 32 streams, and is started again; each client goes on with GET /v1/streams/{id} or by the
-same POST, both with ``Last-Event-ID``.  The streams are of four endpoints, greedy and sampled, with several choices, log
-probabilities, calls and stop strings.  Every one must have the events of the undisturbed one, but for ids and times,
+same POST, both with ``Last-Event-ID``.  The streams are of four endpoints, greedy and sampled, with several choices,
+log probabilities, calls and stop strings.  Every one must have the undisturbed one's events, but for ids and times,
 numbered without a gap; one that has not makes this script fail.
 """
 

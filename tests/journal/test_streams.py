@@ -208,9 +208,8 @@ def test_a_client_that_stays_away_ends_its_stream(tmp_path: Path) -> None:
         refusal = rejoin(live, None)
         assert (refusal.status, refusal.error["code"]) == (404, "stream_not_found")
         assert events_of(ask(live, "/v1/completions", {"prompt": "one"}))
-        assert live.wait_until(lambda: all(path.stat().st_size <= 8 for path in tmp_path.rglob("*.log")), 5), (
-            "what has ended is forgotten after that time too"
-        )
+        are_gone = live.wait_until(lambda: all(path.stat().st_size <= 8 for path in tmp_path.rglob("*.log")), 5)
+        assert are_gone, "what has ended is forgotten after that time too"
 
 
 def test_the_last_one_who_joins_has_the_stream(tmp_path: Path) -> None:
