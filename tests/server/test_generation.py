@@ -132,7 +132,7 @@ def test_a_seed_beyond_64_bits_is_left_to_be_refused() -> None:
 def test_any_bytes_are_understood_or_refused(body: bytes) -> None:
     reader = BodyReader(CompletionBody, lambda body: body, ServerSection())
     with pytest.raises(RequestError) as caught:
-        reader._understand(body)
+        reader.understand(body)
     assert caught.value.status == 400
 
 
@@ -140,12 +140,12 @@ def test_any_bytes_are_understood_or_refused(body: bytes) -> None:
 def test_neutral_values_of_unsupported_fields_pass(name: str) -> None:
     reader = BodyReader(GenerationBody, lambda body: body, ServerSection())
     for value in (None, False, "", [], {}, *UNSUPPORTED[name]):
-        reader._understand(msgspec.json.encode({"model": "m", name: value}))
+        reader.understand(msgspec.json.encode({"model": "m", name: value}))
     for value in (0, True, 1.5, "x", [0], {"type": "json_object"}):
         if value in UNSUPPORTED[name]:
             continue
         with pytest.raises(RequestError) as caught:
-            reader._understand(msgspec.json.encode({"model": "m", name: value}))
+            reader.understand(msgspec.json.encode({"model": "m", name: value}))
         assert caught.value.param == name
 
 
