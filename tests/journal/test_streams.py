@@ -270,7 +270,7 @@ def test_a_server_that_is_stopped_leaves_its_streams_to_the_next(tmp_path: Path)
     body = {"prompt": "one", "max_tokens": 60, "ignore_eos": True, "seed": 3}
     with server(tmp_path / "whole") as live:
         events = events_of(ask(live, "/v1/completions", body))
-    with server(tmp_path / "folder", delay_s=0.02) as live:
+    with server(tmp_path / "folder", delay_s=0.02, rejoin_s=1e-6) as live:
         client = RawClient(live.port)
         send(client, "/v1/completions", body)
         client.read_until(b"stream/1:a:3\n")
