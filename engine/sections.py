@@ -539,6 +539,21 @@ class StorageSection(Section, frozen=True):
             ge=0, description="Most disk for traces of traffic, without texts, for `callboard whatif`; 0 for no traces"
         ),
     ] = 0
+    journal_streams: Annotated[
+        bool, Meta(description="Write streams down, so that clients can rejoin them, also after a crash of the server")
+    ] = False
+    fsync: Annotated[
+        Literal["always", "interval", "never"],
+        Meta(
+            description="What a loss of power may take of the journal: nothing, a second, or what the system had not "
+            "written; a crash of the server takes nothing"
+        ),
+    ] = "interval"
+    journal_mb: Annotated[int, Meta(ge=8, description="Most that the journal may take on disk, in MiB")] = 256
+    rejoin_s: Annotated[
+        float,
+        Meta(gt=0, description="How long a stream runs on without its client, and can be asked for after its end"),
+    ] = 60.0
 
 
 class ModelTable(Section, frozen=True):

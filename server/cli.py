@@ -211,6 +211,8 @@ def _serve(parsed: argparse.Namespace, config: Config) -> None:
 
         if parsed.replicas is not None or parsed.on is not None:
             raise ConfigError(f"{parsed.target}: replicas are of one model, and it has [[models]]")
+        for served in config.models:
+            _check_one_server(served.config, "several models")
         serve_several(config)
         return
     if parsed.replicas is not None or parsed.on is not None:
@@ -234,7 +236,13 @@ def _serve_replicas(parsed: argparse.Namespace, config: Config) -> None:
 
     if parsed.on is None or (parsed.replicas or 0) < 1:
         raise ConfigError("--replicas N needs an N of at least 1 and --on ray")
+    _check_one_server(config, "replicas")
     serve_on_ray(config, parsed.replicas)
+
+
+def _check_one_server(config: Config, who: str) -> None:
+    if config.storage.journal_streams:
+        raise ConfigError(f"storage.journal_streams: {who} have no journal; it is for a server of one model alone")
 
 
 async def _join(cluster: Cluster, config: Config) -> None:
@@ -275,7 +283,7 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, head: "Head
                 await serve_from_process(config.server, system.entrance, **ways)
             else:
                 backend = Backend(system.entrance, system.monitor, card, system.codec, operations)
-                await serve(config.server, config.limits, backend, config.storage, **ways)
+                await serve(config.server, config.limits, backend, storage=config.storage, **ways)
         finally:
             await system.stop()
             engine.cancel()

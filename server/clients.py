@@ -246,11 +246,14 @@ class ClientRequest:
 
     def close(self) -> None:
         """Give the client's share back."""
+        self._clients.closed(self)
+        self.exchange.answered()
         num_open = self._clients.num_open
         num_open[self._client] -= self._num_open
         if not num_open[self._client]:
             del num_open[self._client]
-        self._clients.rates.spend(self._client, sum(self.exchange.usage or ()))
+        if self.streams:  # what another one has opened is spent by that one
+            self._clients.rates.spend(self._client, sum(self.exchange.usage or ()))
         # What is remembered of it is small.
         self.streams.clear()
         self.prompts.clear()
@@ -294,22 +297,25 @@ class Clients:
         self.rates = Rates(limits)
 
     def request(self, exchange: Exchange, account: str = "") -> ClientRequest:
-        """Returns a request, to be closed when it is answered.  account: whose limits it has; '' for its client's."""
-        return ClientRequest(self, account or exchange.client, self._salts.of(exchange.key), exchange)
+        """Returns a request, which is open until it is closed.  account: whose limits it has; '' for its client's."""
+        one = ClientRequest(self, account or exchange.client, self._salts.of(exchange.key), exchange)
+        self._requests[one] = None
+        return one
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Give every HTTP request the client that it is from, while it is handled."""
-        exchange = request[EXCHANGE]
-        one = request[CLIENT] = self.request(exchange)
-        self._requests[one] = None
+        one = request[CLIENT] = self.request(request[EXCHANGE])
         try:
             return await handler(request)
         finally:
-            del self._requests[one]
             one.close()
-            if one.choices:
-                self._ended.append(one)
+
+    def closed(self, one: ClientRequest) -> None:
+        """A request is open no longer."""
+        del self._requests[one]
+        if one.choices:
+            self._ended.append(one)
 
     def abort(self, key: Key | None, name: str | None = None) -> int:
         """End the open requests with this key, or all for an operator's; returns how many.

@@ -122,6 +122,10 @@ class Keys:
                 self._mark = mark
                 self._read()
 
+    def with_salt(self, salt: str) -> Key | None:
+        """The key that has this salt; None if there is none."""
+        return next((key for key in self._keys if key.salt == salt), None)
+
     def _marked(self) -> tuple[int, ...]:
         """What changes with the file; also if another one takes its place, as with Kubernetes' mounted secrets."""
         try:

@@ -4,7 +4,6 @@ Owns: the order of blocks and events, how an answer has ended.  Does not know: s
 The answer in one piece is what the events add up to: both are made here.
 """
 
-import uuid
 from collections.abc import Sequence
 
 import msgspec
@@ -50,6 +49,7 @@ class MessagesWriter(Writer):
 
     def __init__(self, generation: Generation, usage: UsageCounter, model: str) -> None:
         self.id = f"msg_{generation.origin.key.hex}"
+        self._origin = generation.origin
         self._usage = usage
         self._model = model
         self._parser = generation.new_parser and generation.new_parser()
@@ -123,7 +123,8 @@ class MessagesWriter(Writer):
 
     def _write_call(self, piece: CallPiece) -> None:
         if piece.name is not None:
-            self._open(ToolUseBlock(id=f"toolu_{uuid.uuid4().hex[:24]}", name=piece.name))
+            name = self._origin.name(len(self._blocks))
+            self._open(ToolUseBlock(id=f"toolu_{name[:24]}", name=piece.name))
         if piece.arguments:
             self._grow(piece.arguments)
 

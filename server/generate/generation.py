@@ -6,6 +6,7 @@ Does not know: JSON, request fields, responses.
 """
 
 import hashlib
+import secrets
 import time
 import uuid
 from collections.abc import Callable
@@ -70,6 +71,11 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     names_tokens_by_id: bool = False
     request_id: str = ""
     origin: Origin = msgspec.field(default_factory=Origin)
+
+
+def new_seed() -> int:
+    """Returns one for a request without that may go on in another process, which would draw its own."""
+    return secrets.randbelow(MAX_SEED + 1)
 
 
 def choice_seed(seed: int | None, k: int) -> int | None:

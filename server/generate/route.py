@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -150,6 +150,13 @@ class Choices:
             stream.close()
 
 
+class Keeper(Protocol):
+    """Keeps streams beyond their connection."""
+
+    async def answer(self, request: web.Request, body: bytes, understood: Any) -> web.StreamResponse | None:
+        """Answer a request for a stream.  Returns None for one that it does not keep."""
+
+
 class GenerateTask(NamedTuple, Generic[B]):
     """A body that was understood, and what is made for its answer."""
 
@@ -160,11 +167,16 @@ class GenerateTask(NamedTuple, Generic[B]):
 
 
 class GenerateRoute(Generic[B]):
-    """Handles the requests of one endpoint."""
+    """Handles the requests of one endpoint.  keeper: of its streams; None where they end with their connection."""
 
-    def __init__(self, endpoint: Endpoint[B], server: ServerSection) -> None:
-        self._endpoint = endpoint
+    def __init__(self, endpoint: Endpoint[B], server: ServerSection, keeper: Keeper | None = None) -> None:
+        self.endpoint = endpoint
+        self._keeper = keeper
         self._reader = BodyReader(endpoint.body_type, self._understand, server, elsewhere=endpoint.elsewhere)
+
+    async def understand(self, body: bytes) -> tuple[B, Generation]:
+        """Returns a body as its type, and what it asks for.  Raises RequestError."""
+        return await self._reader.understand(body)
 
     def _understand(self, body: B) -> tuple[B, Generation]:
         return body, self.translate(body)
@@ -172,17 +184,29 @@ class GenerateRoute(Generic[B]):
     def translate(self, body: B) -> Generation:
         """Returns what a body asks for.  Raises RequestError with the names that its clients know."""
         try:
-            return self._endpoint.translate(body)
+            return self.endpoint.translate(body)
         except RequestError as error:
-            raise self._renamed(error, body) from None
+            raise self.renamed(error, body) from None
 
     async def post(self, request: web.Request) -> web.StreamResponse:
         """Answer a request.  Raises RequestError or EngineDied as long as nothing was sent."""
         request[CLIENT].check_admission()
-        body, generation = await self._reader.read(request)
+        raw = await self._reader.receive(request)
+        body, generation = await self._reader.understand(raw)
         if ORIGIN in request:
             generation = self._with_origin(generation, request[ORIGIN])
+        elif (kept := await self.kept(request, raw, (body, generation))) is not None:
+            return kept
+        del raw  # a stream may take long
         return await self.reply(request, self.task(body, generation))
+
+    async def kept(
+        self, request: web.Request, raw: bytes, understood: tuple[B, Generation]
+    ) -> web.StreamResponse | None:
+        """Answer a request by whoever keeps streams; returns None if nobody does.  Raises as ``post`` does."""
+        if not understood[1].stream or self._keeper is None:
+            return None
+        return await self._keeper.answer(request, raw, understood)
 
     async def answer(self, client: ClientRequest, body: bytes, amend: Callable[[Generation], Generation]) -> object:
         """Returns the answer to a body that came by no connection of its own.  Raises as ``post`` does.
@@ -197,7 +221,7 @@ class GenerateRoute(Generic[B]):
     def task(self, body: B, generation: Generation) -> "GenerateTask[B]":
         """Returns what is to be done for a body."""
         usage = UsageCounter(generation)
-        return GenerateTask(body, generation, usage, self._endpoint.writer(body, generation, usage))
+        return GenerateTask(body, generation, usage, self.endpoint.writer(body, generation, usage))
 
     async def whole(self, client: ClientRequest, task: "GenerateTask[B]") -> object:
         """Do it; returns the answer in one piece.  Raises as ``post`` does."""
@@ -217,14 +241,14 @@ class GenerateRoute(Generic[B]):
                 reply.headers[USAGE_HEADER] = f"{counts.prompt_tokens} {counts.completion_tokens}"
             return reply
         async with self._opened(client, task) as choices:
-            events = EventStream(request, named=self._endpoint.names_events)
+            events = EventStream(request, named=self.endpoint.names_events)
 
             def last_word(error: RequestError) -> msgspec.Struct:
                 if generation.origin.seed is not None and error.code in ENDS_HERE_ONLY:
                     events.cut()
-                return writer.failure(self._renamed(error, body, generation))
+                return writer.failure(self.renamed(error, body, generation))
 
-            return await events.carry(_send_all(events, writer, choices, generation, usage), last_word)
+            return await events.carry(send_all(events, writer, choices, generation, usage), last_word)
 
     @asynccontextmanager
     async def _opened(self, client: ClientRequest, task: "GenerateTask[B]") -> AsyncIterator[Choices]:
@@ -236,7 +260,7 @@ class GenerateRoute(Generic[B]):
             async with Choices(client, generation) as choices:
                 yield choices
         except RequestError as error:
-            raise self._renamed(error, body, generation) from None
+            raise self.renamed(error, body, generation) from None
         finally:
             counts = usage.total()
             exchange.usage = counts.prompt_tokens, counts.completion_tokens
@@ -252,19 +276,19 @@ class GenerateRoute(Generic[B]):
         if origin.told:
             asked = [params for params, _ in generation.of_prompts] or [generation.params]
             if any(
-                one.prompt_logprobs is not None or (one.logprobs is not None and self._endpoint.repeats_logprobs)
+                one.prompt_logprobs is not None or (one.logprobs is not None and self.endpoint.repeats_logprobs)
                 for one in asked
             ):
                 reason = "log probabilities that came before are told again later, and no other replica has them"
                 raise RequestError(reason, status=409, code="not_resumable")
         return msgspec.structs.replace(generation, origin=origin)
 
-    def _renamed(self, error: RequestError, body: B, generation: Generation | None = None) -> RequestError:
+    def renamed(self, error: RequestError, body: B, generation: Generation | None = None) -> RequestError:
         """Returns the error with its field named as this endpoint's clients know it, in its message as well."""
         if error.param == "grammar" and generation is not None:
             error.param = generation.grammar_field
         if error.param is not None:
-            name = self._endpoint.rename(error.param, body)
+            name = self.endpoint.rename(error.param, body)
             if error.message.startswith((f"{error.param}:", f"{error.param}=")):
                 error.message = name + error.message.removeprefix(error.param)
             error.param = name
@@ -300,9 +324,18 @@ async def _collect(choices: Choices, generation: Generation, usage: UsageCounter
     return outputs
 
 
-async def _send_all(
-    events: EventStream, writer: Writer, choices: Choices, generation: Generation, usage: UsageCounter
+class Outputs(Protocol):
+    """Where the output of all choices comes from: ``Choices``, or what has written theirs down."""
+
+    async def next(self) -> Item | None: ...
+
+    async def relay(self, sink: Callable[[int, Delta], bool], drained: Callable[[], Awaitable[None]]) -> None: ...
+
+
+async def send_all(
+    events: EventStream, writer: Writer, choices: Outputs, generation: Generation, usage: UsageCounter
 ) -> None:
+    """Send the events of all output.  Raises what that raises, and ConnectionError when the client is gone."""
     plain: dict[int, PlainText | None] = {}
     origin = generation.origin
     known_ends = {index for index, told in origin.told.items() if told.ended}

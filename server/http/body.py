@@ -132,13 +132,13 @@ class BodyReader(Generic[B, T]):
         self._server = server
 
     async def read(self, request: web.Request) -> T:
-        """Returns what the body asks for.  Raises RequestError: 400, 408, 413 or 415.
-
-        Of one that a router has sent on, the request has the ``ORIGIN`` then."""
+        """Returns what the body asks for.  Raises RequestError: 400, 408, 413 or 415."""
         return await self.understand(await self.receive(request))
 
     async def receive(self, request: web.Request) -> bytes:
-        """Returns the body as it came.  Raises RequestError: 400, 408, 413 or 415."""
+        """Returns the body as it came.  Raises RequestError: 400, 408, 413 or 415.
+
+        Of one that a router has sent on, the request has the ``ORIGIN`` then."""
         is_routed = check_headers(request) == ROUTED_TYPE
         body = await collect(request, self._server, MOST_ORIGIN_BYTES if is_routed else 0)
         if is_routed:
@@ -155,7 +155,7 @@ class BodyReader(Generic[B, T]):
         return body
 
     async def understand(self, body: bytes) -> T:
-        """Returns what a body asks for.  Raises RequestError: 400."""
+        """Returns what a body asks for.  Raises RequestError (400)."""
         if len(body) > LARGE_BODY_BYTES:
             return await asyncio.to_thread(self._understand, body)
         return self._understand(body)

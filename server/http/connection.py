@@ -242,7 +242,7 @@ class Connection(RequestHandler):
         else:
             error = _unreadable()
         self._traffic.cuts["malformed"] += 1
-        exchange = request[EXCHANGE] = Exchange(request)
+        exchange = request[EXCHANGE] = Exchange.of(request)
         exchange.log(request, error.status, 0.0)
         response = error_response(error)
         response.headers.update(exchange.headers)

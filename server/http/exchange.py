@@ -65,23 +65,36 @@ class Exchange:
     answer was out, None until then; monotonic seconds.
     waits: since when and until when the connection took no more, monotonic seconds."""
 
-    def __init__(self, request: web.BaseRequest | None = None, name: str = "", address: str = "-") -> None:
-        """request: None for work that no connection waits for; then its id is ``name``, its client's ``address``."""
-        self.id = name if request is None else _request_id(request.headers.get(REQUEST_ID_HEADER, ""))
+    def __init__(self, name: str, address: str) -> None:
+        """name, address: of a request that no connection waits for."""
+        self.id = name
         self.route = "-"
         self.usage: tuple[int, int] | None = None
         self.replica = ""
         self.names: set[str] = set()
         self.parts: Mapping[str, range] = {}
         self.key: Key | None = None
-        self._address = address if request is None else request.remote or "-"
+        self._address = address
         self.cors: dict[str, str] = {}
         self.error_format: ErrorFormat = error_body
         self.received_at = time.monotonic()
-        protocol = None if request is None else request.protocol
-        self.arrived_at: float = getattr(protocol, "arrived_at", self.received_at)
+        self.arrived_at = self.received_at
         self.ended_at: float | None = None
         self.waits: tuple[tuple[float, float], ...] = ()
+        self._has_connection = False
+
+    @classmethod
+    def of(cls, request: web.BaseRequest) -> "Exchange":
+        """Returns what is known of a request that has just come."""
+        exchange = cls(_request_id(request.headers.get(REQUEST_ID_HEADER, "")), request.remote or "-")
+        exchange.arrived_at = getattr(request.protocol, "arrived_at", exchange.received_at)
+        exchange._has_connection = True
+        return exchange
+
+    def answered(self) -> None:
+        """Nothing more is generated for it.  With no connection to carry the answer, that is its end."""
+        if not self._has_connection:
+            self.ended_at = time.monotonic()
 
     @property
     def headers(self) -> dict[str, str]:
@@ -260,7 +273,7 @@ class OutermostHandler:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request; raises only what ends the connection."""
-        exchange = request[EXCHANGE] = Exchange(request)
+        exchange = request[EXCHANGE] = Exchange.of(request)
         exchange.cors = self._cors.headers(request)
         clock = asyncio.get_running_loop().time
         started = clock()

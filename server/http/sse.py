@@ -49,18 +49,23 @@ class EventStream:
         """Write events; returns when the connection can take more.  Raises ConnectionError when the client is gone.
 
         mark: a comment that comes with them."""
-        await self._write(self._framed(events) + mark)
+        if data := self._framed(events) + mark:
+            await self._write(data)
 
     def send_now(self, events: Iterable[msgspec.Struct], mark: bytes = b"") -> bool:
         """Write events of a stream that has started, without waiting; returns whether it could take more now.
 
         Raises ConnectionError when the client is gone."""
-        return self.write_now(self._framed(events) + mark)
+        return self._put_now(self._framed(events) + mark)
 
     def write_now(self, data: bytes) -> bool:
-        """Write events that are encoded already, as ``send_now`` does.
+        """Write an event that is encoded already, as ``send_now`` does."""
+        return self._put_now(data)
 
-        Straight to the transport: aiohttp's own way costs as much as making an event, for what is one line here."""
+    def _put_now(self, data: bytes) -> bool:
+        """Straight to the transport: aiohttp's own way costs as much as making an event, for what is one line here."""
+        if not data:
+            return True
         transport = self._protocol.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client has left")
@@ -79,10 +84,13 @@ class EventStream:
             await self._request.writer.drain()
 
     def _framed(self, events: Iterable[msgspec.Struct]) -> bytes:
+        return b"".join(self._frames(events))
+
+    def _frames(self, events: Iterable[msgspec.Struct]) -> list[bytes]:
         encode = self._encoder.encode
         if self._named:
-            return b"".join(b"event: %s\ndata: %s\n\n" % (event.type.encode(), encode(event)) for event in events)  # type: ignore[attr-defined]
-        return b"".join([b"data: %b\n\n" % encode(event) for event in events])
+            return [b"event: %s\ndata: %s\n\n" % (event.type.encode(), encode(event)) for event in events]  # type: ignore[attr-defined]
+        return [b"data: %b\n\n" % encode(event) for event in events]
 
     async def carry(
         self, sending: Awaitable[None], last_word: Callable[[RequestError], msgspec.Struct]
@@ -110,6 +118,8 @@ class EventStream:
     async def _end(self) -> None:
         if not self._named:
             await self._write(DONE)
+        elif not self.started:
+            await self.response.prepare(self._request)
         await self.response.write_eof()
 
     async def _write(self, data: bytes) -> None:
@@ -117,3 +127,25 @@ class EventStream:
             await self.response.prepare(self._request)
         await self.response.write(data)
         await self.drained()  # aiohttp looks at the transport's buffer only once in 64 KiB
+
+
+class NumberedEvents(EventStream):
+    """Events with ids, by which a client can go on from the last one that it has.
+
+    num_known: how many it has, which are left out.  num_events: how many there were, with those."""
+
+    def __init__(self, request: web.Request, *, named: bool, stream_id: str, num_known: int) -> None:
+        super().__init__(request, named=named)
+        self.num_events = 0
+        self._prefix = b"id: %b:" % stream_id.encode()
+        self._num_known = num_known
+
+    def write_now(self, data: bytes) -> bool:
+        return self._put_now(self._numbered(data))
+
+    def _framed(self, events: Iterable[msgspec.Struct]) -> bytes:
+        return b"".join(map(self._numbered, self._frames(events)))
+
+    def _numbered(self, frame: bytes) -> bytes:
+        self.num_events += 1
+        return b"%b%d\n%b" % (self._prefix, self.num_events, frame) if self.num_events > self._num_known else b""

@@ -4,8 +4,7 @@ Owns: chat completion objects, their logprobs, calls and thoughts in them.
 Does not know: messages, chat templates, sockets, the engine.
 """
 
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -13,9 +12,9 @@ from msgspec import UNSET, UnsetType
 from engine.errors import FieldError
 from engine.messages import Delta, Finish, TokenLogprobs
 from engine.prompt import ChatOptions
-from engine.text.tool_calls import CallPiece, ToolCallParser, text_and_calls
+from engine.text.tool_calls import CallPiece, text_and_calls
 from server.generate.endpoint import Endpoint
-from server.generate.generation import Generation
+from server.generate.generation import Generation, Origin
 from server.generate.output import (
     FinishReason,
     OptionalUsage,
@@ -95,7 +94,7 @@ class ChatWriter(ChoicesWriter):
     def whole(self, outputs: Sequence[Output]) -> ChatCompletion:
         choices = []
         for output in outputs:
-            content, calls, cut_off = read_calls(output.delta.text, self.generation.new_parser)
+            content, calls, cut_off = read_calls(output.delta.text, self.generation, output.index)
             choices.append(
                 ChatChoice(
                     index=output.index,
@@ -134,7 +133,7 @@ class ChatWriter(ChoicesWriter):
             if delta.finish != Finish.RUNNING:
                 parts += parser.finish()
             text, pieces = text_and_calls(parts)
-            calls = [_call_delta(piece) for piece in pieces] or UNSET
+            calls = [_call_delta(piece, self.generation.origin, state.index) for piece in pieces] or UNSET
             reason = _with_calls(reason, parser.num_calls > 0 and not parser.cut_off)
         thoughts = delta.reasoning or UNSET
         shows_text = text or (delta.token_ids and not thoughts and state.parser is None)
@@ -164,11 +163,11 @@ class ChatWriter(ChoicesWriter):
         return ChatChunk(**self.head, choices=choices, usage=usage)
 
 
-def read_calls(text: str, new_parser: Callable[[], ToolCallParser] | None) -> tuple[str, list[ToolCallBody], bool]:
-    """Returns (text, calls, whether the last call is cut off) of a whole output."""
-    if new_parser is None:
+def read_calls(text: str, generation: Generation, choice: int) -> tuple[str, list[ToolCallBody], bool]:
+    """Returns (text, calls, whether the last call is cut off) of the whole output of a choice."""
+    if generation.new_parser is None:
         return text, [], False
-    parser = new_parser()
+    parser, origin = generation.new_parser(), generation.origin
     content, pieces = text_and_calls([*parser.push(text), *parser.finish()])
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}
@@ -176,20 +175,23 @@ def read_calls(text: str, new_parser: Callable[[], ToolCallParser] | None) -> tu
         if piece.name is not None:
             names[piece.index] = piece.name
         arguments[piece.index] = arguments.get(piece.index, "") + piece.arguments
-    calls = [ToolCallBody(new_call_id(), FunctionCallBody(name, arguments[index])) for index, name in names.items()]
+    calls = [
+        ToolCallBody(call_id(origin, choice, index), FunctionCallBody(name, arguments[index]))
+        for index, name in names.items()
+    ]
     return content, calls, parser.cut_off
 
 
-def new_call_id() -> str:
-    """Returns the id by which a client's answer refers to a call."""
-    return f"call_{uuid.uuid4().hex[:24]}"
+def call_id(origin: Origin, choice: int, index: int) -> str:
+    """Returns the id by which a client's answer refers to a call of a choice: the same wherever it is written."""
+    return f"call_{origin.name((choice << 32) + index)[:24]}"
 
 
-def _call_delta(piece: CallPiece) -> ToolCallDelta:
+def _call_delta(piece: CallPiece, origin: Origin, choice: int) -> ToolCallDelta:
     if piece.name is None:
         return ToolCallDelta(piece.index, FunctionDelta(arguments=piece.arguments))
     function = FunctionDelta(piece.name, piece.arguments)
-    return ToolCallDelta(piece.index, function, id=new_call_id(), type="function")
+    return ToolCallDelta(piece.index, function, id=call_id(origin, choice, piece.index), type="function")
 
 
 def _with_calls(reason: FinishReason | None, calls: bool) -> FinishReason | None:

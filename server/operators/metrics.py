@@ -7,7 +7,7 @@ Nothing is kept here: each scrape looks at the engine's counters once and turns 
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -24,6 +24,7 @@ from server.http.exchange import Traffic
 
 OWN = "callboard_"
 VLLM = "vllm:"
+More = Callable[[], Iterable[tuple[str, str, float]]]  # name, what it says, value
 FINISHES = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort", Finish.ERROR: "error"}
 
 # What is sampled of the engine.  The names are vLLM's without its prefix wherever it has the same thing, so that one
@@ -110,10 +111,15 @@ class EngineCollector(Collector):
 
 
 class OwnCollector(EngineCollector):
-    """Samples that only this engine has, after the common ones.  about: labels of what is running."""
+    """Samples that only this engine has, after the common ones.  about: labels of what is running.
 
-    def __init__(self, seen: Snapshot, ingress: Ingress, traffic: Traffic, about: dict[str, str]) -> None:
+    more: gauges of other parts of the server."""
+
+    def __init__(
+        self, seen: Snapshot, ingress: Ingress, traffic: Traffic, about: dict[str, str], more: Sequence[More] = ()
+    ) -> None:
         super().__init__(seen, OWN, {})
+        self._more = more
         self._ingress = ingress
         self._traffic = traffic
         self._about = about
@@ -142,6 +148,9 @@ class OwnCollector(EngineCollector):
         yield from self._of_mailboxes(gauges)
         if meter is not None:
             yield from self._of_steps(meter)
+        for gauges_of in self._more:
+            for name, help_text, value in gauges_of():
+                yield self._gauge(name, help_text, value)
         yield from self._of_http()
 
     def _of_pages(self, gauges: Gauges) -> Iterator[Metric]:
@@ -187,9 +196,12 @@ class OwnCollector(EngineCollector):
 
 
 class MetricsRoute:
-    """Handles GET /metrics.  aliases: whether vLLM's names are given as well."""
+    """Handles GET /metrics.  aliases: whether vLLM's names are given as well.  more: see ``OwnCollector``."""
 
-    def __init__(self, backend: Backend, traffic: Traffic, *, version: str, aliases: bool) -> None:
+    def __init__(
+        self, backend: Backend, traffic: Traffic, *, version: str, aliases: bool, more: Sequence[More] = ()
+    ) -> None:
+        self._more = more
         self._ingress, self._monitor = backend.ingress, backend.monitor
         self._traffic = traffic
         self._about = {"version": version, "model_name": backend.card.name}
@@ -203,7 +215,7 @@ class MetricsRoute:
         registry.register(self._process)
         if seen.gauges.process not in (0, os.getpid()):
             ProcessCollector(f"{OWN}engine", pid=lambda: str(seen.gauges.process), registry=registry)
-        registry.register(OwnCollector(seen, self._ingress, self._traffic, self._about))
+        registry.register(OwnCollector(seen, self._ingress, self._traffic, self._about, self._more))
         if self._aliases:
             registry.register(EngineCollector(seen, VLLM, {"model_name": self._about["model_name"], "engine": "0"}))
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))

@@ -8,22 +8,14 @@ together, so what the client has and what is known of it are the same at any mom
 alone, so a replica that is given the tokens goes on as the first one would have.
 """
 
-import secrets
-
 import msgspec
 
 from engine.messages import Finish
-from engine.params import MAX_SEED
-from server.generate.generation import Origin, Told
+from server.generate.generation import Origin, Told, new_seed
 
 # A mark is a comment, see ``_mark`` in server/generate/route.py.  JSON has no line breaks, so no event has one within.
 COMMENT = b": "
 END = b"\n\n"
-
-
-def new_seed() -> int:
-    """Returns one for a request without: replicas would each draw their own."""
-    return secrets.randbelow(MAX_SEED + 1)
 
 
 class Passage:

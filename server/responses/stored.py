@@ -99,7 +99,10 @@ class StoredResponses:
         owner = owner_of(request)
         task = await self._task(owner, body, Origin())
         if body.store is False:
-            return await self._route.reply(request, task)
+            # A stream that is kept is understood again from its body alone, which a conversation is not.
+            is_whole = body.previous_response_id is None
+            kept = await self._route.kept(request, data, (task.body, task.generation)) if is_whole else None
+            return await self._route.reply(request, task) if kept is None else kept
         await self._table.check_room(owner, len(data))
         writer = _writer(task)
         items = input_items(_items(body), task.generation.origin.key.hex)

@@ -22,6 +22,7 @@ from server.generate.endpoint import Endpoint
 from server.generate.route import GenerateRoute
 from server.http.connection import HttpRunner
 from server.http.exchange import Handler, Traffic, note_route
+from server.journal.streams import STREAM, no_streams, open_streams
 from server.keys import Keys
 from server.model_card import ModelCard
 from server.native.endpoint import Native
@@ -53,6 +54,7 @@ from server.storage.store import Store
 
 STORED = "/v1/responses/{path:.+}"
 DISTRIBUTION = "callboard"
+NO_STORAGE = StorageSection()
 
 
 def create_runner(
@@ -61,12 +63,13 @@ def create_runner(
     backend: Backend,
     salts: CacheSalts | None = None,
     adapters: Adapters | None = None,
-    storage: StorageSection | None = None,
+    *,
+    storage: StorageSection = NO_STORAGE,
 ) -> HttpRunner:
     """Returns aiohttp's runner for the whole API, to be set up on the event loop that ingress runs on.
 
-    salts: None for new ones.  adapters: None for those of the model's card.  storage: None to store nothing.
-    Raises ConfigError for a folder of ``storage`` that cannot be used."""
+    salts: None for new ones.  adapters: None for those of the model's card.  Raises ConfigError for a folder of
+    ``storage`` that cannot be used."""
     version = own_version()
     card = backend.card
     adapters = adapters or Adapters(card.adapter_rules, card.adapters, card.name)
@@ -98,20 +101,26 @@ def create_runner(
         "/generate": Native(translator),
         **_pooled_endpoints(PooledTranslator(translator)),
     }
+    streams = open_streams(storage, clients, keys if server.needs_key else None, backend.card.fingerprint)
     served: dict[str, GenerateRoute[Any]] = {}
     for path, endpoint in endpoints.items():
         if endpoint.task in backend.card.pooling.tasks:
-            served[path] = GenerateRoute(endpoint, server)
+            served[path] = GenerateRoute(endpoint, server, streams)
         else:
             app.router.add_post(path, refused(endpoint, backend.card))
-    if storage is not None and storage.folder:
+    if streams is not None:
+        streams.routes |= served
+        app.cleanup_ctx.append(streams.live)
+    app.router.add_get(STREAM, no_streams if streams is None else streams.rejoin)
+    if storage.folder:
         stored = add_storage(app, Store(storage), served, Unattended(server, backend, clients, keys))
     else:
         stored = frozenset()
         app.add_routes([*known_routes(refuse_storage), web.route("*", STORED, refuse_stored)])
     app.add_routes(web.post(path, route.post) for path, route in served.items() if path not in stored)
     app.add_routes(_api_routes(server, translator, backend.codec))
-    metrics = MetricsRoute(backend, traffic, version=version, aliases=server.vllm_metric_names)
+    more = () if streams is None else (streams.gauges,)
+    metrics = MetricsRoute(backend, traffic, version=version, aliases=server.vllm_metric_names, more=more)
     app.router.add_get("/metrics", metrics.get)
     app.add_routes(_operators_routes(server, backend, clients, version))
     loading = AdapterRoutes(adapters, server)

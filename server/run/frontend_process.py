@@ -161,7 +161,7 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
             Backend(ingress, self._monitor, card, codec, self._operations),
             CacheSalts(config.server, kept=kept.salts, keep=lambda what: self._keep(salts=what)),
             Adapters(card.adapter_rules, served, card.name, keep=lambda what: self._keep(adapters=dict(what))),
-            config.storage,
+            storage=config.storage,
         )
         for message in handover.replay:
             ingress.handle(message)

@@ -58,9 +58,10 @@ ERRORS = {
 
 
 class Operation(NamedTuple):
-    """A route.  answer: the type of what comes in one piece.  event: what its stream is made of, if it streams.
+    """A route.  answer: the type of what comes in one piece; None for nothing but a stream.
 
-    error: the body of its errors.  form: the fields of a body that has a file, as OpenAPI has them."""
+    event: what its stream is made of, if it streams.  error: the body of its errors.
+    form: the fields of a body that has a file, as OpenAPI has them."""
 
     method: str
     path: str
@@ -116,6 +117,7 @@ OPERATIONS = (
     ),
     Operation("post", "/v1/messages/count_tokens", "Count a prompt.", TokenCountAnswer, CountBody, error=MessageError),
     Operation("post", "/generate", "Continue prompts.", NATIVE, NativeBody, NativeOutput),
+    Operation("get", "/v1/streams/{id}", "Go on with a stream, behind Last-Event-ID.", None, event=dict[str, Any]),
     Operation("post", "/tokenize", "Text as tokens.", TokenizeAnswer, TokenizeBody),
     Operation("post", "/detokenize", "Tokens as text.", DetokenizeAnswer, DetokenizeBody),
     Operation("get", "/tokenizer_info", "Special tokens and the chat template.", TokenizerInfo),
@@ -162,8 +164,9 @@ def document(version: str) -> dict[str, Any]:
 
 
 def _operation(one: Operation, by_kind: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-    binary: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
-    answers = {BINARY: binary} if one.answer is bytes else {JSON: {"schema": by_kind[one.answer]}}
+    answers: dict[str, Any] = {} if one.answer is None else {JSON: {"schema": by_kind[one.answer]}}
+    if one.answer is bytes:
+        answers = {BINARY: {"schema": {"type": "string", "format": "binary"}}}
     if one.event is not None:
         content = {"anyOf": [by_kind[one.event], by_kind[one.error]]}
         told = {"type": "string", "contentMediaType": JSON, "contentSchema": content}

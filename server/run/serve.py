@@ -15,7 +15,7 @@ from engine.actors.supervisor import Entrance
 from engine.sections import LimitsSection, ServerSection, StorageSection
 from engine.workers.frontend import RemoteIngress
 from server.backend import Backend
-from server.run.app import create_runner
+from server.run.app import NO_STORAGE, create_runner
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +27,11 @@ async def serve(
     server: ServerSection,
     limits: LimitsSection,
     backend: Backend,
-    storage: StorageSection | None = None,
     *,
     listener: socket.socket,
     engine: "asyncio.Future[None]",
     reload: Callable[[], None],
+    storage: StorageSection = NO_STORAGE,
 ) -> None:
     """Serve until SIGTERM, SIGINT, or the end of ``engine`` (the task that runs it), whatever comes first.
 

@@ -11,10 +11,11 @@ import itertools
 import zlib
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 
 from engine.actors.operations import SettingsChanged
-from engine.actors.stream import Stream
+from engine.actors.stream import Stream, merged
 from engine.errors import CallboardError, EngineDied, RequestError
 from engine.messages import DEFAULT_OPTIONS, Delta, Finish, RequestOptions, Stats, TokenLogprobs, TokenText, Usage
 from engine.params import SamplingParams
@@ -84,7 +85,7 @@ class FakeIngress:
         stream = Stream(request_id, self._cancel)
         self.opened.append(stream)
         self.asked.append((prompt, params, options))
-        task = asyncio.get_running_loop().create_task(self._produce(stream, text, params, options.echo))
+        task = asyncio.get_running_loop().create_task(self._produce(stream, text, params, options))
         self._open[request_id] = stream, task
         return stream
 
@@ -120,7 +121,7 @@ class FakeIngress:
         task.cancel()
         stream.fail(error)
 
-    async def _produce(self, stream: Stream, text: str, params: SamplingParams, echo: bool) -> None:
+    async def _produce(self, stream: Stream, text: str, params: SamplingParams, options: RequestOptions) -> None:
         request_id = stream.request_id
         if text.startswith("!refuse"):
             await asyncio.sleep(0)
@@ -130,7 +131,11 @@ class FakeIngress:
             self._fail(request_id, RequestError("longer than 600 s", status=504, code="request_timeout"))
         if text.startswith("!hang"):
             await asyncio.Event().wait()
-        for index, delta in enumerate(deltas(request_id, text, params, echo)):
+        every, known = deltas(request_id, text, params, options.echo), len(options.resumed) // 4
+        if known:
+            assert b"".join(delta.token_ids for delta in every[:known]) == options.resumed
+            every[:known] = [msgspec.structs.replace(merged(every[:known]), resumed=True)]
+        for index, delta in enumerate(every):
             await asyncio.sleep(self.delay_s)
             if index == 3 and text.startswith("!fail"):
                 self._fail(request_id, RequestError("not finite", status=500, code="numerical_error"))

@@ -40,7 +40,7 @@ class LiveServer:
         self.ingress = FakeIngress() if ingress is None else ingress
         self._server = ServerSection() if server is None else server
         self._limits = LimitsSection() if limits is None else limits
-        self._storage = storage
+        self._storage = StorageSection() if storage is None else storage
         self._codec = TextCodec.without_tokenizer(lambda _: Formats(tool_parser, tool_format(tool_parser)))
         self.monitor = FakeMonitor(self.ingress)
         self.backend = Backend(self.ingress, self.monitor, card, self._codec)

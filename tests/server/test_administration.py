@@ -315,7 +315,7 @@ def test_the_deep_probe_does_not_wait_for_ever() -> None:
     async def ask_one_that_hangs() -> RequestError:
         ingress = FakeIngress(delay_s=60.0)
         request = make_mocked_request("GET", "/health_generate")
-        request[EXCHANGE] = Exchange(request)
+        request[EXCHANGE] = Exchange.of(request)
         clients = Clients(ingress, ServerSection(), LimitsSection())
         with pytest.raises(RequestError) as failed:
             await clients.middleware(request, ProbeRoute(limit_s=0.01).get)

@@ -71,7 +71,7 @@ def answered(clients: Clients, prompt: str, count: int) -> int:
 
     async def scenario() -> int:
         request = make_mocked_request("POST", "/v1/embeddings")
-        request[EXCHANGE] = Exchange(request)
+        request[EXCHANGE] = Exchange.of(request)
         if prompt == "!hang":
             asyncio.get_running_loop().call_later(0.01, clients.abort, None)
         try:

@@ -1,5 +1,8 @@
 """From request fields to sampling parameters, without a server."""
 
+import asyncio
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -23,6 +26,10 @@ def completion(chat_defaults: dict[str, float | int] | None = None, **fields: ob
     card = ModelCard(name="m", max_model_len=100, vocab_size=50, created=0, chat_defaults=chat_defaults or {})
     body = msgspec.convert({"model": "m", "prompt": "p", **fields}, CompletionBody)
     return Completions(Translator(card)).translate(body)
+
+
+def understood(reader: BodyReader[Any, Any], body: bytes) -> Any:
+    return asyncio.run(reader.understand(body))
 
 
 def chat(**fields: object) -> Generation:
@@ -132,7 +139,7 @@ def test_a_seed_beyond_64_bits_is_left_to_be_refused() -> None:
 def test_any_bytes_are_understood_or_refused(body: bytes) -> None:
     reader = BodyReader(CompletionBody, lambda body: body, ServerSection())
     with pytest.raises(RequestError) as caught:
-        reader._understand(body)
+        understood(reader, body)
     assert caught.value.status == 400
 
 
@@ -140,12 +147,12 @@ def test_any_bytes_are_understood_or_refused(body: bytes) -> None:
 def test_neutral_values_of_unsupported_fields_pass(name: str) -> None:
     reader = BodyReader(GenerationBody, lambda body: body, ServerSection())
     for value in (None, False, "", [], {}, *UNSUPPORTED[name]):
-        reader._understand(msgspec.json.encode({"model": "m", name: value}))
+        understood(reader, msgspec.json.encode({"model": "m", name: value}))
     for value in (0, True, 1.5, "x", [0], {"type": "json_object"}):
         if value in UNSUPPORTED[name]:
             continue
         with pytest.raises(RequestError) as caught:
-            reader._understand(msgspec.json.encode({"model": "m", name: value}))
+            understood(reader, msgspec.json.encode({"model": "m", name: value}))
         assert caught.value.param == name
 
 

@@ -1,0 +1,311 @@
+"""The journal of requests: what must outlast this process, written once for each turn of the event loop.
+
+Owns: which records are in which files, when they are written, how much there is, what happens where the disk is full.
+Does not know: what a request is beyond its records; clients.
+
+A record is on its way to the disk before anybody is told of it: what a turn has brought is one write, and ``then`` of
+each record is called after it.  What was written outlasts the process, however it ends; ``fsync`` decides what a loss
+of power may take.  The records of every request that can be asked for are in memory as well, so nothing is read while
+requests are served, and whatever is lost on disk can be written again.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from engine.errors import ConfigError
+from server.journal.records import Accepted, Ended, Record, decode, encode
+from server.journal.segments import Segments
+
+log = logging.getLogger(__name__)
+
+Fsync = Literal["always", "interval", "never"]
+FSYNC_EVERY_S = 1.0
+MEND_EVERY_S = 5.0
+NUM_SEGMENTS = 8  # files that share what the journal may take
+
+
+class Entry:
+    """One request's records.  home: the first file that has any; 0 where none has.
+
+    ended: its last record is there.  is_kept: whether the journal still has it."""
+
+    __slots__ = ("ended", "home", "is_kept", "num_bytes", "number", "records")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.records: list[bytes] = []
+        self.num_bytes = 0
+        self.home = 0
+        self.ended = False
+        self.is_kept = True
+
+    def add(self, record: bytes) -> None:
+        """Append a record."""
+        self.records.append(record)
+        self.num_bytes += len(record)
+
+
+class Journal:
+    """What was written here before is read at once: ``entries`` has it, by number, in the order of their arrival.
+
+    forgotten: called with an entry that makes room for others.  is_failing: nothing can be written just now."""
+
+    def __init__(self, folder: Path, *, fsync: Fsync, most_bytes: int) -> None:
+        """Raises ConfigError for a folder that cannot be written to, or that another process has."""
+        self.entries: dict[int, Entry] = {}
+        self.forgotten: Callable[[Entry], None] = lambda entry: None
+        self.is_failing = False
+        self._fsync = fsync
+        self._most_bytes = most_bytes
+        self._segment_bytes = most_bytes // NUM_SEGMENTS
+        self._open_bytes = 0
+        self._last_number = 0
+        self._waiting: list[tuple[Entry, bytes, Callable[[], object]]] = []
+        self._is_due = False
+        self._syncing: asyncio.Task[None] | None = None  # that records wait for
+        self._sync_task: asyncio.Task[None] | None = None  # that nobody waits for
+        self._timer: asyncio.TimerHandle | None = None
+        self._homes: dict[int, dict[int, Entry]] = {}
+        self._segments = Segments(folder)
+        try:
+            self._recover()
+            self._segments.begin()
+            self._remove_unneeded()
+        except OSError as error:
+            self._segments.close()
+            raise ConfigError(f"storage.folder: {folder}: {error.strerror}; the journal cannot be written") from None
+        except ConfigError:
+            self._segments.close()
+            raise
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes on disk."""
+        return self._segments.num_bytes
+
+    def takes(self, num_bytes: int) -> bool:
+        """Whether a request with so large a body can be written down."""
+        return (
+            not self.is_failing
+            and num_bytes <= self._segment_bytes
+            and self._open_bytes + num_bytes <= self._most_bytes // 2
+        )
+
+    def begin(self) -> Entry:
+        """Returns the entry of a new request, without a record."""
+        self._last_number += 1
+        entry = self.entries[self._last_number] = Entry(self._last_number)
+        return entry
+
+    def append(self, entry: Entry, record: Record, then: Callable[[], object]) -> None:
+        """Write a record with all others of this turn of the event loop, and call ``then``."""
+        self._waiting.append((entry, encode(record), then))
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._commit)
+
+    def end(self, entry: Entry, record: Ended, then: Callable[[], object]) -> None:
+        """Write an entry's last record; the entry is kept until ``forget``."""
+        self.append(entry, record, then)
+        self._open_bytes -= entry.num_bytes if entry.is_kept and not entry.ended else 0
+        entry.ended = True
+
+    def forget(self, entry: Entry) -> None:
+        """Keep an ended entry no longer."""
+        self._drop(entry)
+        try:
+            if not self.entries and not self.is_failing:
+                self._segments.begin()  # what clients have said does not lie about
+            self._remove_unneeded()
+        except OSError as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Write what waits, and let go of the folder."""
+        self._is_due = True  # whatever comes now is dropped
+        waiting, self._waiting = self._waiting, []
+        self._write(waiting)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._fsync != "never" and not self.is_failing:
+            self._segments.sync()
+        self._segments.close()
+
+    # ---- writing ----------------------------------------------------------------------------
+
+    def _commit(self) -> None:
+        self._is_due = False
+        if self._syncing is not None:
+            return  # goes on when that is done
+        waiting, self._waiting = self._waiting, []
+        self._write(waiting)
+        if self._fsync == "always" and not self.is_failing:
+            self._syncing = asyncio.create_task(self._sync_and_tell(waiting), name="journal-fsync")
+            return
+        if self._fsync == "interval" and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(FSYNC_EVERY_S, self._sync_later)
+        for _, _, then in waiting:
+            then()
+
+    def _write(self, waiting: list[tuple[Entry, bytes, Callable[[], object]]]) -> None:
+        written: list[bytes] = []
+        for entry, record, _ in waiting:
+            entry.add(record)
+            if entry.is_kept:
+                written.append(record)
+                self._open_bytes += 0 if entry.ended else len(record)
+        if self.is_failing or not written:
+            return
+        try:
+            if self._segments.sizes[self._segments.current] >= self._segment_bytes:
+                self._rotate()
+            self._segments.write(written)
+        except OSError as error:
+            self._fail(error)
+            return
+        current = self._segments.current
+        for entry, _, _ in waiting:
+            if not entry.home and entry.is_kept:
+                self._settle(entry, current)
+
+    async def _sync_and_tell(self, told: list[tuple[Entry, bytes, Callable[[], object]]]) -> None:
+        await self._sync()
+        self._syncing = None
+        for _, _, then in told:
+            then()
+        if self._waiting:
+            self._commit()
+
+    def _sync_later(self) -> None:
+        self._timer = None
+        if not self.is_failing:
+            self._sync_task = asyncio.create_task(self._sync(), name="journal-fsync")
+
+    async def _sync(self) -> None:
+        try:
+            await asyncio.to_thread(_sync_and_close, self._segments.duplicate())
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        if not self.is_failing:
+            log.error(
+                "journal: %s; streams go on without it, and new ones cannot be rejoined, until it can be written again",
+                error.strerror,
+            )
+        self.is_failing = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(MEND_EVERY_S, self._mend)
+
+    def _mend(self) -> None:
+        """Write everything that is known into a new file: what was lost meanwhile is known as well."""
+        self._timer = None
+        try:
+            self._segments.begin()
+            self._carry(self.entries.values())
+        except OSError as error:
+            self._fail(error)
+            return
+        self.is_failing = False
+        self._remove_unneeded()
+        log.warning("journal: it can be written again")
+
+    # ---- room -------------------------------------------------------------------------------
+
+    def _rotate(self) -> None:
+        """Begin a new file, and make room for it.  Raises OSError."""
+        if self._fsync != "never":
+            self._segments.sync()
+        self._segments.begin()
+        self._remove_unneeded()
+        while self.num_bytes + self._segment_bytes > self._most_bytes and len(self._segments.sizes) > 1:
+            oldest = min(self._segments.sizes)
+            here = list(self._homes.get(oldest, {}).values())
+            for entry in here:
+                if entry.ended:
+                    self._drop(entry)
+                    self.forgotten(entry)
+            self._carry(entry for entry in here if not entry.ended)
+            if self._fsync != "never":
+                self._segments.sync()
+            self._remove_unneeded()
+        # What runs may grow beyond all bounds together; the longest ones give way.
+        running = sorted((one for one in self.entries.values() if not one.ended), key=lambda one: one.num_bytes)
+        while running and self._open_bytes > self._most_bytes // 2:
+            entry = running.pop()
+            log.warning("journal: the %d MB of a running stream have no room", entry.num_bytes >> 20)
+            self._drop(entry)
+
+    def _carry(self, entries: Iterable[Entry]) -> None:
+        """Write entries as a whole to the current file.  Raises OSError."""
+        for entry in list(entries):
+            if entry.records:
+                self._segments.write(entry.records)
+                self._settle(entry, self._segments.current)
+
+    def _settle(self, entry: Entry, number: int) -> None:
+        if entry.home in self._homes:
+            del self._homes[entry.home][entry.number]
+        entry.home = number
+        self._homes.setdefault(number, {})[entry.number] = entry
+
+    def _drop(self, entry: Entry) -> None:
+        if not entry.is_kept:
+            return
+        entry.is_kept = False
+        if entry.home in self._homes:
+            del self._homes[entry.home][entry.number]
+        del self.entries[entry.number]
+        if not entry.ended:
+            self._open_bytes -= entry.num_bytes
+
+    def _remove_unneeded(self) -> None:
+        """Take away the files in front of the first one that has a record of an entry."""
+        for number in sorted(self._segments.sizes)[:-1]:
+            if self._homes.get(number):
+                return
+            self._segments.remove(number)
+            self._homes.pop(number, None)
+
+    # ---- reading ----------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        for number in sorted(self._segments.sizes):
+            for records in self._segments.read(number):
+                for raw in records:
+                    try:
+                        self._take(raw, decode(raw), number)
+                    except msgspec.MsgspecError as error:
+                        log.warning("journal: a record of file %d says nothing that is known here: %s", number, error)
+        self._open_bytes = sum(entry.num_bytes for entry in self.entries.values() if not entry.ended)
+
+    def _take(self, raw: bytes, record: Record, segment: int) -> None:
+        self._last_number = max(self._last_number, record.number)
+        if isinstance(record, Accepted):
+            # A copy of what is known already, if it was carried here: this one is whole.
+            entry = self.entries.setdefault(record.number, Entry(record.number))
+            entry.records, entry.num_bytes, entry.ended = [raw], len(raw), False
+            self._settle(entry, segment)
+            return
+        known = self.entries.get(record.number)
+        if known is None or record.at != len(known.records):
+            return  # what was in front of it is lost; the engine makes it again
+        known.add(raw)
+        if isinstance(record, Ended):
+            known.ended = True
+            if record.is_forgotten:
+                self._drop(known)
+
+
+def _sync_and_close(file: int) -> None:
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

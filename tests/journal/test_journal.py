@@ -1,0 +1,207 @@
+"""The journal: one write for each turn of the loop, files that come and go, a disk that is full."""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.messages import Delta
+from server.journal import journal as journal_module
+from server.journal import segments
+from server.journal.journal import Entry, Journal
+from server.journal.records import Accepted, Delivered, Ended, decode
+
+MOST_BYTES = 64 << 10
+
+
+def journal_of(folder: Path, **changed: Any) -> Journal:
+    return Journal(folder, **{"fsync": "never", "most_bytes": MOST_BYTES, **changed})
+
+
+def accepted(entry: Entry, body: bytes = b"{}") -> Accepted:
+    return Accepted(entry.number, f"r{entry.number}", "", "me", "/v1/x", body, 7, uuid.UUID(int=entry.number), 1.0, "m")
+
+
+def delivered(entry: Entry, at: int, text: str = "text") -> Delivered:
+    return Delivered(entry.number, at, 0, Delta(1, text, b"\1\0\0\0"))
+
+
+async def turn(rounds: int = 3) -> None:
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+
+
+def nothing() -> None: ...
+
+
+def files_of(folder: Path) -> list[bytes]:
+    return [path.read_bytes() for path in folder.glob("*.log")]
+
+
+def known(folder: Path) -> dict[int, list[Any]]:
+    """What the next journal finds: number -> records."""
+    journal = journal_of(folder)
+    found = {number: [decode(record) for record in entry.records] for number, entry in journal.entries.items()}
+    journal.close()
+    return found
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(**given: Any) -> None:
+        asyncio.run(test(**given))
+
+    return run
+
+
+@in_loop
+async def test_a_turn_of_the_loop_is_one_write_that_comes_before_anybody_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = journal_of(tmp_path)
+    events: list[str] = []
+    real = segments.os.write
+    monkeypatch.setattr(segments.os, "write", lambda file, data: (events.append("write"), real(file, data))[1])
+    entries = [journal.begin() for _ in range(64)]
+    for entry in entries:
+        journal.append(entry, accepted(entry), nothing)
+        journal.append(entry, delivered(entry, 1), partial(events.append, f"told {entry.number}"))
+    await turn()
+    assert events == ["write", *(f"told {entry.number}" for entry in entries)]
+    monkeypatch.undo()
+    journal.close()
+    assert known(tmp_path) == {entry.number: [accepted(entry), delivered(entry, 1)] for entry in entries}
+
+
+@in_loop
+async def test_with_fsync_always_nobody_is_told_before_the_disk_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = journal_of(tmp_path, fsync="always")
+    events: list[str] = []
+    real = journal_module.os.fsync
+    monkeypatch.setattr(journal_module.os, "fsync", lambda file: (events.append("sync"), real(file))[1])
+    entry = journal.begin()
+    journal.append(entry, accepted(entry), partial(events.append, "first"))
+    await turn()
+    journal.append(entry, delivered(entry, 1), partial(events.append, "second"))
+    while len(events) < 4:
+        await asyncio.sleep(0.001)
+    assert events == ["sync", "first", "sync", "second"]
+    journal.close()
+
+
+@in_loop
+async def test_files_rotate_and_running_requests_move_on(tmp_path: Path) -> None:
+    journal = journal_of(tmp_path)
+    forgotten: list[int] = []
+    journal.forgotten = lambda entry: forgotten.append(entry.number)
+    old = journal.begin()
+    journal.append(old, accepted(old), nothing)
+    expected = [accepted(old)]
+    for at in range(1, 400):
+        expected.append(delivered(old, at, f"of the old one {at}"))
+        journal.append(old, expected[-1], nothing)
+        brief = journal.begin()
+        journal.append(brief, accepted(brief, b"x" * 500), nothing)
+        journal.end(brief, Ended(brief.number, 1, 1.0), nothing)
+        await turn(1)
+        assert journal.num_bytes <= MOST_BYTES
+    assert forgotten == sorted(forgotten)
+    assert len(forgotten) > 200
+    assert len(files_of(tmp_path)) <= journal_module.NUM_SEGMENTS + 1
+    journal.close()
+    found = known(tmp_path)
+    assert found.pop(old.number) == expected
+    assert set(found) <= set(range(2, 402)) - set(forgotten)
+
+
+@in_loop
+async def test_what_is_forgotten_does_not_lie_about(tmp_path: Path) -> None:
+    journal = journal_of(tmp_path)
+    one, other = journal.begin(), journal.begin()
+    for entry in (one, other):
+        journal.append(entry, accepted(entry, b"a secret"), nothing)
+        journal.end(entry, Ended(entry.number, 1, 1.0), nothing)
+    await turn()
+    journal.forget(one)
+    assert any(b"a secret" in content for content in files_of(tmp_path))
+    journal.forget(other)
+    assert not any(b"a secret" in content for content in files_of(tmp_path))
+    journal.close()
+
+
+@in_loop
+async def test_streams_that_grow_beyond_all_bounds_give_way(tmp_path: Path) -> None:
+    journal = journal_of(tmp_path)
+    small, large = journal.begin(), journal.begin()
+    for entry in (small, large):
+        journal.append(entry, accepted(entry), nothing)
+    told = []
+    for at in range(1, 400):
+        journal.append(large, delivered(large, at, "x" * 500), partial(told.append, at))
+        await turn(1)
+        assert journal.num_bytes <= MOST_BYTES
+    await turn()
+    assert told == list(range(1, 400)), "who reads it is told all the same"
+    assert not large.is_kept
+    assert small.is_kept
+    assert journal.takes(1000)
+    assert not journal.takes(MOST_BYTES // 4), "a body that would fill it"
+    journal.close()
+    assert known(tmp_path)[small.number] == [accepted(small)]
+
+
+@in_loop
+async def test_a_full_disk_holds_nobody_up_and_is_made_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(journal_module, "MEND_EVERY_S", 0.02)
+    journal = journal_of(tmp_path)
+    entry, told = journal.begin(), []
+    journal.append(entry, accepted(entry), nothing)
+    await turn()
+
+    def full(file: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(segments.os, "write", full)
+        for at in range(1, 5):
+            journal.append(entry, delivered(entry, at), partial(told.append, at))
+            await asyncio.sleep(0.02)
+        assert told == [1, 2, 3, 4]
+        assert journal.is_failing
+        assert not journal.takes(1)
+        assert caplog.text.count("No space left on device") == 1
+    while journal.is_failing:
+        await asyncio.sleep(0.01)
+    journal.append(entry, delivered(entry, 5), nothing)
+    await turn()
+    journal.close()
+    assert known(tmp_path) == {entry.number: [accepted(entry), *(delivered(entry, at) for at in range(1, 6))]}
+
+
+def test_what_follows_a_gap_is_not_taken_for_the_rest(tmp_path: Path) -> None:
+    entry = Entry(3)
+    files = segments.Segments(tmp_path)
+    files.begin()
+    records = [accepted(entry), delivered(entry, 1), delivered(entry, 3), delivered(entry, 1), Ended(3, 4, 1.0)]
+    files.write([journal_module.encode(record) for record in records])
+    files.close()
+    assert known(tmp_path) == {3: records[:2]}
+
+
+def test_a_copy_that_was_carried_counts_once(tmp_path: Path) -> None:
+    entry = Entry(3)
+    records = [accepted(entry), delivered(entry, 1)]
+    for _ in range(2):
+        files = segments.Segments(tmp_path)
+        files.begin()
+        files.write([journal_module.encode(record) for record in records])
+        files.close()
+    assert known(tmp_path) == {3: records}
