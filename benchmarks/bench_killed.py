@@ -74,7 +74,7 @@ def requests(number: int, num_tokens: int) -> list[tuple[str, dict[str, Any]]]:
                 given = {"messages": sums, "tools": [CALCULATOR], "max_tokens": num_tokens}
                 kinds.append(("/v1/chat/completions", fields | given))
             case 6:
-                kinds.append(("/v1/responses", fields | {"input": f"What is a row? {index}", **long}))
+                kinds.append(("/v1/responses", fields | {"input": f"What is a row? {index}", "store": False, **long}))
             case 7:
                 del fields["seed"]
                 given = {"messages": asked, "max_tokens": num_tokens, "temperature": 0}

@@ -39,7 +39,10 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": "!call"}], "tools": [CALCULATOR]},
     ),
     "chat with thoughts": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "!think"}]}),
-    "response": ("/v1/responses", {"input": "a question", "include": ["message.output_text.logprobs"]}),
+    "response": (
+        "/v1/responses",
+        {"input": "a question", "store": False, "include": ["message.output_text.logprobs"]},
+    ),
     "message with a call": (
         "/v1/messages",
         {"messages": [{"role": "user", "content": "!call"}], "tools": TOOLS, "max_tokens": 90},
