@@ -69,6 +69,7 @@ class RMSNorm:
         self.weight = parameter(*rows, size, device=device, dtype=torch.float32 if offset else dtype)
         self._mixed = self.weight.dtype != dtype
         self._floor: Tensor | None = None
+        self._weight_by_length: Tensor | None = None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         if self._floor is not None:
@@ -92,9 +93,9 @@ class RMSNorm:
         if self.offset:
             self.weight.add_(self.offset)
         is_plain = self.weight.dtype == torch.float32 and not self._mixed
-        if kernels is None and self.weight.device.type == "cpu" and is_plain:
+        if self.weight.device.type == "cpu" and is_plain:
             self._floor = torch.tensor(math.sqrt(self.size * self.eps))
-            self.weight.mul_(math.sqrt(self.size))
+            self._weight_by_length = self.weight * math.sqrt(self.size)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """What this layer reads from a checkpoint."""
@@ -105,7 +106,7 @@ class RMSNorm:
 
     def _divide_by_length(self, x: Tensor, floor: Tensor) -> Tensor:
         length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)
-        return torch.div(x, length).mul_(self.weight)
+        return torch.div(x, length).mul_(self._weight_by_length)
 
 
 class LayerNorm:
