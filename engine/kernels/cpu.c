@@ -24,10 +24,13 @@ void add_norm(float *x_TD, const float *update_TD, const float *weight_D, float 
     }
 }
 
-/* weight_RH: of each query and key head; NULL if heads are not normalised.  angles_TH: cosines, then sines. */
-void rotate_and_store(const float *qkv_TAH, const float *weight_RH, const float *angles_TH, const int64_t *slots_T,
-                      float *q_TQH, float *keys_SGH, float *values_SGH, int64_t T, int64_t Q, int64_t G, int64_t H,
-                      float eps) {
+/* weight_RH: of each query and key head; NULL if heads are not normalised.  angles_TH: cosines, then sines.
+   S: slots that there are.  Returns the first token whose slot is none of them, before anything is written, or -1. */
+int64_t rotate_and_store(const float *qkv_TAH, const float *weight_RH, const float *angles_TH,
+                         const int64_t *slots_T, float *q_TQH, float *keys_SGH, float *values_SGH, int64_t T, int64_t Q, int64_t G, int64_t H,
+                         int64_t S, float eps) {
+    for (int64_t t = 0; t < T; t++)
+        if (slots_T[t] >= S) return t;
     int64_t half = H / 2, rotated = Q + G;
     for (int64_t t = 0; t < T; t++) {
         const float *heads = qkv_TAH + t * (rotated + G) * H, *restrict cosine = angles_TH + t * H,
@@ -48,4 +51,5 @@ void rotate_and_store(const float *qkv_TAH, const float *weight_RH, const float 
         if (slots_T[t] >= 0)
             memcpy(values_SGH + slots_T[t] * G * H, heads + rotated * H, sizeof(float) * G * H);
     }
+    return -1;
 }

@@ -42,8 +42,8 @@ class CPUKernels:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self._add_norm, self._rotate_and_store = library.add_norm, library.rotate_and_store
         self._add_norm.argtypes = [pointer] * 4 + [size] * 2 + [ctypes.c_float]
-        self._rotate_and_store.argtypes = [pointer] * 7 + [size] * 4 + [ctypes.c_float]
-        self._add_norm.restype = self._rotate_and_store.restype = None
+        self._rotate_and_store.argtypes = [pointer] * 7 + [size] * 5 + [ctypes.c_float]
+        self._add_norm.restype, self._rotate_and_store.restype = None, size
 
     def add_norm(self, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """See ``LayerKernels.add_norm``."""
@@ -70,17 +70,20 @@ class CPUKernels:
         slots_T: Tensor,
         limit: float = 0.0,
     ) -> Tensor:
-        """See ``LayerKernels.rotate_and_store``.  limit: 0, as pages keep float32."""
+        """See ``LayerKernels.rotate_and_store``.  limit: 0, as pages keep float32.  Raises IndexError for a slot that
+        the pool does not have."""
         num_tokens, num_heads, head_size = qkv_TAH.shape
         num_keys = keys_SGH.shape[1]
         num_queries = num_heads - 2 * num_keys
         assert qkv_TAH.is_contiguous() and qkv_TAH.dtype == keys_SGH.dtype == torch.float32 and not limit
         q_TQH = qkv_TAH.new_empty((num_tokens, num_queries, head_size))
-        self._rotate_and_store(
+        wrong = self._rotate_and_store(
             qkv_TAH.data_ptr(), None if weight_QGH is None else weight_QGH.data_ptr(), angles_TH.data_ptr(),
             slots_T.data_ptr(), q_TQH.data_ptr(), keys_SGH.data_ptr(), values_SGH.data_ptr(),
-            num_tokens, num_queries, num_keys, head_size, eps,
+            num_tokens, num_queries, num_keys, head_size, len(keys_SGH), eps,
         )  # fmt: skip
+        if wrong >= 0:
+            raise IndexError(f"slot {int(slots_T[wrong])} of token {wrong} is not among the pool's {len(keys_SGH)}")
         return q_TQH
 
     def gated(self, gate_up_T2I: Tensor, kind: str = "silu") -> Tensor:
