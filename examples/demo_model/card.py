@@ -72,7 +72,8 @@ examinations in `data/` were written for this model.
 ## Train it again
 
     python examples/demo_model/train.py --help      Python, from nothing
-    python examples/demo_model/teach.py --help      conversations, from the weights in this folder
+    python examples/demo_model/teach.py --help      conversations, from the weights in this folder;
+                                                    --teacher for Python alone, from a folder of train.py's
 
 `corpus.py` and `chat_examples.py` choose the text, `vocabulary.py` the tokens and the chat template,
 `network.py` the shape and the optimizers; `loop.py` and `checkpoint.py` train. `forms.py`, `others.py`, `tools.py` and
@@ -171,7 +172,7 @@ def results(facts: CardFacts) -> str:
         f"{held_out.tokens:,} tokens of {facts.counts['held_out_files']} files "
         f"({held_out.bytes:,} bytes, {bytes_per_token:.2f} per token), which no part of the "
         "training has seen. "
-        f"Before it was taught to talk it was {facts.python['nats_per_token']:.3f}: talking has cost some Python.\n\n"
+        f"Before it was taught to talk it was {facts.python['nats_per_token']:.3f}.\n\n"
         + table(rows, ("on the held-out files", "bits per byte"))
         + f"\nThe n-gram is the best of orders 1 to {max(baseline.bits_by_order)}. Whether the "
         "whole context is of use, by position in the window:\n\n"
