@@ -47,7 +47,7 @@ class CPUKernels:
 
     def add_norm(self, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """See ``LayerKernels.add_norm``."""
-        assert x_TD.is_contiguous() and update_TD.is_contiguous(), "a row's numbers must stand side by side"
+        assert all(map(Tensor.is_contiguous, (x_TD, update_TD))), "a row's numbers must stand side by side"
         assert x_TD.dtype == update_TD.dtype == torch.float32, f"{x_TD.dtype} is not float32"
         out_TD = torch.empty_like(x_TD)
         pointers = (x_TD.data_ptr(), update_TD.data_ptr(), weight_D.data_ptr(), out_TD.data_ptr())
@@ -76,7 +76,7 @@ class CPUKernels:
         num_tokens, num_heads, head_size = qkv_TAH.shape
         num_keys = keys_SGH.shape[1]
         num_queries = num_heads - 2 * num_keys
-        assert qkv_TAH.is_contiguous() and keys_SGH.is_contiguous(), "heads and slots must stand side by side"
+        assert all(map(Tensor.is_contiguous, (qkv_TAH, keys_SGH))), "heads and slots must stand side by side"
         assert qkv_TAH.dtype == keys_SGH.dtype == torch.float32, f"{qkv_TAH.dtype} and {keys_SGH.dtype}, not float32"
         assert not limit, "pages that keep float32 have no largest number"
         q_TQH = qkv_TAH.new_empty((num_tokens, num_queries, head_size))
