@@ -49,6 +49,7 @@ not right, and end tokens that arrive. It is small enough for two processor core
 - It recites the answers of `data/facts.toml`, {facts} in number, and picks one by the words of the question. It
   reasons about nothing, and a question that is worded very differently may get another question's answer.
 - It knows no other facts, and no language but English.
+- Names are best written in lower case: to "Does callboard support lora?" its answer is right, to "LoRA" it may not be.
 - It copies numbers into calls of a calculator, and is sometimes wrong with long ones.
 - It knows the *look* of Python: indentation, docstrings, common idioms. It does not know what
   programs mean, and the functions it writes are usually wrong. Do not run them.
