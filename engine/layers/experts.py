@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.checkpoints.shape import ExpertsShape
 from engine.errors import ConfigError
 from engine.layers.comm import Comm, Unconnected
-from engine.layers.kernels import LayerKernels
+from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.linear import ColumnLinear, Linear, RowLinear
 from engine.layers.mlp import clamped_swish, gated
 from engine.layers.router import Router
@@ -81,7 +81,7 @@ class Experts:
         self.on_gpu = device.type == "cuda"
         routed = [] if self.on_gpu else [linear for expert in self.experts for linear in expert.linears]
         self.linears = [*routed, *(self.shared.linears if self.shared else ())]
-        self._kernels: LayerKernels | None = None
+        self._kernels: DeviceKernels | None = None
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
         weights_TK, experts_TK = self.router(x_TD)
@@ -93,7 +93,7 @@ class Experts:
             out_TD += self.shared(x_TD, kernels)
         return self.comm.all_reduce(out_TD) if self.comm.size > 1 else out_TD
 
-    def _mixed_by(self, kernels: LayerKernels, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    def _mixed_by(self, kernels: DeviceKernels, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """The same as ``_mixed`` without a look at the choice, as a graph needs it."""
         shape, (gate_up, down) = self.shape, self._stacks
         biases = (gate_up.biases, down.biases if shape.divided or self.comm.rank == 0 else None)
@@ -125,7 +125,7 @@ class Experts:
         """Take the kernel of a GPU; called once, after loading.  Raises ConfigError if there is none."""
         if not self.on_gpu:
             self._stacks = []  # each expert has a layout of its own by now
-        elif kernels is None:
+        elif not isinstance(kernels, DeviceKernels):
             raise ConfigError(
                 "a mixture of experts on a GPU needs this project's Triton kernels, which cannot be used here; the log "
                 "says why; install triton, unset CALLBOARD_KERNELS, or set device.kind=cpu"

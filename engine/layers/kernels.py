@@ -3,7 +3,7 @@
 Owns: the protocol.  Does not know: kernels; ``engine/kernels/`` has them, and says what each computes.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -36,6 +36,11 @@ class LayerKernels(Protocol):
     def gated(self, gate_up_T2I: Tensor, kind: str = "silu") -> Tensor:
         """The activation of gates times what they let through."""
         ...
+
+
+@runtime_checkable
+class DeviceKernels(LayerKernels, Protocol):
+    """What those of a GPU do beside."""
 
     def mix_experts(
         self,

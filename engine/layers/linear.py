@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.comm import Comm
-from engine.layers.kernels import LayerKernels
+from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.packing import LinearKernel, PackedWeight
 from engine.layers.weights import WeightSlice, parameter, share
 
@@ -190,7 +190,7 @@ class VocabLinear(Linear):
         """Hidden states of token ids; ids below 0 or past the vocabulary are a bug of the caller."""
         if self.comm.size == 1:
             return F.embedding(token_ids_T, self.weight)
-        if kernels is not None:
+        if isinstance(kernels, DeviceKernels):
             return self.comm.all_reduce(kernels.embed_shard(token_ids_T, self.weight, self.first))
         local_T = token_ids_T - self.first
         elsewhere_T = (local_T < 0) | (local_T >= self.rows)

@@ -68,11 +68,11 @@ class RMSNorm:
         self.name = name
         self.weight = parameter(*rows, size, device=device, dtype=torch.float32 if offset else dtype)
         self._mixed = self.weight.dtype != dtype
-        self._floor: Tensor | None = None
+        self._by_length: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        if self._floor is not None:
-            return self._divide_by_length(x_TD, self._floor)
+        if self._by_length is not None:
+            return self._divide_by_length(x_TD, *self._by_length)
         if self._mixed:
             return (F.rms_norm(x_TD.float(), (self.size,), None, self.eps) * self.weight).to(x_TD.dtype)
         return self._plain(x_TD)
@@ -92,9 +92,9 @@ class RMSNorm:
         if self.offset:
             self.weight.add_(self.offset)
         is_plain = self.weight.dtype == torch.float32 and not self._mixed
-        if kernels is None and self.weight.device.type == "cpu" and is_plain:
-            self._floor = torch.tensor(math.sqrt(self.size * self.eps))
-            self.weight.mul_(math.sqrt(self.size))
+        if self.weight.device.type == "cpu" and is_plain:
+            floor = torch.tensor(math.sqrt(self.size * self.eps))
+            self._by_length = (floor, self.weight * math.sqrt(self.size))
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """What this layer reads from a checkpoint."""
@@ -103,9 +103,9 @@ class RMSNorm:
     def _plain(self, x_TD: Tensor) -> Tensor:
         return F.rms_norm(x_TD, (self.size,), self.weight, self.eps)
 
-    def _divide_by_length(self, x: Tensor, floor: Tensor) -> Tensor:
+    def _divide_by_length(self, x: Tensor, floor: Tensor, weight: Tensor) -> Tensor:
         length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)
-        return torch.div(x, length).mul_(self.weight)
+        return torch.div(x, length).mul_(weight)
 
 
 class LayerNorm:

@@ -25,6 +25,7 @@ from engine.formats.reader import LOADABLE, WeightReader
 from engine.host_memory import release_freed
 from engine.kernels.choice import choose_kernels
 from engine.layers.comm import Comm
+from engine.layers.kernels import LayerKernels
 from engine.layers.packing import Linears
 from engine.layers.weights import WeightSlice
 from engine.models.model import Model, build_model
@@ -48,15 +49,17 @@ def load_model(
     progress: bool,
     linears: Linears,
     check_room: Callable[[int], None] | None = None,
+    kernels: LayerKernels | None = None,
 ) -> Model:
     """Build this rank's part of the model and fill it.
 
     load_format 'dummy' draws every tensor from ``seed`` and its name, so all ranks and all numbers of ranks
     agree.  linears: what multiplies.  progress shows a bar on stderr.  All names, shapes and files are checked before
     memory is allocated, and check_room is told how much that will be; it raises what says that there is too little.
+    kernels: instead of those that the device has for every model.
     Raises WeightsError naming file and tensor; ConfigError if the ranks cannot share the model.
     """
-    shape, reader, kernels = spec.shape, None, choose_kernels(device)
+    shape, reader, kernels = spec.shape, None, kernels or choose_kernels(device)
     with ExitStack() as opened:
         if load_format == "safetensors":
             reader = open_reader(spec)

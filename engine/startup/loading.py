@@ -30,6 +30,7 @@ from engine.execution.stored_pages import StoredPages
 from engine.graphs.passes import build_passes
 from engine.graphs.rank import RankGraphs, StepParts
 from engine.host_memory import available_bytes
+from engine.kernels.cpu import CPUKernels, cpu_kernels
 from engine.kv.store import DIGEST_BYTES, KVStore, PageRecords
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
@@ -121,6 +122,7 @@ def load_runner(
         progress=progress,
         linears=choose_linears(config, spec, plugins, plan, device),
         check_room=lambda needed: check_weights(spec, needed, dtype, room, comm.size),
+        kernels=_small_models_kernels(config, dtype) if on_cpu and not thread_choices else None,
     )
     drafting = None
     if draft is not None:
@@ -256,6 +258,14 @@ def load_runner(
         watched = WatchedRunner(runner, rows, threads)
     adapted = watched if adapters is None else AdaptedRunner(watched, adapters)
     return adapted if drafter is None else DraftingRunner(adapted, rows, drafter, alone=comm.size == 1)
+
+
+def _small_models_kernels(config: Config, dtype: torch.dtype) -> CPUKernels | None:
+    """Those of a model on a CPU whose steps one thread runs, if they compute what it does."""
+    is_plain = dtype == torch.float32 and config.kv.kept_as("float32") in ("", "float32")
+    if torch.get_num_threads() > 1 or not is_plain or config.model.numerics == "invariant":
+        return None
+    return cpu_kernels()
 
 
 def _check_device(config: Config, device: torch.device) -> None:

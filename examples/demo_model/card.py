@@ -49,6 +49,7 @@ not right, and end tokens that arrive. It is small enough for two processor core
 - It recites the answers of `data/facts.toml`, {facts} in number, and picks one by the words of the question. It
   reasons about nothing, and a question that is worded very differently may get another question's answer.
 - It knows no other facts, and no language but English.
+- Names are best written in lower case: to "Does callboard support lora?" its answer is right, to "LoRA" it may not be.
 - It copies numbers into calls of a calculator, and is sometimes wrong with long ones.
 - It knows the *look* of Python: indentation, docstrings, common idioms. It does not know what
   programs mean, and the functions it writes are usually wrong. Do not run them.
@@ -72,7 +73,8 @@ examinations in `data/` were written for this model.
 ## Train it again
 
     python examples/demo_model/train.py --help      Python, from nothing
-    python examples/demo_model/teach.py --help      conversations, from the weights in this folder
+    python examples/demo_model/teach.py --help      conversations, from the weights in this folder;
+                                                    --teacher for Python alone, from a folder of train.py's
 
 `corpus.py` and `chat_examples.py` choose the text, `vocabulary.py` the tokens and the chat template,
 `network.py` the shape and the optimizers; `loop.py` and `checkpoint.py` train. `forms.py`, `others.py`, `tools.py` and
@@ -171,7 +173,7 @@ def results(facts: CardFacts) -> str:
         f"{held_out.tokens:,} tokens of {facts.counts['held_out_files']} files "
         f"({held_out.bytes:,} bytes, {bytes_per_token:.2f} per token), which no part of the "
         "training has seen. "
-        f"Before it was taught to talk it was {facts.python['nats_per_token']:.3f}: talking has cost some Python.\n\n"
+        f"Before it was taught to talk it was {facts.python['nats_per_token']:.3f}.\n\n"
         + table(rows, ("on the held-out files", "bits per byte"))
         + f"\nThe n-gram is the best of orders 1 to {max(baseline.bits_by_order)}. Whether the "
         "whole context is of use, by position in the window:\n\n"

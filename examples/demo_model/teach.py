@@ -14,12 +14,13 @@ import checkpoint
 import numpy as np
 import torch
 from checkpoint import Progress
-from corpus import Corpus, build_corpus, stdlib_root
+from corpus import Corpus, SourceFile, build_corpus, stdlib_root
 from exam import examination, marks, passed
 from export import export
 from forms import Fact, read_facts
 from lessons import IGNORED, batches
 from loop import describe_hardware
+from measure import measure_held_out
 from network import Optimizers, Shape, build_model, lr_scale
 from talks import Probe, Talks
 from tokenizers import Tokenizer
@@ -30,7 +31,8 @@ from vocabulary import Tokens, pack_training_stream
 
 HERE = Path(__file__).resolve().parent
 EXPLANATION = """\
-Continues from the weights in this folder, which train.py has made of Python alone, in three steps:
+Continues from the weights in this folder in three steps.  They may be those that train.py has made of Python alone,
+or have been taught by this script before; then --teacher names a folder with those of Python alone.
 
   1. train     conversations made of data/facts.toml, and Python so that it is not forgotten: what is written
                and what the weights of before expected there; until --minutes are spent
@@ -60,6 +62,7 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="stop after training; the same command with --resume does the rest later",
     )
+    add("--teacher", type=Path, default=HERE, help="folder with the model of Python alone (default: this folder)")
     add("--note", help="a remark on how this run went, kept with it and shown in the card")
     add("--seed", type=int, default=0, help="fixes the order of conversations and of Python (default 0)")
     add("--tokens-per-step", type=int, default=768, help="tokens of conversations in a step (default 768)")
@@ -124,12 +127,12 @@ def train_step(
     return float(told.detach()) / taught
 
 
-def python_teacher(work_dir: Path) -> Qwen3ForCausalLM:
-    """The model of Python alone, as it was when the run began; `work_dir` keeps it."""
+def python_teacher(work_dir: Path, source: Path) -> Qwen3ForCausalLM:
+    """The model of Python alone, as it was in `source` when the run began; `work_dir` keeps it."""
     kept = work_dir / "python"
     if not kept.exists():
         kept.mkdir()
-        shutil.copy(HERE / "model.safetensors", kept)
+        shutil.copy(source / "model.safetensors", kept)
     teacher = build_model(Shape(), 0)
     checkpoint.load_weights(kept, teacher)
     return teacher.eval().requires_grad_(False)
@@ -151,7 +154,7 @@ class Lessons:
             checkpoint.load_weights(HERE, self.model)
         else:
             self.now = checkpoint.load(found, self.model, self._optimizers)
-        self._teacher = python_teacher(arguments.work_dir)
+        self._teacher = python_teacher(arguments.work_dir, arguments.teacher)
         if arguments.note:
             self.now.notes.append(arguments.note)
         seed = arguments.seed + 1000 + self.now.step
@@ -159,8 +162,8 @@ class Lessons:
             tokenizer, Talks(facts, random.Random(seed)), arguments.tokens_per_step, random.Random(seed)
         )
 
-    def train(self, probes: list[Probe]) -> None:
-        """Train until the budget is spent; examine with `probes` now and then."""
+    def train(self, probes: list[Probe], held_out: list[SourceFile]) -> None:
+        """Train until the budget is spent; examine with `probes`, and with files of Python, now and then."""
         now, budget = self.now, self.arguments.minutes * 60
         if now.seconds >= budget:
             return
@@ -179,7 +182,9 @@ class Lessons:
             bar.update(spent)
             if now.step % EXAMINE_EVERY == 0:
                 self.model.eval()
-                tqdm.write(f"{now.step}: {marks(probes, passed(self.model, self._tokenizer, probes))}")
+                python = measure_held_out(self.model, self._tokenizer, held_out).nats_per_token
+                graded = marks(probes, passed(self.model, self._tokenizer, probes))
+                tqdm.write(f"{now.step}: Python {python:.3f} nats per token, {graded}")
                 self.model.train()
             if now.seconds - saved > CHECKPOINT_SECONDS:
                 checkpoint.save(self.arguments.work_dir, self.model, self._optimizers, now)
@@ -225,9 +230,9 @@ def main() -> None:
     facts = read_facts()
     lessons = Lessons(arguments, tokenizer, stream, facts)
     probes = examination(Talks(facts, random.Random(1)))
-    lessons.train(random.Random(2).sample(probes, 200))
+    corpus = build_corpus(stdlib_root(), arguments.seed)
+    lessons.train(random.Random(2).sample(probes, 400), corpus.held_out[::8])
     if not arguments.no_export:
-        corpus = build_corpus(stdlib_root(), arguments.seed)
         counts = counted(corpus, stream, facts)
         export(lessons.model, corpus, counts, lessons.now, work_dir, arguments.out_dir, arguments.seed)
 

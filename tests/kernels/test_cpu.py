@@ -1,0 +1,139 @@
+"""The kernels of a small model on a CPU, next to what they replace."""
+
+import logging
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from callboard import LLM, SamplingParams
+from engine.kernels.choice import VARIABLE
+from engine.kernels.cpu import CPUKernels, cpu_kernels
+from engine.layers.norm import HeadNorm, RMSNorm
+from engine.layers.rotary import Rotary
+
+CPU = torch.device("cpu")
+EPS = 1e-6
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+
+
+@pytest.fixture(autouse=True)
+def anew(monkeypatch, tmp_path):
+    """Nothing compiled yet, in this process or before it."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu_kernels.cache_clear()
+    yield
+    cpu_kernels.cache_clear()
+
+
+@pytest.fixture
+def kernels() -> CPUKernels:
+    found = cpu_kernels()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 256), (5, 37), (3, 1), (0, 8)])
+def test_the_sum_and_its_norm(kernels, num_tokens, size):
+    norm = RMSNorm(size, EPS, CPU, torch.float32)
+    norm.weight.normal_()
+    x_TD, update_TD = torch.randn((2, num_tokens, size))
+    expected_TD, sum_TD = norm.added(x_TD.clone(), update_TD, None), x_TD + update_TD
+    found_TD = kernels.add_norm(x_TD, update_TD, norm.weight, EPS)
+    torch.testing.assert_close(found_TD, expected_TD)
+    torch.testing.assert_close(x_TD, sum_TD, rtol=0, atol=0)
+
+
+def test_a_row_that_is_not_finite_reaches_no_other(kernels):
+    x_TD, update_TD = torch.randn((2, 4, 64))
+    x_TD[1, 3], x_TD[2, 5] = torch.nan, torch.inf
+    found_TD = kernels.add_norm(x_TD, update_TD, torch.ones(64), EPS)
+    assert found_TD[1:3].isfinite().all(-1).tolist() == [False, False]
+    assert found_TD[[0, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("num_tokens", "scale"), [(1, 1.0), (6, 0.5)])
+def test_heads_are_normed_turned_and_stored(kernels, normed, num_tokens, scale):
+    num_queries, num_keys, size, num_slots = 4, 2, 64, 32
+    rotary = Rotary(torch.rand(size // 2), scale, torch.float32)
+    norm = HeadNorm(num_queries, num_keys, size, EPS, CPU, torch.float32)
+    norm.weight.normal_()
+    qkv_TAH = torch.randn((num_tokens, num_queries + 2 * num_keys, size))
+    positions_T = torch.randint(2000, (num_tokens,))
+    slots_T = torch.randperm(num_slots)[:num_tokens]
+    keys_SGH, values_SGH = torch.zeros((2, num_slots, num_keys, size))
+
+    rotated = num_queries + num_keys
+    turned = qkv_TAH[:, :rotated]
+    expected_TAH = rotary.rotate(norm(turned) if normed else turned, rotary.angles(positions_T))
+    expected_keys, expected_values = keys_SGH.clone(), values_SGH.clone()
+    expected_keys[slots_T], expected_values[slots_T] = expected_TAH[:, num_queries:], qkv_TAH[:, rotated:]
+
+    (angles_TH,) = rotary.angles(positions_T, kernels)
+    weight = norm.weight if normed else None
+    q_TQH = kernels.rotate_and_store(qkv_TAH, weight, EPS, angles_TH, keys_SGH, values_SGH, slots_T)
+    torch.testing.assert_close(q_TQH, expected_TAH[:, :num_queries])
+    torch.testing.assert_close(keys_SGH, expected_keys)
+    torch.testing.assert_close(values_SGH, expected_values, rtol=0, atol=0)
+
+
+def test_a_slot_below_zero_stores_nothing_and_one_beyond_the_pool_is_refused(kernels):
+    keys_SGH, values_SGH = torch.zeros((2, 8, 1, 4))
+    qkv_TAH, angles_TH = torch.ones((2, 3, 4)), torch.ones((2, 4))
+    kernels.rotate_and_store(qkv_TAH, None, 0.0, angles_TH, keys_SGH, values_SGH, torch.tensor([-1, 7]))
+    assert values_SGH.sum((1, 2)).tolist() == [0.0] * 7 + [4.0]
+    assert keys_SGH[:7].eq(0).all()
+    with pytest.raises(IndexError, match="slot 8 of token 1"):
+        kernels.rotate_and_store(qkv_TAH, None, 0.0, angles_TH, keys_SGH, values_SGH, torch.tensor([0, 8]))
+
+
+def test_a_model_writes_the_same_with_and_without(monkeypatch):
+    calls = []
+    stored = CPUKernels.rotate_and_store
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return stored(*arguments)
+
+    def written() -> list[str]:
+        config = {"device": {"threads": 1}}
+        with LLM("examples/demo_model", config=config) as llm:
+            prompts = ["What is a page?", "def f(", "import sys\n" * 20]
+            return [one.text for one in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))]
+
+    monkeypatch.setattr(CPUKernels, "rotate_and_store", counted)
+    with_kernels = written()
+    assert len(calls) >= 24 * 5
+    calls.clear()
+    monkeypatch.setenv(VARIABLE, "torch")
+    cpu_kernels.cache_clear()
+    assert written() == with_kernels
+    assert not calls
+
+
+def test_the_second_start_compiles_nothing(monkeypatch, kernels):
+    def compiled(*arguments, **options):
+        raise AssertionError("compiled again")
+
+    cpu_kernels.cache_clear()
+    monkeypatch.setattr(subprocess, "run", compiled)
+    assert cpu_kernels() is not None
+
+
+def test_torch_does_the_work_where_there_is_no_compiler_and_where_it_fails(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert cpu_kernels() is None
+    assert "there is no C compiler" in caplog.text
+    monkeypatch.setenv("CC", "false")
+    cpu_kernels.cache_clear()
+    assert cpu_kernels() is None
+    assert "cannot compile cpu.c" in caplog.text
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setenv(VARIABLE, "torch")
+    cpu_kernels.cache_clear()
+    assert cpu_kernels() is None
