@@ -466,6 +466,18 @@ class StorageSection(Section, frozen=True):
             description="Where files, batches, stored responses, the journal and recordings lie; empty: nothing is written"
         ),
     ] = ""
+    recording_mb: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=4096,
+            description="Memory for the last minutes of what the scheduler was told, written to the folder when something goes wrong; 0 for no recording",
+        ),
+    ] = 32
+    recording_prompts: Annotated[
+        Literal["whole", "hashed"],
+        Meta(description="Tokens in recordings: as they are, or replaced by others of the same equality"),
+    ] = "hashed"
 
 
 class ModelTable(Section, frozen=True):

@@ -8,6 +8,8 @@ import logging
 import math
 import random
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,8 @@ from engine.plugins.observers import Observers
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import check_named, expected_context
 from engine.plugins.structured import plugin_grammars, plugin_processors
+from engine.recording.blueprint import DECIDERS, Blueprint, without_secrets
+from engine.recording.recorder import RecordedScheduler, Recorder
 from engine.scheduling.planner import Planner
 from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits
@@ -52,6 +56,7 @@ log = logging.getLogger(__name__)
 SCORED_LOGITS = 1 << 24  # logits of prompt tokens in a step, 64 MB in float32
 MIN_SCORED_CHUNK = 16
 RESTART_WINDOW_S = 300.0  # over which restarts are counted
+WAITED_S = 30.0  # before a request's first step, for a recording to be written
 READ_AT_ONCE = 256  # messages; no less than what a link delivers before others get their turn
 
 
@@ -134,7 +139,9 @@ class System:
             intensity=RestartIntensity(placement.max_restarts, RESTART_WINDOW_S),
             step_timeout_s=placement.step_timeout_s,
         )
-        self.scheduler = Scheduler(
+        self.recorder = self._new_recorder()
+        new_scheduler = Scheduler if self.recorder is None else partial(RecordedScheduler, recorder=self.recorder)
+        self.scheduler: Scheduler = new_scheduler(
             capacity=capacity,
             overlap_depth=config.scheduler.overlap_depth,
             page_size=config.kv.page_size,
@@ -274,13 +281,20 @@ class System:
         return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=settings.most_tokens)
 
     def _new_planner(self, num_pages: int) -> Planner:
+        limits = replace(self._limits(), num_pages=num_pages)
+        strategy = plugin_strategy(self._plugins, self.config, num_pages)
+        clock = time.monotonic if self.recorder is None else self.recorder.clock
+        return Planner(limits, strategy, self._policy, clock, self._drafts)
+
+    def _limits(self) -> PlannerLimits:
+        """Returns the planner's limits, but for the size of the pool."""
         scheduler, kv = self.config.scheduler, self.config.kv
-        limits = PlannerLimits(
+        return PlannerLimits(
             max_running=scheduler.max_running,
             max_step_tokens=scheduler.max_step_tokens,
             prefill_chunk=scheduler.prefill_chunk,
             page_size=kv.page_size,
-            num_pages=num_pages,
+            num_pages=0,
             max_len=self._row_len,
             eos_token_ids=self.spec.eos_token_ids,
             num_host_pages=kv.num_host_pages,
@@ -291,8 +305,30 @@ class System:
             num_slots=self.config.lora.max_adapters if self.config.lora.folder else 0,
             scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
         )
-        strategy = plugin_strategy(self._plugins, self.config, num_pages)
-        return Planner(limits, strategy, self._policy, time.monotonic, self._drafts)
+
+    def _new_recorder(self) -> Recorder | None:
+        """Returns what records the scheduler, where there is a folder for it."""
+        storage = self.config.storage
+        if not storage.folder or not storage.recording_mb:
+            return None
+        names = {kind: self._plugins.names[kind] for kind in DECIDERS if kind in self._plugins.names}
+        blueprint = Blueprint(
+            limits=self._limits(),
+            overlap_depth=self.config.scheduler.overlap_depth,
+            vocab_size=self.spec.vocab_size,
+            max_len=self.max_len,
+            names=names,
+            config=without_secrets(self.config, names),
+            draft=self._draft,
+        )
+        return Recorder(
+            blueprint,
+            self._plugins,
+            folder=Path(storage.folder, "recordings"),
+            limit_bytes=storage.recording_mb << 20,
+            prompts=storage.recording_prompts,
+            waited_s=self.config.limits.first_token_timeout_s or WAITED_S,
+        )
 
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises what the loading raised."""

@@ -58,8 +58,7 @@ class Planner:
         self._forecast = OutputForecast()
         self._decodes = Decodes(self._rows, self._page_manager)
         self._quarantine = Quarantine(waiting_queue(policy, self._rows))
-        # A suspect is the only one to run when its turn comes, and so must not give it up for a while.
-        self._fetches = Fetches(limits, self._page_manager, lambda: not self._quarantine.is_on)
+        self._fetches = Fetches(limits, self._page_manager, self._quarantine.lets_wait)
         self._prefills = Prefills(
             limits, self._rows, self._page_manager, self._quarantine, self._forecast, self._fetches
         )

@@ -1,0 +1,311 @@
+"""The flight recorder: the last minutes of what the scheduler was told, to be replayed when something has gone wrong.
+
+Owns: a ring of turns of bounded size, a scheduler that lags behind by the ring's length, and when a file is written.
+Does not know: what plans mean; the planner has no part in it.
+
+Where the ring is full, its oldest turn is played to the second scheduler before it is dropped.  So there is always a
+state that the ring goes on from, and it is never copied in one go: it stands still while a thread writes it.
+"""
+
+import logging
+import os
+import platform
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from engine import __version__
+from engine.actors.actor import Link
+from engine.actors.scheduler import Scheduler
+from engine.errors import CallboardError
+from engine.messages import ExecutorInbox, FetchPages, SchedulerInbox, Step, StepDone
+from engine.notices import ExecutorsLost
+from engine.plugins.manager import Plugins
+from engine.recording.blueprint import Blueprint, planning_code
+from engine.recording.file import SUFFIX, Header, write_recording
+from engine.recording.privacy import Privacy
+from engine.recording.replayed import ReplayedScheduler
+from engine.recording.state import state_entries
+from engine.recording.turns import Turn, failure_of, plan_digest
+from engine.scheduling.planner import Planner
+
+log = logging.getLogger(__name__)
+
+TURN_BYTES = 80  # what the ring takes for a turn beside its bytes
+CATCH_UP = 4  # turns that are played in one turn at most, unless the ring is at twice its size
+STALLED_S = 30.0  # as the alert CallboardStalled has it
+BETWEEN_FILES_S = 60.0  # of those that nobody asked for
+MOST_FILES = 16  # of those, in the folder; the oldest go
+AT_ONCE = 64  # entries of the state, or turns, that are written before others get their turn
+PAUSE_S = 0.0002
+T = TypeVar("T")
+ALERTS = ("died", "executors-lost", "pages-lost", "stalled", "waited")
+
+
+class Recorder:
+    """folder: where files go; it need not be there.  limit_bytes: of the ring.  prompts: 'whole' or 'hashed'.
+
+    waited_s: a request that has waited so long for its first step is worth a file.  clock: what the planner's clock
+    says, through ``clock``."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        plugins: Plugins,
+        *,
+        folder: Path,
+        limit_bytes: int,
+        prompts: str,
+        waited_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder = folder
+        self.waited_s = waited_s
+        self._privacy = Privacy(blueprint.vocab_size, hashed=prompts == "hashed")
+        eos = self._privacy.ids(blueprint.limits.eos_token_ids)
+        self._blueprint = msgspec.structs.replace(blueprint, limits=replace(blueprint.limits, eos_token_ids=eos))
+        self._plugins = plugins
+        self._limit_bytes = limit_bytes
+        self._prompts = prompts
+        self.now = clock
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Turn).decode
+        self._ring: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._behind: ReplayedScheduler | None = None
+        self._messages: list[SchedulerInbox] = []
+        self._readings: list[float] = []
+        self._plans: list[bytes] = []
+        self._alert = ""
+        self._last_alert_at = -BETWEEN_FILES_S
+        self._is_off = False
+        self._writing: threading.Thread | None = None
+        self._due: tuple[str, str] | None = None
+
+    # ---- what is recorded -------------------------------------------------------------------
+
+    def clock(self) -> float:
+        """The planner's clock, in seconds; what it says is recorded."""
+        now = self.now()
+        self._readings.append(now)
+        return now
+
+    def arrived(self, message: SchedulerInbox) -> None:
+        """The scheduler is about to handle a message."""
+        if not self._messages:
+            self._readings.clear()  # of those who look at the planner between two turns
+        self._messages.append(message)
+
+    def planned(self, plan: Step | FetchPages) -> None:
+        """The executors are told of a plan."""
+        self._plans.append(plan_digest(plan))
+
+    def turned(self, failure: str = "") -> None:
+        """A turn is over.  failure: what the scheduler has died of."""
+        if not self._messages:
+            return
+        turn = Turn(
+            tuple(map(self._privacy.message, self._messages)),
+            array("d", self._readings).tobytes(),
+            b"".join(self._plans),
+            failure,
+        )
+        self._messages, self._readings, self._plans = [], [], []
+        if self._is_off:
+            return
+        encoded = self._encode(turn)
+        self._ring.append(encoded)
+        self._num_bytes += len(encoded) + TURN_BYTES
+        if self._num_bytes > self._limit_bytes and not self._is_writing:
+            self._drop_oldest()
+        if self._alert:
+            self._write_unasked()
+        elif self._due is not None:
+            self.write(*self._due)
+
+    def alert(self, why: str) -> None:
+        """Something is wrong: a file is written when the turn is over.  why: one of ``ALERTS``."""
+        self._alert = self._alert or why
+
+    # ---- the ring ---------------------------------------------------------------------------
+
+    def _drop_oldest(self) -> None:
+        """Play what does not fit to the scheduler that lags behind."""
+        if self._behind is None:
+            self._behind = ReplayedScheduler(self._blueprint, self._plugins)
+        num_played = 0
+        while self._num_bytes > self._limit_bytes:
+            num_played += 1
+            if num_played > CATCH_UP and self._num_bytes < 2 * self._limit_bytes:
+                return
+            encoded = self._ring.popleft()
+            self._num_bytes -= len(encoded) + TURN_BYTES
+            turn: Turn = self._decode(encoded)
+            try:
+                plans = self._behind.play(turn)
+            except Exception as error:  # of plugins too; the engine goes on without a recording
+                self._give_up(failure_of(error))
+                return
+            if plans != turn.plans:
+                self._give_up("it has planned otherwise the second time")
+                return
+
+    def _give_up(self, reason: str) -> None:
+        log.error(
+            "the flight recorder is off: the scheduler cannot be replayed here: %s; a plugin that decides by more than "
+            "it is told may be the cause, or a bug",
+            reason,
+        )
+        self._is_off = True
+        self._behind = None
+        self._ring.clear()
+        self._num_bytes = 0
+
+    # ---- files ------------------------------------------------------------------------------
+
+    @property
+    def _is_writing(self) -> bool:
+        return self._writing is not None and self._writing.is_alive()
+
+    def name(self, why: str) -> str:
+        """Returns what a file that is written now is called."""
+        return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{why}-{os.getpid()}{SUFFIX}"
+
+    def write(self, why: str, name: str = "") -> None:
+        """Write what is in the ring to a file, in a thread.  name: of the file.  One is written after the other."""
+        name = name or self.name(why)
+        if self._is_off:
+            log.error("nothing is recorded any more, so %s is not written; the log says above why", name)
+            return
+        if self._is_writing:
+            self._due = (why, name)
+            return
+        self._due = None
+        arguments = (why, name, list(self._ring), PAUSE_S)
+        self._writing = threading.Thread(target=self._write, args=arguments, name="recording")
+        self._writing.start()
+
+    def write_at_last(self, why: str) -> None:
+        """The same, and wait for it: nothing comes any more."""
+        if self._writing is not None:
+            self._writing.join()
+        if self._ring:
+            self._write(why, self.name(why), list(self._ring), 0.0)
+
+    def _write_unasked(self) -> None:
+        why, self._alert = self._alert, ""
+        now = self.now()
+        if now - self._last_alert_at >= BETWEEN_FILES_S and not self._is_writing:
+            self._last_alert_at = now
+            self.write(why)
+
+    def _write(self, why: str, name: str, ring: list[bytes], pause_s: float) -> None:
+        """pause_s: how long others get between two parts of the work."""
+        header = Header(
+            version=__version__,
+            code=planning_code(),
+            python=platform.python_version(),
+            numpy=np.__version__,
+            why=why,
+            prompts=self._prompts,
+            written_at_unix_s=time.time(),
+            written_at=self.now(),
+            blueprint=self._blueprint,
+        )
+        state = () if self._behind is None else _with_pauses(state_entries(self._behind.state()), pause_s)
+        turns = _with_pauses(ring, pause_s)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if why in ALERTS:
+                _make_room(self.folder)
+            write_recording(self.folder / name, header, state, turns)
+        except (OSError, CallboardError) as error:
+            log.error("recording %s was not written: %s", self.folder / name, error)
+        else:
+            log.warning("recording written (%s): callboard replay %s", why, self.folder / name)
+
+
+def _with_pauses(items: Iterable[T], pause_s: float) -> Iterator[T]:
+    """The same.  pause_s: so long the interpreter is left to others, every now and then."""
+    for number, item in enumerate(items):
+        if pause_s and number % AT_ONCE == 0:
+            time.sleep(pause_s)
+        yield item
+
+
+def _make_room(folder: Path) -> None:
+    """For another file that nobody asked for."""
+    names = (path for path in folder.glob(f"*{SUFFIX}") if any(f"-{why}-" in path.name for why in ALERTS))
+    for path in sorted(names)[: -MOST_FILES + 1 or None]:
+        path.unlink(missing_ok=True)
+
+
+class _Told:
+    """The link to the first executor."""
+
+    def __init__(self, executor: Link[ExecutorInbox], recorder: Recorder) -> None:
+        self._executor = executor
+        self._recorder = recorder
+
+    def put(self, message: ExecutorInbox) -> None:
+        if isinstance(message, Step | FetchPages):
+            self._recorder.planned(message)
+        self._executor.put(message)
+
+
+class RecordedScheduler(Scheduler):
+    """A scheduler of which a recorder hears everything.  Its planner's clock must be the recorder's."""
+
+    def __init__(self, *, recorder: Recorder, executors: Sequence[Link[ExecutorInbox]], **others: Any) -> None:
+        told = _Told(executors[0], recorder)
+        super().__init__(executors=[told, *executors[1:]], **others)
+        self._recorder = recorder
+
+    def handle(self, message: SchedulerInbox) -> None:
+        """As a scheduler does."""
+        recorder, planner = self._recorder, self._planner
+        recorder.arrived(message)
+        if isinstance(message, ExecutorsLost) and message.is_fault:
+            recorder.alert("executors-lost")
+        elif isinstance(message, StepDone) and planner is not None and recorder.now() - planner.due_since > STALLED_S:
+            recorder.alert("stalled")
+        try:
+            super().handle(message)
+        except Exception as error:
+            recorder.turned(failure_of(error))
+            raise
+
+    def flush(self) -> None:
+        """As a scheduler does."""
+        try:
+            super().flush()
+        except Exception as error:
+            self._recorder.turned(failure_of(error))
+            raise
+        planner, stats = self._planner, self._last_stats
+        held = stats is not None and stats.pages_used > 0
+        if held and planner is not None and not planner.num_open and not planner.num_in_flight:
+            self._recorder.alert("pages-lost")
+        self._recorder.turned()
+
+    def _tell_observers(self, planner: Planner) -> None:
+        for request in planner.finished:
+            if request.queue_s is not None and request.queue_s > self._recorder.waited_s:
+                self._recorder.alert("waited")
+        super()._tell_observers(planner)
+
+    async def run(self) -> None:
+        """As a scheduler does; where an actor has crashed, the last recording is written."""
+        try:
+            await super().run()
+        except BaseException:  # another one's crash is a cancellation here
+            self._recorder.write_at_last("died")
+            raise

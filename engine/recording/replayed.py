@@ -1,0 +1,108 @@
+"""The scheduler once more: fed with recorded turns, it plans what it planned.
+
+Owns: a scheduler without peers, and its clock.  Does not know: where turns come from, who reads the plans.
+The recorder keeps one that lags behind by the length of its ring; whoever reads a recording begins with a copy of it.
+"""
+
+import logging
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from engine.actors.scheduler import Scheduler
+from engine.messages import Failed, FetchPages, Step, Tokens
+from engine.plugins.manager import Plugins
+from engine.plugins.observers import Observers
+from engine.recording.blueprint import Blueprint
+from engine.recording.turns import Turn, plan_digest
+
+
+class ReplayClock:
+    """Says what the recorded clock said; the last reading again where it said no more."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._readings: deque[float] = deque()
+
+    def load(self, readings: bytes) -> None:
+        """readings: float64[n], of the turn that begins."""
+        self._readings = deque(np.frombuffer(readings, dtype=np.float64).tolist())
+
+    def __call__(self) -> float:
+        """Seconds."""
+        if self._readings:
+            self.now = self._readings.popleft()
+        return self.now
+
+
+class Sink:
+    """A link whose messages are taken from it."""
+
+    def __init__(self) -> None:
+        self._messages: list[Any] = []
+
+    def put(self, message: Any) -> None:
+        """Keep it."""
+        self._messages.append(message)
+
+    def take(self) -> list[Any]:
+        """What has come since the last call."""
+        messages, self._messages = self._messages, []
+        return messages
+
+
+class Nobody:
+    """A link that ends."""
+
+    def put(self, message: Any) -> None:
+        """Drop it."""
+
+
+class ReplayedScheduler(Scheduler):
+    """A scheduler as the blueprint has it.
+
+    plans: of the last turn.  said: what the tokenizer would hear of it.  clock: the planner's."""
+
+    log = logging.getLogger(f"{__name__}.silent")
+    log.disabled = True  # the engine has said it all when it happened
+    OWN = ("clock", "_planner", "_results", "_num_pages", "_is_ready", "_last_stats")  # all that it has of its own
+
+    def __init__(self, blueprint: Blueprint, plugins: Plugins) -> None:
+        self.plans: list[Step | FetchPages] = []
+        self.said: list[Tokens | Failed] = []
+        self.clock = ReplayClock()
+        self._to_executors, self._to_tokenizer = Sink(), Sink()
+        nobody = Nobody()
+        super().__init__(
+            capacity=1,
+            overlap_depth=blueprint.overlap_depth,
+            page_size=blueprint.limits.page_size,
+            new_planner=lambda num_pages: blueprint.planner(plugins, num_pages, self.clock),
+            executors=[self._to_executors, *[nobody] * (blueprint.limits.num_ranks - 1)],
+            explain=nobody.put,
+            tokenizer=self._to_tokenizer,
+            ingress=nobody,
+            observers=Observers(Plugins({}), {}, page_size=blueprint.limits.page_size),
+        )
+
+    def play(self, turn: Turn) -> bytes:
+        """Handle a turn; returns the digests of its plans.  Raises what the scheduler raises."""
+        self.clock.load(turn.readings)
+        self.plans, self.said = [], []
+        try:
+            for message in turn.messages:
+                self.handle(message)
+            self.flush()
+        finally:
+            self.plans, self.said = self._to_executors.take(), self._to_tokenizer.take()
+        return b"".join(map(plan_digest, self.plans))
+
+    def state(self) -> dict[str, Any]:
+        """Everything that decides what comes next, as it is: nothing may be played while it is read."""
+        return {name: getattr(self, name) for name in self.OWN}
+
+    def begin_with(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state`` returned."""
+        for name in self.OWN:
+            setattr(self, name, state[name])
