@@ -6,6 +6,7 @@ The recorder keeps one that lags behind by the length of its ring; whoever reads
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,32 +38,17 @@ class ReplayClock:
 
 
 class Sink:
-    """A link whose messages are taken from it."""
+    """A link to a function."""
 
-    def __init__(self) -> None:
-        self._messages: list[Any] = []
-
-    def put(self, message: Any) -> None:
-        """Keep it."""
-        self._messages.append(message)
-
-    def take(self) -> list[Any]:
-        """What has come since the last call."""
-        messages, self._messages = self._messages, []
-        return messages
-
-
-class Nobody:
-    """A link that ends."""
-
-    def put(self, message: Any) -> None:
-        """Drop it."""
+    def __init__(self, put: Callable[[Any], None]) -> None:
+        self.put = put
 
 
 class ReplayedScheduler(Scheduler):
     """A scheduler as the blueprint has it.
 
-    plans: of the last turn.  said: what the tokenizer would hear of it.  clock: the planner's."""
+    plans: of the last turn.  said: what the tokenizer would hear of it.  on_plan: told of each plan when it is made.
+    clock: the planner's."""
 
     log = logging.getLogger(f"{__name__}.silent")
     log.disabled = True  # the engine has said it all when it happened
@@ -71,32 +57,45 @@ class ReplayedScheduler(Scheduler):
     def __init__(self, blueprint: Blueprint, plugins: Plugins) -> None:
         self.plans: list[Step | FetchPages] = []
         self.said: list[Tokens | Failed] = []
+        self.on_plan: Callable[[Step | FetchPages], None] | None = None
         self.clock = ReplayClock()
-        self._to_executors, self._to_tokenizer = Sink(), Sink()
-        nobody = Nobody()
+        self.num_ranks = blueprint.limits.num_ranks
+        nobody = Sink(lambda message: None)
         super().__init__(
             capacity=1,
             overlap_depth=blueprint.overlap_depth,
             page_size=blueprint.limits.page_size,
             new_planner=lambda num_pages: blueprint.planner(plugins, num_pages, self.clock),
-            executors=[self._to_executors, *[nobody] * (blueprint.limits.num_ranks - 1)],
+            executors=[Sink(self._note_plan), *[nobody] * (self.num_ranks - 1)],
             explain=nobody.put,
-            tokenizer=self._to_tokenizer,
+            tokenizer=Sink(lambda message: self.said.append(message)),
             ingress=nobody,
             observers=Observers(Plugins({}), {}, page_size=blueprint.limits.page_size),
         )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there are executors."""
+        return self._is_ready
+
+    @property
+    def num_pages(self) -> int:
+        """Of the pool; 0 before there was one."""
+        return self._num_pages
 
     def play(self, turn: Turn) -> bytes:
         """Handle a turn; returns the digests of its plans.  Raises what the scheduler raises."""
         self.clock.load(turn.readings)
         self.plans, self.said = [], []
-        try:
-            for message in turn.messages:
-                self.handle(message)
-            self.flush()
-        finally:
-            self.plans, self.said = self._to_executors.take(), self._to_tokenizer.take()
+        for message in turn.messages:
+            self.handle(message)
+        self.flush()
         return b"".join(map(plan_digest, self.plans))
+
+    def _note_plan(self, plan: Step | FetchPages) -> None:
+        self.plans.append(plan)
+        if self.on_plan is not None:
+            self.on_plan(plan)
 
     def state(self) -> dict[str, Any]:
         """Everything that decides what comes next, as it is: nothing may be played while it is read."""

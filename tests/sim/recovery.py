@@ -23,7 +23,7 @@ from engine.workers.worker import Reports, WorkerLost
 from tests.sim.failures import SimCrash, SimFailure, SimIncorrect, SimStuck
 from tests.sim.loop import SimDeadlock, SimLivelock, SimLoop
 from tests.sim.luck import luck
-from tests.sim.shrink import shrink
+from engine.recording.shrink import shrink
 from tests.sim.traffic import KINDS, Traffic
 
 SILENCE_S = 1.0

@@ -31,7 +31,7 @@ from rich.table import Table
 from tests.sim.dice import draw
 from tests.sim.failures import SimStuck
 from tests.sim.scenario import describe
-from tests.sim.shrink import shrink
+from engine.recording.shrink import shrink
 from tests.sim.world import Outcome, World
 
 REPOSITORY = Path(__file__).parents[2]
