@@ -167,9 +167,13 @@ class System:
             max_running=config.scheduler.max_running,
             decode=self._codec.decode,
             clock=time.monotonic,
+            recorder=self.recorder,
         )
         if isinstance(self.entrance, RemoteIngress):
-            self.entrance.connect(look=self.monitor.snapshot, watch=self.monitor.watch, profile=self.monitor.profile)
+            monitor = self.monitor
+            self.entrance.connect(
+                look=monitor.snapshot, watch=monitor.watch, profile=monitor.profile, record=monitor.record
+            )
 
     @property
     def ingress(self) -> Ingress:

@@ -60,6 +60,12 @@ class GetSnapshot(Message, frozen=True):
     board: bool = False
 
 
+class Record(Message, frozen=True):
+    """Write what the scheduler was told lately to a file.  name: of the file, in the folder of recordings."""
+
+    name: str
+
+
 class Subscribe(Message, frozen=True):
     """Send ``RequestsFinished`` for every request that ends from now on."""
 

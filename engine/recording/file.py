@@ -5,7 +5,9 @@ The file is a line that names the format and then frames: length, CRC-32 and kin
 was cut is read up to its last whole frame; nothing in a file is run.
 """
 
+import os
 import struct
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -29,6 +31,13 @@ MOST_FRAME_BYTES = 1 << 30  # of one frame, unpacked
 LEVEL = 1
 
 T = TypeVar("T")
+
+
+def file_name(why: str) -> str:
+    """Returns what a recording is called that is written now."""
+    now = time.time()
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now))
+    return f"{stamp}{int(now % 1 * 1000):03}-{why}-{os.getpid()}{SUFFIX}"
 
 
 class RecordingError(CallboardError):

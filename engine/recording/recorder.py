@@ -8,7 +8,6 @@ state that the ring goes on from, and it is never copied in one go: it stands st
 """
 
 import logging
-import os
 import platform
 import threading
 import time
@@ -30,7 +29,7 @@ from engine.messages import ExecutorInbox, FetchPages, SchedulerInbox, Step, Ste
 from engine.notices import ExecutorsLost
 from engine.plugins.manager import Plugins
 from engine.recording.blueprint import Blueprint, planning_code
-from engine.recording.file import SUFFIX, Header, write_recording
+from engine.recording.file import SUFFIX, Header, file_name, write_recording
 from engine.recording.privacy import Privacy
 from engine.recording.replayed import ReplayedScheduler
 from engine.recording.state import state_entries
@@ -175,13 +174,9 @@ class Recorder:
     def _is_writing(self) -> bool:
         return self._writing is not None and self._writing.is_alive()
 
-    def name(self, why: str) -> str:
-        """Returns what a file that is written now is called."""
-        return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{why}-{os.getpid()}{SUFFIX}"
-
     def write(self, why: str, name: str = "") -> None:
         """Write what is in the ring to a file, in a thread.  name: of the file.  One is written after the other."""
-        name = name or self.name(why)
+        name = Path(name).name or file_name(why)
         if self._is_off:
             log.error("nothing is recorded any more, so %s is not written; the log says above why", name)
             return
@@ -198,7 +193,7 @@ class Recorder:
         if self._writing is not None:
             self._writing.join()
         if self._ring:
-            self._write(why, self.name(why), list(self._ring), 0.0)
+            self._write(why, file_name(why), list(self._ring), 0.0)
 
     def _write_unasked(self) -> None:
         why, self._alert = self._alert, ""

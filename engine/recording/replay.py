@@ -45,6 +45,7 @@ class Replay:
     recording: Recording
     check_every: int = 1
     tells: bool = True
+    num_turns: int = 0
     num_plans: int = 0
     fault: str = ""
     _now: "hashlib._Hash" = field(default_factory=hashlib.sha256)
@@ -72,7 +73,7 @@ class Replay:
             self._then.update(turn.plans)
             if first_at is None and turn.readings:
                 first_at = float(np.frombuffer(turn.readings, dtype=np.float64)[0])
-            self.num_plans += len(scheduler.plans)
+            self.num_turns, self.num_plans = number + 1, self.num_plans + len(scheduler.plans)
             self.fault = fault
             yield Played(
                 number,

@@ -27,6 +27,7 @@ from server.models.model import Model
 from server.models.models import Models
 from server.models.routes import ModelsRoutes, counts
 from server.operators.administration import administration_routes
+from server.operators.recording import PATH as RECORDING
 from server.operators.site import FILES, SITE_ROUTES, Site
 from server.operators.status import Load
 from server.replicas.administration import FleetAdministration
@@ -41,7 +42,16 @@ from server.run.serve import listen_for_signals
 
 log = logging.getLogger(__name__)
 
-POSTED = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", COUNT, "/start_profile", "/stop_profile")
+POSTED = (
+    "/tokenize",
+    "/v1/tokenize",
+    "/detokenize",
+    "/v1/detokenize",
+    COUNT,
+    "/start_profile",
+    "/stop_profile",
+    RECORDING,
+)
 LOOKED_AT = (
     "/stats", "/tokenizer_info", "/server_info", "/get_server_info", "/model_info", "/get_model_info",
     "/health_generate",

@@ -32,6 +32,8 @@ from server.operators.adapters import LOAD, UNLOAD, AdapterRoutes
 from server.operators.administration import AdministrationRoutes, administration_routes
 from server.operators.metrics import MetricsRoute
 from server.operators.profiling import ProfileRoutes
+from server.operators.recording import PATH as RECORDING
+from server.operators.recording import RecordingRoute
 from server.operators.site import FILES, SITE_ROUTES, Site
 from server.operators.stats import StatsRoute
 from server.operators.status import ProbeRoute, StatusRoutes
@@ -154,6 +156,7 @@ def _operators_routes(
         *administration_routes(administration.abort, administration.reset),
         web.post("/start_profile", profiling.start),
         web.post("/stop_profile", profiling.stop),
+        web.post(RECORDING, RecordingRoute(backend.monitor, backend.card.recordings).post),
         web.get("/openapi.json", openapi_handler(version)),
     ]
 

@@ -19,6 +19,8 @@ from server.openai.tokenization import DetokenizeAnswer, DetokenizeBody, Tokeniz
 from server.operators.adapters import LOAD, UNLOAD, AdapterAnswer, LoadBody, UnloadBody
 from server.operators.administration import AbortAnswer, AbortBody, ResetAnswer
 from server.operators.profiling import ProfileAnswer
+from server.operators.recording import PATH as RECORDING
+from server.operators.recording import RecordingAnswer
 from server.operators.status import HealthBody, Load, ModelInfo, ServerInfo
 from server.pooling.classify import ClassificationList, ClassifyBody
 from server.pooling.embeddings import EmbeddingBody, EmbeddingList
@@ -92,6 +94,7 @@ OPERATIONS = (
     Operation("post", UNLOAD, "Serve an adapter no more.", AdapterAnswer, UnloadBody),
     Operation("post", "/start_profile", "Record steps for a profiler.", ProfileAnswer),
     Operation("post", "/stop_profile", "Write what is recorded.", ProfileAnswer),
+    Operation("post", RECORDING, "Write what the scheduler was told lately to a file.", RecordingAnswer),
     Operation("get", "/server_info", "What is served, and its limits.", ServerInfo),
     Operation("get", "/model_info", "The served model, as SGLang has it.", ModelInfo),
     Operation("get", "/load", "How many requests there are.", Load),
