@@ -9,6 +9,7 @@ that each request had at these positions.  What was played in the end is recorde
 """
 
 import re
+import time
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
-from engine.messages import FetchPages, PagesFetched, SchedulerInbox, Step, StepDone, StepExtras
+from engine.messages import Admit, FetchPages, PagesFetched, SchedulerInbox, Step, StepDone, StepExtras
 from engine.notices import ExecutorsLost, ExecutorsReady
 from engine.plugins.manager import Plugins
 from engine.recording.file import Recording
@@ -211,17 +212,39 @@ def shrunk(recording: Recording, limit_s: float, plugins: Plugins | None = None)
         if _kind(play_ops(bare, story, begun, plugins)[0]) == kind:
             recording, ops = bare, begun
 
-    def fails(numbers: list[int], _: int) -> bool:
-        return _kind(play_ops(recording, story, [ops[number] for number in numbers], plugins)[0]) == kind
+    def fails(ops: list[Op]) -> bool:
+        return _kind(play_ops(recording, story, ops, plugins)[0]) == kind
 
-    everything = list(range(len(ops)))
-    if not fails(everything, 0):  # only its own timing brings it about
+    def fewest(ops: list[Op], limit_s: float) -> list[Op]:
+        numbers, _ = shrink(list(range(len(ops))), [0], lambda left, _: fails([ops[one] for one in left]), limit_s)
+        return [ops[number] for number in numbers]
+
+    if not fails(ops):  # only its own timing brings it about
         return None
-    left, _ = shrink(everything, [0], fails, limit_s)
-    fault, turns = play_ops(recording, story, [ops[number] for number in left], plugins)
+    ends_at = time.monotonic() + limit_s
+    ops = fewest(ops, 0.8 * limit_s)
+    for number in range(len(ops)):
+        for shorter in _shorter(ops[number]):
+            if time.monotonic() < ends_at and fails(tried := [*ops[:number], shorter, *ops[number + 1 :]]):
+                ops = tried
+                break
+    # Shorter outputs need fewer steps.
+    ops = fewest(ops, max(0.0, ends_at - time.monotonic()))
+    fault, turns = play_ops(recording, story, ops, plugins)
     why = f"shrunk from {len(story.ops)} operations: {fault}"
     header = msgspec.structs.replace(recording.header, why=why)
     return Recording(header, recording.state, turns), fault, len(story.ops)
+
+
+def _shorter(op: Op) -> Iterator[Op]:
+    """The same request with fewer tokens of output, the fewest first."""
+    message = op.message
+    if isinstance(message, Admit):
+        most = message.params.max_tokens
+        for count in (1, 2, 4, 8, 16):
+            if (most is None or count < most) and message.params.min_tokens <= count:
+                params = msgspec.structs.replace(message.params, max_tokens=count)
+                yield replace(op, message=msgspec.structs.replace(message, params=params))
 
 
 def _kind(fault: str) -> str:

@@ -5,7 +5,7 @@ Owns: how a recorder gets into a simulated engine.  Does not know: what is done 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from unittest import mock
 
 import msgspec
 
-from engine.config import Config
+from engine.config import Config, build_config
 from engine.plugins.manager import Plugins
 from engine.recording import state
 from engine.recording.blueprint import Blueprint
@@ -22,10 +22,12 @@ from engine.recording.recorder import RecordedScheduler, Recorder
 from engine.scheduling.planner import Planner
 from engine.scheduling.rows import PlannerLimits
 from tests.sim import assembly, probe
-from tests.sim.dice import draw
 from tests.sim.oracle import VOCAB
 from tests.sim.scenario import Scenario
 from tests.sim.world import World
+
+BUILD = probe.build_planner
+NO_LIMIT = 1 << 30
 
 
 class SimBlueprint(Blueprint, frozen=True):
@@ -34,20 +36,24 @@ class SimBlueprint(Blueprint, frozen=True):
     setup: Any = None
 
     def planner(self, plugins: Plugins, num_pages: int, clock: Any) -> Planner:
-        return ORIGINAL(replace(self.setup, record_events=False), num_pages, clock)
+        return BUILD(replace(self.setup, record_events=False), num_pages, clock)
 
 
-ORIGINAL = probe.build_planner
-
-
-def blueprint_of(scenario: Scenario) -> SimBlueprint:
+def blueprint_of(scenario: Scenario, proposer: str = "") -> Blueprint:
+    """The simulation's own planner; with a proposer, one of the plugins that are named."""
     setup = scenario.setup
     limits = PlannerLimits(
         max_running=setup.max_running, max_step_tokens=setup.max_step_tokens, prefill_chunk=setup.prefill_chunk,
         page_size=setup.page_size, num_pages=setup.num_pages, max_len=setup.max_len, eos_token_ids=setup.eos_token_ids,
+        num_host_pages=setup.num_host_pages, itl_target_s=setup.itl_target_s, store_timeout_s=setup.store_timeout_s,
+        num_slots=setup.num_slots,
     )  # fmt: skip
     names = {"eviction": f"eviction.{setup.eviction}", "policy": f"policy.{setup.policy}"}
-    return SimBlueprint(limits, setup.overlap, VOCAB, setup.max_len, names, Config(), setup=setup)
+    config = build_config(Config(), {"kv": {"page_size": setup.page_size}})
+    if proposer:
+        names["proposer"] = f"proposer.{proposer}"
+        return Blueprint(limits, setup.overlap, VOCAB, setup.max_len, names, config)
+    return SimBlueprint(limits, setup.overlap, VOCAB, setup.max_len, names, config, setup=setup)
 
 
 @contextmanager
@@ -57,33 +63,41 @@ def strange_plugins() -> Iterator[None]:
         yield
 
 
-def run_recorded(scenario: Scenario, folder: Path, limit_bytes: int, prompts: str = "whole") -> tuple[World, Recorder]:
-    """A run with a recorder; it writes nothing that nobody asks for."""
-    recorder = Recorder(
-        blueprint_of(scenario), Plugins({}), folder=folder, limit_bytes=limit_bytes, prompts=prompts, waited_s=1e9
-    )
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that is over."""
+
+    world: World
+    recorder: Recorder
+    blueprint: Blueprint
+    folder: Path
+
+    def recording(self, name: str = "run.cbr") -> Recording:
+        """What the recorder has, written and read again."""
+        self.recorder.write("test", name)
+        assert self.recorder._writing is not None
+        self.recorder._writing.join()
+        recording = read_recording(self.folder / name)
+        blueprint = msgspec.structs.replace(self.blueprint, limits=recording.header.blueprint.limits)
+        return replace(recording, header=msgspec.structs.replace(recording.header, blueprint=blueprint))
+
+
+def recorded_run(
+    scenario: Scenario, folder: Path, *, limit_bytes: int = NO_LIMIT, prompts: str = "whole", proposer: str = ""
+) -> Run:
+    """A run with a recorder, which writes nothing that nobody asks for.  proposer: a plugin; '' for the setup's."""
+    blueprint = blueprint_of(scenario, proposer)
+    plugins = blueprint.plugins()
+    recorder = Recorder(blueprint, plugins, folder=folder, limit_bytes=limit_bytes, prompts=prompts, waited_s=1e9)
     recorder.alert = lambda why: None  # type: ignore[method-assign]
     recorder.write_at_last = lambda why: None  # type: ignore[method-assign]
 
     def build(setup: Any, num_pages: int, clock: Any) -> Planner:
         recorder.now = clock
-        return ORIGINAL(setup, num_pages, recorder.clock)
+        return blueprint.planner(plugins, num_pages, recorder.clock)
 
     scheduler = partial(RecordedScheduler, recorder=recorder)
     with mock.patch.object(assembly, "Scheduler", scheduler), mock.patch.object(probe, "build_planner", build):
         world = World(scenario)
         world.run()
-    return world, recorder
-
-
-def written(recorder: Recorder, folder: Path, scenario: Scenario, name: str = "run.cbr") -> Recording:
-    """What it writes now, read again."""
-    recorder.write("test", name)
-    assert recorder._writing is not None
-    recorder._writing.join()
-    recording = read_recording(folder / name)
-    header = msgspec.structs.replace(recording.header, blueprint=blueprint_of(scenario))
-    return Recording(header, recording.state, recording.turns, recording.torn)
-
-
-__all__ = ["blueprint_of", "draw", "run_recorded", "strange_plugins", "written"]
+    return Run(world, recorder, blueprint, folder)
