@@ -112,7 +112,7 @@ class Driver:
         """The oldest step in flight is done."""
         if not self.device.done:
             return False
-        self.now += self._rng.uniform(0.005, 0.03)
+        self.now += self._rng.uniform(0.03, 0.09)
         self.tell(self.device.done.popleft())
         return True
 
@@ -153,7 +153,7 @@ class Driver:
                 lose_at.pop(0)
                 self.lose_executors()
             if not self.finish_step():
-                self.now += 0.01
+                self.now += 0.03
         while self.finish_step():
             pass
 
