@@ -43,6 +43,8 @@ def file_name(why: str) -> str:
 class RecordingError(CallboardError):
     """A file is no recording, or none that this version reads."""
 
+    exit_code = 2
+
 
 class Header(msgspec.Struct, frozen=True):
     """version: of callboard.  code: see ``planning_code``.  python, numpy: versions that it ran with.
