@@ -32,7 +32,8 @@ from engine.messages import Finish, Step, StepDone, Stop
 from engine.notices import ExecutorsLost, ExecutorsReady
 from engine.params import SamplingParams
 from engine.system import System
-from engine.workers.executors import ExecutorPlacement, Executors, InlineExecutors
+from engine.workers.executors import ExecutorPlacement, Executors
+from engine.workers.inline import InlineExecutors
 from engine.workers.limits import RestartIntensity
 from engine.workers.placement import ProcessExecutors
 

@@ -193,7 +193,6 @@ async def through_actor(planner: Planner, admits: list[Admit], executor: NullExe
     scheduler = Scheduler(
         capacity=len(admits) + 16,
         overlap_depth=DEPTH,
-        page_size=PAGE_SIZE,
         new_planner=lambda num_pages: planner,
         executors=[Link(lambda step: scheduler.inbox.put(executor.answer(step)))],
         explain=lambda loss: None,
@@ -241,7 +240,7 @@ def throughput(driver: str, num_pages: int, num_sequences: int, rounds: int) -> 
         assert num_tokens == expected, f"{num_tokens} tokens came out, {expected} were asked for"
     best = min(seconds[:rounds])
     row = {"part": "throughput", "driver": driver, "pages": num_pages, "steps": executor.num_steps, "tokens": expected}
-    row |= {"retractions": planner.num_retractions, "evicted_pages": sum(evicted), "seconds": best}
+    row |= {"retractions": planner.meter.num_retractions, "evicted_pages": sum(evicted), "seconds": best}
     yield {**row, "tokens_per_s": expected / best, "us_per_step": best / executor.num_steps * 1e6}
 
 
@@ -298,7 +297,7 @@ def admission(outputs: str, scale: float) -> Iterator[Row]:
             "tokens_per_s": outcome.num_tokens / outcome.seconds,
             "mean_running": outcome.running_s / outcome.seconds,
         }
-        row |= {"pool_use": outcome.used_s / outcome.seconds, "retractions": simulation.planner.num_retractions}
+        row |= {"pool_use": outcome.used_s / outcome.seconds, "retractions": simulation.planner.meter.num_retractions}
         yield {**row, "itl_p99_ms": simulation.itl_ms(99), "longest_gap_ms": simulation.itl_ms(100)}
 
 

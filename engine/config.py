@@ -9,6 +9,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -109,16 +110,17 @@ def load_config(
     path: Path | None = None,
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    text: str | None = None,
 ) -> Config:
     """Read ``path``, then lay CALLBOARD_SECTION__KEY variables and ``section.key=value`` overrides over it.
 
-    A relative ``model.path`` from the file that exists beside the file is resolved against it.
+    text: what to read instead of the file.  A relative ``model.path`` is resolved against the file, if it is beside it.
     Raises ConfigError naming the file or origin, the key, what was seen and what is allowed.
     """
-    config = load_served(path, overrides, environment)
+    config = load_served(path, overrides, environment, text)
     if isinstance(config, SeveralModels):
         raise ConfigError(
-            f"{path}: it has [[models]], which `callboard serve` alone takes; give a file or model of one"
+            f"{_origin(path, text)}: it has [[models]], which `callboard serve` alone takes; give one of a single model"
         )
     return config
 
@@ -127,31 +129,50 @@ def load_served(
     path: Path | None = None,
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    text: str | None = None,
 ) -> Config:
     """Do as ``load_config``, but return ``SeveralModels`` for a file with [[models]].
 
     What is laid over the file holds for every model, whatever its own sections say."""
     table: dict[str, Any] = {}
-    text, several = "", []
+    several: list[ModelTable] = []
+    origin = _origin(path, text)
+    if text is None:
+        text = "" if path is None else _read_text(path)
+    if text:
+        table = _parse(origin, text)
+        several = _model_tables(table.pop(MODELS, []), origin, text)
+        _decode(table, Config, origin, text)  # so that an error names the file, not an override
     if path is not None:
-        text = _read_text(path)
-        table = _parse(path, text)
-        several = _model_tables(table.pop(MODELS, []), path, text)
-        _decode(table, Config, str(path), text)  # so that an error names the file, not an override
         _anchor_model_path(table, path.parent)
     environment = os.environ if environment is None else environment
-    origin = str(path) if path else "configuration"
     models = []
     for number, one in enumerate(several):
         own = {name: {**table.get(name, {}), **keys} for name, keys in one.sections().items()}
         own = {**table, **own}
-        _decode(own, Config, str(path), _from_table(text, number), (MODELS,))
+        _decode(own, Config, origin, _from_table(text, number), (MODELS,))
         _anchor_model_path(own, path.parent if path else Path())
         laid = _laid_over(own, overrides, environment, f"{origin}: [[models]] {one.name}")
         named = msgspec.structs.replace(laid.model, name=one.name)  # what requests choose by, whatever was laid over
         models.append(ServedModel(one, msgspec.structs.replace(laid, model=named)))
     config = _laid_over(table, overrides, environment, origin)
     return SeveralModels(**msgspec.structs.asdict(config), models=tuple(models)) if models else config
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigSource:
+    """Where a configuration is from, to be read again.  path: None for no file.  overrides: as of ``load_config``."""
+
+    path: Path | None = None
+    overrides: tuple[str, ...] = ()
+
+    def load(self, text: str | None = None) -> Config:
+        """Read it all again, or ``text`` in the place of the file.  Raises ConfigError as ``load_config`` does."""
+        return load_config(self.path, self.overrides, text=text)
+
+
+def _origin(path: Path | None, text: str | None) -> str:
+    return "configuration" if path is None or text is not None else str(path)
 
 
 def _laid_over(table: dict[str, Any], overrides: Sequence[str], environment: Mapping[str, str], where: str) -> Config:
@@ -170,15 +191,15 @@ def _laid_over(table: dict[str, Any], overrides: Sequence[str], environment: Map
     return config
 
 
-def _model_tables(given: Any, path: Path, text: str) -> list[ModelTable]:
+def _model_tables(given: Any, origin: str, text: str) -> list[ModelTable]:
     """The [[models]] of a file, checked by themselves.  Raises ConfigError."""
     if not isinstance(given, list):
-        raise ConfigError(f"{path}: {MODELS}: expected [[{MODELS}]], one table for each model")
+        raise ConfigError(f"{origin}: {MODELS}: expected [[{MODELS}]], one table for each model")
     tables: list[ModelTable] = []
     for number, one in enumerate(given):
-        table = _decode(one, ModelTable, str(path), _from_table(text, number), (MODELS,))
+        table = _decode(one, ModelTable, origin, _from_table(text, number), (MODELS,))
         if table.name in [other.name for other in tables]:
-            raise ConfigError(f"{path}: two [[{MODELS}]] are called {table.name!r}; requests choose by the name")
+            raise ConfigError(f"{origin}: two [[{MODELS}]] are called {table.name!r}; requests choose by the name")
         tables.append(table)
     return tables
 
@@ -222,11 +243,11 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
 
 
-def _parse(path: Path, text: str) -> dict[str, Any]:
+def _parse(origin: str, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+        raise ConfigError(f"{origin}: not valid TOML: {error}") from None
 
 
 def _decode(table: dict[str, Any], kind: type[S], origin: str, text: str = "", under: tuple[str, ...] = ()) -> S:

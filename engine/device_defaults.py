@@ -69,7 +69,7 @@ def _choose(kind: str) -> tuple[DeviceDefaults, str]:
     """kind: device.kind."""
     if kind == "cpu":
         return CPU, "device.kind=cpu"
-    if kind == "auto" and not _torch_may_use_gpus():
+    if kind == "auto" and not torch_may_use_gpus():
         return CPU, "torch is built for CPUs alone"
     num_bytes = gpu_bytes()
     if kind == "auto" and not num_bytes:
@@ -78,7 +78,8 @@ def _choose(kind: str) -> tuple[DeviceDefaults, str]:
     return LARGE_GPU if num_bytes >= LARGE_GPU_BYTES else GPU, reason
 
 
-def _torch_may_use_gpus() -> bool:
+def torch_may_use_gpus() -> bool:
+    """Whether torch is not known to be built for CPUs alone."""
     try:
         return "+cpu" not in version("torch")
     except PackageNotFoundError:

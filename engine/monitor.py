@@ -19,6 +19,7 @@ from engine.plugins.observers import Observers
 from engine.recording.recorder import Recorder
 from engine.scheduling.board import Board
 from engine.scheduling.meter import Meter
+from engine.scheduling.rows import PlannerLimits
 from engine.workers.executors import Executors
 from engine.workers.frontend import RemoteIngress
 from engine.workers.tokenizers import TokenizerPool
@@ -35,8 +36,7 @@ class Monitor:
         scheduler: Scheduler,
         executors: Executors,
         observers: Observers,
-        page_size: int,
-        max_running: int,
+        limits: PlannerLimits,
         decode: Callable[[Sequence[int]], str],
         clock: Callable[[], float],
         recorder: Recorder | None = None,
@@ -46,8 +46,7 @@ class Monitor:
         self._scheduler = scheduler
         self._executors = executors
         self._observers = observers
-        self._page_size = page_size
-        self._max_running = max_running
+        self._limits = limits  # until there is a planner, which has its own
         self.decode = decode
         self._clock = clock
         self._recorder = recorder
@@ -77,10 +76,11 @@ class Monitor:
         frontend = ingress if isinstance(ingress, RemoteIngress) else None
         if frontend is not None:
             mailboxes += (MailboxGauges("ingress", frontend.slot.waiting, frontend.slot.peak, frontend.inbox.capacity),)
+        limits = planner.requests.limits if planner is not None else self._limits
         outside = Gauges(
             num_open=ingress.num_open,
-            page_size=self._page_size,
-            max_running=self._max_running,
+            page_size=limits.page_size,
+            max_running=limits.max_running,
             num_restarts=self._executors.num_restarts,
             num_tokenizers=pool.num_ready if pool is not None else 1,
             num_tokenizer_restarts=pool.num_restarts if pool is not None else 0,

@@ -17,9 +17,10 @@ class EngineReady(Message, frozen=True):
 
 
 class EngineRecovering(Message, frozen=True):
-    """The executors were lost; requests wait until the next EngineReady and then go on where they were."""
+    """The executors were lost; requests wait until the next EngineReady and then go on.  is_sleep: no new ones come."""
 
     reason: str
+    is_sleep: bool = False
 
 
 class ExecutorsReady(Message, frozen=True):
@@ -31,10 +32,12 @@ class ExecutorsReady(Message, frozen=True):
 class ExecutorsLost(Message, frozen=True):
     """Every executor is gone, with all that was on the devices; new ones are on their way (their group -> scheduler).
 
-    is_fault: theirs, or of what they ran; not where a step was only too large, which may be said again later."""
+    is_fault: theirs, or of what they ran; not where a step was only too large, which may be said again later, nor where
+    others replace them.  is_sleep: new ones come when an operator says so."""
 
     reason: str
     is_fault: bool = True
+    is_sleep: bool = False
 
 
 class LossExplained(Message, frozen=True):

@@ -1,18 +1,26 @@
 """The sections of callboard.toml: every key, its type, its range, its default and its one-line doc.
 
-Owns: the tables.  Does not know: where values come from, devices, checkpoints; plugins decode their own option tables.
+Owns: the tables, and what it takes for a running server to change a setting.
+Does not know: where values come from, devices, checkpoints; plugins decode their own option tables.
 It is long because a setting and what is said of it stand together.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
+Changed = Literal["live", "executors", "fixed"]
+"""How a setting changes while the server runs: at once; by executors that take the old ones' place; not at all."""
+LIVE: Final[dict[str, Changed]] = {"changed": "live"}
+BY_EXECUTORS: Final[dict[str, Changed]] = {"changed": "executors"}
+
 
 # fmt: off: one line per key
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A TOML table.  Unknown keys are errors."""
+    """A TOML table.  Unknown keys are errors.  changed: how its settings change, but for those whose ``extra`` says it."""
+
+    changed: ClassVar[Changed] = "fixed"
 
 
 class ModelSection(Section, frozen=True):
@@ -21,10 +29,13 @@ class ModelSection(Section, frozen=True):
     path: Annotated[
         str,
         Meta(
-            description="Directory of a Hugging Face checkpoint or a GGUF file (relative to this file), a hub id, or 'demo'"
+            extra=BY_EXECUTORS,
+            description="Directory of a Hugging Face checkpoint or a GGUF file (relative to this file), a hub id, or 'demo'",
         ),
     ] = "demo"
-    revision: Annotated[str, Meta(description="Hub revision: branch, tag or commit; empty for the default branch")] = ""
+    revision: Annotated[
+        str, Meta(extra=BY_EXECUTORS, description="Hub revision: branch, tag or commit; empty for the default branch")
+    ] = ""
     name: Annotated[
         str,
         Meta(description="Model name in the API; empty for the last part of the path, callboard-demo for 'demo'"),
@@ -36,23 +47,26 @@ class ModelSection(Section, frozen=True):
         ),
     ] = ""
     load_format: Annotated[
-        Literal["safetensors", "dummy"], Meta(description="'dummy' draws seeded random weights from config.json alone")
+        Literal["safetensors", "dummy"],
+        Meta(extra=BY_EXECUTORS, description="'dummy' draws seeded random weights from config.json alone"),
     ] = "safetensors"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="'auto' is float32 on CPU and the checkpoint's own type on a GPU"),
+        Meta(extra=BY_EXECUTORS, description="'auto' is float32 on CPU and the checkpoint's own type on a GPU"),
     ] = "auto"
     quantization: Annotated[
         str,
         Meta(
+            extra=BY_EXECUTORS,
             description="What the layers' weights are rounded to at load, not the LM head's: 'none' loses nothing; 'float16' "
-            "and 'int8' on a CPU, 'int8', 'fp8' and 'int4' on a GPU, or what a plugin offers"
+            "and 'int8' on a CPU, 'int8', 'fp8' and 'int4' on a GPU, or what a plugin offers",
         ),
     ] = "none"
     experts: Annotated[
         Literal["cut", "divided"],
         Meta(
-            description="How ranks share a mixture of experts: each has a part of every expert, or some experts whole"
+            extra=BY_EXECUTORS,
+            description="How ranks share a mixture of experts: each has a part of every expert, or some experts whole",
         ),
     ] = "cut"
     score_tokens: Annotated[
@@ -73,8 +87,9 @@ class ModelSection(Section, frozen=True):
     numerics: Annotated[
         Literal["fast", "invariant"],
         Meta(
+            extra=BY_EXECUTORS,
             description="'invariant': a request gets the same tokens and log probabilities, to the bit, whatever else runs; "
-            "on CPUs, checked at start"
+            "on CPUs, checked at start",
         ),
     ] = "fast"
     max_model_len: Annotated[
@@ -93,7 +108,8 @@ class LoraSection(Section, frozen=True):
         ),
     ] = ""
     max_adapters: Annotated[
-        int, Meta(ge=1, le=256, description="Most adapters that requests run with at once; others wait")
+        int,
+        Meta(extra=BY_EXECUTORS, ge=1, le=256, description="Most adapters that requests run with at once; others wait"),
     ] = 8
     max_rank: Annotated[
         int, Meta(ge=1, le=512, description="Largest rank of an adapter; each takes memory and time for that rank")
@@ -111,6 +127,7 @@ class DeviceSection(Section, frozen=True):
         int,
         Meta(
             ge=0,
+            extra=BY_EXECUTORS,
             description="CPU threads for the model; 0 for what is fastest, measured at start and again when steps become slow",
         ),
     ] = 0
@@ -121,6 +138,8 @@ class DeviceSection(Section, frozen=True):
 
 class KVSection(Section, frozen=True):
     """[kv]: the paged KV cache."""
+
+    changed: ClassVar[Changed] = "executors"
 
     page_size: Annotated[Literal[1, 4, 8, 16, 32, 64, 128, 256], Meta(description="Tokens per page")] = 16
     dtype: Annotated[
@@ -163,6 +182,8 @@ class KVSection(Section, frozen=True):
 class SchedulerSection(Section, frozen=True):
     """[scheduler]: what runs in a step."""
 
+    changed: ClassVar[Changed] = "executors"
+
     max_running: Annotated[
         int, Meta(ge=0, le=4096, description="Most sequences in a batch; 0 for 64 on CPU, 256 or 512 on a GPU")
     ] = 0
@@ -177,15 +198,20 @@ class SchedulerSection(Section, frozen=True):
         int,
         Meta(
             ge=0,
+            extra=LIVE,
             description="Most prompt tokens of one request in a step beside decodes; 0 for 512 on CPU, 2048 on a GPU",
         ),
     ] = 0
     itl_target_ms: Annotated[
         float,
-        Meta(ge=0, description="Prefills are cut so that running requests get a token this often; 0 for no target"),
+        Meta(
+            ge=0,
+            extra=LIVE,
+            description="Prefills are cut so that running requests get a token this often; 0 for no target",
+        ),
     ] = 0.0
     overlap_depth: Annotated[
-        int, Meta(ge=1, le=2, description="Steps in flight; 2 plans a step while the one before it runs")
+        int, Meta(ge=1, le=2, extra=LIVE, description="Steps in flight; 2 plans a step while the one before it runs")
     ] = 2
 
 
@@ -232,7 +258,12 @@ class PlacementSection(Section, frozen=True):
         float, Meta(gt=0, description="How long the ranks on other machines may take to join, and to find the server")
     ] = 300.0
     step_timeout_s: Annotated[
-        float, Meta(ge=0, description="An executor that takes longer than this for a step is restarted; 0 for never")
+        float,
+        Meta(
+            ge=0,
+            extra=BY_EXECUTORS,
+            description="An executor that takes longer than this for a step is restarted; 0 for never",
+        ),
     ] = 120.0
     silence_timeout_s: Annotated[
         float, Meta(gt=0, description="A process that has said nothing for longer than this is restarted")
@@ -248,6 +279,8 @@ class PlacementSection(Section, frozen=True):
 
 class GraphsSection(Section, frozen=True):
     """[graphs]: steps that are captured once and replayed, without the model's Python."""
+
+    changed: ClassVar[Changed] = "executors"
 
     mode: Annotated[
         Literal["auto", "off", "decode", "breakable", "compiled"],
@@ -288,21 +321,31 @@ class PluginsSection(Section, frozen=True):
 
     attention: Annotated[
         str | AttentionNames,
-        Meta(description="Attention backend, or { prefill = ..., decode = ... }; 'auto' picks by device and model"),
+        Meta(
+            extra=BY_EXECUTORS,
+            description="Attention backend, or { prefill = ..., decode = ... }; 'auto' picks by device and model",
+        ),
     ] = "auto"
     race_s: Annotated[
         float,
         Meta(
             ge=0,
+            extra=BY_EXECUTORS,
             description="How long 'auto' may measure attention backends at the first start with a model's heads, where more than one can run; 0 for never: the first of a fixed order then",
         ),
     ] = 60.0
     eviction: Annotated[
         str,
-        Meta(description="What leaves the prefix cache first: lru, lfu, fifo, slru, s3fifo, priority; 'auto' is lru"),
+        Meta(
+            extra=BY_EXECUTORS,
+            description="What leaves the prefix cache first: lru, lfu, fifo, slru, s3fifo, priority; 'auto' is lru",
+        ),
     ] = "auto"
     policy: Annotated[
-        str, Meta(description="Who of those that wait runs first: priority, fcfs, lpm, fair; 'auto' is priority")
+        str,
+        Meta(
+            extra=LIVE, description="Who of those that wait runs first: priority, fcfs, lpm, fair; 'auto' is priority"
+        ),
     ] = "auto"
     grammar: Annotated[str, Meta(description="What makes output follow a schema or grammar; 'auto' is llguidance")] = (
         "auto"
@@ -310,7 +353,8 @@ class PluginsSection(Section, frozen=True):
     linear: Annotated[
         str,
         Meta(
-            description="What multiplies by weights; 'auto' measures which of those for model.quantization is fastest"
+            extra=BY_EXECUTORS,
+            description="What multiplies by weights; 'auto' measures which of those for model.quantization is fastest",
         ),
     ] = "auto"
     tool_parser: Annotated[
@@ -320,14 +364,21 @@ class PluginsSection(Section, frozen=True):
         str,
         Meta(description="How the model marks thoughts; 'none': they are text; 'auto' goes by its chat template"),
     ] = "auto"
-    comm: Annotated[str, Meta(description="Communication library between ranks, 'auto' picks by world size")] = "auto"
+    comm: Annotated[
+        str, Meta(extra=BY_EXECUTORS, description="Communication library between ranks, 'auto' picks by world size")
+    ] = "auto"
     kv_store: Annotated[
-        str, Meta(description="Where KV pages are kept beyond the pool and the process: files; 'none' is nowhere")
+        str,
+        Meta(
+            extra=BY_EXECUTORS,
+            description="Where KV pages are kept beyond the pool and the process: files; 'none' is nowhere",
+        ),
     ] = "none"
     proposer: Annotated[
         str,
         Meta(
-            description="What guesses the next tokens for a step to verify: ngram, suffix, draft_model; 'none' is no speculation"
+            extra=BY_EXECUTORS,
+            description="What guesses the next tokens for a step to verify: ngram, suffix, draft_model; 'none' is no speculation",
         ),
     ] = "none"
     observers: Annotated[
@@ -336,7 +387,10 @@ class PluginsSection(Section, frozen=True):
     ] = []
     graph_passes: Annotated[
         list[str],
-        Meta(description="What changes the model's pieces before graphs.mode=compiled compiles them, in this order"),
+        Meta(
+            extra=BY_EXECUTORS,
+            description="What changes the model's pieces before graphs.mode=compiled compiles them, in this order",
+        ),
     ] = []
     logits_processors: Annotated[
         list[str],
@@ -344,10 +398,14 @@ class PluginsSection(Section, frozen=True):
     ] = []
     models: Annotated[
         list[str],
-        Meta(description="Model families that are asked before the built-in ones; 'transformers' reads all decoders"),
+        Meta(
+            extra=BY_EXECUTORS,
+            description="Model families that are asked before the built-in ones; 'transformers' reads all decoders",
+        ),
     ] = []
     options: Annotated[
-        dict[str, dict[str, Any]], Meta(description="Option table per plugin, e.g. [plugins.options.'attention.torch']")
+        dict[str, dict[str, Any]],
+        Meta(extra=BY_EXECUTORS, description="Option table per plugin, e.g. [plugins.options.'attention.torch']"),
     ] = {}
 
     def by_kind(self) -> dict[str, str | AttentionNames]:
@@ -433,6 +491,8 @@ class ServerSection(Section, frozen=True):
 
 class LimitsSection(Section, frozen=True):
     """[limits]: what is admitted; beyond it clients get 429 with Retry-After."""
+
+    changed: ClassVar[Changed] = "live"
 
     max_requests: Annotated[int, Meta(ge=1, le=65536, description="Most requests open at once, running or waiting")] = (
         512

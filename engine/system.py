@@ -8,7 +8,6 @@ import logging
 import math
 import random
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ from engine.config import Config, build_config, without_cluster_key
 from engine.device_defaults import with_device_defaults
 from engine.errors import ConfigError, EngineDied
 from engine.monitor import Monitor
-from engine.plugins.deciders import plugin_drafts, plugin_policy, plugin_proposer, plugin_strategy
+from engine.plugins.deciders import plugin_drafts, plugin_policy, plugin_proposer, plugin_strategy, policy_choice
 from engine.plugins.families import read_model
 from engine.plugins.linears import check_linear_fits, linear_context
 from engine.plugins.manager import KV_STORE, Plugins
@@ -40,11 +39,14 @@ from engine.plugins.structured import plugin_grammars, plugin_processors
 from engine.recording.blueprint import DECIDERS, Blueprint, without_secrets
 from engine.recording.recorder import RecordedScheduler, Recorder
 from engine.scheduling.planner import Planner
+from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec, warn_of_unknown_tokens
-from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings, InlineExecutors
+from engine.text.grammar import Grammars
+from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings
 from engine.workers.frontend import FrontendCommand, RemoteIngress
+from engine.workers.inline import InlineExecutors
 from engine.workers.limits import RestartIntensity
 from engine.workers.tokenizers import TokenizerPool
 
@@ -70,16 +72,18 @@ class System:
         progress: bool = False,
         head: "Head | None" = None,
         frontend: FrontendCommand | None = None,
+        before: "System | None" = None,
     ) -> None:
         """Check everything that can be checked without loading weights.  Raises CallboardError.
 
         head: the head of several machines; None if all ranks are on this one.
-        frontend: how to start the process that takes requests; None for an ingress in this process."""
+        frontend: how to start the process that takes requests; None for an ingress in this process.
+        before: a running engine that this configuration is for: its actors stay, and this one gets none of its own."""
         config = self.config = with_device_defaults(config, several_machines=head is not None)
         self._head = head
         self._front = frontend
         self._progress = progress
-        directory = self._directory = resolve_checkpoint(config.model.path, config.model.revision)
+        directory = self.directory = resolve_checkpoint(config.model.path, config.model.revision)
         self.spec: ModelSpec = read_model(directory, config.plugins, config.model)
         lora, numerics = config.lora, config.model.numerics
         self.adapter_rules: AdapterRules | None = None
@@ -93,10 +97,12 @@ class System:
         self.model_name = config.model.name or (
             DEMO_NAME if config.model.path == DEMO else Path(config.model.path).name
         )
+        if before is not None:
+            self.model_name = before.model_name  # clients know it
         self.max_len = _max_len(config, self.spec)
         # What is sampled behind a prompt that is all of a request takes a place that no state is computed for.
         self._row_len = self.max_len + (self.spec.pooling.kind != "generate")
-        self._codec = plugin_codec(config, directory, self.spec.pooling)
+        self._codec = plugin_codec(config, directory, self.spec.pooling) if before is None else before.codec
         log.info("%s: %s", self.model_name, self.spec.pooling)
         warn_of_unknown_tokens(self._codec, self.spec.vocab_size)
         chosen = config.plugins
@@ -107,21 +113,39 @@ class System:
         check_linear_fits(self._plugins, linear_context(config, self.spec.dtype))
         if self._plugins.absent:
             log.warning("requests with a grammar are refused: %s", self._plugins.absent)
-        self._policy = plugin_policy(self._plugins, config)
+        choice = policy_choice(self._plugins, config)
+        is_same = before is not None and choice == policy_choice(before._plugins, before.config)
+        self.policy: SchedulingPolicy = (
+            before.policy if before is not None and is_same else plugin_policy(self._plugins, config)
+        )
         proposer = plugin_proposer(self._plugins, config, self.spec, self.max_len, self._codec.vocabulary)
         self._draft = proposer if isinstance(proposer, DraftModel) else None
         self._drafts = plugin_drafts(proposer, self.spec.vocab_size)
-        self._observers = Observers(
-            self._plugins, config.plugins.options, page_size=config.kv.page_size, model=self.model_name
+        self._observers, self._grammars = self._watched_by(before), self._grammars_of(before)
+        self.recorder: Recorder | None = self._new_recorder() if before is None else before.recorder
+        if before is None:
+            self._build()
+
+    def _watched_by(self, before: "System | None") -> Observers:
+        if before is not None:
+            return before._observers
+        return Observers(
+            self._plugins,
+            self.config.plugins.options,
+            page_size=self.config.kv.page_size,
+            model=self.model_name,
         )
-        self._grammars = plugin_grammars(
+
+    def _grammars_of(self, before: "System | None") -> Grammars:
+        if before is not None:
+            return before._grammars
+        return plugin_grammars(
             self._plugins,
             lambda: self._codec,
             vocab_size=self.spec.vocab_size,
             eos_token_ids=self.spec.eos_token_ids,
-            options=config.plugins.options,
+            options=self.config.plugins.options,
         )
-        self._build()
 
     def _build(self) -> None:
         """Create the actors in the order of the flow, then close the circle of links."""
@@ -129,23 +153,21 @@ class System:
         # Per open request at most: its Tokenize and Abort, or its Admit and Abort, plus steps and their results.
         # What other processes say comes as fast as it is read, some of each before the next actor's turn.
         num_outside = config.placement.tokenizers + (self._front is not None)
-        capacity = 4 * config.limits.max_requests + 64 + READ_AT_ONCE * num_outside
+        self.capacity = capacity = 4 * config.limits.max_requests + 64 + READ_AT_ONCE * num_outside
         self.tokenizer = self._tokenizer(capacity)
         self.entrance = self._entrance(capacity)
         placement = config.placement
         self.executors = Executors(
             num_ranks=config.device.tensor_parallel,
-            placement=self._placement(capacity),
+            placement=self.placement(capacity),
             intensity=RestartIntensity(placement.max_restarts, RESTART_WINDOW_S),
             step_timeout_s=placement.step_timeout_s,
         )
-        self.recorder = self._new_recorder()
         new_scheduler = Scheduler if self.recorder is None else partial(RecordedScheduler, recorder=self.recorder)
         self.scheduler: Scheduler = new_scheduler(
             capacity=capacity,
             overlap_depth=config.scheduler.overlap_depth,
-            page_size=config.kv.page_size,
-            new_planner=self._new_planner,
+            new_planner=self.new_planner,
             executors=self.executors.links,
             explain=self.executors.explain,
             tokenizer=self.tokenizer.inbox,
@@ -163,8 +185,7 @@ class System:
             scheduler=self.scheduler,
             executors=self.executors,
             observers=self._observers,
-            page_size=config.kv.page_size,
-            max_running=config.scheduler.max_running,
+            limits=self.planner_limits(0),
             decode=self._codec.decode,
             clock=time.monotonic,
             recorder=self.recorder,
@@ -227,7 +248,7 @@ class System:
     def _child_config(self) -> Config:
         """Return the configuration that this machine's other processes get: an absolute path and no secret."""
         config = without_cluster_key(self.config)
-        model = msgspec.structs.replace(config.model, path=str(self._directory))
+        model = msgspec.structs.replace(config.model, path=str(self.directory))
         config = msgspec.structs.replace(config, model=model)
         if self._head is not None:  # placement.link is for ranks on other machines then
             config = build_config(config, {"placement": {"link": "unix"}})
@@ -251,7 +272,8 @@ class System:
             silence_timeout_s=placement.silence_timeout_s,
         )
 
-    def _placement(self, capacity: int) -> ExecutorPlacement:
+    def placement(self, capacity: int) -> ExecutorPlacement:
+        """Where executors of this configuration run.  capacity: of their mailboxes."""
         num_ranks = self.config.device.tensor_parallel
         if self.config.placement.executor == "process":
             from engine.workers.placement import ProcessExecutors  # ZeroMQ is needed from here on
@@ -284,21 +306,15 @@ class System:
         )
         return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=settings.most_tokens)
 
-    def _new_planner(self, num_pages: int) -> Planner:
-        limits = replace(self._limits(), num_pages=num_pages)
-        strategy = plugin_strategy(self._plugins, self.config, num_pages)
-        clock = time.monotonic if self.recorder is None else self.recorder.clock
-        return Planner(limits, strategy, self._policy, clock, self._drafts)
-
-    def _limits(self) -> PlannerLimits:
-        """Returns the planner's limits, but for the size of the pool."""
+    def planner_limits(self, num_pages: int) -> PlannerLimits:
+        """What the planner works with for a pool of so many pages."""
         scheduler, kv = self.config.scheduler, self.config.kv
         return PlannerLimits(
             max_running=scheduler.max_running,
             max_step_tokens=scheduler.max_step_tokens,
             prefill_chunk=scheduler.prefill_chunk,
             page_size=kv.page_size,
-            num_pages=0,
+            num_pages=num_pages,
             max_len=self._row_len,
             eos_token_ids=self.spec.eos_token_ids,
             num_host_pages=kv.num_host_pages,
@@ -315,9 +331,19 @@ class System:
         storage = self.config.storage
         if not storage.folder or not storage.recording_mb:
             return None
+        return Recorder(
+            self._blueprint(),
+            self._plugins,
+            folder=Path(storage.folder, "recordings"),
+            limit_bytes=storage.recording_mb << 20,
+            prompts=storage.recording_prompts,
+            waited_s=self.config.limits.first_token_timeout_s or WAITED_S,
+        )
+
+    def _blueprint(self) -> Blueprint:
         names = {kind: self._plugins.names[kind] for kind in DECIDERS if kind in self._plugins.names}
-        blueprint = Blueprint(
-            limits=self._limits(),
+        return Blueprint(
+            limits=self.planner_limits(0),
             overlap_depth=self.config.scheduler.overlap_depth,
             vocab_size=self.spec.vocab_size,
             max_len=self.max_len,
@@ -325,14 +351,32 @@ class System:
             config=without_secrets(self.config, names),
             draft=self._draft,
         )
-        return Recorder(
-            blueprint,
-            self._plugins,
-            folder=Path(storage.folder, "recordings"),
-            limit_bytes=storage.recording_mb << 20,
-            prompts=storage.recording_prompts,
-            waited_s=self.config.limits.first_token_timeout_s or WAITED_S,
-        )
+
+    def new_planner(self, num_pages: int) -> Planner:
+        """The planner of this configuration, for a pool of so many pages."""
+        limits = self.planner_limits(num_pages)
+        strategy = plugin_strategy(self._plugins, self.config, num_pages)
+        clock = time.monotonic if self.recorder is None else self.recorder.clock
+        return Planner(limits, strategy, self.policy, clock, self._drafts)
+
+    @property
+    def is_head(self) -> bool:
+        """Whether its ranks are on several machines."""
+        return self._head is not None
+
+    def with_config(self, config: Config) -> "System":
+        """What this engine would be with another configuration: for ``Changeover``, to check it and to ``become`` it.
+
+        Raises CallboardError."""
+        return System(config, head=self._head, frontend=self._front, before=self)
+
+    def become(self, new: "System") -> None:
+        """Have the configuration of another one, and what follows from it."""
+        self.config, self.spec, self.directory = new.config, new.spec, new.directory
+        self.num_parameters, self._plugins, self._grammars = new.num_parameters, new._plugins, new._grammars
+        self.policy, self._draft, self._drafts = new.policy, new._draft, new._drafts
+        if self.recorder is not None:
+            self.recorder.changed(self._blueprint())
 
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises what the loading raised."""

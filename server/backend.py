@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.actors.admission import Admitting
+from engine.actors.operations import Operate, SettingsChanged
 from engine.actors.snapshot import Record, Snapshot
 from engine.actors.supervisor import Entrance
 from engine.messages import DEFAULT_OPTIONS, Delta, Profile, RequestOptions, Stats
@@ -42,10 +43,12 @@ class Ingress(Entrance, Admitting, Protocol):
 
     recovering: executors or tokenizers were lost, and requests wait for new ones.
     stats: the scheduler's latest gauges.
+    settings_watchers: called when limits, or what is said of the model, have changed.
     """
 
     recovering: bool
     stats: Stats | None
+    settings_watchers: list[Callable[[SettingsChanged], None]]
 
     def open(self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> Stream:
         """Accept a request or raise RequestError; never waits."""
@@ -75,11 +78,21 @@ class Monitor(Protocol):
         """Call the observer hooks of an object from now on."""
 
 
+class Operations(Protocol):
+    """What operators may have the engine do."""
+
+    async def operate(self, ask: Operate) -> bytes:
+        """Returns what ``Operated`` calls the outcome.  Raises RequestError: 400 for settings that cannot be."""
+
+
 @dataclass(frozen=True)
 class Backend:
-    """An engine as the server has it.  card: its model.  codec: its tokenizer; by default, of token ids only."""
+    """An engine as the server has it.  card: its model.  codec: its tokenizer; by default, of token ids only.
+
+    operations: None where it goes on as it was started."""
 
     ingress: Ingress
     monitor: Monitor
     card: ModelCard
     codec: TextCodec = field(default_factory=TextCodec.without_tokenizer)
+    operations: Operations | None = None

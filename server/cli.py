@@ -1,4 +1,4 @@
-"""The ``callboard`` command: serve, generate, chat, config, plugins, models, tune, verify, doctor, replay, bench.
+"""The ``callboard`` command and its subcommands, from serve to replay.
 
 Owns: arguments, exit codes, what a person at a terminal sees.  Does not know: how the engine does any of it.
 torch is imported only by the commands that run a model, and by the one that says which plugins could run here.
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvloop
@@ -23,7 +23,15 @@ from rich.console import Console
 from rich.table import Table
 
 from engine import __version__
-from engine.config import Config, SeveralModels, json_schema, load_config, load_served, render_toml
+from engine.config import (
+    Config,
+    ConfigSource,
+    SeveralModels,
+    json_schema,
+    load_config,
+    load_served,
+    render_toml,
+)
 from engine.errors import CallboardError, ConfigError, PluginError, RequestError
 from engine.logs import LogSettings
 from engine.params import SamplingParams
@@ -36,6 +44,7 @@ from server.bench.command import add_bench
 from server.http.listener import bind, url_of
 from server.keys import read_keys
 from server.model_card import ModelCard
+from server.operators.apply_command import add_arguments, apply
 from server.operators.replay import add_replay_arguments, replay
 from server.run.greeting import greet
 from server.run.serve import serve, serve_from_process, write_recordings_on_signal
@@ -107,6 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--port", type=int, help="port to listen on (server.port); 0 takes any free one")
     command.add_argument("--replicas", type=int, metavar="N", help="serve N engines behind one router; needs --on")
     command.add_argument("--on", choices=["ray"], help="what runs the replicas: Ray, on all machines of its cluster")
+    apply = "change the settings of a server that runs, under its streams; those that can be changed"
+    add_arguments(add("apply", _apply, apply, _target(), _shared("warning")))
     command = add("generate", _generate, "complete a prompt and print the text", _shared("warning"), _sampling())
     command.add_argument("prompt", help="the text to go on from; - reads it from standard input")
     command = add("chat", _chat, "talk to the model in the terminal", _target(), _shared("warning"), _sampling())
@@ -163,8 +174,8 @@ def _sampling() -> argparse.ArgumentParser:
     return parent
 
 
-def _configuration(parsed: argparse.Namespace, *overrides: str) -> Config:
-    """What the command line asks for.  Raises ConfigError."""
+def _source(parsed: argparse.Namespace, *overrides: str) -> ConfigSource:
+    """Where the configuration that the command line asks for is from.  Raises ConfigError."""
     files: list[str] = []
     models: list[str] = []
     for given in (parsed.target, parsed.model):
@@ -174,8 +185,14 @@ def _configuration(parsed: argparse.Namespace, *overrides: str) -> Config:
         if len(found) > 1:
             raise ConfigError(f"two {what} are given, {found[0]} and {found[1]}; name one of them")
     model = [f"model.path={json.dumps(models[0])}"] if models else []
+    return ConfigSource(Path(files[0]) if files else None, (*model, *parsed.set, *overrides))
+
+
+def _configuration(parsed: argparse.Namespace, *overrides: str) -> Config:
+    """What the command line asks for.  Raises ConfigError."""
+    source = _source(parsed, *overrides)
     load = load_served if parsed.run is _serve else load_config
-    return load(Path(files[0]) if files else None, [*model, *parsed.set, *overrides])
+    return load(source.path, source.overrides)
 
 
 def _is_configuration(given: str) -> bool:
@@ -198,13 +215,14 @@ def _serve(parsed: argparse.Namespace, config: Config) -> None:
     if parsed.replicas is not None or parsed.on is not None:
         _serve_replicas(parsed, config)
         return
+    source = _source(parsed, *overrides)
     cluster = read_cluster(os.environ)
     if cluster is None:
-        uvloop.run(_serve_until_stopped(config))
+        uvloop.run(_serve_until_stopped(config, source))
     elif cluster.rank:
         uvloop.run(_join(cluster, config))
     else:
-        uvloop.run(_serve_as_head(cluster, config))
+        uvloop.run(_serve_as_head(cluster, config, source))
     sys.stderr.flush()
     # Not a plain return: a load that was interrupted still runs on its thread, and nothing is left to clean up.
     os._exit(0)
@@ -225,17 +243,18 @@ async def _join(cluster: Cluster, config: Config) -> None:
     await Node(cluster, config).run()
 
 
-async def _serve_as_head(cluster: Cluster, config: Config) -> None:
+async def _serve_as_head(cluster: Cluster, config: Config, source: ConfigSource) -> None:
     from engine.workers.cluster.head import Head
 
     check_cluster(cluster, config)
     async with Head(cluster, config) as head:
-        await _serve_until_stopped(config, head)
+        await _serve_until_stopped(config, source, head)
 
 
-async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> None:
+async def _serve_until_stopped(config: Config, source: ConfigSource, head: "Head | None" = None) -> None:
     from engine.system import System
     from engine.workers.frontend import FrontendCommand, RemoteIngress
+    from server.run.operations import LocalOperations
 
     read_keys(config.server)  # a file that cannot be used is said before a model is loaded
     # The port first: finding it taken must not cost the time of loading a model.
@@ -246,14 +265,16 @@ async def _serve_until_stopped(config: Config, head: "Head | None" = None) -> No
         if head is not None:
             head.follow(lambda: system.entrance.draining)
         card = ModelCard.of(system, config.server)
+        operations = LocalOperations(system, source, card)
         engine = asyncio.create_task(_run_engine(system, url_of(listener), config.server.needs_key))
+        ways: dict[str, Any] = {"listener": listener, "engine": engine, "reload": operations.reload}
         try:
             if isinstance(system.entrance, RemoteIngress):
-                system.entrance.about = msgspec.msgpack.encode(card)
-                await serve_from_process(config.server, system.entrance, listener=listener, engine=engine)
+                system.entrance.about, system.entrance.operate = msgspec.msgpack.encode(card), operations.answer
+                await serve_from_process(config.server, system.entrance, **ways)
             else:
-                backend = Backend(system.entrance, system.monitor, card, system.codec)
-                await serve(config.server, config.limits, backend, listener=listener, engine=engine)
+                backend = Backend(system.entrance, system.monitor, card, system.codec, operations)
+                await serve(config.server, config.limits, backend, **ways)
         finally:
             await system.stop()
             engine.cancel()
@@ -268,6 +289,10 @@ async def _run_engine(system: "System", url: str, needs_key: bool) -> None:
     gc.freeze()
     greet(system, url, needs_key=needs_key, took_s=took_s)
     await system.wait()
+
+
+def _apply(parsed: argparse.Namespace, config: Config) -> None:
+    apply(parsed.target, config, url=parsed.url, key=parsed.key, dry_run=parsed.dry_run)
 
 
 def _generate(parsed: argparse.Namespace, config: Config) -> None:
@@ -384,18 +409,9 @@ def _models(parsed: argparse.Namespace, config: Config) -> None:
 
 
 def _doctor(parsed: argparse.Namespace, config: Config) -> None:
-    from server.operators.doctor import examine, examine_gpu
+    from server.operators.doctor import show
 
-    colours = {"good": "green", "note": "yellow", "bad": "red"}
-    console = Console(highlight=False, markup=False)
-    any_bad = False
-    for one in examine_gpu(config) if parsed.gpu else examine(config):
-        any_bad |= one.verdict == "bad"
-        console.print(f"{one.verdict:>4}  ", style=colours[one.verdict], end="")
-        console.print(f"{one.what}: {one.found}", soft_wrap=True)
-        if one.advice:
-            console.print(f"        {one.advice}", style="dim", soft_wrap=True)
-    if any_bad:
+    if not show(config, gpu=parsed.gpu):
         sys.exit(ConfigError.exit_code)
 
 

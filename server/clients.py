@@ -43,6 +43,10 @@ OPERATORS_ROUTES = frozenset(
         "/start_profile",
         "/stop_profile",
         "/debug/recording",
+        "/apply",
+        "/sleep",
+        "/wake_up",
+        "/is_sleeping",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
     }
@@ -192,7 +196,7 @@ class ClientRequest:
 
     def check_admission(self) -> None:
         """Raise RequestError rather than read a body that would be refused anyway."""
-        check_admission(self._clients.ingress, self._clients.max_requests)
+        check_admission(self._clients.ingress, self._clients.limits.max_requests)
 
     def open(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS, *, counted: bool = True
@@ -251,18 +255,21 @@ CLIENT: web.RequestKey[ClientRequest] = web.RequestKey("client", ClientRequest)
 class Clients:
     """Limits and salts of every client that has something open.  ``middleware`` goes after the check of keys.
 
-    num_open: choices by client."""
+    num_open: choices by client.  limits: of now."""
 
     def __init__(
         self, ingress: Ingress, server: ServerSection, limits: LimitsSection, salts: CacheSalts | None = None
     ) -> None:
         self.ingress = ingress
-        self.max_requests = limits.max_requests
         self.num_open: Counter[str] = Counter()
-        self.rates = Rates(limits)
         self._salts = salts or CacheSalts(server)
-        self._share = limits.max_requests_per_client
         self._requests: set[ClientRequest] = set()
+        self.limit(limits)
+
+    def limit(self, limits: LimitsSection) -> None:
+        """Have other limits from now on; what clients have used of their minute is forgotten."""
+        self.limits = limits
+        self.rates = Rates(limits)
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -295,9 +302,9 @@ class Clients:
 
     def check_share(self, client: str) -> None:
         """Raise RequestError (429) if the client has as much open as it may."""
-        if 0 < self._share <= self.num_open[client]:
+        if 0 < (share := self.limits.max_requests_per_client) <= self.num_open[client]:
             raise RequestError(
-                f"{self.num_open[client]} of your requests are open, at most {self._share} are taken",
+                f"{self.num_open[client]} of your requests are open, at most {share} are taken",
                 status=429,
                 code="client_queue_full",
                 retry_after_s=RETRY_AFTER_S,

@@ -77,6 +77,15 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
             adapters={} if system.adapter_rules is None else adapters_below(system.adapter_rules, system.model_name),
         )
 
+    def after_changes(self, system: "System") -> "ModelCard":
+        """Returns the card of the same name, with the same adapters, when the engine's settings have changed."""
+        return msgspec.structs.replace(
+            self,
+            chat_defaults=system.sampling_defaults,
+            fingerprint=_fingerprint(system),
+            about=about(system.num_parameters),
+        )
+
 
 def about(num_parameters: int) -> str:
     """Calls a very small model a toy, lest its answers be taken for more; empty for others, and where 0 is known."""

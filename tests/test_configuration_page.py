@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.changes import changed
 from engine.config import Config, json_schema
 from engine.sections import ModelTable
 
@@ -27,6 +28,10 @@ $ callboard serve my.toml --set kv.page_size=64 --set 'plugins.attention={ decod
 $ CALLBOARD_SERVER__API_KEY=secret callboard serve my.toml --host 0.0.0.0
 ```
 
+A server that runs takes most changes under its streams: `callboard apply my.toml`, or a SIGHUP, which reads its file
+again. The column *changes* says how: *live* at once, *executors* by new executors to which the streams move, *fixed*
+not at all; [operations.md](operations.md#settings-that-change) says more.
+
 [several_models.md](several_models.md) says more about `[[models]]`, [scheduling.md](scheduling.md) about `scheduler`
 and `kv`, [plugins.md](plugins.md) about `plugins`. These tables are made from `engine/sections.py` by
 `python -m tests.test_configuration_page`.
@@ -41,7 +46,8 @@ def rows(section: type[msgspec.Struct]) -> list[str]:
     """A Markdown row for each key of a section."""
     properties = json_schema()["$defs"][section.__name__]["properties"]
     return [
-        f"| `{key}` | {values(about)} | {default(about.get('default', ''))} | {about['description']} |"
+        f"| `{key}` | {' | '.join((values(about), default(about.get('default', '')), changed(section, key)))} | "
+        f"{about['description']} |"
         for key, about in properties.items()
     ]
 
@@ -72,8 +78,8 @@ def render() -> str:
             "",
             about[:1].upper() + about[1:],
             "",
-            "| key | values | default | |",
-            "|---|---|---|---|",
+            "| key | values | default | changes | |",
+            "|---|---|---|---|---|",
         ]
         parts.append("\n".join([*head, *rows(section)]) + "\n")
     return "\n".join(parts)

@@ -27,10 +27,11 @@ MAX_CHARS_PER_TOKEN = 8  # no prompt within the context is longer than this in p
 class Admitting(Protocol):
     """What takes requests: ingress.  num_leaving: cancelled requests that the engine has not let go of.
 
-    ready: the model is loaded.  failure: why the engine died, once it has."""
+    ready: the model is loaded.  asleep: it was told to do nothing.  failure: why the engine died, once it has."""
 
     ready: bool
     draining: bool
+    asleep: bool
     failure: str | None
 
     @property
@@ -49,6 +50,8 @@ def unavailable(ingress: Admitting) -> RequestError | None:
         reason, code = "the server is shutting down", "draining"
     elif not ingress.ready:
         reason, code = "the model is loading", "not_ready"
+    elif ingress.asleep:
+        reason, code = "the engine sleeps, until an operator wakes it up", "asleep"
     else:
         return None
     error = RequestError(reason, status=503, code=code, retry_after_s=RETRY_LATER_S)

@@ -1,6 +1,6 @@
 """The ingress actor: where clients' requests enter and their output leaves.
 
-consumes: Deltas, Failed (tokenizer) · EngineReady, EngineRecovering, Stats (scheduler) · Stop (system)
+consumes: Deltas, Failed (tokenizer) · EngineReady, EngineRecovering, Stats (scheduler) · SettingsChanged, Stop (system)
   TokenizersReady, TokenizersLost (tokenizer pool, where there is one)
 produces: Tokenize, Abort (tokenizer)
 waits for: a message; never for a peer.   owns: request ids, seeds, deadlines, admission, one stream per client.
@@ -10,11 +10,12 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal, assert_never
 
 from engine.actors.actor import Actor, Link
 from engine.actors.admission import RETRY_AFTER_S, check_admission, prompt_cost, queue_full, read_params, read_prompt
+from engine.actors.operations import SettingsChanged
 from engine.actors.stream import Stream
 from engine.checkpoints.pooling import GENERATING, Pooling
 from engine.errors import EngineDied, RequestError
@@ -51,11 +52,12 @@ class _Open:
         self.timer = timer
 
 
-class Ingress(Actor[IngressInbox]):
+class Ingress(Actor[IngressInbox | SettingsChanged]):
     """Accepts or refuses requests at once; every accepted one ends in exactly one terminal event.
 
     parts: what must say that it is ready before requests are taken; they wait while one of them recovers.
-    first_id: of its first request, if another ingress has had those before.  pooling: what the model is for."""
+    first_id: of its first request, if another ingress has had those before.  pooling: what the model is for.
+    settings_watchers: called when limits have changed."""
 
     def __init__(
         self,
@@ -85,9 +87,10 @@ class Ingress(Actor[IngressInbox]):
         self._queued_tokens = 0
         self.ready = False
         self.draining = False
-        self.recovering = False
+        self.recovering = self.asleep = False
         self.failure: str | None = None
         self.stats: Stats | None = None
+        self.settings_watchers: list[Callable[[SettingsChanged], None]] = []
         self.num_late_events = 0
         self.became_ready = asyncio.Event()
         self._idle = asyncio.Event()
@@ -226,7 +229,7 @@ class Ingress(Actor[IngressInbox]):
 
     # ---- the engine side: messages ----------------------------------------------------------
 
-    def handle(self, message: IngressInbox) -> None:
+    def handle(self, message: IngressInbox | SettingsChanged) -> None:
         match message:
             case Deltas():
                 self._deliver(message)
@@ -236,12 +239,18 @@ class Ingress(Actor[IngressInbox]):
                 self.stats = message
             case EngineReady():
                 self._came("executors")
+                self.asleep = False
             case TokenizersReady():
                 self._came("tokenizers")
-            case EngineRecovering():
+            case EngineRecovering(_, is_sleep):
                 self._lost("executors")
+                self.asleep = is_sleep
             case TokenizersLost():
                 self._lost("tokenizers")
+            case SettingsChanged(limits):
+                self._limits = limits
+                for call in self.settings_watchers:
+                    call(message)
             case _:
                 assert_never(message)
 

@@ -25,7 +25,8 @@ from engine.scheduling.planner import Planner
 class Scheduler(Actor[SchedulerInbox]):
     """Plans steps while fewer than ``overlap_depth`` are in flight.
 
-    new_planner: builds the planner once the executors have said how many pages they have.
+    new_planner: builds the planner once executors have said how many pages they have.  is_renewed: the next executors
+    need another one, which takes the present one's requests.
     executors: one link per rank; explain: tells their group which request brought a loss.  When they are lost, requests
     keep what they have and wait until all are ready again.
     """
@@ -37,7 +38,6 @@ class Scheduler(Actor[SchedulerInbox]):
         *,
         capacity: int,
         overlap_depth: int,
-        page_size: int,
         new_planner: Callable[[int], Planner],
         executors: Sequence[Link[ExecutorInbox]],
         explain: Callable[[LossExplained], None],
@@ -46,9 +46,9 @@ class Scheduler(Actor[SchedulerInbox]):
         observers: Observers,
     ) -> None:
         super().__init__("scheduler", capacity)
-        self._overlap_depth = overlap_depth
-        self._page_size = page_size
-        self._new_planner = new_planner
+        self.overlap_depth = overlap_depth
+        self.new_planner = new_planner
+        self.is_renewed = False
         self._executors = executors
         self._explain = explain
         self._tokenizer = tokenizer
@@ -73,8 +73,8 @@ class Scheduler(Actor[SchedulerInbox]):
                 self._planned.abort(request_id, finish)
             case ExecutorsReady(num_pages):
                 self._executors_ready(num_pages)
-            case ExecutorsLost(reason, is_fault):
-                self._executors_lost(reason, is_fault=is_fault)
+            case ExecutorsLost():
+                self._executors_lost(message)
             case _:
                 assert_never(message)
 
@@ -83,7 +83,7 @@ class Scheduler(Actor[SchedulerInbox]):
         if planner is None:
             return
         # Steps first: the device should not wait for the text side.
-        while self._is_ready and planner.num_in_flight < self._overlap_depth:
+        while self._is_ready and planner.num_in_flight < self.overlap_depth:
             if (step := planner.next_step()) is None:
                 break
             for executor in self._executors:
@@ -143,23 +143,24 @@ class Scheduler(Actor[SchedulerInbox]):
     def _executors_ready(self, pages: int) -> None:
         self._is_ready = True
         if self._planner is None:
-            self._planner = self._new_planner(pages)
+            self._planner = self.new_planner(pages)
+        elif self.is_renewed:
+            self._planner = self.new_planner(pages).with_requests_of(self._planner)
         else:
             # Requests were admitted by the pool's first size, so their group asks for the same one again.
             assert pages >= self._num_pages, f"the pool had {self._num_pages} pages and came back with {pages}"
             pages = self._num_pages
-        self._num_pages = pages
-        self.log.info(
-            "scheduler ready: pages=%d page_size=%d tokens=%d", pages, self._page_size, pages * self._page_size
-        )
+        self._num_pages, self.is_renewed = pages, False
+        page_size = self._planner.requests.limits.page_size
+        self.log.info("scheduler ready: pages=%d page_size=%d tokens=%d", pages, page_size, pages * page_size)
         self._ingress.put(EngineReady())
 
-    def _executors_lost(self, reason: str, *, is_fault: bool) -> None:
+    def _executors_lost(self, lost: ExecutorsLost) -> None:
         self._is_ready = False
         self._results.clear()
-        if self._planner is not None and (explained := self._planner.restart(is_fault=is_fault)) is not None:
+        if self._planner is not None and (explained := self._planner.restart(is_fault=lost.is_fault)) is not None:
             self._explain(explained)
-        self._ingress.put(EngineRecovering(reason))
+        self._ingress.put(EngineRecovering(lost.reason, lost.is_sleep))
 
 
 class RanksDiverged(RuntimeError):

@@ -28,10 +28,15 @@ def plugin_strategy(plugins: Plugins, config: Config, num_pages: int) -> Evictio
     return strategy if plugins.known[name].built_in else GuardedStrategy(name, strategy)
 
 
-def plugin_policy(plugins: Plugins, config: Config) -> SchedulingPolicy:
+def policy_choice(plugins: Plugins, config: Config) -> tuple[str, PolicyContext]:
+    """Which policy is asked for: where this stays the same, so does the policy, with what it has learnt."""
     name = plugins.names["policy"]
     options = config.plugins.options.get(name, {})
-    context = PolicyContext(config.scheduler.max_running, config.kv.page_size, options)
+    return name, PolicyContext(config.scheduler.max_running, config.kv.page_size, options)
+
+
+def plugin_policy(plugins: Plugins, config: Config) -> SchedulingPolicy:
+    name, context = policy_choice(plugins, config)
     policy = plugins.build(name, "callboard_scheduling_policy", context, SchedulingPolicy)
     return policy if plugins.known[name].built_in else guarded(name, policy)
 

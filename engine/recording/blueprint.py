@@ -15,6 +15,7 @@ from engine.config import SECRETS, Config
 from engine.plugins.deciders import built_proposer, plugin_drafts, plugin_policy, plugin_strategy
 from engine.plugins.manager import PROPOSER, Plugins
 from engine.scheduling.planner import Planner
+from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits
 
@@ -35,8 +36,14 @@ class Blueprint(msgspec.Struct, frozen=True):
     config: Config
     draft: DraftModel | None = None
 
-    def planner(self, plugins: Plugins, num_pages: int, clock: Callable[[], float]) -> Planner:
-        """Return a planner with plugins of its own.  Raises PluginError if one cannot be built."""
+    def policy(self, plugins: Plugins) -> SchedulingPolicy:
+        """Return the policy, new.  It outlives planners.  Raises PluginError if it cannot be built."""
+        return plugin_policy(plugins, self.config)
+
+    def planner(
+        self, plugins: Plugins, num_pages: int, clock: Callable[[], float], policy: SchedulingPolicy
+    ) -> Planner:
+        """Return a planner with other plugins of its own.  Raises PluginError if one cannot be built."""
         limits = replace(self.limits, num_pages=num_pages, record_events=False)
         proposer = self.draft
         if proposer is None and PROPOSER in self.names:
@@ -45,7 +52,7 @@ class Blueprint(msgspec.Struct, frozen=True):
         else:
             drafts = plugin_drafts(proposer, self.vocab_size)
         strategy = plugin_strategy(plugins, self.config, num_pages)
-        return Planner(limits, strategy, plugin_policy(plugins, self.config), clock, drafts)
+        return Planner(limits, strategy, policy, clock, drafts)
 
     def plugins(self) -> Plugins:
         """Return the plugins that planned, loaded.  Raises PluginError if one is not installed."""

@@ -30,6 +30,12 @@ class Privacy:
             # A negative id is counted from the end.
             self._others = np.concatenate((order, NO_TOKENS)).astype(np.int32)
 
+    def grow(self, vocab_size: int) -> None:
+        """Another model has more tokens; those that there were keep what they became."""
+        if self._others is not None and vocab_size > (known := len(self._others) - len(NO_TOKENS)):
+            more = known + np.random.default_rng(secrets.randbits(128)).permutation(vocab_size - known)
+            self._others = np.concatenate((self._others[:known], more, NO_TOKENS)).astype(np.int32)
+
     def message(self, message: SchedulerInbox) -> SchedulerInbox:
         """What is recorded of a message: all that has a part in plans."""
         if isinstance(message, StepDone):

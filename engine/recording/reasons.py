@@ -32,7 +32,7 @@ class Reasons:
         _wrap(planner._prefills, "_stands_aside", self._stands_aside)
         _wrap(planner._fetches, "ask", self._ask)
         _wrap(planner, "_retract", self._retract)
-        _wrap(planner._requests, "end", self._end)
+        _wrap(planner.requests, "end", self._end)
 
     def take(self) -> list[str]:
         """Sentences since the last call."""

@@ -69,8 +69,9 @@ class Recorder:
         self.folder = folder
         self.waited_s = waited_s
         self._privacy = Privacy(blueprint.vocab_size, hashed=prompts == "hashed")
-        eos = self._privacy.ids(blueprint.limits.eos_token_ids)
-        self._blueprint = msgspec.structs.replace(blueprint, limits=replace(blueprint.limits, eos_token_ids=eos))
+        self._blueprint = self._private(blueprint)
+        self._change: Blueprint | None = None
+        self._renews = False
         self._plugins = plugins
         self._limit_bytes = limit_bytes
         self._prompts = prompts
@@ -97,10 +98,20 @@ class Recorder:
         self._readings.append(now)
         return now
 
-    def arrived(self, message: SchedulerInbox) -> None:
-        """The scheduler is about to handle a message."""
+    def changed(self, blueprint: Blueprint) -> None:
+        """From now on it is planned by another blueprint."""
+        self._privacy.grow(blueprint.vocab_size)
+        self._change = self._private(blueprint)
+
+    def _private(self, blueprint: Blueprint) -> Blueprint:
+        eos = self._privacy.ids(blueprint.limits.eos_token_ids)
+        return msgspec.structs.replace(blueprint, limits=replace(blueprint.limits, eos_token_ids=eos))
+
+    def arrived(self, message: SchedulerInbox, *, renews: bool = False) -> None:
+        """The scheduler is about to handle a message.  renews: it gets another planner with the next executors."""
         if not self._messages:
             self._readings.clear()  # of those who look at the planner between two turns
+            self._renews = renews
         self._messages.append(message)
 
     def planned(self, plan: Step | FetchPages) -> None:
@@ -116,7 +127,10 @@ class Recorder:
             array("d", self._readings).tobytes(),
             b"".join(self._plans),
             failure,
+            self._change,
+            self._renews,
         )
+        self._change = None
         self._messages, self._readings, self._plans = [], [], []
         if self._is_off:
             return
@@ -213,7 +227,7 @@ class Recorder:
             prompts=self._prompts,
             written_at_unix_s=time.time(),
             written_at=self.now(),
-            blueprint=self._blueprint,
+            blueprint=self._blueprint if self._behind is None else self._behind.blueprint,
         )
         state = () if self._behind is None else _with_pauses(state_entries(self._behind.state()), pause_s)
         turns = _with_pauses(ring, pause_s)
@@ -267,7 +281,7 @@ class RecordedScheduler(Scheduler):
     def handle(self, message: SchedulerInbox) -> None:
         """As a scheduler does."""
         recorder, planner = self._recorder, self._planner
-        recorder.arrived(message)
+        recorder.arrived(message, renews=self.is_renewed)
         if isinstance(message, ExecutorsLost) and message.is_fault:
             recorder.alert("executors-lost")
         elif isinstance(message, StepDone) and planner is not None and recorder.now() - planner.due_since > STALLED_S:

@@ -7,16 +7,19 @@ The recorder keeps one that lags behind by the length of its ring; whoever reads
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from engine.actors.scheduler import Scheduler
 from engine.messages import Failed, FetchPages, Step, Tokens
+from engine.plugins.deciders import policy_choice
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
 from engine.recording.blueprint import Blueprint
 from engine.recording.turns import Turn, plan_digest
+from engine.scheduling.planner import Planner
 
 
 class ReplayClock:
@@ -48,11 +51,13 @@ class ReplayedScheduler(Scheduler):
     """A scheduler as the blueprint has it.
 
     plans: of the last turn.  said: what the tokenizer would hear of it.  on_plan: told of each plan when it is made.
-    clock: the planner's."""
+    blueprint: that it plans by.  clock: the planner's."""
 
     log = logging.getLogger(f"{__name__}.silent")
     log.disabled = True  # the engine has said it all when it happened
-    OWN = ("clock", "_planner", "_results", "_num_pages", "_is_ready", "_last_stats")  # all that it has of its own
+    # All that it has of its own.
+    OWN = ("clock", "policy", "overlap_depth", "is_renewed", "_planner", "_results", "_num_pages", "_is_ready",
+           "_last_stats")  # fmt: skip
 
     def __init__(self, blueprint: Blueprint, plugins: Plugins) -> None:
         self.plans: list[Step | FetchPages] = []
@@ -60,12 +65,14 @@ class ReplayedScheduler(Scheduler):
         self.on_plan: Callable[[Step | FetchPages], None] | None = None
         self.clock = ReplayClock()
         self.num_ranks = blueprint.limits.num_ranks
+        self.policy = blueprint.policy(plugins)
+        self.blueprint = blueprint
+        self._plugins = plugins
         nobody = Sink(lambda message: None)
         super().__init__(
             capacity=1,
             overlap_depth=blueprint.overlap_depth,
-            page_size=blueprint.limits.page_size,
-            new_planner=lambda num_pages: blueprint.planner(plugins, num_pages, self.clock),
+            new_planner=self._build,
             executors=[Sink(self._note_plan), *[nobody] * (self.num_ranks - 1)],
             explain=nobody.put,
             tokenizer=Sink(lambda message: self.said.append(message)),
@@ -87,10 +94,27 @@ class ReplayedScheduler(Scheduler):
         """Handle a turn; returns the digests of its plans.  Raises what the scheduler raises."""
         self.clock.load(turn.readings)
         self.plans, self.said = [], []
+        if turn.change is not None:
+            self._change(turn.change, renews=turn.renews)
+        self.is_renewed |= turn.renews
         for message in turn.messages:
             self.handle(message)
         self.flush()
         return b"".join(map(plan_digest, self.plans))
+
+    def _change(self, blueprint: Blueprint, *, renews: bool) -> None:
+        """As ``Changeover`` does it."""
+        plugins = blueprint.plugins()
+        if policy_choice(plugins, blueprint.config) != policy_choice(self._plugins, self.blueprint.config):
+            self.policy = blueprint.policy(plugins)
+        self.blueprint, self._plugins = blueprint, plugins
+        self.overlap_depth = blueprint.overlap_depth
+        if not renews and self._planner is not None:
+            num_pages = self._planner.requests.limits.num_pages
+            self._planner.retune(replace(blueprint.limits, num_pages=num_pages, record_events=False), self.policy)
+
+    def _build(self, num_pages: int) -> Planner:
+        return self.blueprint.planner(self._plugins, num_pages, self.clock, self.policy)
 
     def _note_plan(self, plan: Step | FetchPages) -> None:
         self.plans.append(plan)

@@ -187,7 +187,7 @@ def _answer(story: Story, scheduler: ReplayedScheduler, rank: int, step: _Asked)
     assert planner is not None
     tokens, extras = [], {}
     for request, position in step.places:
-        sequence = planner._requests.open.get(request)
+        sequence = planner.requests.open.get(request)
         stops = sequence.stop_ids if sequence is not None else ()
         token = story.tokens.get((request, position))
         tokens.append(next(one for one in range(len(stops) + 1) if one not in stops) if token is None else token)

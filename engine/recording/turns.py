@@ -8,6 +8,7 @@ import hashlib
 import msgspec
 
 from engine.messages import FetchPages, SchedulerInbox, Step
+from engine.recording.blueprint import Blueprint
 
 PLAN_BYTES = 8
 _encode = msgspec.msgpack.Encoder().encode
@@ -17,12 +18,16 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Messages that were handled together, and the plans made for them.
 
     readings: float64[n], of the clock, in seconds, in the order in which they were asked for.
-    plans: ``plan_digest`` of each.  failure: what the scheduler died of in this turn, '' if it did not."""
+    plans: ``plan_digest`` of each.  failure: what the scheduler died of in this turn, '' if it did not.
+    change: what is planned by from this turn on, None for what was before.  renews: the next executors get a new
+    planner by it; otherwise the present one goes on with another policy, chunk and target."""
 
     messages: tuple[SchedulerInbox, ...]
     readings: bytes = b""
     plans: bytes = b""
     failure: str = ""
+    change: Blueprint | None = None
+    renews: bool = False
 
 
 def plan_digest(plan: Step | FetchPages) -> bytes:

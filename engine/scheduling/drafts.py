@@ -21,10 +21,10 @@ from engine.scheduling.completions import InFlight, Wave
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.drafted import DraftedGuesses
 from engine.scheduling.guesses import Guesses, SessionGuesses
-from engine.scheduling.meter import Meter
 from engine.scheduling.pages import PageManager
 from engine.scheduling.payoff import Chance, Payoff
 from engine.scheduling.proposer import DraftModel, Proposer
+from engine.scheduling.requests import Requests
 from engine.scheduling.rows import PlannerLimits, Rows, RowTable
 
 
@@ -37,7 +37,7 @@ class Drafts:
         table: RowTable,
         page_manager: PageManager,
         decodes: Decodes,
-        meter: Meter,
+        requests: Requests,
         *,
         proposer: Proposer | DraftModel,
         vocab_size: int,
@@ -47,7 +47,7 @@ class Drafts:
         self._table = table
         self._page_manager = page_manager
         self._decodes = decodes
-        self._meter = meter
+        self._requests = requests
         self._guesses: Guesses = (
             DraftedGuesses(table, proposer)
             if isinstance(proposer, DraftModel)
@@ -179,7 +179,7 @@ class Drafts:
             at += len(asked) + 1
             if self._table.running[row]:
                 self._guesses.verified(row, len(proposed), num_right)
-                self._meter.verified(len(proposed), num_right)
+                self._requests.meter.verified(len(proposed), num_right)
         places[0] += range(at, len(tokens))
         return [Wave(rows[place], tokens[place], of_row) for place, of_row in zip(places, later, strict=True)]
 

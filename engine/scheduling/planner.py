@@ -18,13 +18,12 @@ import numpy as np
 
 from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
-from engine.messages import Admit, Failed, FetchPages, Finish, PagesFetched, Stats, Step, StepDone, Tokens
+from engine.messages import Admit, FetchPages, Finish, PagesFetched, Stats, Step, StepDone
 from engine.notices import LossExplained
 from engine.scheduling.board import Board, draw_board
 from engine.scheduling.completions import Completions, InFlight
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.fetches import Fetches
-from engine.scheduling.meter import Meter
 from engine.scheduling.pages import Appends, PageManager
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.prefills import Prefills, Segments
@@ -35,7 +34,7 @@ from engine.scheduling.rows import PlannerLimits, Rows, RowTable, Sequence
 if TYPE_CHECKING:
     from engine.scheduling.drafts import Drafts
 
-NewDrafts = Callable[[PlannerLimits, RowTable, PageManager, Decodes, Meter], "Drafts"]
+NewDrafts = Callable[[PlannerLimits, RowTable, PageManager, Decodes, Requests], "Drafts"]
 
 
 class Planner:
@@ -53,6 +52,7 @@ class Planner:
         drafts: NewDrafts | None = None,
     ) -> None:
         self._clock = clock
+        self._policy = policy
         self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size, limits.num_slots)
         self._page_manager = PageManager(limits, self._rows, strategy)
         self._forecast = OutputForecast()
@@ -62,12 +62,12 @@ class Planner:
         self._prefills = Prefills(
             limits, self._rows, self._page_manager, self._quarantine, self._forecast, self._fetches
         )
-        self._requests = Requests(limits, self._forecast, self._quarantine, clock)
-        self.outbox, self.finished, self.meter = self._requests.outbox, self._requests.finished, self._requests.meter
-        parts = (limits, self._rows, self._page_manager, self._decodes, self.meter)
+        self.requests = Requests(limits, self._forecast, self._quarantine, clock)
+        self.outbox, self.finished, self.meter = self.requests.outbox, self.requests.finished, self.requests.meter
+        parts = (limits, self._rows, self._page_manager, self._decodes, self.requests)
         self._drafts = drafts(*parts) if drafts is not None else None
         self._completions = Completions(
-            self._rows, self._page_manager, self._decodes, self._prefills, self._requests, clock, self._drafts
+            self._rows, self._page_manager, self._decodes, self._prefills, self.requests, clock, self._drafts
         )
         self._num_steps = 0
         self._completed_at_blame = 0
@@ -76,28 +76,21 @@ class Planner:
 
     def admit(self, message: Admit) -> None:
         """Queue a request.  Raises RequestError if it could never run."""
-        sequence = self._requests.take_in(message)
+        sequence = self.requests.take_in(message)
         self._prefills.wait(sequence)
-        self._requests.add(sequence)
+        self.requests.add(sequence)
 
     def abort(self, request_id: int, finish: Finish = Finish.ABORT) -> None:
         """End a request wherever it is; an unknown id (it ended already) is no error.  finish: what to call it."""
-        sequence = self._requests.open.get(request_id)
+        sequence = self.requests.open.get(request_id)
         if sequence is None:
             return
         if sequence.row >= 0:
             self._completions.end(sequence.row, finish)
         else:
             self._prefills.forget(sequence)
-            self._requests.end(sequence, finish, len(sequence.tokens))
-        # An end without a token.
-        self.outbox.append(
-            Tokens(
-                request_ids=np.array([request_id], dtype=np.int64).tobytes(),
-                token_ids=np.array([-1], dtype=np.int32).tobytes(),
-                finishes=bytes([finish]),
-            )
-        )
+            self.requests.end(sequence, finish, len(sequence.tokens))
+        self.requests.tell_end(request_id, finish)
 
     # ---- planning ---------------------------------------------------------------------------
 
@@ -238,7 +231,7 @@ class Planner:
         self._quarantine.begin()
         if not is_fault:
             self._quarantine.acquit_all()
-        running = [sequence for sequence in self._requests.open.values() if sequence.row >= 0]
+        running = [sequence for sequence in self.requests.open.values() if sequence.row >= 0]
         for sequence in running:
             sequence.tokens = self._rows.tokens[sequence.row, : self._rows.num_known[sequence.row]].copy()
             sequence.row = -1
@@ -269,31 +262,34 @@ class Planner:
     def _end_culprit(self, culprit: Sequence) -> LossExplained:
         num_losses = self._quarantine.num_losses(culprit)
         self._quarantine.acquit_all()
-        self._requests.end(culprit, Finish.ERROR, len(culprit.tokens))
-        self.outbox.append(
-            Failed(
-                culprit.request_id,
-                f"this request ended the model's executors {num_losses} times in a row, at last while nothing else "
-                "ran; it was ended so that other requests go on.  The server log says what happened; the same request "
-                "is likely to fail again",
-                status=500,
-                code="executors_lost",
-            )
-        )
+        self.requests.blame(culprit, num_losses)
         before, self._completed_at_blame = self._completed_at_blame, self._completions.num_completed
         return LossExplained(num_losses, executors_work=self._completed_at_blame > before)
+
+    def with_requests_of(self, other: "Planner") -> "Planner":
+        """Go on with the requests of a planner that was restarted, and with what it has counted.  Returns itself."""
+        self._num_steps = other._num_steps
+        self._completions.forget(last_launched=self._num_steps - 1)
+        for sequence in self.requests.take_over(other.requests):
+            self._prefills.wait(sequence)
+        other._quarantine.rerank(lambda sequence: 0)  # a policy that stays hears what has been served
+        self.meter = self.requests.meter
+        return self
+
+    def retune(self, limits: PlannerLimits, policy: SchedulingPolicy) -> None:
+        """Plan by another policy, prefill chunk and target of latency from now on; all else of ``limits`` stays."""
+        self.requests.limits = limits
+        self._prefills.retune(limits)
+        if policy is not self._policy:
+            self._policy = policy
+            self._quarantine.reorder(waiting_queue(policy, self._rows))
 
     # ---- views ------------------------------------------------------------------------------
 
     @property
-    def num_retractions(self) -> int:
-        """How often somebody lost their row to others."""
-        return self.meter.num_retractions
-
-    @property
     def num_open(self) -> int:
         """Requests that have not ended."""
-        return len(self._requests.open)
+        return len(self.requests.open)
 
     @property
     def num_host_pages_used(self) -> int:
@@ -303,11 +299,11 @@ class Planner:
     @property
     def due_since(self) -> float:
         """Since when a step's completion has been waited for, provided that requests are open."""
-        return max(self._requests.open_since, self.meter.last_completed_at)
+        return max(self.requests.open_since, self.meter.last_completed_at)
 
     def board(self) -> Board:
         """Where every request is, and what every page holds."""
-        return draw_board(self._requests, self._rows, self._page_manager, self._clock())
+        return draw_board(self.requests, self._rows, self._page_manager, self._clock())
 
     def drain_kv_events(self) -> list[KVEvent]:
         """What happened to cached pages since the last call; nothing unless ``limits.record_events``."""
@@ -317,7 +313,7 @@ class Planner:
         """Gauges of this moment."""
         return Stats(
             step_id=self._completions.last_completed,
-            running=len(self._requests.open) - self._prefills.num_waiting,
+            running=len(self.requests.open) - self._prefills.num_waiting,
             waiting=self._prefills.num_waiting,
             pages_free=self._page_manager.num_free,
             pages_cached=self._page_manager.num_cached,

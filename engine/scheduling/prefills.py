@@ -63,6 +63,11 @@ class Prefills:
         self._aside: dict[int, list[tuple[int, Sequence]]] = {}
         self._blocked = False
 
+    def retune(self, limits: PlannerLimits) -> None:
+        """Cut prompts otherwise from now on."""
+        self.budget = StepBudget(limits.max_step_tokens, limits.itl_target_s)
+        self._limits = limits
+
     def __len__(self) -> int:
         """Prompts under way."""
         return len(self._turns) - 1

@@ -159,9 +159,9 @@ class TenantQueue:
         self._num_places = 0
         self._lowest = 0.0
         # By row: whose it is, which request that is of, and how many of its tokens the policy knows of.
-        self._tenants = [""] * len(table.sequences)
-        self._request_ids = np.full_like(table.request_ids, -1)
-        self._num_told = np.zeros_like(table.num_known)
+        self._tenants = ["" if sequence is None else sequence.tenant for sequence in table.sequences]
+        self._request_ids = np.where(table.running, table.request_ids, -1)
+        self._num_told = table.num_known.copy()
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -315,6 +315,13 @@ class Quarantine:
         if sequence is self.alone:
             self.alone = None
         self._records.pop(sequence.request_id, None)
+
+    def reorder(self, waiting: WaitingQueue) -> None:
+        """Have those that are no suspects wait in another queue."""
+        old, self._waiting = self._waiting, waiting
+        while len(old):
+            old.rerank(lambda sequence: 0)
+            waiting.push(old.pop(starts=False))
 
     # ---- as a waiting queue -----------------------------------------------------------------
 

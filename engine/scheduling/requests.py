@@ -103,6 +103,26 @@ class Requests:
         self._clock = clock
         self._num_arrived = 0
 
+    @property
+    def most_total(self) -> int:
+        """The most tokens that an open request may come to; 0 if none is open."""
+        return max((sequence.max_total for sequence in self.open.values()), default=0)
+
+    def take_over(self, other: "Requests") -> list[Sequence]:
+        """Have what another one has had, which is used no more.  Returns those that go on: all for which there is room.
+
+        ``most_total`` tells before whether that is everybody; the others end with an error."""
+        self.open, self.meter = other.open, other.meter
+        self.outbox += other.outbox
+        self.finished += other.finished
+        self.open_since, self._num_arrived = other.open_since, other._num_arrived
+        for sequence in list(self.open.values()):
+            if sequence.max_total > self.limits.longest:
+                self.end(sequence, Finish.ERROR, len(sequence.tokens))
+                reason = "the KV pool has become too small for this request; send it again with a smaller max_tokens"
+                self.outbox.append(Failed(sequence.request_id, reason, status=503, code="pool_too_small"))
+        return list(self.open.values())
+
     def take_in(self, message: Admit) -> Sequence:
         """The sequence of a new request, not yet open.  Raises RequestError if it could never run."""
         tokens = np.frombuffer(message.token_ids, dtype=np.int32)
@@ -138,6 +158,30 @@ class Requests:
         if not self.open:
             self.open_since = sequence.arrived_at
         self.open[sequence.request_id] = sequence
+
+    def tell_end(self, request_id: int, finish: Finish) -> None:
+        """A request has ended without a token."""
+        self.outbox.append(
+            Tokens(
+                request_ids=np.array([request_id], dtype=np.int64).tobytes(),
+                token_ids=np.array([-1], dtype=np.int32).tobytes(),
+                finishes=bytes([finish]),
+            )
+        )
+
+    def blame(self, culprit: Sequence, num_losses: int) -> None:
+        """End the request that has brought so many losses of executors in a row."""
+        self.end(culprit, Finish.ERROR, len(culprit.tokens))
+        self.outbox.append(
+            Failed(
+                culprit.request_id,
+                f"this request ended the model's executors {num_losses} times in a row, at last while nothing else "
+                "ran; it was ended so that other requests go on.  The server log says what happened; the same request "
+                "is likely to fail again",
+                status=500,
+                code="executors_lost",
+            )
+        )
 
     def end(self, sequence: Sequence, finish: Finish, num_tokens: int) -> None:
         """Forget a request, with that many tokens of prompt and output."""

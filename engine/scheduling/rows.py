@@ -113,11 +113,15 @@ class PlannerLimits:
     num_ranks: int = 1
     num_slots: int = 0
 
+    @property
+    def longest(self) -> int:
+        """The most tokens of prompt and output that fit the context and the pool."""
+        # The last token is sampled but never computed, so it needs no slot.
+        return min(self.max_len, self.num_pages * self.page_size + 1)
+
     def max_total(self, num_prompt: int, max_tokens: int | None) -> int:
         """Prompt plus most output tokens, refused at once where it can never fit."""
-        # The last token is sampled but never computed, so it needs no slot.
-        pool_len = self.num_pages * self.page_size + 1
-        longest = min(self.max_len, pool_len)
+        longest = self.longest
         total = longest if max_tokens is None else num_prompt + max_tokens
         if num_prompt < 1:
             raise RequestError("the prompt has no tokens; send at least one", param="prompt")

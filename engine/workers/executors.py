@@ -1,40 +1,32 @@
-"""The executors of one engine: every rank of the model, lost and restarted together; and those in this process.
+"""The executors of one engine: every rank of the model, lost, restarted and replaced together.
 
 consumes: Step, FetchPages (scheduler, through ``links``) · LossExplained (scheduler) · Profile · Stop (system)
 produces: ExecutorsReady, StepDone, PagesFetched, ExecutorsLost (scheduler)
 waits for: the executors' loading and their end; never for the scheduler.   owns: what a loss means.
 
-Requests live in the scheduler, so a lost generation costs time and no token.
-
-An inline executor is an actor on the shared event loop, with a device thread of its own.  A step that raises can be
-cured there if the device can: the executor is loaded anew in place.  A thread that hangs cannot be ended from outside,
-and a CUDA context that has failed stays so for as long as its process: both are clear failures of the engine.
-Executors in processes of their own survive these too.
+Requests live in the scheduler, so a lost generation costs time and no token.  So does one that others replace, for
+example those of another configuration, and one that sleeps.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 from engine.actors.actor import Actor, Link
-from engine.actors.executor import Executor, Runner
 from engine.errors import CallboardError, EngineDied, StepTooLarge
 from engine.messages import ExecutorInbox, FromExecutor, Profile, Step, StepDone, Stop
 from engine.notices import ExecutorsLost, ExecutorsReady, LossExplained
 from engine.workers.group import Owner, Start, WorkerGroup, WorkerSlot, one_for_all
 from engine.workers.limits import Patience, RestartIntensity
 from engine.workers.messages import WorkerReady
-from engine.workers.socket_directory import Rendezvous
 from engine.workers.wire import WireError
-from engine.workers.worker import Reports, WorkerLost
+from engine.workers.worker import WorkerLost
 
 log = logging.getLogger(__name__)
 
-INLINE_END_TIMEOUT_S = 4.0
 ExecutorSlot = WorkerSlot[FromExecutor, ExecutorInbox]
 
 
@@ -61,9 +53,9 @@ class ExecutorPlacement(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RankLink:
-    """The scheduler's link to one rank, whichever generation it is of."""
+    """The scheduler's link to one rank, whichever generation it is of.  slot: of those that work now."""
 
     slot: ExecutorSlot
 
@@ -78,29 +70,125 @@ class RankLink:
                 self.slot.lose(WorkerLost(f"{self.slot.name}: {error}"))
 
 
-class Executors(Actor[Stop], Owner[FromExecutor, ExecutorInbox]):
+class _Crew(Owner[FromExecutor, ExecutorInbox]):
+    """Ranks of one placement, generation after generation.
+
+    settings: of those before it, if it loads what they had.  is_heard: it works for the scheduler."""
+
+    def __init__(
+        self,
+        executors: "Executors",
+        placement: ExecutorPlacement,
+        step_timeout_s: float,
+        settings: GenerationSettings | None = None,
+    ) -> None:
+        self.placement = placement
+        self.step_timeout_s = step_timeout_s
+        self.settings = settings or GenerationSettings()
+        self.loaded = asyncio.Event()
+        self.is_heard = False
+        self.group = WorkerGroup[FromExecutor, ExecutorInbox](
+            self,
+            [f"executor{rank}" for rank in range(executors.num_ranks)],
+            one_for_all,
+            lambda: placement.generation(self.settings),
+            intensity=executors.intensity,
+            patience=Patience(silence_s=placement.silence_s, step_s=step_timeout_s, join_s=placement.join_s),
+            can_kill=placement.can_kill,
+        )
+        self._executors = executors
+        self._is_quiet = asyncio.Event()
+        self._lost_at = 0.0
+
+    def take(self, slot: ExecutorSlot, message: FromExecutor) -> None:
+        """A rank has done a step, or has fetched pages."""
+        if message.rank != slot.number:
+            log.warning("%s: refused: a result of rank %d", slot.name, message.rank)
+            return
+        if isinstance(message, StepDone):
+            slot.watch.answered()
+        if self.is_heard:
+            self._executors.tell(message)
+        else:
+            self._settle()
+
+    def came(self, slots: Sequence[ExecutorSlot], ready: Sequence[WorkerReady]) -> None:
+        """Every rank has loaded."""
+        num_pages = min(one.num_pages for one in ready)
+        if not self.settings.num_pages:
+            self.settings = replace(self.settings, num_pages=num_pages)
+        elif self._lost_at:
+            self._executors.last_recovery_s = took_s = asyncio.get_running_loop().time() - self._lost_at
+            log.info("executors are back after %.2f s", took_s)
+        self._executors.came(self, num_pages)
+        self.loaded.set()
+
+    def went(self, slots: Sequence[ExecutorSlot], loss: WorkerLost) -> None:
+        """The scheduler must not plan for ranks that are gone."""
+        self._lost_at = asyncio.get_running_loop().time()
+        if self.is_heard:
+            self._executors.tell(ExecutorsLost(str(loss)))
+        self._settle()
+
+    async def quiet(self) -> None:
+        """Wait until no step is under way; none may be on its way to the ranks."""
+        self._is_quiet.clear()
+        self._settle()
+        await self._is_quiet.wait()
+
+    def _settle(self) -> None:
+        if not any(slot.is_ready and slot.watch.is_waiting for slot in self.group.slots):
+            self._is_quiet.set()
+
+    def judge(self, losses: Sequence[WorkerLost]) -> bool:
+        """See ``Owner``.  A step too large for one rank may be heard of only after the ranks that it left waiting."""
+        loss = next((one for one in losses if isinstance(one.error, StepTooLarge)), losses[0])
+        explained = self._executors.take_explained()
+        if loss.error is not None:
+            if not isinstance(loss.error, CallboardError):
+                log.error("%s", loss, exc_info=loss.error)
+            _drop_traceback(loss.error)
+        if not loss.curable:
+            if isinstance(loss.error, EngineDied):
+                raise loss.error
+            raise EngineDied(f"{loss}; that cannot be cured in this process, placement.executor = 'process' can do it")
+        if isinstance(loss.error, StepTooLarge):
+            # No fault yet, and no loop either: what is allowed from now on is half of what has failed.
+            self._executors.tell(ExecutorsLost(str(loss), is_fault=False))
+            self.settings = replace(self.settings, most_tokens=loss.error.num_tokens // 2)
+            log.warning("%s; steps are cut to %d tokens from now on", loss, self.settings.most_tokens)
+            return False
+        if explained is None:
+            return True
+        self.group.intensity.forgive(explained.num_losses - 1)
+        return not explained.executors_work
+
+
+TakingOver = Callable[[int], None]
+"""Called when new executors have loaded so many pages, before they get any work.  What it raises refuses them."""
+
+
+class Executors(Actor[Stop]):
     """num_ranks: tensor-parallel size.  step_timeout_s: a step that takes longer means that its rank hangs.
 
-    links: the scheduler's, one per rank.  last_recovery_s: from the last loss until executors were ready again."""
+    links: the scheduler's, one per rank.  last_recovery_s: from the last loss until executors were ready again.
+    are_out: none take work, by an operator's wish, and requests wait."""
 
     def __init__(
         self, *, num_ranks: int, placement: ExecutorPlacement, intensity: RestartIntensity, step_timeout_s: float
     ) -> None:
         super().__init__("executors", capacity=4)
-        self._group = WorkerGroup[FromExecutor, ExecutorInbox](
-            self,
-            [f"executor{rank}" for rank in range(num_ranks)],
-            one_for_all,
-            lambda: placement.generation(self._settings),
-            intensity=intensity,
-            patience=Patience(silence_s=placement.silence_s, step_s=step_timeout_s, join_s=placement.join_s),
-            can_kill=placement.can_kill,
-        )
-        self.links = [RankLink(slot) for slot in self._group.slots]
+        self.num_ranks = num_ranks
+        self.intensity = intensity
         self.last_recovery_s = 0.0
-        self._settings = GenerationSettings()
+        self.are_out = False
+        self._present = _Crew(self, placement, step_timeout_s)
+        self._next: tuple[_Crew, TakingOver] | None = None
+        self.links = [RankLink(slot) for slot in self._present.group.slots]
+        self._running: dict[_Crew, asyncio.Task[None]] = {}
+        self._over: asyncio.Future[None] | None = None
         self._explained: LossExplained | None = None  # the loss that is to be judged next
-        self._lost_at = 0.0
+        self._restarts_before = 0  # of those that are gone
 
     def connect(self, scheduler: Link[ExecutorsReady | FromExecutor | ExecutorsLost]) -> None:
         """Where results go; known only after the scheduler, which needs this actor's links, is built."""
@@ -109,7 +197,11 @@ class Executors(Actor[Stop], Owner[FromExecutor, ExecutorInbox]):
     @property
     def num_restarts(self) -> int:
         """Of all executors together."""
-        return self._group.num_restarts
+        return self._restarts_before + self._group.num_restarts
+
+    @property
+    def _group(self) -> WorkerGroup[FromExecutor, ExecutorInbox]:
+        return self._present.group
 
     def explain(self, loss: LossExplained) -> None:
         """Take effect at once: the scheduler hears of a loss, and answers, before it is judged here."""
@@ -124,59 +216,144 @@ class Executors(Actor[Stop], Owner[FromExecutor, ExecutorInbox]):
         """Keep a generation running until Stop.
 
         Raises what the first load raised, or EngineDied when restarting does not help."""
-        self.inbox.open(lambda messages: self._group.stop())
+        self._over = asyncio.get_running_loop().create_future()
+        self._present.is_heard = True  # what its first load raises is for whoever runs this
+        self._start(self._present)
+        self.inbox.open(lambda messages: self._stop())
         try:
-            await self._group.run()
+            await self._over
         finally:
             self.inbox.close()
+            for task in self._running.values():
+                task.cancel()
+            while self._running:
+                await asyncio.wait(list(self._running.values()))
+                await asyncio.sleep(0)  # for what is called when a task is done
             self.close()
 
-    def take(self, slot: ExecutorSlot, message: FromExecutor) -> None:
-        """A rank has done a step, or has fetched pages."""
-        if message.rank != slot.number:
-            log.warning("%s: refused: a result of rank %d", slot.name, message.rank)
+    # ---- others take their place ------------------------------------------------------------
+
+    async def replace(
+        self, placement: ExecutorPlacement, step_timeout_s: float, taking_over: TakingOver, *, beside: bool
+    ) -> None:
+        """Have executors of another placement take the place of the present ones, whose steps in flight are dropped.
+
+        beside: the present ones work until the others have loaded.  If not, they end first, requests wait, and they
+        are loaded again if the others cannot be.  Raises what the loading or ``taking_over`` raised."""
+        crew = _Crew(self, placement, step_timeout_s)
+        if not beside:
+            await self.release("the executors are being replaced")
+        self._next = crew, taking_over
+        try:
+            await self._load(crew)
+        except CallboardError:
+            self._next = None
+            if not beside:
+                await self._load_again()
+            raise
+        finally:
+            self._next = None
+
+    async def release(self, reason: str, *, is_sleep: bool = False, keep: bool = False) -> None:
+        """Let no executor take work; requests keep what they have and wait.  Returns when nothing is under way.
+
+        keep: they stay loaded; otherwise they end.  is_sleep: as in ``ExecutorsLost``."""
+        crew = self._present
+        self.are_out, crew.is_heard = True, False
+        self.tell(ExecutorsLost(reason, is_fault=False, is_sleep=is_sleep))
+        if keep:
+            await crew.quiet()
+        else:
+            await self._end(crew)
+
+    async def resume(self) -> None:
+        """Let executors work again after ``release``.  Raises what loading them raised; they are out still then."""
+        crew = self._present
+        self.are_out = False
+        if crew in self._running:
+            crew.is_heard = True
+            if all(slot.is_ready for slot in crew.group.slots):  # else it was lost meanwhile, and says when it is back
+                self.came(crew, crew.settings.num_pages)
             return
-        if isinstance(message, StepDone):
-            slot.watch.answered()
+        self._adopt(_Crew(self, crew.placement, crew.step_timeout_s, crew.settings))
+        try:
+            await self._load(self._present)
+        except CallboardError:
+            self.are_out = True
+            raise
+
+    async def _load_again(self) -> None:
+        try:
+            await self.resume()
+        except CallboardError as error:
+            if self._over is not None and not self._over.done():
+                self._over.set_exception(EngineDied(f"the executors from before cannot be loaded again: {error}"))
+
+    def came(self, crew: _Crew, num_pages: int) -> None:
+        """A generation of a crew takes work: of the present one, or of the one that takes its place now."""
+        if self._next is not None and crew is self._next[0]:
+            self._next[1](num_pages)
+            if not self.are_out:
+                # What the old ones still do is not heard; the scheduler's next step is for the new ones.
+                self._present.is_heard = False
+                self.tell(ExecutorsLost("the executors are being replaced", is_fault=False))
+                self._present.group.stop()
+            self._adopt(crew)
+            self.are_out = False
+        if not self.are_out:
+            crew.is_heard = True
+            self.tell(ExecutorsReady(num_pages))
+
+    def _adopt(self, crew: _Crew) -> None:
+        self._restarts_before += self._group.num_restarts
+        self._present = crew
+        for link, slot in zip(self.links, crew.group.slots, strict=True):
+            link.slot = slot
+
+    def tell(self, message: ExecutorsReady | FromExecutor | ExecutorsLost) -> None:
+        """To the scheduler."""
         self._scheduler.put(message)
 
-    def came(self, slots: Sequence[ExecutorSlot], ready: Sequence[WorkerReady]) -> None:
-        """Every rank has loaded."""
-        num_pages = min(one.num_pages for one in ready)
-        if not self._settings.num_pages:
-            self._settings = replace(self._settings, num_pages=num_pages)
-        else:
-            self.last_recovery_s = asyncio.get_running_loop().time() - self._lost_at
-            log.info("executors are back after %.2f s", self.last_recovery_s)
-        self._scheduler.put(ExecutorsReady(num_pages))
-
-    def went(self, slots: Sequence[ExecutorSlot], loss: WorkerLost) -> None:
-        """The scheduler must not plan for ranks that are gone."""
-        self._lost_at = asyncio.get_running_loop().time()
-        self._scheduler.put(ExecutorsLost(str(loss)))
-
-    def judge(self, losses: Sequence[WorkerLost]) -> bool:
-        """See ``Owner``.  A step too large for one rank may be heard of only after the ranks that it left waiting."""
-        loss = next((one for one in losses if isinstance(one.error, StepTooLarge)), losses[0])
+    def take_explained(self) -> LossExplained | None:
+        """What the scheduler has said of the loss that is judged now."""
         explained, self._explained = self._explained, None
-        if loss.error is not None:
-            if not isinstance(loss.error, CallboardError):
-                log.error("%s", loss, exc_info=loss.error)
-            _drop_traceback(loss.error)
-        if not loss.curable:
-            if isinstance(loss.error, EngineDied):
-                raise loss.error
-            raise EngineDied(f"{loss}; that cannot be cured in this process, placement.executor = 'process' can do it")
-        if isinstance(loss.error, StepTooLarge):
-            # No fault yet, and no loop either: what is allowed from now on is half of what has failed.
-            self._scheduler.put(ExecutorsLost(str(loss), is_fault=False))
-            self._settings = replace(self._settings, most_tokens=loss.error.num_tokens // 2)
-            log.warning("%s; steps are cut to %d tokens from now on", loss, self._settings.most_tokens)
-            return False
-        if explained is None:
-            return True
-        self._group.intensity.forgive(explained.num_losses - 1)
-        return not explained.executors_work
+        return explained
+
+    # ---- crews as tasks ---------------------------------------------------------------------
+
+    def _start(self, crew: _Crew) -> asyncio.Task[None]:
+        task = self._running[crew] = asyncio.create_task(crew.group.run(), name="executors.group")
+        task.add_done_callback(lambda done: self._has_ended(crew, done))
+        return task
+
+    async def _load(self, crew: _Crew) -> None:
+        """Start a crew and wait until it has loaded.  Raises what its loading raised."""
+        running, loaded = self._start(crew), asyncio.create_task(crew.loaded.wait())
+        await asyncio.wait((running, loaded), return_when=asyncio.FIRST_COMPLETED)
+        loaded.cancel()
+        if not crew.loaded.is_set():
+            if not running.cancelled():
+                running.result()
+            raise EngineDied("the engine was stopped while executors loaded")
+
+    async def _end(self, crew: _Crew) -> None:
+        crew.group.stop()
+        if (task := self._running.get(crew)) is not None:
+            await asyncio.wait((task,))
+
+    def _has_ended(self, crew: _Crew, task: asyncio.Task[None]) -> None:
+        del self._running[crew]
+        error = None if task.cancelled() else task.exception()
+        assert self._over is not None
+        if not self._over.done() and crew is self._present and crew.is_heard:
+            self._over.set_exception(error) if error is not None else self._over.set_result(None)
+
+    def _stop(self) -> None:
+        if self._present in self._running:
+            self._present.is_heard = True
+            self._present.group.stop()
+        elif self._over is not None and not self._over.done():
+            self._over.set_result(None)
 
 
 def _drop_traceback(error: BaseException) -> None:
@@ -185,70 +362,3 @@ def _drop_traceback(error: BaseException) -> None:
     while seen is not None:
         seen.__traceback__ = None
         seen = seen.__cause__ or seen.__context__
-
-
-class InlineExecutors:
-    """load: (rank, settings, rendezvous) -> runner, called on the rank's device thread."""
-
-    can_kill = False
-    silence_s = 0.0
-    join_s = 0.0
-
-    def __init__(
-        self, *, num_ranks: int, capacity: int, load: Callable[[int, GenerationSettings, str], Runner]
-    ) -> None:
-        self._num_ranks = num_ranks
-        self._capacity = capacity
-        self._load = load
-
-    @contextmanager
-    def generation(self, settings: GenerationSettings) -> Iterator[Start[FromExecutor, ExecutorInbox]]:
-        """See ``ExecutorPlacement``."""
-        rendezvous = Rendezvous(self._num_ranks)
-
-        def start(slot: WorkerSlot[FromExecutor, ExecutorInbox], reports: Reports[FromExecutor]) -> InlineWorker:
-            load = partial(self._load, slot.number, settings, rendezvous.url)
-            executor = Executor(rank=slot.number, capacity=self._capacity, load=load)
-            return InlineWorker(executor, reports, reloaded=settings.num_pages > 0)
-
-        try:
-            yield start
-        finally:
-            rendezvous.end()
-
-
-class InlineWorker:
-    """reloaded: it is not of the first generation."""
-
-    def __init__(self, executor: Executor, reports: Reports[FromExecutor], *, reloaded: bool) -> None:
-        self._executor = executor
-        self._reports = reports
-        self._reloaded = reloaded
-        executor.connect(ready=lambda num_pages: reports.heard(WorkerReady(num_pages)), done=reports.heard)
-        self._task = asyncio.create_task(self._run(), name=executor.name)
-
-    def put(self, message: ExecutorInbox) -> None:
-        """Send."""
-        self._executor.inbox.put(message)
-
-    async def end(self) -> None:
-        """Ask it to end after the steps it has."""
-        self._executor.inbox.put(Stop())
-        await asyncio.wait((self._task,), timeout=INLINE_END_TIMEOUT_S)
-
-    async def kill(self, *, is_stuck: bool) -> None:
-        """End the actor; a thread that is stuck is left behind."""
-        if not self._task.done():
-            if is_stuck:
-                self._executor.abandon()
-            self._task.cancel()
-        await asyncio.wait((self._task,))
-
-    async def _run(self) -> None:
-        try:
-            await self._executor.run()
-        except Exception as error:
-            # If it cannot even be loaded again, the device is beyond what this process can do for it.
-            curable = self._executor.loaded or not self._reloaded
-            reason = f"{self._executor.name} crashed: {type(error).__name__}: {error}"
-            self._reports.lost(WorkerLost(reason, error, curable=curable))

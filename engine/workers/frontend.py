@@ -19,6 +19,7 @@ import msgspec
 
 from engine.actors.actor import Actor, Link
 from engine.actors.ingress import Part
+from engine.actors.operations import Operate, Operated, SettingsChanged
 from engine.actors.snapshot import GetSnapshot, Record, RequestsFinished, Snapshot, Subscribe
 from engine.errors import EngineDied
 from engine.messages import Abort, Deltas, Failed, Finish, IngressInbox, Profile, Stats, Tokenize
@@ -66,10 +67,11 @@ class _Subscription:
         self._tell(RequestsFinished(tuple(requests)))
 
 
-class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
+class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, ToFrontend]):
     """start: starts a frontend's process.  silence_timeout_s: one that says nothing for so long hangs.
 
-    parts: what must say that it is ready, besides the frontend.  about: see ``Handover``; to be set before it runs."""
+    parts: what must say that it is ready, besides the frontend.  about: see ``Handover``; to be set before it runs,
+    as is operate: does what an operator asks for, and says so in the end."""
 
     def __init__(
         self,
@@ -83,6 +85,7 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
     ) -> None:
         super().__init__("frontend", capacity)
         self.about = b""
+        self.operate: Callable[[Operate, Callable[[Operated], None]], None]
         self.became_ready = asyncio.Event()
         self._tokenizer = tokenizer
         self._group = WorkerGroup[FromFrontend, ToFrontend](
@@ -98,6 +101,7 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
         self._came: dict[Part, EngineReady | TokenizersReady] = {}
         self._lost: dict[Part, EngineRecovering | TokenizersLost] = {}
         self._stats: Stats | None = None
+        self._settings: SettingsChanged | None = None
         self._open: set[int] = set()
         self._largest_id = 0
         self._state = b""
@@ -178,7 +182,7 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
 
     # ---- from the engine --------------------------------------------------------------------
 
-    def handle(self, message: IngressInbox) -> None:
+    def handle(self, message: IngressInbox | SettingsChanged) -> None:
         match message:
             case Deltas():
                 for delta in message.deltas:
@@ -188,6 +192,9 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
                 self._open.discard(message.request_id)
             case Stats():
                 self._stats = message
+            case SettingsChanged():
+                self._settings = message
+                self.about = message.about or self.about
             case EngineReady():
                 self._has_come("executors", message)
             case TokenizersReady():
@@ -244,6 +251,8 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
                 self._profile(message)
             case Record():
                 self._record(message)
+            case Operate():
+                self.operate(message, self._tell)
             case FrontendDrained():
                 self._has_drained = True
             case FrontendState(state):
@@ -267,10 +276,10 @@ class RemoteIngress(Actor[IngressInbox], Owner[FromFrontend, ToFrontend]):
         self._look_ready()
         self._settle()
 
-    def _replay(self) -> tuple[IngressInbox, ...]:
+    def _replay(self) -> tuple[IngressInbox | SettingsChanged, ...]:
         """What brings a new ingress to where an old one would be."""
-        stats = () if self._stats is None else (self._stats,)
-        return (*self._came.values(), *self._lost.values(), *stats)
+        latest = (one for one in (self._stats, self._settings) if one is not None)
+        return (*self._came.values(), *self._lost.values(), *latest)
 
     def _handover(self) -> Handover:
         return Handover(self._largest_id + 1, self._replay(), self.about, self._state)

@@ -43,6 +43,11 @@ class Watch:
         self._step_quiet = 0
         self._quiet = 0
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a step is not done."""
+        return self._num_out > 0
+
     def sent(self) -> None:
         """A step is on its way to the worker."""
         if not self._num_out:

@@ -6,6 +6,7 @@ frontend's process and its engine tell each other.  Does not know: who sends the
 
 import msgspec
 
+from engine.actors.operations import Operate, Operated, SettingsChanged
 from engine.actors.snapshot import GetSnapshot, Record, RequestsFinished, Snapshot, Subscribe
 from engine.config import Config
 from engine.errors import CallboardError, ConfigError, EngineDied, GraphError, PluginError, StepTooLarge, WeightsError
@@ -86,7 +87,7 @@ class Handover(Message, frozen=True):
     about: what the server tells every front of it.  state: what the last one had in ``FrontendState``."""
 
     first_id: int = 1
-    replay: tuple[IngressInbox, ...] = ()
+    replay: tuple[IngressInbox | SettingsChanged, ...] = ()
     about: bytes = b""
     state: bytes = b""
 
@@ -176,8 +177,8 @@ class EngineFailed(Message, frozen=True):
 FromWorker = WorkerReady | WorkerAlive | WorkerFailed
 # What each kind of worker says besides, and what it is told.
 FromTokenizer = Admit | Abort | Deltas | Failed
-FromFrontend = Tokenize | Abort | GetSnapshot | Subscribe | Profile | Record | FrontendDrained | FrontendState
-ToFrontend = IngressInbox | Drain | AbortAll | EngineFailed | Snapshot | RequestsFinished
+FromFrontend = Tokenize | Abort | GetSnapshot | Subscribe | Profile | Record | Operate | FrontendDrained | FrontendState
+ToFrontend = IngressInbox | SettingsChanged | Drain | AbortAll | EngineFailed | Snapshot | RequestsFinished | Operated
 ExecutorProcessInbox = ExecutorAssignment | ExecutorInbox | Stop
 TokenizerProcessInbox = TokenizerAssignment | TokenizerInbox | Stop
 FrontendProcessInbox = FrontendAssignment | ToFrontend | Stop

@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import aiohttp
 import uvloop
@@ -28,6 +29,7 @@ from server.models.models import Models
 from server.models.routes import ModelsRoutes, counts
 from server.operators.administration import administration_routes
 from server.operators.recording import PATH as RECORDING
+from server.operators.settings import PATHS, refuse_settings
 from server.operators.site import FILES, SITE_ROUTES, Site
 from server.operators.status import Load
 from server.replicas.administration import FleetAdministration
@@ -69,7 +71,7 @@ async def _serve(config: SeveralModels, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT: open requests go on for up to ``drain_timeout_s``, then the models end.
 
     Raises ConfigError for a model that cannot be one of several."""
-    told_to_stop = listen_for_signals()
+    told_to_stop = listen_for_signals(partial(log.info, "SIGHUP: several models go on as they were started"))
     async with fronting(config, listener) as (routes, models):
         starting = asyncio.create_task(start(routes, models))
         await told_to_stop.wait()
@@ -162,6 +164,7 @@ def _application(
             *(web.post(path, routes.post) for path in POSTED),
             *(web.get(path, routes.look) for path in LOOKED_AT),
             web.route("*", STORED, refuse_stored),
+            *(web.post(path, refuse_settings) for path in PATHS),
         ]
     )
     return app

@@ -48,13 +48,12 @@ from server.openai.writer import ChoicesWriter, StreamState
 
 
 class Chat(Endpoint[ChatBody]):
-    """POST /v1/chat/completions.  fingerprint: what its answers say of the system."""
+    """POST /v1/chat/completions."""
 
     body_type = ChatBody
 
-    def __init__(self, translator: Translator, fingerprint: str) -> None:
+    def __init__(self, translator: Translator) -> None:
         self._translator = translator
-        self._fingerprint = fingerprint
 
     def translate(self, body: ChatBody) -> Generation:
         self._translator.check_model(body.model)
@@ -85,7 +84,7 @@ class Chat(Endpoint[ChatBody]):
         return "messages" if field == "prompt" else field
 
     def writer(self, body: ChatBody, generation: Generation, usage: UsageCounter) -> "ChatWriter":
-        return ChatWriter(body, generation, usage, body.model, self._fingerprint)
+        return ChatWriter(body, generation, usage, body.model, self._translator.fingerprint)
 
 
 class ChatWriter(ChoicesWriter):

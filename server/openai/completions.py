@@ -31,13 +31,12 @@ from server.openai.writer import ChoicesWriter, StreamState
 
 
 class Completions(Endpoint[CompletionBody]):
-    """POST /v1/completions.  fingerprint: what its answers say of the system."""
+    """POST /v1/completions."""
 
     body_type = CompletionBody
 
-    def __init__(self, translator: Translator, fingerprint: str) -> None:
+    def __init__(self, translator: Translator) -> None:
         self._translator = translator
-        self._fingerprint = fingerprint
 
     def translate(self, body: CompletionBody) -> Generation:
         self._translator.check_model(body.model)
@@ -66,7 +65,7 @@ class Completions(Endpoint[CompletionBody]):
         )
 
     def writer(self, body: CompletionBody, generation: Generation, usage: UsageCounter) -> "CompletionWriter":
-        return CompletionWriter(body, generation, usage, body.model, self._fingerprint)
+        return CompletionWriter(body, generation, usage, body.model, self._translator.fingerprint)
 
 
 class CompletionWriter(ChoicesWriter):

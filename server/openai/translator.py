@@ -41,18 +41,27 @@ def tenant_of(user: str | None) -> Origin:
 class Translator:
     """Turns request bodies into generations for one model, which ``card`` describes.
 
-    tool_format: how it writes function calls.  adapters: name -> what else can be asked for as a model."""
+    tool_format: how it writes function calls.  adapters: name -> what else can be asked for as a model.
+    The card may be replaced by one of the same name."""
 
     def __init__(
         self,
         card: ModelCard,
         tool_format: ToolFormat | None = None,
         adapters: Mapping[str, ServedAdapter] = MappingProxyType({}),
+        server: str = "",
     ) -> None:
-        """tool_format: None for the hermes format.  adapters: they may come and go."""
+        """tool_format: None for the hermes format.  adapters: they may come and go.
+        server: what the fingerprint says of it."""
         self.card = card
         self.adapters = adapters
+        self._server = server
         self.tool_format = tool_format or HERMES
+
+    @property
+    def fingerprint(self) -> str:
+        """What answers say of the system: of the server, and of the weights and what they are computed with."""
+        return "-".join(filter(None, (self._server, self.card.fingerprint)))
 
     def translate(
         self,

@@ -1,6 +1,6 @@
 """What ``callboard doctor`` looks at: everything that has to be there before a model is served.
 
-Owns: the checks and what to do about each that fails.  Does not know: how the findings are shown.
+Owns: the checks, what to do about each that fails, what a person sees of it.  Does not know: arguments, exit codes.
 Nothing is changed and no model is loaded; torch is imported only here, when asked.
 """
 
@@ -14,6 +14,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
+
+from rich.console import Console
 
 from engine.checkpoints.checkpoint import DEMO, ModelSpec, resolve_checkpoint
 from engine.config import Config
@@ -30,6 +32,7 @@ REQUIRED = ("aiohttp", "msgspec", "numpy", "pluggy", "prometheus-client", "safet
 ATTENTION_PACKAGES = {"flashinfer": "flashinfer-python", "flash_attn": "flash-attn", "triton": "triton"}
 TRACING = "opentelemetry.exporter.otlp.proto.http"
 GIB = 1 << 30
+COLOURS: dict[Verdict, str] = {"good": "green", "note": "yellow", "bad": "red"}
 FEW_FILES = 4096
 
 
@@ -49,6 +52,18 @@ def examine(config: Config) -> list[Finding]:
     for check in (_python, _packages, _http, _torch, _plugins, _machine, _limits, _port, _model, _options):
         findings += check(config)
     return findings
+
+
+def show(config: Config, *, gpu: bool) -> bool:
+    """Print what was found as it comes; returns whether nothing is bad.  gpu: test the GPUs instead."""
+    console, all_good = Console(highlight=False, markup=False), True
+    for one in examine_gpu(config) if gpu else examine(config):
+        all_good &= one.verdict != "bad"
+        console.print(f"{one.verdict:>4}  ", style=COLOURS[one.verdict], end="")
+        console.print(f"{one.what}: {one.found}", soft_wrap=True)
+        if one.advice:
+            console.print(f"        {one.advice}", style="dim", soft_wrap=True)
+    return all_good
 
 
 def examine_gpu(config: Config) -> Iterator[Finding]:

@@ -20,14 +20,14 @@ from engine.checkpoints.pooling import GENERATING, Kind, Pooling
 from engine.errors import RequestError
 from engine.messages import Finish, RequestOptions
 from engine.params import Method, SamplingParams
-from engine.sections import LimitsSection
 from server.backend import Backend, Ingress, Stream
-from server.clients import CLIENT
+from server.clients import CLIENT, Clients
 from server.generate.generation import MAX_CHOICES
 from server.http.replies import error_response, json_reply
 
-Status = Literal["ok", "loading", "draining", "recovering"]
-LIVE: dict[str, Status] = {"not_ready": "loading", "draining": "draining"}  # reasons not to be ready that pass
+Status = Literal["ok", "loading", "draining", "recovering", "asleep"]
+# Reasons not to be ready that pass.
+LIVE: dict[str, Status] = {"not_ready": "loading", "draining": "draining", "asleep": "asleep"}
 HEALTH_PATIENCE_S = 10.0  # longer than an engine that loads may be busy
 STALLED_AFTER_S = 30.0  # requests and no step completed for so long: clients should go elsewhere
 PROBE_LIMIT_S = 20.0
@@ -98,9 +98,9 @@ class Load(msgspec.Struct, frozen=True):
 class StatusRoutes:
     """Handles these routes."""
 
-    def __init__(self, backend: Backend, limits: LimitsSection, version: str) -> None:
+    def __init__(self, backend: Backend, clients: Clients, version: str) -> None:
         self._ingress, self._monitor, self._card = backend.ingress, backend.monitor, backend.card
-        self._limits = limits
+        self._clients = clients
         self._version = version
 
     async def health(self, request: web.Request) -> web.Response:
@@ -125,7 +125,7 @@ class StatusRoutes:
         return json_reply({"version": self._version})
 
     async def info(self, request: web.Request) -> web.Response:
-        card, limits, gauges = self._card, self._limits, (await self._monitor.look()).gauges
+        card, limits, gauges = self._card, self._clients.limits, (await self._monitor.look()).gauges
         return json_reply(
             ServerInfo(
                 version=self._version,

@@ -24,6 +24,7 @@ from server.http.replies import json_reply
 from server.keys import Keys
 from server.operators.adapters import LOAD, UNLOAD
 from server.operators.administration import administration_routes
+from server.operators.settings import PATHS, refuse_settings
 from server.replicas.administration import FleetAdministration
 from server.replicas.affinity import PrefixAffinity
 from server.replicas.observation import Observation, routed
@@ -206,6 +207,7 @@ async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> Asyn
                 *(web.get(path, observation.stats) for path in ("/stats", "/load")),
                 *administration_routes(administration.abort, administration.reset),
                 *(web.post(path, refuse_adapters) for path in (LOAD, UNLOAD)),
+                *(web.post(path, refuse_settings) for path in PATHS),
                 *(web.post(path, proxy.generate) for path in GENERATING),
                 web.post(COUNT, proxy.handle),  # its errors are in a form of its own
                 web.route("*", "/{path:.*}", proxy.handle),

@@ -6,8 +6,10 @@ Owns: the routes.  Does not know: what they do; sockets, signals.
 from importlib import metadata
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
+from engine.actors.operations import SettingsChanged
 from engine.pooling import check_task
 from engine.sections import LimitsSection, ServerSection
 from engine.text.codec import TextCodec
@@ -34,6 +36,7 @@ from server.operators.metrics import MetricsRoute
 from server.operators.profiling import ProfileRoutes
 from server.operators.recording import PATH as RECORDING
 from server.operators.recording import RecordingRoute
+from server.operators.settings import SettingsRoutes
 from server.operators.site import FILES, SITE_ROUTES, Site
 from server.operators.stats import StatsRoute
 from server.operators.status import ProbeRoute, StatusRoutes
@@ -61,11 +64,17 @@ def create_runner(
 
     salts: None for new ones.  adapters: None for those of the model's card."""
     version = own_version()
-    fingerprint = "-".join(filter(None, (DISTRIBUTION, version, backend.card.fingerprint)))
     card = backend.card
     adapters = adapters or Adapters(card.adapter_rules, card.adapters, card.name)
-    translator = Translator(card, backend.codec.formats.tools, adapters.served)
+    translator = Translator(card, backend.codec.formats.tools, adapters.served, f"{DISTRIBUTION}-{version}")
     clients = Clients(backend.ingress, server, limits, salts)
+
+    def settings_changed(changed: SettingsChanged) -> None:
+        clients.limit(changed.limits)
+        if changed.about:
+            translator.card = msgspec.msgpack.decode(changed.about, type=ModelCard)
+
+    backend.ingress.settings_watchers.append(settings_changed)
     traces = Traces(open_provider(server.traces, version), backend.card.name) if server.traces else None
     traffic = Traffic()
     keys = Keys(server)
@@ -78,8 +87,8 @@ def create_runner(
         middlewares.append(traces.middleware)
     app = web.Application(middlewares=middlewares)
     endpoints: dict[str, Endpoint[Any]] = {
-        "/v1/completions": Completions(translator, fingerprint),
-        "/v1/chat/completions": Chat(translator, fingerprint),
+        "/v1/completions": Completions(translator),
+        "/v1/chat/completions": Chat(translator),
         "/v1/responses": Responses(translator),
         "/v1/messages": Messages(translator),
         "/generate": Native(translator),
@@ -91,7 +100,7 @@ def create_runner(
     app.add_routes(_api_routes(server, translator, backend.codec))
     metrics = MetricsRoute(backend, traffic, version=version, aliases=server.vllm_metric_names)
     app.router.add_get("/metrics", metrics.get)
-    app.add_routes(_operators_routes(server, limits, backend, clients, version))
+    app.add_routes(_operators_routes(server, backend, clients, version))
     loading = AdapterRoutes(adapters, server)
     app.add_routes([web.post(LOAD, loading.load), web.post(UNLOAD, loading.unload)])
     if traces is not None:
@@ -135,10 +144,8 @@ def _api_routes(server: ServerSection, translator: Translator, codec: TextCodec)
     ]
 
 
-def _operators_routes(
-    server: ServerSection, limits: LimitsSection, backend: Backend, clients: Clients, version: str
-) -> list[web.RouteDef]:
-    site, status = Site(), StatusRoutes(backend, limits, version)
+def _operators_routes(server: ServerSection, backend: Backend, clients: Clients, version: str) -> list[web.RouteDef]:
+    site, status = Site(), StatusRoutes(backend, clients, version)
     stats = StatsRoute(backend, clients, version=version, shows_text=not server.needs_key)
     administration, profiling = AdministrationRoutes(clients, server), ProfileRoutes(backend.monitor, server)
     return [
@@ -154,6 +161,7 @@ def _operators_routes(
         web.get("/health_generate", ProbeRoute(backend.card.pooling).get),
         web.get("/stats", stats.get),
         *administration_routes(administration.abort, administration.reset),
+        *SettingsRoutes(backend, server).routes(),
         web.post("/start_profile", profiling.start),
         web.post("/stop_profile", profiling.stop),
         web.post(RECORDING, RecordingRoute(backend.monitor, backend.card.recordings).post),

@@ -20,6 +20,7 @@ from msgspec import structs
 from engine.actors.actor import Actor, Link
 from engine.actors.admission import RETRY_LATER_S
 from engine.actors.ingress import Ingress
+from engine.actors.operations import Operated
 from engine.actors.snapshot import GetSnapshot, Record, RequestsFinished, Snapshot, Subscribe
 from engine.errors import CallboardError, EngineDied, RequestError
 from engine.messages import Abort, Failed, Profile, Stop, Tokenize
@@ -44,6 +45,7 @@ from server.backend import Backend
 from server.clients import CacheSalts
 from server.model_card import ModelCard
 from server.run.app import create_runner
+from server.run.operations import RemoteOperations
 
 MAX_ASKED = 64  # without an answer; more would only wait behind them
 CAPACITY = 1 << 18  # of the link, in messages: of as many requests as may be open at most, four each
@@ -154,18 +156,19 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
             pooling=card.pooling,
         )
         engine.connect(ingress)
-        for message in handover.replay:
-            ingress.handle(message)
         self._monitor = RemoteMonitor(outgoing, ingress, codec.decode)
+        self._operations = RemoteOperations(outgoing)
         kept = self._kept = msgspec.msgpack.decode(handover.state, type=Kept) if handover.state else Kept()
         served = card.adapters if kept.adapters is None else kept.adapters
         self._runner = create_runner(
             config.server,
             config.limits,
-            Backend(ingress, self._monitor, card, codec),
+            Backend(ingress, self._monitor, card, codec, self._operations),
             CacheSalts(config.server, kept=kept.salts, keep=lambda what: self._keep(salts=what)),
             Adapters(card.adapter_rules, served, card.name, keep=lambda what: self._keep(adapters=dict(what))),
         )
+        for message in handover.replay:
+            ingress.handle(message)
         gc.collect()
         gc.freeze()  # what loading has left lives as long as the process
         listener = socket.socket(fileno=assignment.listener)
@@ -183,6 +186,8 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
         match message:
             case Snapshot() | RequestsFinished():
                 self._monitor.take(message)
+            case Operated():
+                self._operations.take(message)
             case Drain():
                 self._ingress.draining = True
                 self._outgoing.put(FrontendDrained())

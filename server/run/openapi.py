@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
+from engine.changeover import Outcome
 from server.anthropic.objects import MessageError, MessageEvent, MessageObject, TokenCountAnswer
 from server.anthropic.requests import CountBody, MessagesBody
 from server.http.exchange import Handler
@@ -21,6 +22,7 @@ from server.operators.administration import AbortAnswer, AbortBody, ResetAnswer
 from server.operators.profiling import ProfileAnswer
 from server.operators.recording import PATH as RECORDING
 from server.operators.recording import RecordingAnswer
+from server.operators.settings import ApplyBody, Sleeping
 from server.operators.status import HealthBody, Load, ModelInfo, ServerInfo
 from server.pooling.classify import ClassificationList, ClassifyBody
 from server.pooling.embeddings import EmbeddingBody, EmbeddingList
@@ -90,6 +92,10 @@ OPERATIONS = (
     Operation("get", "/v1/models/{id}", "A served model, or an adapter.", ModelBody),
     Operation("post", "/abort_request", "End requests.", AbortAnswer, AbortBody),
     Operation("post", "/reset_prefix_cache", "Forget what is cached.", ResetAnswer),
+    Operation("post", "/apply", "Change the settings.", Outcome, ApplyBody),
+    Operation("post", "/sleep", "Let the engine rest.", Sleeping),
+    Operation("post", "/wake_up", "End that.", Sleeping),
+    Operation("get", "/is_sleeping", "Whether it rests.", Sleeping),
     Operation("post", LOAD, "Serve an adapter.", AdapterAnswer, LoadBody),
     Operation("post", UNLOAD, "Serve an adapter no more.", AdapterAnswer, UnloadBody),
     Operation("post", "/start_profile", "Record steps for a profiler.", ProfileAnswer),

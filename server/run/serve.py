@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from engine.actors.supervisor import Entrance
@@ -31,16 +31,17 @@ async def serve(
     *,
     listener: socket.socket,
     engine: "asyncio.Future[None]",
+    reload: Callable[[], None],
 ) -> None:
     """Serve until SIGTERM, SIGINT, or the end of ``engine`` (the task that runs it), whatever comes first.
 
     A signal: new requests get 503 while open ones go on for up to ``drain_timeout_s``; then they end with an error.
     A SIGINT after that, until the event loop is closed: the process exits at once with code 130.  Another SIGTERM says
     nothing new: stopping a group of processes may reach this one twice.
-    A SIGHUP changes nothing, so that no service manager's reload and no terminal that closes cuts a stream.
+    A SIGHUP calls ``reload``, which cuts no stream; nor does a terminal that closes.
     The engine's failure: open requests were ended by it; clients are told, then its exception is raised here.
     """
-    told_to_stop = listen_for_signals()
+    told_to_stop = listen_for_signals(reload)
     runner = create_runner(server, limits, backend)
     try:
         await runner.listen(listener)
@@ -52,10 +53,15 @@ async def serve(
 
 
 async def serve_from_process(
-    server: ServerSection, ingress: RemoteIngress, *, listener: socket.socket, engine: "asyncio.Future[None]"
+    server: ServerSection,
+    ingress: RemoteIngress,
+    *,
+    listener: socket.socket,
+    engine: "asyncio.Future[None]",
+    reload: Callable[[], None],
 ) -> None:
     """Serve as ``serve`` does while a process of its own has the connections; that ends before this returns."""
-    told_to_stop = listen_for_signals()
+    told_to_stop = listen_for_signals(reload)
     try:
         await _serve_and_drain(server, ingress, engine, told_to_stop)
     finally:
@@ -65,13 +71,13 @@ async def serve_from_process(
         engine.result()
 
 
-def listen_for_signals() -> asyncio.Event:
-    """Returns what SIGTERM and SIGINT set."""
+def listen_for_signals(reload: Callable[[], None]) -> asyncio.Event:
+    """Returns what SIGTERM and SIGINT set.  reload: called at a SIGHUP."""
     told_to_stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, _on_signal, number, told_to_stop)
-    loop.add_signal_handler(signal.SIGHUP, log.info, "SIGHUP: server.key_file is read anew by itself; nothing else is")
+    loop.add_signal_handler(signal.SIGHUP, reload)
     return told_to_stop
 
 

@@ -72,13 +72,13 @@ class Driver:
             self.blueprint, plugins, folder=folder, limit_bytes=limit_bytes, prompts=prompts, waited_s=waited_s,
             clock=self._clock,
         )  # fmt: skip
+        self.policy = self.blueprint.policy(plugins)
         self._executor, self.said = Mailman(), Mailman()
         self.scheduler = RecordedScheduler(
             recorder=self.recorder,
             capacity=1000,
             overlap_depth=2,
-            page_size=PAGE,
-            new_planner=lambda num_pages: self.blueprint.planner(plugins, num_pages, self.recorder.clock),
+            new_planner=lambda num_pages: self.blueprint.planner(plugins, num_pages, self.recorder.clock, self.policy),
             executors=[self._executor],
             explain=lambda message: None,
             tokenizer=self.said,

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from engine.recording.blueprint import Blueprint
 from engine.recording.file import Recording, read_recording
 from engine.recording.recorder import RecordedScheduler, Recorder
 from engine.scheduling.planner import Planner
+from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.rows import PlannerLimits
 from tests.sim import assembly, probe
 from tests.sim.oracle import VOCAB
@@ -35,8 +37,12 @@ class SimBlueprint(Blueprint, frozen=True):
 
     setup: Any = None
 
-    def planner(self, plugins: Plugins, num_pages: int, clock: Any) -> Planner:
-        return BUILD(replace(self.setup, record_events=False), num_pages, clock)
+    def policy(self, plugins: Plugins) -> SchedulingPolicy:
+        return probe.POLICIES[self.setup.policy](self.setup.max_overtaken)
+
+    def planner(self, plugins: Plugins, num_pages: int, clock: Any, policy: SchedulingPolicy) -> Planner:
+        before: Any = SimpleNamespace(_policy=policy)
+        return BUILD(replace(self.setup, record_events=False), num_pages, clock, before)
 
 
 def blueprint_of(scenario: Scenario, proposer: str = "") -> Blueprint:
@@ -88,13 +94,14 @@ def recorded_run(
     """A run with a recorder, which writes nothing that nobody asks for.  proposer: a plugin; '' for the setup's."""
     blueprint = blueprint_of(scenario, proposer)
     plugins = blueprint.plugins()
+    policy = blueprint.policy(plugins)
     recorder = Recorder(blueprint, plugins, folder=folder, limit_bytes=limit_bytes, prompts=prompts, waited_s=1e9)
     recorder.alert = lambda why: None  # type: ignore[method-assign]
     recorder.write_at_last = lambda why: None  # type: ignore[method-assign]
 
-    def build(setup: Any, num_pages: int, clock: Any) -> Planner:
+    def build(setup: Any, num_pages: int, clock: Any, before: Planner | None) -> Planner:
         recorder.now = clock
-        return blueprint.planner(plugins, num_pages, recorder.clock)
+        return blueprint.planner(plugins, num_pages, recorder.clock, policy)
 
     scheduler = partial(RecordedScheduler, recorder=recorder)
     with mock.patch.object(assembly, "Scheduler", scheduler), mock.patch.object(probe, "build_planner", build):

@@ -50,7 +50,7 @@ def test_a_minute_with_faults_replays_to_the_same_digest_in_another_process(tmp_
     driver.run(80, losses=4)
     planner = driver.scheduler.planner
     assert planner is not None
-    assert planner.num_retractions > 10
+    assert planner.meter.num_retractions > 10
     assert planner.meter.accepted_at
     assert planner.num_host_pages_used
     driver.recorder.write("test")

@@ -61,4 +61,4 @@ def test_the_planner_counts_what_its_requests_say_at_their_end() -> None:
     assert meter.e2e_s.total > 0
     assert meter.itl_s.num_seen + 20 == meter.num_output_tokens
     assert meter.num_steps == meter.step_s.num_seen == bench.device.num_steps
-    assert (bench.planner.num_retractions, meter.num_retractions) == (0, 0)
+    assert (bench.planner.meter.num_retractions, meter.num_retractions) == (0, 0)

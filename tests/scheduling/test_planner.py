@@ -107,7 +107,7 @@ def test_when_pages_run_out_the_youngest_is_retracted_and_resumes_without_a_gap(
     for request_id in range(3):
         bench.submit(request_id, prompt_of(6, seed=request_id), max_tokens=30, ignore_eos=True)
     bench.finish()
-    assert bench.planner.num_retractions > 0, "nothing scarce happened"
+    assert bench.planner.meter.num_retractions > 0, "nothing scarce happened"
     assert bench.streams == bench.expected
 
 
@@ -245,7 +245,7 @@ def test_a_retracted_request_resumes_from_its_own_cached_pages() -> None:
     bench.submit(1, prompt_of(6), max_tokens=30, ignore_eos=True)
     bench.submit(2, prompt_of(6, seed=1), max_tokens=30, ignore_eos=True)
     bench.finish()
-    assert bench.planner.num_retractions > 0
+    assert bench.planner.meter.num_retractions > 0
     assert bench.cached == {1: 0, 2: 0}, "tokens of its own that a request finds again are no hits"
     assert bench.streams == bench.expected
 
@@ -304,7 +304,7 @@ def random_traffic(seed: int, strategy: EvictionStrategy) -> Counter[str]:
             bench.read()
             aborted.add(victim)
     bench.finish()
-    counts["retractions"] += bench.planner.num_retractions
+    counts["retractions"] += bench.planner.meter.num_retractions
     counts["moved to host"] += bench.device.num_moved_to_host
     counts["hits"] += sum(cached > 0 for cached in bench.cached.values())
     for request_id, stream in bench.streams.items():

@@ -134,7 +134,7 @@ def test_a_forecast_that_was_too_low_costs_retractions_and_no_token() -> None:
     for request_id in range(10):
         bench.submit(request_id, prompt_of(8, seed=request_id), max_tokens=60, ignore_eos=True)
     bench.finish()
-    assert 0 < bench.planner.num_retractions < 40, "once or twice each, then it has learnt"
+    assert 0 < bench.planner.meter.num_retractions < 40, "once or twice each, then it has learnt"
     assert bench.streams == bench.expected
 
 

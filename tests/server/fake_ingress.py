@@ -9,9 +9,11 @@ token), !hang (no output until cancelled).  !think begins with thoughts, !call a
 import asyncio
 import itertools
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 
+from engine.actors.operations import SettingsChanged
 from engine.actors.stream import Stream
 from engine.errors import CallboardError, EngineDied, RequestError
 from engine.messages import DEFAULT_OPTIONS, Delta, Finish, RequestOptions, Stats, TokenLogprobs, TokenText, Usage
@@ -45,7 +47,8 @@ class FakeIngress:
         self.delay_s = delay_s
         self.ready = True
         self.draining = False
-        self.recovering = False
+        self.recovering = self.asleep = False
+        self.settings_watchers: list[Callable[[SettingsChanged], None]] = []
         self.stalled_s = 0.0  # what the fake monitor says
         self.failure: str | None = None
         self.stats: Stats | None = Stats(7, running=1, waiting=2, pages_free=50, pages_cached=30, pages_used=20)

@@ -10,13 +10,14 @@ import uvloop
 from aiohttp import web
 
 from engine.actors.snapshot import Gauges
-from engine.config import Config
+from engine.config import Config, ConfigSource
 from engine.system import System
 from server.adapters import adapters_below
 from server.backend import Backend
 from server.http.listener import bind
 from server.model_card import ModelCard
 from server.run.app import create_runner
+from server.run.operations import LocalOperations
 from tests.pace import far
 from tests.server.http_client import Reply, ask
 
@@ -25,12 +26,15 @@ MODEL = "tested"
 
 
 class LiveSystem:
-    """A context manager: serves inside of it.  build: makes the system, on its own thread.
+    """A context manager: serves inside of it.  build: makes the system, on its own thread.  source: of settings.
 
     At the end no request may be open, and no page in use."""
 
-    def __init__(self, config: Config, build: Callable[[Config], System] = System) -> None:
+    def __init__(
+        self, config: Config, build: Callable[[Config], System] = System, source: ConfigSource | None = None
+    ) -> None:
         self._config = config
+        self._source = source or ConfigSource()
         self._build = build
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="live-system")
@@ -108,8 +112,11 @@ class LiveSystem:
             adapters={} if rules is None else adapters_below(rules, MODEL),
         )
         config = self._config
+        self.operations = LocalOperations(self.system, self._source, card)
         self.runner = create_runner(
-            config.server, config.limits, Backend(self.system.ingress, self.system.monitor, card)
+            config.server,
+            config.limits,
+            Backend(self.system.ingress, self.system.monitor, card, operations=self.operations),
         )
         await self.system.start()
         await self.runner.setup()

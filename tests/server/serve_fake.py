@@ -35,7 +35,8 @@ async def main(options: dict) -> None:
     ingress = FakeIngress(delay_s=options.get("delay_s", 0.0))
     ingress.ready = options.get("ready", True)
     engine = asyncio.create_task(run_engine(ingress, options.get("die_after_s", 3600)))
-    await serve(server, LimitsSection(), Backend(ingress, FakeMonitor(ingress), CARD), listener=listener, engine=engine)
+    backend = Backend(ingress, FakeMonitor(ingress), CARD)
+    await serve(server, LimitsSection(), backend, listener=listener, engine=engine, reload=lambda: None)
 
 
 if __name__ == "__main__":

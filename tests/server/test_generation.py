@@ -22,14 +22,14 @@ DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty"
 def completion(chat_defaults: dict[str, float | int] | None = None, **fields: object) -> Generation:
     card = ModelCard(name="m", max_model_len=100, vocab_size=50, created=0, chat_defaults=chat_defaults or {})
     body = msgspec.convert({"model": "m", "prompt": "p", **fields}, CompletionBody)
-    return Completions(Translator(card), "").translate(body)
+    return Completions(Translator(card)).translate(body)
 
 
 def chat(**fields: object) -> Generation:
     card = ModelCard(name="m", max_model_len=100, vocab_size=50, created=0, chat_defaults=DEFAULTS)
     messages = [{"role": "user", "content": "p"}]
     body = msgspec.convert({"model": "m", "messages": messages, **fields}, ChatBody)
-    return Chat(Translator(card), "").translate(body)
+    return Chat(Translator(card)).translate(body)
 
 
 def test_defaults_are_those_of_the_api() -> None:

@@ -22,7 +22,7 @@ TOKEN = TokenText(1, "x", b"x", -1.0)
 
 def endpoints() -> list[Any]:
     translator = Translator(CARD)
-    return [Completions(translator, "callboard-1"), Chat(translator, "callboard-1")]
+    return [Completions(translator), Chat(translator)]
 
 
 def renderer(endpoint: Any, index: int, usage: Any, **fields: object):

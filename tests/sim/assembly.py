@@ -104,7 +104,6 @@ def assemble(
     scheduler = Scheduler(
         capacity=capacity,
         overlap_depth=setup.overlap,
-        page_size=setup.page_size,
         new_planner=new_planner,
         executors=[links["scheduler>executor"]],
         explain=lambda loss: mark("loss explained"),

@@ -420,8 +420,8 @@ class SimExecutor(Actor[ExecutorInbox]):
         """The step under way, or the next one, takes that much longer."""
         self._hangs_until = asyncio.get_running_loop().time() + seconds
 
-    def lose(self) -> bool:
-        """The device is gone, and every step with it; False while there is none."""
+    def lose(self, *, is_fault: bool = True) -> bool:
+        """The device is gone, and every step with it; False while there is none.  is_fault: see ``ExecutorsLost``."""
         if not self._is_up:
             return False
         self.close()
@@ -432,7 +432,7 @@ class SimExecutor(Actor[ExecutorInbox]):
         self._result = None
         self._device.forget()
         assert self._scheduler is not None
-        self._scheduler.put(ExecutorsLost("the scenario says so"))
+        self._scheduler.put(ExecutorsLost("the scenario says so", is_fault=is_fault))
         return True
 
     def come_back(self) -> None:

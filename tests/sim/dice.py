@@ -287,3 +287,6 @@ class _Draw:
                 op = self.ops[number]
                 assert isinstance(op, Submit)
                 self.ops.append(Break(0.0, number, rng.randrange(min(op.max_tokens or 8, 40))))
+        for number, op in enumerate(self.ops):
+            if isinstance(op, Lose) and rng.random() < 0.5:
+                self.ops[number] = replace(op, is_change=True)

@@ -28,6 +28,7 @@ from engine.scheduling.pages import Appends, Fetched, PageManager, PageMoves
 from engine.scheduling.planner import Planner
 from engine.scheduling.prefills import Prefills
 from engine.scheduling.queue import Quarantine, RankedQueue
+from engine.scheduling.requests import Requests
 from engine.scheduling.rows import Rows, RowTable, Sequence
 
 Mutant = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -378,6 +379,10 @@ def what_was_said_is_lost_with_the_device(restart: Callable[..., None]) -> Calla
     return mutant
 
 
+def who_waits_is_lost_with_the_planner(take_over: Callable[..., list[Sequence]]) -> Callable[..., list[Sequence]]:
+    return lambda self, other: take_over(self, other)[1:]
+
+
 def a_loss_blames_at_once(_: Callable[..., bool]) -> Callable[..., bool]:
     return lambda self, sequence, num_done, num_planned: True
 
@@ -431,6 +436,7 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     the_cache_outlives_the_device: (RadixTree, "forget"),
     who_ran_is_lost_with_the_device: (Planner, "restart"),
     what_was_said_is_lost_with_the_device: (Planner, "restart"),
+    who_waits_is_lost_with_the_planner: (Requests, "take_over"),
     a_loss_blames_at_once: (Quarantine, "note_loss"),
     suspects_run_together: (Quarantine, "first"),
     a_cancelled_request_is_never_let_go_of: (Ingress, "_has_left"),

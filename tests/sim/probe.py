@@ -51,8 +51,8 @@ POLICIES: dict[str, Callable[[int], SchedulingPolicy]] = {
 }
 
 
-def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float]) -> Planner:
-    """A planner as the engine builds it."""
+def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float], before: Planner | None) -> Planner:
+    """A planner as the engine builds it.  before: the one whose place it takes, and whose policy stays."""
     limits = PlannerLimits(
         max_running=setup.max_running,
         max_step_tokens=setup.max_step_tokens,
@@ -70,7 +70,7 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float]) -> P
     liar = liar_of(setup)
     drafted = DraftModel(path="", num_tokens=liar.num_tokens, max_len=setup.max_len)
     drafts = partial(_drafts, proposer=drafted if setup.drafted else liar)
-    policy = POLICIES[setup.policy](setup.max_overtaken)
+    policy = POLICIES[setup.policy](setup.max_overtaken) if before is None else before._policy
     return Planner(limits, STRATEGIES[setup.eviction](), policy, clock, drafts if setup.proposer else None)
 
 
@@ -153,7 +153,7 @@ class Probe:
 
     def _watch_abort(self, abort: Callable[..., None], request_id: int, finish: Finish = Finish.ABORT) -> None:
         planner = self.planner
-        sequence = planner._requests.open.get(request_id)
+        sequence = planner.requests.open.get(request_id)
         if sequence is None:
             self._mark("abort of an ended request")
         elif sequence.row < 0:
@@ -208,7 +208,7 @@ class Probe:
         """Those that got a row in this step, in order; it has just been planned."""
         planner = self.planner
         ids = [int(self._rows.request_ids[admission.row]) for admission in step.admissions]
-        return [planner._requests.open[request_id] for request_id in ids]
+        return [planner.requests.open[request_id] for request_id in ids]
 
     def waiting(self) -> Iterator[Sequence]:
         """Those without a row, but for those who stand aside to share what another one computes."""
@@ -216,7 +216,7 @@ class Probe:
         if aside:
             self._mark("stood aside to share")
         aside |= {fetch.sequence.arrival for fetch in self.planner._fetches._waiting.values()}
-        return (one for one in self.planner._requests.open.values() if one.row < 0 and one.arrival not in aside)
+        return (one for one in self.planner.requests.open.values() if one.row < 0 and one.arrival not in aside)
 
     def looked_ahead(self, sequence: Sequence) -> int:
         """Cached tokens of a sequence without a row, as the planner counts them to order and to delay."""

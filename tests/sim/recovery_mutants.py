@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from engine.workers.executors import Executors
+from engine.workers.executors import _Crew
 from engine.workers.frontend import RemoteIngress
 from engine.workers.group import Watch, WorkerGroup, _Generation, _Life
 from engine.workers.limits import RestartIntensity
@@ -109,7 +109,7 @@ def every_restart_counts_twice(allows: Callable[..., bool]) -> Callable[..., boo
 
 
 def the_scheduler_hears_of_a_loss_too_late(_: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Executors, slots: Any, loss: Any) -> None:
+    def mutant(self: _Crew, slots: Any, loss: Any) -> None:
         self._lost_at = 0.0
 
     return mutant
@@ -145,7 +145,7 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     workers_are_killed_at_the_end: (SimWorker, "end"),
     restarts_are_not_counted: (RestartIntensity, "allows"),
     every_restart_counts_twice: (RestartIntensity, "allows"),
-    the_scheduler_hears_of_a_loss_too_late: (Executors, "went"),
+    the_scheduler_hears_of_a_loss_too_late: (_Crew, "went"),
     requests_wait_for_a_tokenizer_that_is_gone: (TokenizerPool, "went"),
     a_lost_fronts_requests_go_on: (RemoteIngress, "_abort_open"),
     the_next_front_counts_from_one: (RemoteIngress, "_handover"),

@@ -52,6 +52,7 @@ MARKS = (
     "eviction",
     "executors broken",
     "executors lost",
+    "executors replaced",
     "failed context_length_exceeded",
     "failed engine_died",
     "failed executors_lost",

@@ -129,10 +129,13 @@ class Hang:
 
 @dataclass(frozen=True, slots=True)
 class Lose:
-    """Executors are lost, with all that was on the device; loading new ones takes ``seconds``."""
+    """Executors are lost, with all that was on the device; loading new ones takes ``seconds``.
+
+    is_change: others take their place, and another planner that of the present one, as when settings change."""
 
     at: float
     seconds: float
+    is_change: bool = False
 
 
 @dataclass(frozen=True, slots=True)

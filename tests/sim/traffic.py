@@ -50,8 +50,8 @@ class Traffic:
         self.group: WorkerGroup[Any, Any] = owner._group
         self.num_losses = 0
         self.lost_slots: set[int] = set()
-        probe.wrap(owner, "came", self._watch_came)
-        probe.wrap(owner, "went", self._watch_went)
+        probe.wrap(self.group._owner, "came", self._watch_came)
+        probe.wrap(self.group._owner, "went", self._watch_went)
 
     def work(self, worker: "SimWorker", message: Message) -> None:
         """Do what a worker does with a message."""

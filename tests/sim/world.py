@@ -110,7 +110,8 @@ class World:
         self.marks[name] += 1
 
     def _new_planner(self, num_pages: int) -> Planner:
-        planner = probe.build_planner(self.setup, num_pages, self.loop.time)
+        before = self.probe.planner if self.probe is not None else None
+        planner = probe.build_planner(self.setup, num_pages, self.loop.time, before)
         self.probe = probe.Probe(planner, self.mark, self.engine.device.poison, self.engine.device.will_save)
         return planner
 
@@ -250,10 +251,11 @@ class World:
                 self.mark("hang")
                 self.engine.executor.hang(seconds)
                 self._calm_at = max(self._calm_at, now + seconds)
-            case Lose(seconds=seconds):
-                if self.engine.executor.lose():
-                    self.mark("executors lost")
+            case Lose(seconds=seconds, is_change=is_change):
+                if self.engine.executor.lose(is_fault=not is_change):
+                    self.mark("executors replaced" if is_change else "executors lost")
                     self.causes.add("executors lost")
+                    self.engine.scheduler.is_renewed |= is_change
                     self._bring_back_after(seconds)
             case Crash(actor=actor):
                 if self.engine.supervisor.died is None and not self.engine.supervisor.stopped.is_set():
@@ -378,8 +380,8 @@ class World:
         raise SimIncorrect(f"operation {client.number}: ended, and its stream has no end")
 
     def _mark_results(self) -> None:
-        if self.probe is not None and self.probe.planner.num_retractions:
-            self.marks["retraction"] += self.probe.planner.num_retractions
+        if self.probe is not None and self.probe.planner.meter.num_retractions:
+            self.marks["retraction"] += self.probe.planner.meter.num_retractions
         for client in self.clients.values():
             if client.usage is not None and client.usage.cached_tokens:
                 self.mark("prefix hit")

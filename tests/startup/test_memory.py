@@ -261,7 +261,7 @@ def test_a_runner_that_comes_back_with_its_pages_is_not_asked_whether_they_fit(c
         assert system._load_runner(0, terms).num_pages == 100
         return
     monkeypatch.setattr("engine.workers.placement.start_child", lambda *_, assignment, **__: assignment)
-    with system._placement(1).generation(terms) as start:
+    with system.placement(1).generation(terms) as start:
         assignment = start(WorkerSlot("executor0", 0), None)
     assert assignment.config.kv.num_pages == 0
     assert load_rank(assignment).num_pages == 100

@@ -13,6 +13,7 @@ from engine.messages import Delta, Deltas, Finish, Step, Stop, Tokens
 from engine.notices import Message
 from engine.params import SamplingParams
 from engine.prompt import ChatOptions, ChatTurn, ToolCall
+from engine.sections import LimitsSection
 from engine.workers.messages import AnyMessage, FromFrontend, FromTokenizer, FromWorker, ToFrontend
 from engine.workers.wire import Wire, WireError
 
@@ -46,6 +47,7 @@ def build_all_fields(kind: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.St
 for struct in (*Message.__subclasses__(), SamplingParams, ChatOptions, ChatTurn, ToolCall):
     st.register_type_strategy(struct, build_all_fields)
 # msgpack has 64-bit integers; NaN is unequal to itself.
+st.register_type_strategy(LimitsSection, st.just(LimitsSection()))  # its numbers have bounds of their own
 st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
 st.register_type_strategy(float, st.floats(allow_nan=False))
 

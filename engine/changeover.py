@@ -1,0 +1,141 @@
+"""The changeover: an engine goes from one configuration to another while requests run, sleeps, and wakes up.
+
+Owns: the order of it, and that one thing is done at a time.
+Does not know: what differs (``changes.py``), how executors are replaced, who asks for it, HTTP.
+A new configuration is checked whole before anything changes, and takes effect whole or not at all.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from engine.actors.operations import SettingsChanged
+from engine.changes import (
+    Change,
+    changes,
+    refuse_fixed,
+    refuse_more_requests,
+    refuse_other_adapters,
+    refuse_other_text,
+)
+from engine.config import Config
+from engine.device_defaults import gpu_bytes, torch_may_use_gpus
+from engine.errors import ConfigError
+from engine.host_memory import available_bytes
+from engine.plugins.manager import KV_STORE
+
+if TYPE_CHECKING:
+    from engine.system import System
+
+log = logging.getLogger(__name__)
+
+BYTES_PER_PARAMETER = 4  # at most, in host memory
+MEMORY_SHARE = 0.7  # of what is left, for weights beside others; pages and activations take memory as well
+Road = Literal["none", "live", "beside", "after"]
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a configuration has changed, or would change.
+
+    road: 'none' where nothing differs; 'live'; 'beside': new executors load while the old ones serve; 'after': they
+    load when the old ones have ended, and requests wait.  applied: False if it was only asked.  took_s: all of it."""
+
+    changes: tuple[Change, ...]
+    road: Road
+    applied: bool
+    took_s: float = 0.0
+
+
+class Changeover:
+    """Of one engine, on its event loop.  describe: what its entrance should know of it, as ``about`` of ``Handover``.
+
+    is_asleep: it takes no requests, and those it has wait for ``wake``."""
+
+    def __init__(self, system: "System", describe: Callable[["System"], bytes] = lambda system: b"") -> None:
+        self.is_asleep = False
+        self._describe = describe
+        self._system = system
+        self._most_requests = system.config.limits.max_requests
+        self._lock = asyncio.Lock()
+
+    async def apply(self, config: Config, *, dry_run: bool = False) -> Outcome:
+        """Go over to a configuration.  Raises CallboardError, and then everything is as it was."""
+        async with self._lock:
+            system, began = self._system, time.monotonic()
+            new = await asyncio.to_thread(system.with_config, config)
+            found = changes(system.config, new.config)
+            refuse_fixed(found)
+            refuse_more_requests(self._most_requests, new.config)
+            if system.spec is not new.spec:
+                refuse_other_text(system.spec, system.directory, new.spec, new.directory, system.max_len)
+            refuse_other_adapters(system.adapter_rules, new.adapter_rules, config.model.path)
+            by_executors = any(one.changed == "executors" for one in found)
+            road: Road = self._road(new) if by_executors else "live" if found else "none"
+            if dry_run or not found:
+                return Outcome(changes=found, road=road, applied=False)
+            if not by_executors:
+                system.become(new)
+                system.scheduler.overlap_depth = new.config.scheduler.overlap_depth
+                if (planner := system.scheduler.planner) is not None:
+                    planner.retune(system.planner_limits(planner.requests.limits.num_pages), system.policy)
+            else:
+                await self._replace(new, beside=road == "beside")
+            system.entrance.inbox.put(SettingsChanged(system.config.limits, self._describe(system)))
+            log.info("applied: %s", ", ".join(f"{one.key}={one.after}" for one in found))
+            return Outcome(changes=found, road=road, applied=True, took_s=time.monotonic() - began)
+
+    async def _replace(self, new: "System", *, beside: bool) -> None:
+        if self.is_asleep:
+            raise ConfigError("the engine sleeps, and this takes new executors: wake it up first (POST /wake_up)")
+        system = self._system
+
+        def taking_over(num_pages: int) -> None:
+            limits, scheduler = new.planner_limits(num_pages), system.scheduler
+            most = scheduler.planner.requests.most_total if scheduler.planner is not None else 0
+            if most > limits.longest:
+                raise ConfigError(
+                    f"kv.num_pages={num_pages} of {limits.page_size} tokens: a request is open that may get {most} "
+                    "tokens; try again when it has ended, or with more pages"
+                )
+            system.become(new)
+            scheduler.new_planner, scheduler.is_renewed = new.new_planner, True
+            scheduler.overlap_depth = new.config.scheduler.overlap_depth
+
+        step_timeout_s = new.config.placement.step_timeout_s
+        await system.executors.replace(new.placement(system.capacity), step_timeout_s, taking_over, beside=beside)
+
+    def _road(self, new: "System") -> Road:
+        """Whether both fit.  Pools of GPUs take what there is, and ranks on other machines have one place."""
+        if new.is_head or _is_on_gpu(new.config):
+            return "after"
+        return "beside" if BYTES_PER_PARAMETER * new.num_parameters < MEMORY_SHARE * available_bytes() else "after"
+
+    async def sleep(self, level: Literal[1, 2]) -> None:
+        """Take no requests, and let executors do nothing.  Those that ran wait where they are, until ``wake``.
+
+        level: 1 keeps the executors of CPUs as they are; at 2, and on GPUs, they end and give their memory back."""
+        async with self._lock:
+            if self.is_asleep:
+                return
+            self.is_asleep = True
+            config = self._system.config
+            keep = level == 1 and not _is_on_gpu(config) and KV_STORE not in config.chosen_plugins()
+            log.info("the engine goes to sleep, and keeps %s", "its executors" if keep else "no executor")
+            await self._system.executors.release("the engine sleeps", is_sleep=True, keep=keep)
+
+    async def wake(self) -> None:
+        """Let executors work again, and requests go on.  Raises what loading them raised; it sleeps on then."""
+        async with self._lock:
+            if self.is_asleep:
+                await self._system.executors.resume()
+                self.is_asleep = False
+                log.info("the engine is awake")
+
+
+def _is_on_gpu(config: Config) -> bool:
+    kind = config.device.kind
+    return kind == "cuda" or (kind == "auto" and gpu_bytes() > 0 and torch_may_use_gpus())

@@ -1,0 +1,113 @@
+"""What differs between two configurations, and what it takes for a running engine to go from one to the other.
+
+Owns: that list, and what a checkpoint must share with the one whose place it takes.
+Does not know: how a change is made, devices, who asked for it.
+"""
+
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from engine.checkpoints.adapter import AdapterRules
+from engine.checkpoints.checkpoint import ModelSpec
+from engine.config import SECRETS, Config
+from engine.errors import ConfigError
+from engine.sections import Changed, PluginsSection, Section
+
+# Kinds of plugins that live outside the executors and the planner, where nothing takes their place.
+FIXED_KINDS: Final = ("observer", "grammar", "logits_processor", "tool_parser", "reasoning_parser")
+TOKENIZER_FILE: Final = "tokenizer.json"
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One setting that differs.  before, after: its values, '***' for those of secrets.  changed: see ``Changed``."""
+
+    key: str
+    before: Any
+    after: Any
+    changed: Changed
+
+
+def changed(section: type[Section], key: str) -> Changed:
+    """How a setting changes while the server runs."""
+    fields = {field.name: field for field in msgspec.inspect.type_info(section).fields}  # type: ignore[attr-defined]
+    extra: dict[str, Changed] = getattr(fields[key].type, "extra", None) or {}
+    return extra.get("changed", section.changed)
+
+
+def changes(old: Config, new: Config) -> tuple[Change, ...]:
+    """Settings that differ, in their order in the file; options of plugins one by one."""
+    found: list[Change] = []
+    for name in Config.__struct_fields__:
+        before, after = getattr(old, name), getattr(new, name)
+        for key in before.__struct_fields__:
+            pair = getattr(before, key), getattr(after, key)
+            if pair[0] == pair[1]:
+                continue
+            if (name, key) == ("plugins", "options"):
+                found += _options(before, after)
+                continue
+            was, now = ("***", "***") if key in SECRETS else msgspec.to_builtins(pair)
+            found.append(Change(f"{name}.{key}", was, now, changed(type(before), key)))
+    return tuple(found)
+
+
+def _options(old: PluginsSection, new: PluginsSection) -> list[Change]:
+    kinds: dict[str, Changed] = {**dict.fromkeys(FIXED_KINDS, "fixed"), "policy": "live"}
+    found: list[Change] = []
+    for plugin in dict.fromkeys([*old.options, *new.options]):
+        before, after = old.options.get(plugin), new.options.get(plugin)
+        if before != after:
+            how = kinds.get(plugin.partition(".")[0], "executors")
+            found.append(Change(f"plugins.options.'{plugin}'", before, after, how))
+    return found
+
+
+def refuse_fixed(found: tuple[Change, ...]) -> None:
+    """Raise ConfigError if a setting changes that cannot, and name all of those."""
+    fixed = [one for one in found if one.changed == "fixed"]
+    if fixed:
+        seen = ", ".join(f"{one.key} ({_shown(one.before)}, not {_shown(one.after)})" for one in fixed)
+        raise ConfigError(f"{seen}: stays as it is while the server runs; take it back, or restart the server with it")
+
+
+def refuse_more_requests(most: int, new: Config) -> None:
+    """Raise ConfigError for more requests than the mailboxes were made for.  most: what the server started with."""
+    if new.limits.max_requests > most:
+        raise ConfigError(
+            f"limits.max_requests={new.limits.max_requests}: the server was started for {most}; while it runs it "
+            "can be lowered, and raised to that again"
+        )
+
+
+def refuse_other_text(old: ModelSpec, old_path: Path, new: ModelSpec, new_path: Path, max_len: int) -> None:
+    """Raise ConfigError for a checkpoint whose tokens mean something else, or that cannot hold what was promised.
+
+    max_len: the longest sequence that requests were taken for."""
+    said = f"model.path={new_path}"
+    if new.vocab_size != old.vocab_size or new.pooling != old.pooling or new.max_len < max_len:
+        raise ConfigError(
+            f"{said}: it has {new.vocab_size} tokens, contexts of {new.max_len} and serves {new.pooling.kind}; to take "
+            f"the place of the present model it needs {old.vocab_size}, at least {max_len} and {old.pooling.kind}"
+        )
+    if old_path != new_path and _tokenizer(old_path) != _tokenizer(new_path):
+        raise ConfigError(f"{said}: its {TOKENIZER_FILE} is another one, so the streams' tokens would mean other text")
+
+
+def refuse_other_adapters(old: AdapterRules | None, new: AdapterRules | None, path: str) -> None:
+    """Raise ConfigError for a model that the served adapters do not fit.  path: where it is."""
+    if old != new:
+        raise ConfigError(
+            f"model.path={path}: its layers have other shapes than those that adapters are served for, and lora.folder "
+            "stays as it is while the server runs; restart the server with this model"
+        )
+
+
+def _tokenizer(path: Path) -> bytes:
+    file = path / TOKENIZER_FILE
+    return file.read_bytes() if file.is_file() else b""
+
+
+def _shown(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,76 @@
+"""``callboard apply``: sends a configuration to a server that runs, and prints what has changed.
+
+Owns: the command's own arguments, the request, what a person reads.  Does not know: what a setting means.
+"""
+
+import argparse
+import asyncio
+import json
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from engine.changeover import Outcome
+from engine.config import Config
+from engine.errors import CallboardError, ConfigError
+
+TIMEOUT_S = 3600.0  # loading a large model takes its time
+ROADS = {
+    "none": "nothing differs",
+    "live": "at once",
+    "beside": "new executors load beside the old ones, and streams move over",
+    "after": "new executors load when the old ones have ended, and streams wait",
+}
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """What this command takes besides a file."""
+    command.add_argument("--dry-run", action="store_true", help="only say what would change")
+    command.add_argument("--url", help="the server's address (default: server.host and server.port of the file)")
+    command.add_argument("--key", help="API key of an operator (default: server.api_key)")
+
+
+def apply(file: str | None, config: Config, *, url: str | None, key: str | None, dry_run: bool) -> None:
+    """Ask the server.  config: what ``file`` comes to here.  Raises ConfigError for settings that it refuses."""
+    if file is None or Path(file).suffix != ".toml":
+        raise ConfigError("callboard apply needs a .toml file, with all settings that are to be")
+    base = url or f"http://{config.server.host}:{config.server.port}"
+    given = config.server.api_key
+    key = key or (given if isinstance(given, str) else next(iter(given), ""))
+    ask = {"toml": Path(file).read_text(), "dry_run": dry_run}
+    try:
+        outcome = asyncio.run(_ask(f"{base.rstrip('/')}/apply", ask, key))
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise CallboardError(f"{base}: {error or 'no answer'}; --url says where the server is") from None
+    _show(outcome)
+
+
+async def _ask(url: str, ask: dict[str, Any], key: str) -> Outcome:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session, session.post(url, json=ask, headers=headers) as reply:
+        body = await reply.read()
+    if reply.status == HTTPStatus.OK:
+        return msgspec.json.decode(body, type=Outcome)
+    try:
+        reason = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        reason = reply.reason
+    refused = ConfigError if reply.status == HTTPStatus.BAD_REQUEST else CallboardError
+    raise refused(f"{url} answers {reply.status}: {reason}")
+
+
+def _show(outcome: Outcome) -> None:
+    table = Table("setting", "was", "is" if outcome.applied else "would be", "changes")
+    for one in outcome.changes:
+        table.add_row(one.key, json.dumps(one.before), json.dumps(one.after), one.changed)
+    console = Console(highlight=False, markup=False)
+    if outcome.changes:
+        console.print(table)
+    took = f", {outcome.took_s:.1f} s" if outcome.applied else ""
+    console.print(f"{'applied' if outcome.applied else 'not applied'}: {ROADS[outcome.road]}{took}")

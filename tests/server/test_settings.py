@@ -1,0 +1,182 @@
+"""Settings that change and an engine that rests, over HTTP, by the command and by SIGHUP."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.actors.operations import Operate, Operated
+from engine.config import ConfigSource
+from engine.errors import ConfigError, RequestError
+from server.cli import main
+from server.run.operations import MAX_ASKED, RemoteOperations
+from tests.pace import far
+from tests.server.http_client import Reply, ask
+from tests.server.live_server import LiveServer
+from tests.server.live_system import LiveSystem
+
+BASE = """
+[model]
+name = "tested"
+[device]
+kind = "cpu"
+threads = 1
+[plugins]
+attention = "torch"
+linear = "torch"
+[kv]
+num_pages = 256
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("settings") / "callboard.toml"
+    path.write_text(BASE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def live(file: Path) -> Iterator[LiveSystem]:
+    source = ConfigSource(file)
+    with LiveSystem(source.load(), source=source) as live:
+        yield live
+
+
+def apply(live: LiveSystem, toml: str | None, **fields: Any) -> Reply:
+    return ask(live.port, "POST", "/apply", {"toml": toml, **fields})
+
+
+def fingerprint(live: LiveSystem) -> str:
+    reply = live.complete([1, 2, 3], max_tokens=2)
+    assert reply.status == 200
+    return str(reply.json["system_fingerprint"])
+
+
+def test_settings_change_and_answers_say_so(live: LiveSystem) -> None:
+    toml = BASE + "[limits]\nmax_requests = 77\n"
+    toml = toml.replace("num_pages = 256", 'num_pages = 300\ndtype = "int8"')
+    before = fingerprint(live)
+    would = apply(live, toml, dry_run=True).json
+    assert [one["key"] for one in would["changes"]] == ["kv.dtype", "kv.num_pages", "limits.max_requests"]
+    assert (would["road"], would["applied"]) == ("beside", False)
+    assert live.gauges().pages_free + live.gauges().pages_cached == 256
+    reply = apply(live, toml)
+    assert (reply.status, reply.json["applied"]) == (200, True)
+    assert fingerprint(live) != before
+    info = ask(live.port, "GET", "/server_info").json
+    assert (info["kv_tokens"], info["max_requests"]) == (300 * 16, 77)
+    assert apply(live, None).json["applied"], "the file of the server says what it said"
+    assert live.system.config.kv.dtype == "auto"
+    assert ask(live.port, "GET", "/server_info").json["max_requests"] == 512
+
+
+@pytest.mark.parametrize(
+    ("toml", "param"),
+    [
+        ("[kv]\npage_size = 17\n", "kv.page_size"),
+        ("[kv]\nnum_pages = 1000000000\n" + BASE.replace("[kv]\nnum_pages = 256\n", ""), "kv.num_pages"),
+        ("[server]\nport = 9\n" + BASE, "server.port"),
+        ("[server\n", None),
+        (BASE.replace('attention = "torch"', 'attention = "nowhere"'), None),
+        ('[model]\npath = "/nowhere"\n', None),
+    ],
+)
+def test_what_cannot_be_is_a_400_that_names_it_and_changes_nothing(
+    live: LiveSystem, toml: str, param: str | None
+) -> None:
+    before = live.system.config
+    reply = apply(live, toml)
+    assert reply.status == 400, reply.body
+    assert reply.json["error"]["code"] == "invalid_settings"
+    assert reply.json["error"]["param"] == param
+    assert "nothing has changed" in reply.json["error"]["message"]
+    assert live.system.config is before
+    assert live.complete([1], max_tokens=1).status == 200
+
+
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_an_engine_sleeps_and_wakes_up(live: LiveSystem, level: str) -> None:
+    assert ask(live.port, "GET", "/is_sleeping").json == {"is_sleeping": False}
+    assert ask(live.port, "POST", f"/sleep?level={level}").json == {"is_sleeping": True}
+    assert ask(live.port, "GET", "/is_sleeping").json == {"is_sleeping": True}
+    refused = live.complete([1], max_tokens=1)
+    assert (refused.status, refused.json["error"]["code"]) == (503, "asleep")
+    assert refused.headers["retry-after"] == "5"
+    assert ask(live.port, "GET", "/ready").status == 503
+    health = ask(live.port, "GET", "/health")
+    assert (health.status, health.json["status"]) == (200, "asleep")
+    assert ask(live.port, "POST", "/wake_up").json == {"is_sleeping": False}
+    assert live.complete([1], max_tokens=1).status == 200
+
+
+def test_another_level_is_refused(live: LiveSystem) -> None:
+    reply = ask(live.port, "POST", "/sleep?level=3")
+    assert (reply.status, reply.json["error"]["param"]) == (400, "level")
+
+
+def test_an_engine_that_cannot_change_says_so() -> None:
+    with LiveServer() as live:
+        reply = ask(live.port, "POST", "/apply", {})
+        assert (reply.status, reply.json["error"]["code"]) == (404, "operations_off")
+
+
+def test_the_command_shows_what_changes(live: LiveSystem, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, url = tmp_path / "new.toml", f"http://127.0.0.1:{live.port}"
+    path.write_text(BASE.replace("num_pages = 256", "num_pages = 280"))
+    main(["apply", str(path), "--url", url, "--dry-run"])
+    said = capsys.readouterr().out
+    assert all(part in said for part in ("kv.num_pages", "256", "280", "executors", "not applied"))
+    path.write_text(BASE + "[server]\nport = 9\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["apply", str(path), "--url", url])
+    assert ended.value.code == ConfigError.exit_code
+    assert "server.port" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["apply", str(path), "--url", "http://127.0.0.1:9"])
+    assert "--url says where" in capsys.readouterr().err
+
+
+def test_a_hangup_reads_the_file_again(live: LiveSystem, file: Path) -> None:
+    file.write_text(BASE + "[limits]\nmax_requests = 66\n")
+    live.call(live.operations.reload)
+    assert live.wait_until(lambda gauges: live.system.config.limits.max_requests == 66, 5)
+    file.write_text("[nonsense")
+    live.call(live.operations.reload)
+    time.sleep(0.05)
+    assert live.system.config.limits.max_requests == 66
+    file.write_text(BASE)
+
+
+def test_a_frontend_in_another_process_asks_the_engine() -> None:
+    class Engine:
+        def __init__(self) -> None:
+            self.asked: list[Operate] = []
+
+        def put(self, message: Operate) -> None:
+            self.asked.append(message)
+
+    async def scenario() -> None:
+        engine = Engine()
+        operations = RemoteOperations(engine)
+        first = asyncio.create_task(operations.operate(Operate("apply", text="")))
+        others = [asyncio.create_task(operations.operate(Operate("wake_up"))) for _ in range(MAX_ASKED - 1)]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError) as refused:
+            await operations.operate(Operate("sleep"))
+        assert refused.value.status == 429
+        operations.take(Operated(engine.asked[0].number, b"done"))
+        operations.take(Operated(99, b"nobody asked"))
+        for one in engine.asked[1:]:
+            operations.take(Operated(one.number, error="kv.num_pages=3: too few", status=400))
+        async with asyncio.timeout(far(5)):
+            assert await first == b"done"
+            for task in others:
+                with pytest.raises(RequestError) as refused:
+                    await task
+                assert (refused.value.status, refused.value.param) == (400, "kv.num_pages")
+
+    asyncio.run(scenario())

@@ -1,0 +1,72 @@
+"""What differs between two configurations, and that every setting says what it takes to change it."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.changes import changed, changes, refuse_fixed, refuse_more_requests
+from engine.config import Config, ConfigSource, build_config
+from engine.errors import ConfigError
+from engine.sections import Changed
+
+SECTIONS = {name: type(getattr(Config(), name)) for name in Config.__struct_fields__}
+SETTINGS = [(name, key) for name, section in SECTIONS.items() for key in section.__struct_fields__]
+Tables = dict[str, dict[str, Any]]
+
+
+@pytest.mark.parametrize(("section", "key"), SETTINGS)
+def test_every_setting_says_how_it_changes(section: str, key: str) -> None:
+    assert changed(SECTIONS[section], key) in ("live", "executors", "fixed")
+
+
+def test_all_settings_of_a_kind_are_these() -> None:
+    live = {f"{name}.{key}" for name, key in SETTINGS if changed(SECTIONS[name], key) == "live"}
+    scheduler = {"scheduler.prefill_chunk", "scheduler.itl_target_ms", "scheduler.overlap_depth"}
+    limits = {f"limits.{key}" for key in SECTIONS["limits"].__struct_fields__}
+    assert live == limits | scheduler | {"plugins.policy"}, "test_changeover.py shows of each that it takes effect"
+
+
+@pytest.mark.parametrize(
+    ("tables", "found"),
+    [
+        ({}, {}),
+        ({"kv": {"num_pages": 5}}, {"kv.num_pages": "executors"}),
+        ({"limits": {"max_requests": 5}}, {"limits.max_requests": "live"}),
+        ({"server": {"port": 5}}, {"server.port": "fixed"}),
+        ({"plugins": {"options": {"policy.lpm": {"a": 1}}}}, {"plugins.options.'policy.lpm'": "live"}),
+        ({"plugins": {"options": {"linear.torch": {"a": 1}}}}, {"plugins.options.'linear.torch'": "executors"}),
+        ({"plugins": {"options": {"observer.log": {"a": 1}}}}, {"plugins.options.'observer.log'": "fixed"}),
+    ],
+)
+def test_what_differs_is_named(tables: Tables, found: dict[str, Changed]) -> None:
+    assert {one.key: one.changed for one in changes(Config(), build_config(Config(), tables))} == found
+
+
+def test_no_secret_is_told() -> None:
+    told = changes(Config(), build_config(Config(), {"server": {"api_key": "sk-secret"}}))
+    assert [(one.key, one.before, one.after) for one in told] == [("server.api_key", "***", "***")]
+    assert b"sk-secret" not in msgspec.json.encode(told)
+
+
+def test_all_that_is_fixed_is_refused_at_once() -> None:
+    found = changes(Config(), build_config(Config(), {"server": {"port": 5}, "model": {"name": "x"}}))
+    with pytest.raises(ConfigError, match=r'model\.name \("", not "x"\), server\.port \(8000, not 5\): stays'):
+        refuse_fixed(found)
+
+
+def test_requests_have_the_room_that_was_made_for_them() -> None:
+    more = build_config(Config(), {"limits": {"max_requests": 600}})
+    with pytest.raises(ConfigError, match=r"limits\.max_requests=600: the server was started for 512"):
+        refuse_more_requests(512, more)
+    refuse_more_requests(600, more)
+
+
+def test_a_text_takes_the_place_of_the_file_below_the_overrides(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    source = ConfigSource(tmp_path / "callboard.toml", ("kv.page_size=64",))
+    config = source.load('[model]\npath = "weights"\n[kv]\npage_size = 1\nnum_pages = 7\n')
+    assert (config.model.path, config.kv.page_size, config.kv.num_pages) == (str(tmp_path / "weights"), 64, 7)
+    with pytest.raises(ConfigError, match=r"configuration:2: kv: .*page_sise"):
+        source.load("[kv]\npage_sise = 1\n")
