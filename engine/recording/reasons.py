@@ -19,10 +19,10 @@ MOST_ROWS = 6  # of a list, in a sentence
 
 
 class Reasons:
-    """Of one planner."""
+    """Of one planner, which others may take the place of."""
 
     def __init__(self, planner: Planner) -> None:
-        self._planner = planner
+        self.planner = planner
         self._rows = planner._rows
         self._pages = planner._page_manager
         self._told: list[str] = []
@@ -78,10 +78,10 @@ class Reasons:
         return asked
 
     def _retract(self, retract: Callable[[Sequence], None], victim: Sequence) -> None:
-        if self._planner._quarantine.is_on:
+        if self.planner._quarantine.is_on:
             why = "it ran alone after executors were lost, and the next suspect's turn has come"
         else:
-            needy, available = len(self._planner._decodes._needy()), self._pages.num_available
+            needy, available = len(self.planner._decodes._needy()), self._pages.num_available
             why = (
                 f"{needy} rows need a page and {available} are available; it is the youngest of the least urgent "
                 f"(priority {victim.priority})"

@@ -66,8 +66,9 @@ class Replay:
         scheduler, first_at = new_scheduler(self.recording), None
         invariants, reasons = Invariants(self.check_every), None
         for number, turn in enumerate(self.recording.turns):
-            if self.tells and reasons is None and scheduler.planner is not None:
-                reasons = Reasons(scheduler.planner)
+            planner = scheduler.planner
+            if self.tells and planner is not None and (reasons is None or reasons.planner is not planner):
+                reasons = Reasons(planner)
             plans, fault = play(scheduler, invariants, turn)
             self._now.update(plans)
             self._then.update(turn.plans)

@@ -21,6 +21,7 @@ import numpy as np
 from engine.messages import Admit, FetchPages, PagesFetched, SchedulerInbox, Step, StepDone, StepExtras
 from engine.notices import ExecutorsLost, ExecutorsReady
 from engine.plugins.manager import Plugins
+from engine.recording.blueprint import Blueprint
 from engine.recording.file import Recording
 from engine.recording.invariants import Invariants
 from engine.recording.replay import new_scheduler, play
@@ -33,11 +34,14 @@ Place = tuple[int, int]  # a request, and a position in its sequence
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """A message of the recording.  at: seconds of its clock.  ends_turn: plans were made behind it."""
+    """A message of the recording.  at: seconds of its clock.  ends_turn: plans were made behind it.
+    change, renews: see ``Turn``, of one that begins with this message."""
 
     message: SchedulerInbox
     at: float
     ends_turn: bool
+    change: Blueprint | None = None
+    renews: bool = False
 
 
 @dataclass(slots=True)
@@ -101,7 +105,8 @@ def story_of(recording: Recording, plugins: Plugins | None = None) -> Story:
     for turn in recording.turns:
         at = float(_floats(turn.readings)[0]) if turn.readings else at
         for number, message in enumerate(turn.messages):
-            story.ops.append(Op(message, at, number == len(turn.messages) - 1))
+            begun = (turn.change, turn.renews) if not number else (None, False)
+            story.ops.append(Op(message, at, number == len(turn.messages) - 1, *begun))
             _listen(story, device, message)
         _, story.fault = play(scheduler, invariants, turn)
         if story.fault:
@@ -144,12 +149,15 @@ def play_ops(
             (device.steps if isinstance(early, StepDone) else device.fetches)[early.rank].append(early)  # type: ignore[arg-type]
     turns: list[Turn] = []
     messages: list[SchedulerInbox] = []
+    change, renews = None, False
     for op in ops:
+        change, renews = op.change or change, op.renews or renews
         if (message := _said(story, device, scheduler, op.message)) is not None:
             messages.append(message)
         # Two results in one turn may be of one step each: what the second one answers is planned behind the first.
         if messages and (op.ends_turn or isinstance(op.message, StepDone | ExecutorsLost)):
-            turn = Turn(tuple(messages), array("d", [op.at]).tobytes())
+            turn = Turn(tuple(messages), array("d", [op.at]).tobytes(), change=change, renews=renews)
+            change, renews = None, False
             plans, fault = play(scheduler, invariants, turn)
             turns.append(msgspec.structs.replace(turn, plans=plans, failure=fault))
             messages = []

@@ -4,6 +4,7 @@ Owns: the traffic, and virtual time.  Does not know: what is done with the recor
 """
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -116,9 +117,24 @@ class Driver:
         self.tell(self.device.done.popleft())
         return True
 
-    def lose_executors(self) -> None:
+    def change(self, blueprint: Blueprint, *, renews: bool) -> None:
+        """As ``engine/changeover.py`` does it."""
+        plugins, scheduler = blueprint.plugins(), self.scheduler
+        self.recorder.changed(blueprint)
+        scheduler.overlap_depth, scheduler.is_renewed = blueprint.overlap_depth, renews
+        self.policy = blueprint.policy(plugins)
+        scheduler.new_planner = lambda num_pages: blueprint.planner(
+            plugins, num_pages, self.recorder.clock, self.policy
+        )
+        if renews:
+            self.lose_executors(is_fault=False)
+        else:
+            assert scheduler.planner is not None
+            scheduler.planner.retune(replace(blueprint.limits, num_pages=NUM_PAGES), self.policy)
+
+    def lose_executors(self, *, is_fault: bool = True) -> None:
         """And get new ones."""
-        self.tell(ExecutorsLost("killed"))
+        self.tell(ExecutorsLost("killed", is_fault))
         self._new_device()
         self.tell(ExecutorsReady(NUM_PAGES))
 

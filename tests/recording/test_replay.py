@@ -18,10 +18,10 @@ from tests.recording.runs import recorded_run, strange_plugins
 from tests.sim.dice import draw
 
 ROOT = Path(__file__).parents[2]
-SEEDS = (5, 7, 8, 9)
+SEEDS = (1, 5, 7, 8, 9)
 HAPPENED = {
     "NaN", "abort in flight", "adapter replaced", "duplicates rewritten", "eviction", "executors lost",
-    "loss explained", "pages back from host", "pages from the store", "pages to host", "proposals accepted",
+    "executors replaced", "loss explained", "pages back from host", "pages from the store", "pages to host", "proposals accepted",
     "retraction", "tokens drafted",
 }  # fmt: skip
 
@@ -50,7 +50,7 @@ def test_a_minute_with_faults_replays_to_the_same_digest_in_another_process(tmp_
     driver.run(80, losses=4)
     planner = driver.scheduler.planner
     assert planner is not None
-    assert planner.meter.num_retractions > 10
+    assert planner.meter.num_retractions > 2
     assert planner.meter.accepted_at
     assert planner.num_host_pages_used
     driver.recorder.write("test")
@@ -139,3 +139,25 @@ def test_reasons_name_requests_rows_and_pages(tmp_path: Path) -> None:
     told = [reason for turn in Replay(read_recording(path)) for reason in turn.reasons]
     for words in ("starts in row", "and waits again", "cached pages evicted", "ends in row", "is first and waits"):
         assert any(words in reason for reason in told), words
+
+
+@pytest.mark.parametrize("limit_bytes", [1 << 30, 30_000], ids=["whole", "ring"])
+def test_changes_of_settings_are_part_of_a_recording(tmp_path: Path, limit_bytes: int) -> None:
+    driver = Driver(tmp_path, limit_bytes=limit_bytes)
+    driver.run(4)
+    first = driver.blueprint
+    limits = replace(first.limits, prefill_chunk=8, itl_target_s=0.05)
+    tuned = msgspec.structs.replace(first, limits=limits, names={**first.names, "policy": "policy.lpm"})
+    driver.change(tuned, renews=False)
+    driver.run(4)
+    names = {"eviction": "eviction.lfu", "policy": "policy.lpm"}
+    driver.change(msgspec.structs.replace(first, names=names, overlap_depth=1), renews=True)
+    driver.run(4)
+    assert not driver.recorder._is_off
+    driver.recorder.write("test")
+    recording = read_recording(driver.written()[-1])
+    assert bool(recording.state) == (limit_bytes == 30_000)
+    replay = Replay(recording)
+    list(replay)
+    assert not replay.fault
+    assert replay.digest == replay.recorded_digest
