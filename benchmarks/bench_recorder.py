@@ -135,16 +135,8 @@ def row(way: str, taken: dict[str, list[dict[str, float]]], timed: Timed | None,
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(
-        "recorder",
-        "tokens/s",
-        "CPU beside none",
-        "share of CPU",
-        "us a turn",
-        "longest",
-        "MB a minute",
-        "of 200 steps/s",
-    )
+    titles = ("recorder", "tokens/s", "CPU beside none", "share of CPU", "us a turn", "longest", "MB a minute")
+    table = Table(*titles, "at 200 steps/s")
     for one in rows:
         cells = [one["recorder"], f"{one['tokens_per_s']:,.0f}", f"{one['cpu_ratio']:.3f}"]
         if "us_per_turn" in one:

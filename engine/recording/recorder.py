@@ -39,7 +39,7 @@ from engine.scheduling.planner import Planner
 log = logging.getLogger(__name__)
 
 TURN_BYTES = 80  # what the ring takes for a turn beside its bytes
-CATCH_UP = 4  # turns that are played in one turn at most, unless the ring is at twice its size
+CATCH_UP_S = 0.001  # after so long no further turn is played in this one, unless the ring is at twice its size
 STALLED_S = 30.0  # as the alert CallboardStalled has it
 BETWEEN_FILES_S = 60.0  # of those that nobody asked for
 MOST_FILES = 16  # of those, in the folder; the oldest go
@@ -154,11 +154,8 @@ class Recorder:
         """Play what does not fit to the scheduler that lags behind."""
         if self._behind is None:
             self._behind = ReplayedScheduler(self._blueprint, self._plugins)
-        num_played = 0
+        stop_at = time.perf_counter() + CATCH_UP_S
         while self._num_bytes > self._limit_bytes:
-            num_played += 1
-            if num_played > CATCH_UP and self._num_bytes < 2 * self._limit_bytes:
-                return
             encoded = self._ring.popleft()
             self._num_bytes -= len(encoded) + TURN_BYTES
             turn: Turn = self._decode(encoded)
@@ -169,6 +166,8 @@ class Recorder:
                 return
             if plans != turn.plans:
                 self._give_up("it has planned otherwise the second time")
+                return
+            if time.perf_counter() > stop_at and self._num_bytes < 2 * self._limit_bytes:
                 return
 
     def _give_up(self, reason: str) -> None:
