@@ -45,6 +45,7 @@ BETWEEN_FILES_S = 60.0  # of those that nobody asked for
 MOST_FILES = 16  # of those, in the folder; the oldest go
 AT_ONCE = 64  # entries of the state, or turns, that are written before others get their turn
 PAUSE_S = 0.0002
+MOST_WAITING = 4  # files
 T = TypeVar("T")
 ALERTS = ("died", "executors-lost", "pages-lost", "stalled", "waited")
 
@@ -88,7 +89,7 @@ class Recorder:
         self._last_alert_at = -BETWEEN_FILES_S
         self._is_off = False
         self._writing: threading.Thread | None = None
-        self._due: tuple[str, str] | None = None
+        self._num_waiting = 0
 
     # ---- what is recorded -------------------------------------------------------------------
 
@@ -141,8 +142,6 @@ class Recorder:
             self._drop_oldest()
         if self._alert:
             self._write_unasked()
-        elif self._due is not None:
-            self.write(*self._due)
 
     def alert(self, why: str) -> None:
         """Something is wrong: a file is written when the turn is over.  why: one of ``ALERTS``."""
@@ -188,18 +187,25 @@ class Recorder:
         return self._writing is not None and self._writing.is_alive()
 
     def write(self, why: str, name: str = "") -> None:
-        """Write what is in the ring to a file, in a thread.  name: of the file.  One is written after the other."""
+        """Write what is in the ring now to a file, in a thread.  name: of the file.  They are written one by one."""
         name = Path(name).name or file_name(why)
         if self._is_off:
             log.error("nothing is recorded any more, so %s is not written; the log says above why", name)
             return
-        if self._is_writing:
-            self._due = (why, name)
+        before = self._writing if self._is_writing else None
+        self._num_waiting = 0 if before is None else self._num_waiting + 1
+        if self._num_waiting > MOST_WAITING:
+            log.error("%d recordings wait to be written, so %s is not", MOST_WAITING, name)
             return
-        self._due = None
-        arguments = (why, name, list(self._ring), PAUSE_S)
-        self._writing = threading.Thread(target=self._write, args=arguments, name="recording")
+        arguments = (before, why, name, list(self._ring))
+        self._writing = threading.Thread(target=self._write_after, args=arguments, name="recording")
         self._writing.start()
+
+    def _write_after(self, before: threading.Thread | None, why: str, name: str, ring: list[bytes]) -> None:
+        """While this thread is there nothing is dropped from the ring, so its state stays where it is."""
+        if before is not None:
+            before.join()
+        self._write(why, name, ring, PAUSE_S)
 
     def write_at_last(self, why: str) -> None:
         """The same, and wait for it: nothing comes any more."""
