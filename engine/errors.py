@@ -10,8 +10,10 @@ CallboardError
 │   └── PlansDiffer         ranks would capture other sizes than each other
 ├── RequestError            one request is refused or fails; carries an HTTP status and an OpenAI-style code
 │   └── FieldError          one of its fields is wrong
+├── RecordingError          a file is no recording that can be replayed     exit code 2
 ├── EngineDied              an actor crashed; every open request ends with this
 ├── StepTooLarge            a device has no room for a step; a smaller one is tried
+├── StateError              a scheduler's state has no form in a recording
 ├── GrammarFailure          a grammar cannot go on; its request ends
 ├── WorkerLost              a worker has died or hangs; it is started anew
 ├── LinkError, WireError    a socket between processes cannot be used, or brings what is no message

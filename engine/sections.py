@@ -554,6 +554,18 @@ class StorageSection(Section, frozen=True):
         float,
         Meta(gt=0, description="How long a stream runs on without its client, and can be asked for after its end"),
     ] = 60.0
+    recording_mb: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=4096,
+            description="Memory for the last minutes of what the scheduler was told, written to the folder when something goes wrong; 0 for no recording",
+        ),
+    ] = 32
+    recording_prompts: Annotated[
+        Literal["whole", "hashed"],
+        Meta(description="Tokens in recordings: as they are, or replaced by others of the same equality"),
+    ] = "hashed"
 
 
 class ModelTable(Section, frozen=True):

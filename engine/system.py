@@ -9,6 +9,7 @@ import logging
 import math
 import random
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,13 +37,15 @@ from engine.plugins.observers import Observers
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import check_named, expected_context
 from engine.plugins.structured import plugin_grammars, plugin_processors
+from engine.recording.blueprint import DECIDERS, Blueprint, without_secrets
+from engine.recording.recorder import RecordedScheduler, Recorder
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec, warn_of_unknown_tokens
 from engine.text.grammar import Grammars
-from engine.traffic.recorder import Recorder
+from engine.traffic.recorder import TraceRecorder
 from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings
 from engine.workers.frontend import FrontendCommand, RemoteIngress
 from engine.workers.inline import InlineExecutors
@@ -58,6 +61,7 @@ M = TypeVar("M")
 SCORED_LOGITS = 1 << 24  # logits of prompt tokens in a step, 64 MB in float32
 MIN_SCORED_CHUNK = 16
 RESTART_WINDOW_S = 300.0  # over which restarts are counted
+WAITED_S = 30.0  # before a request's first step, for a recording to be written
 READ_AT_ONCE = 256  # messages; no less than what a link delivers before others get their turn
 
 
@@ -122,7 +126,8 @@ class System:
         self._drafts = plugin_drafts(proposer, self.spec.vocab_size)
         self._num_proposed = 0 if proposer is None else proposer.num_tokens
         self._observers, self._grammars = self._watched_by(before), self._grammars_of(before)
-        self._recorder = self._recorded_by(before)
+        self._traffic = self._traffic_by(before)
+        self.recorder: Recorder | None = self._new_recorder() if before is None else before.recorder
         if before is None:
             self._build()
 
@@ -136,13 +141,13 @@ class System:
             model=self.model_name,
         )
 
-    def _recorded_by(self, before: "System | None") -> Recorder | None:
+    def _traffic_by(self, before: "System | None") -> TraceRecorder | None:
         if before is not None:
-            return before._recorder
+            return before._traffic
         storage = self.config.storage
         if not storage.trace_mb:
             return None
-        recorder = Recorder(storage, self.model_name, time.monotonic)
+        recorder = TraceRecorder(storage, self.model_name, time.monotonic)
         self._observers.add(recorder, "storage.trace_mb")
         return recorder
 
@@ -173,7 +178,8 @@ class System:
             intensity=RestartIntensity(placement.max_restarts, RESTART_WINDOW_S),
             step_timeout_s=placement.step_timeout_s,
         )
-        self.scheduler = Scheduler(
+        new_scheduler = Scheduler if self.recorder is None else partial(RecordedScheduler, recorder=self.recorder)
+        self.scheduler: Scheduler = new_scheduler(
             capacity=capacity,
             overlap_depth=config.scheduler.overlap_depth,
             new_planner=self.new_planner,
@@ -198,13 +204,17 @@ class System:
             limits=self.planner_limits(0),
             decode=self._codec.decode,
             clock=time.monotonic,
+            recorder=self.recorder,
         )
         if isinstance(self.entrance, RemoteIngress):
-            self.entrance.connect(look=self.monitor.snapshot, watch=self.monitor.watch, profile=self.monitor.profile)
+            monitor = self.monitor
+            self.entrance.connect(
+                look=monitor.snapshot, watch=monitor.watch, profile=monitor.profile, record=monitor.record
+            )
 
     def _tapped(self, link: Link[M]) -> Link[M]:
         """A link of the scheduler, which a recorder listens to if there is one."""
-        return link if self._recorder is None else self._recorder.tap(link)
+        return link if self._traffic is None else self._traffic.tap(link)
 
     @property
     def ingress(self) -> Ingress:
@@ -339,13 +349,40 @@ class System:
             scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
         )
 
+    def _new_recorder(self) -> Recorder | None:
+        """Returns what records the scheduler, where there is a folder for it."""
+        storage = self.config.storage
+        if not storage.folder or not storage.recording_mb:
+            return None
+        return Recorder(
+            self._blueprint(),
+            self._plugins,
+            folder=Path(storage.folder, "recordings"),
+            limit_bytes=storage.recording_mb << 20,
+            prompts=storage.recording_prompts,
+            waited_s=self.config.limits.first_token_timeout_s or WAITED_S,
+        )
+
+    def _blueprint(self) -> Blueprint:
+        names = {kind: self._plugins.names[kind] for kind in DECIDERS if kind in self._plugins.names}
+        return Blueprint(
+            limits=self.planner_limits(0),
+            overlap_depth=self.config.scheduler.overlap_depth,
+            vocab_size=self.spec.vocab_size,
+            max_len=self.max_len,
+            names=names,
+            config=without_secrets(self.config, names),
+            draft=self._draft,
+        )
+
     def new_planner(self, num_pages: int) -> Planner:
         """The planner of this configuration, for a pool of so many pages."""
         limits = self.planner_limits(num_pages)
-        if self._recorder is not None:
-            self._recorder.begin(limits, self.config)
+        if self._traffic is not None:
+            self._traffic.begin(limits, self.config)
         strategy = plugin_strategy(self._plugins, self.config, num_pages)
-        return Planner(limits, strategy, self.policy, time.monotonic, self._drafts)
+        clock = time.monotonic if self.recorder is None else self.recorder.clock
+        return Planner(limits, strategy, self.policy, clock, self._drafts)
 
     @property
     def is_head(self) -> bool:
@@ -364,8 +401,10 @@ class System:
         self.num_parameters, self._plugins, self._grammars = new.num_parameters, new._plugins, new._grammars
         self.policy, self._draft, self._drafts = new.policy, new._draft, new._drafts
         self._num_proposed = new._num_proposed
-        if self._recorder is not None and (planner := self.scheduler.planner) is not None:
-            self._recorder.begin(self.planner_limits(planner.requests.limits.num_pages), self.config)
+        if self._traffic is not None and (planner := self.scheduler.planner) is not None:
+            self._traffic.begin(self.planner_limits(planner.requests.limits.num_pages), self.config)
+        if self.recorder is not None:
+            self.recorder.changed(self._blueprint())
 
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises what the loading raised."""
@@ -378,8 +417,8 @@ class System:
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Refuse new requests, let open ones finish for a while, cancel the rest, then end the actors in order."""
         await self._supervisor.stop(drain_timeout_s)
-        if self._recorder is not None:
-            await asyncio.to_thread(self._recorder.close)
+        if self._traffic is not None:
+            await asyncio.to_thread(self._traffic.close)
 
     @property
     def died(self) -> EngineDied | None:

@@ -1,4 +1,4 @@
-"""The ``callboard`` command: serve, apply, generate, chat, config, plugins, models, tune, verify, doctor, bench ...
+"""The ``callboard`` command and its subcommands, from serve to replay.
 
 Owns: arguments, exit codes, what a person at a terminal sees.  Does not know: how the engine does any of it.
 torch is imported only by the commands that run a model, and by the one that says which plugins could run here.
@@ -45,8 +45,9 @@ from server.http.listener import bind, url_of
 from server.keys import read_keys
 from server.model_card import ModelCard
 from server.operators.apply_command import add_arguments, apply
+from server.operators.replay import add_replay_arguments, replay
 from server.run.greeting import greet
-from server.run.serve import serve, serve_from_process
+from server.run.serve import serve, serve_from_process, write_recordings_on_signal
 from server.storage.store import check_storage
 from server.whatif.command import add_whatif
 
@@ -133,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("subject", choices=["numerics"])
     command = add("doctor", _doctor, "look for what a start lacks, and how to get it", _target(), _shared("warning"))
     command.add_argument("--gpu", action="store_true", help="test the GPUs instead: kernels, graphs, collectives")
+    add_replay_arguments(add("replay", _replay, "step through a recording of the scheduler", _shared("warning")))
     add_bench(commands, _target(), _shared("warning"))
     add_whatif(commands)
     return parser
@@ -271,6 +273,7 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, head: "Head
     with bind(config.server.host, config.server.port) as listener:
         frontend = FrontendCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None
         system = System(config, progress=sys.stderr.isatty(), head=head, frontend=frontend)
+        write_recordings_on_signal(system.recorder)
         if head is not None:
             head.follow(lambda: system.entrance.draining)
         card = ModelCard.of(system, config.server)
@@ -401,6 +404,10 @@ def _verify(parsed: argparse.Namespace, config: Config) -> None:
     from server.operators.verify import WAYS, verify_numerics
 
     verify_numerics(config, WAYS)
+
+
+def _replay(parsed: argparse.Namespace, config: Config) -> None:
+    sys.exit(replay(parsed))
 
 
 def _models(parsed: argparse.Namespace, config: Config) -> None:

@@ -42,6 +42,7 @@ OPERATORS_ROUTES = frozenset(
         *(f"/replicas/{{name}}/{what}" for what in ("drain", "undrain", "restart")),
         "/start_profile",
         "/stop_profile",
+        "/debug/recording",
         "/apply",
         "/sleep",
         "/wake_up",

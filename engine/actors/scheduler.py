@@ -21,8 +21,6 @@ from engine.notices import EngineReady, EngineRecovering, ExecutorsLost, Executo
 from engine.plugins.observers import Observers
 from engine.scheduling.planner import Planner
 
-log = logging.getLogger(__name__)
-
 
 class Scheduler(Actor[SchedulerInbox]):
     """Plans steps while fewer than ``overlap_depth`` are in flight.
@@ -32,6 +30,8 @@ class Scheduler(Actor[SchedulerInbox]):
     executors: one link per rank; explain: tells their group which request brought a loss.  When they are lost, requests
     keep what they have and wait until all are ready again.
     """
+
+    log = logging.getLogger(__name__)
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Scheduler(Actor[SchedulerInbox]):
         except RequestError as refusal:
             error = refusal
         except Exception:  # of one request, or of a policy that ranks it; the planner has not taken it in
-            log.exception("request=%d failed in the scheduler", message.request_id)
+            self.log.exception("request=%d failed in the scheduler", message.request_id)
             error = RequestError("internal error; the server log has the details", status=500, code="internal_error")
         self._tokenizer.put(
             Failed(message.request_id, error.message, status=error.status, code=error.code, param=error.param)
@@ -152,7 +152,7 @@ class Scheduler(Actor[SchedulerInbox]):
             pages = self._num_pages
         self._num_pages, self.is_renewed = pages, False
         page_size = self._planner.requests.limits.page_size
-        log.info("scheduler ready: pages=%d page_size=%d tokens=%d", pages, page_size, pages * page_size)
+        self.log.info("scheduler ready: pages=%d page_size=%d tokens=%d", pages, page_size, pages * page_size)
         self._ingress.put(EngineReady())
 
     def _executors_lost(self, lost: ExecutorsLost) -> None:

@@ -18,6 +18,10 @@ from engine.kv.node import Node, page_indices
 from engine.kv.pages import PageAllocator, Pages
 
 
+def _last_use(node: Node) -> tuple[int]:
+    return (node.last_used,)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
     """Copy pages between the tiers.  Order matters: a page may be the source of one and the target of the next."""
@@ -34,7 +38,7 @@ class HostTier:
         self._detach = detach
         self._events = events
         self._allocator = PageAllocator(num_pages)
-        self._leaves = EvictionQueue(lambda node: (node.last_used,))
+        self._leaves = EvictionQueue(_last_use)
         self._copies: OrderedDict[Node, None] = OrderedDict()
         self._transfers: list[Transfer] = []
 

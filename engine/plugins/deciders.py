@@ -47,20 +47,27 @@ def plugin_proposer(
     """None if no proposer is named.  A draft model is there, and its path resolved.  Others: of the model.
 
     Raises WeightsError as well, for a draft model that cannot be read."""
-    if (name := plugins.names.get(PROPOSER)) is None:
+    if PROPOSER not in plugins.names:
         return None
-    context = ProposerContext(spec.vocab_size, max_len, config.plugins.options.get(name, {}))
+    built = built_proposer(plugins, config, spec.vocab_size, max_len)
+    if isinstance(built, DraftModel):
+        from engine.plugins.draft_models import fitting_draft, fitting_head  # as below
+
+        if built.reads_states:
+            return fitting_head(built, plugins.names[PROPOSER], config, spec, max_len)
+        return fitting_draft(built, plugins.names[PROPOSER], config, spec, vocabulary)
+    return built
+
+
+def built_proposer(plugins: Plugins, config: Config, vocab_size: int, max_len: int) -> Proposer | DraftModel:
+    """What the chosen plugin builds, as it is."""
+    name = plugins.names[PROPOSER]
+    context = ProposerContext(vocab_size, max_len, config.plugins.options.get(name, {}))
     built = plugins.build(name, "callboard_proposer", context, Proposer, DraftModel)
     assert isinstance(built, Proposer | DraftModel), f"{name} has built {built!r}"
     if type(built.num_tokens) is not int or not 1 <= built.num_tokens <= MOST_PROPOSED:
         observed = f"num_tokens is {built.num_tokens!r:.100}"
         raise PluginError(f"plugin {name}: {observed}, expected an int from 1 to {MOST_PROPOSED}")
-    if isinstance(built, DraftModel):
-        from engine.plugins.draft_models import fitting_draft, fitting_head  # as below
-
-        if built.reads_states:
-            return fitting_head(built, name, config, spec, max_len)
-        return fitting_draft(built, name, config, spec, vocabulary)
     return built
 
 

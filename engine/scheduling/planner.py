@@ -58,9 +58,8 @@ class Planner:
         self._forecast = OutputForecast()
         self._decodes = Decodes(self._rows, self._page_manager)
         self._quarantine = Quarantine(waiting_queue(policy, self._rows), clock)
-        # A suspect is the only one to run when its turn comes, and so must not give it up for a while.
         timelines = self._quarantine.timelines
-        self._fetches = Fetches(limits, self._page_manager, lambda: not self._quarantine.is_on, timelines)
+        self._fetches = Fetches(limits, self._page_manager, self._quarantine.lets_wait, timelines)
         self._prefills = Prefills(
             limits, self._rows, self._page_manager, self._quarantine, self._forecast, self._fetches
         )

@@ -269,6 +269,10 @@ class Quarantine:
         """Whether a suspect runs alone, or waits for that."""
         return self.alone is not None or bool(self._suspects)
 
+    def lets_wait(self) -> bool:
+        """A suspect is the only one to run when its turn comes, and so must not give it up for a while."""
+        return not self.is_on
+
     # ---- losses -----------------------------------------------------------------------------
 
     def note_loss(self, sequence: Sequence, num_done: int, num_planned: int) -> bool:

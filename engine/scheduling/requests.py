@@ -73,7 +73,7 @@ def peak_growth(remaining: Floats, slack: Ints, given_back: Ints, page_size: int
     Per sequence: remaining tokens, slack (tokens that still fit its pages), pages that its end gives back."""
     if not len(remaining):
         return 0.0
-    order = np.argsort(remaining)
+    order = np.argsort(remaining, kind="stable")  # the same on every machine
     ends = remaining[order]
     num_alive = np.arange(len(ends), 0, -1)
     # The sum of slacks of those alive at each end; half a page each for what rounding up costs on average.

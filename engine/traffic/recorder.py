@@ -77,7 +77,7 @@ class _Open:
     output: list[bytes] = field(default_factory=list)
 
 
-class Recorder:
+class TraceRecorder:
     """An observer, and taps for the links from and to the scheduler."""
 
     def __init__(self, storage: StorageSection, model: str, clock: Callable[[], float]) -> None:

@@ -29,6 +29,7 @@ from server.models.models import Models
 from server.models.routes import ModelsRoutes, counts
 from server.operators.administration import administration_routes
 from server.operators.explain import EXPLAIN
+from server.operators.recording import PATH as RECORDING
 from server.operators.settings import PATHS, refuse_settings
 from server.operators.site import FILES, SITE_ROUTES, Site
 from server.operators.status import Load
@@ -45,7 +46,16 @@ from server.storage.routes import known_routes, refuse_storage
 
 log = logging.getLogger(__name__)
 
-POSTED = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", COUNT, "/start_profile", "/stop_profile")
+POSTED = (
+    "/tokenize",
+    "/v1/tokenize",
+    "/detokenize",
+    "/v1/detokenize",
+    COUNT,
+    "/start_profile",
+    "/stop_profile",
+    RECORDING,
+)
 LOOKED_AT = (
     "/stats", "/tokenizer_info", "/server_info", "/get_server_info", "/model_info", "/get_model_info",
     "/health_generate",

@@ -36,6 +36,8 @@ from server.operators.administration import AdministrationRoutes, administration
 from server.operators.explain import EXPLAIN, ExplainRoute
 from server.operators.metrics import MetricsRoute
 from server.operators.profiling import ProfileRoutes
+from server.operators.recording import PATH as RECORDING
+from server.operators.recording import RecordingRoute
 from server.operators.settings import SettingsRoutes
 from server.operators.site import FILES, SITE_ROUTES, Site
 from server.operators.stats import StatsRoute
@@ -186,6 +188,7 @@ def _operators_routes(server: ServerSection, backend: Backend, clients: Clients,
         *SettingsRoutes(backend, server).routes(),
         web.post("/start_profile", profiling.start),
         web.post("/stop_profile", profiling.stop),
+        web.post(RECORDING, RecordingRoute(backend.monitor, backend.card.recordings).post),
         web.get("/openapi.json", openapi_handler(version)),
     ]
 

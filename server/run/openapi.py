@@ -22,6 +22,8 @@ from server.operators.adapters import LOAD, UNLOAD, AdapterAnswer, LoadBody, Unl
 from server.operators.administration import AbortAnswer, AbortBody, ResetAnswer
 from server.operators.explain import ExplanationBody
 from server.operators.profiling import ProfileAnswer
+from server.operators.recording import PATH as RECORDING
+from server.operators.recording import RecordingAnswer
 from server.operators.settings import ApplyBody, Sleeping
 from server.operators.status import HealthBody, Load, ModelInfo, ServerInfo
 from server.pooling.classify import ClassificationList, ClassifyBody
@@ -134,6 +136,7 @@ OPERATIONS = (
     Operation("post", "/start_profile", "Record steps for a profiler.", ProfileAnswer),
     Operation("post", "/stop_profile", "Write what is recorded.", ProfileAnswer),
     Operation("get", "/explain/{id}", "Where the time of a request went.", ExplanationBody),
+    Operation("post", RECORDING, "Write what the scheduler was told lately to a file.", RecordingAnswer),
     Operation("get", "/server_info", "What is served, and its limits.", ServerInfo),
     Operation("get", "/model_info", "The served model, as SGLang has it.", ModelInfo),
     Operation("get", "/load", "How many requests there are.", Load),

@@ -16,6 +16,7 @@ from typing import Any
 from engine.errors import CallboardError, EngineDied
 from engine.messages import Stop
 from engine.notices import Message
+from engine.recording.shrink import shrink
 from engine.workers.group import LOAD_PATIENCE, TICKS, WorkerSlot
 from engine.workers.limits import RestartIntensity
 from engine.workers.messages import WorkerAlive, WorkerReady
@@ -23,7 +24,6 @@ from engine.workers.worker import Reports, WorkerLost
 from tests.sim.failures import SimCrash, SimFailure, SimIncorrect, SimStuck
 from tests.sim.loop import SimDeadlock, SimLivelock, SimLoop
 from tests.sim.luck import luck
-from tests.sim.shrink import shrink
 from tests.sim.traffic import KINDS, Traffic
 
 SILENCE_S = 1.0

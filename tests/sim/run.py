@@ -28,10 +28,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from engine.recording.shrink import shrink
 from tests.sim.dice import draw
 from tests.sim.failures import SimStuck
 from tests.sim.scenario import describe
-from tests.sim.shrink import shrink
 from tests.sim.world import Outcome, World
 
 REPOSITORY = Path(__file__).parents[2]

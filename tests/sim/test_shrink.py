@@ -1,9 +1,9 @@
 """Few operations are left of a failing run, and it still fails the same way."""
 
+from engine.recording.shrink import shrink
 from tests.sim.dice import draw
 from tests.sim.mutants import a_page_leaks_when_a_row_is_released, an_unlock_is_missed, planted
 from tests.sim.run import explain, play_seed, replay_line, shrink_seed
-from tests.sim.shrink import shrink
 
 OPS = list(range(40))
 

@@ -14,7 +14,7 @@ from benchmarks.simulation import Request, Simulation, tokens
 from engine.config import Config, build_config
 from engine.messages import Admit, Step, StepDone
 from engine.scheduling.rows import PlannerLimits
-from engine.traffic.recorder import Recorder
+from engine.traffic.recorder import TraceRecorder
 from engine.traffic.trace import Trace, read_trace
 
 MAX_RUNNING, NUM_PAGES = 32, 2000
@@ -38,7 +38,9 @@ def requests(count: int, per_s: float, seed: int = 0) -> list[Request]:
 class Recorded(Simulation):
     """A ``Simulation`` that a recorder listens to.  Steps sample what each request's tokens are, by its number."""
 
-    def __init__(self, made: list[Request], recorder: Recorder | None = None, policy: str = "priority", **limits: Any):
+    def __init__(
+        self, made: list[Request], recorder: TraceRecorder | None = None, policy: str = "priority", **limits: Any
+    ):
         super().__init__(made, policy, **limits)
         self._recorder = recorder
         self._links: list[Any] = [recorder.tap(_Nowhere())] if recorder is not None else []
@@ -74,12 +76,14 @@ class _Nowhere:
         pass
 
 
-def recorder_in(folder: Path, clock: Any, *, trace_mb: int = 100, **tables: dict[str, Any]) -> tuple[Recorder, Config]:
+def recorder_in(
+    folder: Path, clock: Any, *, trace_mb: int = 100, **tables: dict[str, Any]
+) -> tuple[TraceRecorder, Config]:
     """One with the settings of ``Recorded``."""
     scheduler = {"max_running": MAX_RUNNING, "max_step_tokens": 2048, "prefill_chunk": 512}
     given = {"scheduler": scheduler, "storage": {"folder": str(folder), "trace_mb": trace_mb}, **tables}
     config = build_config(Config(), given)
-    return Recorder(config.storage, "tested/model", clock), config
+    return TraceRecorder(config.storage, "tested/model", clock), config
 
 
 def limits_of(simulation: Simulation) -> PlannerLimits:

@@ -21,7 +21,7 @@ from engine.notices import ExecutorsLost
 from engine.params import SamplingParams
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.rows import PlannerLimits
-from engine.traffic.recorder import Recorder
+from engine.traffic.recorder import TraceRecorder
 from engine.traffic.trace import DIGEST_BYTES, chained, read_trace
 from tests.pace import far
 from tests.server.live_system import LiveSystem
@@ -108,7 +108,7 @@ def test_a_trace_has_no_token_and_nobody_else_may_read_it(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def recorder(tmp_path: Path) -> Iterator[Recorder]:
+def recorder(tmp_path: Path) -> Iterator[TraceRecorder]:
     made, _ = recorder_in(tmp_path, time.monotonic, trace_mb=1)
     yield made
     made.close()
@@ -132,7 +132,7 @@ def metrics(request_id: int, finish: Finish = Finish.STOP, output: int = 1) -> R
     return RequestMetrics(request_id, finish, 40, output, 0, 0, 1.0, 0.1, 0.2, None, 0.3)
 
 
-def written(recorder: Recorder, *messages: object) -> list[dict[str, object]]:
+def written(recorder: TraceRecorder, *messages: object) -> list[dict[str, object]]:
     """The lines of a trace in which these were put."""
     recorder.begin(LIMITS, Config())
     sink = Sink()
@@ -147,7 +147,7 @@ def written(recorder: Recorder, *messages: object) -> list[dict[str, object]]:
     return lines(recorder.path)
 
 
-def test_a_request_that_failed_is_left_out(recorder: Recorder) -> None:
+def test_a_request_that_failed_is_left_out(recorder: TraceRecorder) -> None:
     found = written(
         recorder,
         *(admit(1), admit(2), admit(3)),
@@ -156,7 +156,7 @@ def test_a_request_that_failed_is_left_out(recorder: Recorder) -> None:
     assert [one["line"] for one in found] == ["head", "request"]
 
 
-def test_steps_that_were_lost_are_not_taken_for_those_after_them(recorder: Recorder) -> None:
+def test_steps_that_were_lost_are_not_taken_for_those_after_them(recorder: TraceRecorder) -> None:
     long, short = (
         Step(number, prefill_rows=row, prefill_starts=bytes(4), prefill_lengths=length, prefill_samples=bytes(4))
         for number, row, length in ((0, bytes(4), b"\x20\0\0\0"), (1, bytes(4), b"\x05\0\0\0"))
@@ -168,7 +168,7 @@ def test_steps_that_were_lost_are_not_taken_for_those_after_them(recorder: Recor
     assert [one[5] for one in steps] == [5], "one step of five tokens, told once however many ranks there are"
 
 
-def test_outputs_are_put_together_from_the_tokens_of_many_steps(recorder: Recorder) -> None:
+def test_outputs_are_put_together_from_the_tokens_of_many_steps(recorder: TraceRecorder) -> None:
     ids = np.array([1, 2], dtype=np.int64).tobytes()
     rounds = [Tokens(ids, np.array([10 + n, 20 + n], dtype=np.int32).tobytes(), bytes(2)) for n in range(30)]
     end = Tokens(np.array([1], dtype=np.int64).tobytes(), np.array([-1], dtype=np.int32).tobytes(), b"\x03")
@@ -204,7 +204,7 @@ def test_no_more_disk_is_taken_than_was_said_and_the_newest_stays(tmp_path: Path
 
 
 def test_a_disk_that_takes_nothing_ends_the_recording_alone(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    recorder: TraceRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder.begin(LIMITS, Config())
     sink = Sink()

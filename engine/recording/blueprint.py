@@ -1,0 +1,82 @@
+"""How a planner was built: everything but the model, so that another process builds one that plans alike.
+
+Owns: what a recording must know of an engine's configuration.  Does not know: weights, devices, text, files.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from engine.config import SECRETS, Config
+from engine.plugins.deciders import built_proposer, plugin_drafts, plugin_policy, plugin_strategy
+from engine.plugins.manager import PROPOSER, Plugins
+from engine.scheduling.planner import Planner
+from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.proposer import DraftModel
+from engine.scheduling.rows import PlannerLimits
+
+DECIDERS = ("eviction", "policy", PROPOSER)  # the kinds of plugins that have a part in plans
+PLANS = ("actors/scheduler.py", "scheduling/*.py", "kv/*.py")  # the code that plans
+
+
+class Blueprint(msgspec.Struct, frozen=True):
+    """limits: with the pages of a pool that is not there yet.  max_len: of a sequence, as proposers are told.
+    names: kind -> full name of each plugin of ``DECIDERS`` that was chosen.  draft: the model that proposes, if one
+    does.  config: without secrets, and with the options of those plugins only."""
+
+    limits: PlannerLimits
+    overlap_depth: int
+    vocab_size: int
+    max_len: int
+    names: dict[str, str]
+    config: Config
+    draft: DraftModel | None = None
+
+    def policy(self, plugins: Plugins) -> SchedulingPolicy:
+        """Return the policy, new.  It outlives planners.  Raises PluginError if it cannot be built."""
+        return plugin_policy(plugins, self.config)
+
+    def planner(
+        self, plugins: Plugins, num_pages: int, clock: Callable[[], float], policy: SchedulingPolicy
+    ) -> Planner:
+        """Return a planner with other plugins of its own.  Raises PluginError if one cannot be built."""
+        limits = replace(self.limits, num_pages=num_pages, record_events=False)
+        proposer = self.draft
+        if proposer is None and PROPOSER in self.names:
+            built = built_proposer(plugins, self.config, self.vocab_size, self.max_len)
+            drafts = plugin_drafts(built, self.vocab_size)
+        else:
+            drafts = plugin_drafts(proposer, self.vocab_size)
+        strategy = plugin_strategy(plugins, self.config, num_pages)
+        return Planner(limits, strategy, policy, clock, drafts)
+
+    def plugins(self) -> Plugins:
+        """Return the plugins that planned, loaded.  Raises PluginError if one is not installed."""
+        chosen = {kind: name.partition(".")[2] for kind, name in self.names.items()}
+        return Plugins(chosen, options=self.config.plugins.options)
+
+
+def without_secrets(config: Config, names: dict[str, str]) -> Config:
+    """Return what may be written to a file of it."""
+    sections = {}
+    for name in config.__struct_fields__:
+        section = getattr(config, name)
+        hidden = {field: type(getattr(section, field))() for field in SECRETS & {*section.__struct_fields__}}
+        sections[name] = msgspec.structs.replace(section, **hidden)
+    options = {name: table for name, table in config.plugins.options.items() if name in names.values()}
+    sections["plugins"] = msgspec.structs.replace(config.plugins, options=options)
+    return msgspec.structs.replace(config, **sections)
+
+
+@cache
+def planning_code() -> str:
+    """A hash of the files that plan: recordings of another one may be planned otherwise."""
+    digest = hashlib.sha256()
+    engine = Path(__file__).parents[1]
+    for path in sorted(path for pattern in PLANS for path in engine.glob(pattern)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,190 @@
+"""A recording as a file: a header, maybe the scheduler's state where it begins, turns, and an end.
+
+Owns: the format.  Does not know: how turns come about, what they mean.
+The file is a line that names the format and then frames: length, CRC-32 and kind, then zlib of msgpack.  A file that
+was cut is read up to its last whole frame; nothing in a file is run.
+"""
+
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
+
+from engine.errors import CallboardError
+from engine.recording.blueprint import Blueprint
+from engine.recording.turns import Turn
+
+FORMAT = 1
+NAME = b"callboard recording "
+SUFFIX = ".cbr"
+HEAD = struct.Struct("<IIc")
+HEADER, STATE, TURNS, END = b"H", b"S", b"T", b"E"
+FRAME_ENTRIES = 512  # of the state; turns are cut by size
+FRAME_BYTES = 1 << 18
+MOST_FRAME_BYTES = 1 << 30  # of one frame, unpacked
+LEVEL = 1
+
+T = TypeVar("T")
+
+
+def file_name(why: str) -> str:
+    """Returns what a recording is called that is written now."""
+    now = time.time()
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now))
+    return f"{stamp}{int(now % 1 * 1000):03}-{why}-{os.getpid()}{SUFFIX}"
+
+
+class RecordingError(CallboardError):
+    """A file is no recording, or none that this version reads."""
+
+    exit_code = 2
+
+
+class Header(msgspec.Struct, frozen=True):
+    """version: of callboard.  code: see ``planning_code``.  python, numpy: versions that it ran with.
+
+    why: what wrote it.  prompts: 'whole' or 'hashed'.  written_at_unix_s: by the wall clock; written_at: by the clock
+    of the readings, in seconds."""
+
+    version: str
+    code: str
+    python: str
+    numpy: str
+    why: str
+    prompts: str
+    written_at_unix_s: float
+    written_at: float
+    blueprint: Blueprint
+
+
+class End(msgspec.Struct, frozen=True):
+    """num_turns: in the file."""
+
+    num_turns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """state: entries of ``state_entries``, none where it begins with the engine.  torn: what is wrong with the file's
+    end, '' if nothing is."""
+
+    header: Header
+    state: list[Any]
+    turns: list[Turn]
+    torn: str = ""
+
+
+def write_recording(path: Path, header: Header, state: Iterable[Any], turns: Iterable[bytes]) -> None:
+    """Write a file, which has its name when it is whole.  turns: each encoded.  Raises OSError, StateError."""
+    unfinished = path.with_name(f"{path.name}.part")
+    with unfinished.open("wb") as file:
+        file.write(NAME + b"%d\n" % FORMAT)
+        _write(file, HEADER, msgspec.msgpack.encode(header))
+        entries: list[Any] = []
+        for entry in state:
+            entries.append(entry)
+            if len(entries) == FRAME_ENTRIES:
+                _write(file, STATE, msgspec.msgpack.encode(entries))
+                entries = []
+        if entries:
+            _write(file, STATE, msgspec.msgpack.encode(entries))
+        num_turns = 0
+        for part in _parts(turns):
+            num_turns += len(part)
+            # An array of encoded turns, put together without decoding them.
+            _write(file, TURNS, b"\xdd" + len(part).to_bytes(4, "big") + b"".join(part))
+        _write(file, END, msgspec.msgpack.encode(End(num_turns)))
+    unfinished.rename(path)
+
+
+def _parts(turns: Iterable[bytes]) -> Iterator[list[bytes]]:
+    part: list[bytes] = []
+    size = 0
+    for turn in turns:
+        part.append(turn)
+        size += len(turn)
+        if size >= FRAME_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _write(file: BinaryIO, kind: bytes, plain: bytes) -> None:
+    packed = zlib.compress(plain, LEVEL)
+    file.write(HEAD.pack(len(packed), zlib.crc32(packed), kind))
+    file.write(packed)
+
+
+def read_recording(path: Path) -> Recording:
+    """Raises RecordingError, and OSError where there is nothing to read."""
+    with path.open("rb") as file:
+        first = file.readline(len(NAME) + 16)
+        if not first.startswith(NAME):
+            raise RecordingError(f"{path}: this is no recording of callboard's; its first line is {first[:40]!r}")
+        if first != NAME + b"%d\n" % FORMAT:
+            number = first[len(NAME) :].strip().decode("ascii", "replace")
+            raise RecordingError(
+                f"{path}: format {number}, and this callboard reads format {FORMAT}; take the version that wrote it"
+            )
+        frames = _Frames(file)
+        header: Header | None = None
+        state: list[Any] = []
+        turns: list[Turn] = []
+        end: End | None = None
+        for kind, plain in frames:
+            if kind == HEADER:
+                header = _decoded(path, plain, Header)
+            elif kind == STATE:
+                state += _decoded(path, plain, list[Any])
+            elif kind == TURNS:
+                turns += _decoded(path, plain, list[Turn])
+            elif kind == END:
+                end = _decoded(path, plain, End)
+    if header is None:
+        raise RecordingError(f"{path}: {frames.torn or 'there is no header'}; nothing of it can be replayed")
+    if end is not None and end.num_turns != len(turns):
+        raise RecordingError(f"{path}: {len(turns)} turns, and its end says {end.num_turns}")
+    if end is None and state and not turns:
+        raise RecordingError(f"{path}: {frames.torn or 'it ends early'}, within the state that it begins with")
+    return Recording(header, state, turns, "" if end is not None else frames.torn or "its end is missing")
+
+
+class _Frames:
+    """The whole frames of a file.  torn: why there are no more, '' at the end of the file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.torn = ""
+
+    def __iter__(self) -> Iterator[tuple[bytes, bytes]]:
+        while head := self._file.read(HEAD.size):
+            at = self._file.tell() - len(head)
+            length, crc, kind = HEAD.unpack(head) if len(head) == HEAD.size else (0, -1, b"")
+            packed = self._file.read(length)
+            if len(packed) < length or zlib.crc32(packed) != crc:
+                self.torn = f"the frame at byte {at} is cut or damaged"
+                return
+            try:
+                unpacker = zlib.decompressobj()
+                plain = unpacker.decompress(packed, MOST_FRAME_BYTES)
+            except zlib.error as error:
+                self.torn = f"the frame at byte {at} is damaged: {error}"
+                return
+            if not unpacker.eof:
+                self.torn = f"the frame at byte {at} is larger than {MOST_FRAME_BYTES} bytes"
+                return
+            yield kind, plain
+
+
+def _decoded(path: Path, plain: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(plain, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RecordingError(f"{path}: {error}; take the version of callboard that wrote it") from None

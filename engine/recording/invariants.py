@@ -1,0 +1,52 @@
+"""What must hold of a scheduler after every turn.
+
+Owns: the checks that need nothing but the scheduler and what it has said.  Does not know: devices, clients.
+"""
+
+import numpy as np
+
+from engine.messages import Failed, Tokens
+from engine.recording.replayed import ReplayedScheduler
+
+
+class Invariants:
+    """Of one scheduler; all raise AssertionError.  every: turns between two looks at all books."""
+
+    def __init__(self, every: int = 1) -> None:
+        self._every = every
+        self._num_turns = 0
+        self._ended: set[int] = set()
+
+    def check(self, scheduler: ReplayedScheduler) -> None:
+        """After a turn: every page has one owner, no request says anything after its end, nothing stays held."""
+        for message in scheduler.said:
+            self._hear(message)
+        self._num_turns += 1
+        planner = scheduler.planner
+        if planner is None or self._num_turns % self._every:
+            return
+        planner.check()
+        stats, pages = planner.stats(), planner._page_manager
+        num_locks, num_rows = pages._tree._num_handles, len(pages._handles)
+        assert num_locks == num_rows, f"{num_locks} prefixes are locked, and {num_rows} rows have one"
+        waits_for_store = len(planner._fetches)
+        if scheduler.is_ready and not planner.num_in_flight and not waits_for_store:
+            assert not planner.num_open, f"{planner.num_open} requests are open, and nothing is planned for them"
+        if not planner.num_open and not planner.num_in_flight:
+            assert not stats.pages_used, f"no request is open, and {stats.pages_used} pages are in use"
+            assert (stats.running, stats.waiting) == (0, 0), f"no request is open, and {stats} says otherwise"
+
+    def _hear(self, message: Tokens | Failed) -> None:
+        if isinstance(message, Failed):
+            self._speaks(message.request_id, ends=True)
+            return
+        ids = np.frombuffer(message.request_ids, dtype=np.int64).tolist()
+        for request_id, finish in zip(ids, message.finishes, strict=True):
+            self._speaks(request_id, ends=bool(finish))
+
+    def _speaks(self, request_id: int, *, ends: bool) -> None:
+        assert request_id not in self._ended, (
+            f"request {request_id} {'ends again' if ends else 'goes on'} after its end"
+        )
+        if ends:
+            self._ended.add(request_id)

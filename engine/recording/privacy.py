@@ -1,0 +1,102 @@
+"""What a recording keeps of prompts: token ids as they are, or replaced so that nobody reads them off.
+
+Owns: the key, which is never written.  Does not know: when something is recorded.
+A token id becomes another one, the same one every time, by a permutation drawn at start.  So equal prefixes stay equal,
+and the prefix cache, speculation and stop tokens go on as they did.  That is a substitution: who has only a recording
+reads no text off it; who has a long one and knows how often which token is used can guess much of it.
+A cache salt is a client's secret, and is replaced always.
+"""
+
+import hashlib
+import secrets
+
+import msgspec
+import numpy as np
+
+from engine.messages import Admit, SchedulerInbox, StepDone, StepExtras
+from engine.params import SamplingParams
+
+NO_TOKENS = (-2, -1)  # ``RULED_OUT`` and "none", which stay
+
+
+class Privacy:
+    """hashed: whether tokens are replaced.  vocab_size: of the model."""
+
+    def __init__(self, vocab_size: int, *, hashed: bool) -> None:
+        self._key = secrets.token_bytes(32)
+        self._others: np.ndarray | None = None
+        if hashed:
+            order = np.random.default_rng(secrets.randbits(128)).permutation(vocab_size)
+            # A negative id is counted from the end.
+            self._others = np.concatenate((order, NO_TOKENS)).astype(np.int32)
+
+    def grow(self, vocab_size: int) -> None:
+        """Another model has more tokens; those that there were keep what they became."""
+        if self._others is not None and vocab_size > (known := len(self._others) - len(NO_TOKENS)):
+            more = known + np.random.default_rng(secrets.randbits(128)).permutation(vocab_size - known)
+            self._others = np.concatenate((self._others[:known], more, NO_TOKENS)).astype(np.int32)
+
+    def message(self, message: SchedulerInbox) -> SchedulerInbox:
+        """What is recorded of a message: all that has a part in plans."""
+        if isinstance(message, StepDone):
+            extras = _planned_with(message.extras, hides=self._others is not None) if message.extras else {}
+            if self._others is None and not message.extras:
+                return message
+            extras = {
+                row: msgspec.structs.replace(one, drafted=self.tokens(one.drafted)) for row, one in extras.items()
+            }
+            return StepDone(message.rank, message.step_id, self.tokens(message.token_ids), extras)
+        if isinstance(message, Admit):
+            salt = message.cache_salt
+            if salt:
+                salt = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=self._key, digest_size=16).hexdigest()
+            return msgspec.structs.replace(
+                message,
+                token_ids=self.tokens(message.token_ids),
+                params=self._params(message.params),
+                cache_salt=salt,
+            )
+        return message
+
+    def tokens(self, token_ids: bytes) -> bytes:
+        """token_ids: int32[n], as are those returned."""
+        if self._others is None or not token_ids:
+            return token_ids
+        return self._others[np.frombuffer(token_ids, dtype=np.int32)].tobytes()
+
+    def ids(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The same, of a few."""
+        if self._others is None:
+            return token_ids
+        return tuple(int(self._others[one]) for one in token_ids)
+
+    def _params(self, params: SamplingParams) -> SamplingParams:
+        """Nothing that a client wrote as text; whether there was some matters to who speculates."""
+        if self._others is None:
+            return params
+        grammar = params.grammar
+        return msgspec.structs.replace(
+            params,
+            stop=(),
+            stop_token_ids=self.ids(params.stop_token_ids),
+            logit_bias={},
+            bad_words=(),
+            bad_token_ids=((0,),) if params.bad_token_ids else (),
+            allowed_token_ids=(0,) if params.allowed_token_ids else (),
+            logprob_token_ids=(0,) if params.logprob_token_ids else (),
+            grammar=None if grammar is None else msgspec.structs.replace(grammar, source=""),
+            logits_processors=dict.fromkeys(params.logits_processors, ""),
+        )
+
+
+def _planned_with(extras: dict[int, StepExtras], *, hides: bool) -> dict[int, StepExtras]:
+    """Without log probabilities and states, which are large and go to clients as they are."""
+    return {
+        row: StepExtras(
+            failure="(left out)" if hides and one.failure else one.failure,
+            lost_adapter=one.lost_adapter,
+            drafted=one.drafted,
+        )
+        for row, one in extras.items()
+        if one.failure or one.lost_adapter or one.drafted
+    }

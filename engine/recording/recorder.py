@@ -1,0 +1,325 @@
+"""The flight recorder: the last minutes of what the scheduler was told, to be replayed when something has gone wrong.
+
+Owns: a ring of turns of bounded size, a scheduler that lags behind by the ring's length, and when a file is written.
+Does not know: what plans mean; the planner has no part in it.
+
+Where the ring is full, its oldest turn is played to the second scheduler before it is dropped.  So there is always a
+state that the ring goes on from, and it is never copied in one go: it stands still while a thread writes it.
+"""
+
+import logging
+import platform
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from engine import __version__
+from engine.actors.actor import Link
+from engine.actors.scheduler import Scheduler
+from engine.errors import CallboardError
+from engine.messages import ExecutorInbox, FetchPages, SchedulerInbox, Step, StepDone
+from engine.notices import ExecutorsLost
+from engine.plugins.manager import Plugins
+from engine.recording.blueprint import Blueprint, planning_code
+from engine.recording.file import SUFFIX, Header, file_name, write_recording
+from engine.recording.privacy import Privacy
+from engine.recording.replayed import ReplayedScheduler
+from engine.recording.state import state_entries
+from engine.recording.turns import Turn, failure_of, plan_digest
+from engine.scheduling.planner import Planner
+
+log = logging.getLogger(__name__)
+
+TURN_BYTES = 80  # what the ring takes for a turn beside its bytes
+CATCH_UP_S = 0.001  # after so long no further turn is played in this one, unless the ring is at twice its size
+STALLED_S = 30.0  # as the alert CallboardStalled has it
+BETWEEN_FILES_S = 60.0  # of those that nobody asked for
+MOST_FILES = 16  # of those, in the folder; the oldest go
+AT_ONCE = 64  # entries of the state, or turns, that are written before others get their turn
+PAUSE_S = 0.0002
+MOST_WAITING = 4  # files
+T = TypeVar("T")
+ALERTS = ("died", "executors-lost", "pages-lost", "stalled", "waited")
+
+
+class Recorder:
+    """folder: where files go; it need not be there.  limit_bytes: of the ring.  prompts: 'whole' or 'hashed'.
+
+    waited_s: a request that has waited so long for its first step is worth a file.  clock: what the planner's clock
+    says, through ``clock``."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        plugins: Plugins,
+        *,
+        folder: Path,
+        limit_bytes: int,
+        prompts: str,
+        waited_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder = folder
+        self.waited_s = waited_s
+        self._privacy = Privacy(blueprint.vocab_size, hashed=prompts == "hashed")
+        self._blueprint = self._private(blueprint)
+        self._change: Blueprint | None = None
+        self._renews = False
+        self._plugins = plugins
+        self._limit_bytes = limit_bytes
+        self._prompts = prompts
+        self.now = clock
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Turn).decode
+        self._ring: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._behind: ReplayedScheduler | None = None
+        self._messages: list[SchedulerInbox] = []
+        self._readings: list[float] = []
+        self._plans: list[bytes] = []
+        self._alert = ""
+        self._last_alert_at = -BETWEEN_FILES_S
+        self._is_off = False
+        self._writing: threading.Thread | None = None
+        self._num_waiting = 0
+
+    # ---- what is recorded -------------------------------------------------------------------
+
+    def clock(self) -> float:
+        """The planner's clock, in seconds; what it says is recorded."""
+        now = self.now()
+        self._readings.append(now)
+        return now
+
+    def changed(self, blueprint: Blueprint) -> None:
+        """From now on it is planned by another blueprint."""
+        self._privacy.grow(blueprint.vocab_size)
+        self._change = self._private(blueprint)
+
+    def _private(self, blueprint: Blueprint) -> Blueprint:
+        eos = self._privacy.ids(blueprint.limits.eos_token_ids)
+        return msgspec.structs.replace(blueprint, limits=replace(blueprint.limits, eos_token_ids=eos))
+
+    def arrived(self, message: SchedulerInbox, *, renews: bool = False) -> None:
+        """The scheduler is about to handle a message.  renews: it gets another planner with the next executors."""
+        if not self._messages:
+            self._readings.clear()  # of those who look at the planner between two turns
+            self._renews = renews
+        self._messages.append(message)
+
+    def planned(self, plan: Step | FetchPages) -> None:
+        """The executors are told of a plan."""
+        self._plans.append(plan_digest(plan))
+
+    def turned(self, failure: str = "") -> None:
+        """A turn is over.  failure: what the scheduler has died of."""
+        if not self._messages:
+            return
+        turn = Turn(
+            tuple(map(self._privacy.message, self._messages)),
+            array("d", self._readings).tobytes(),
+            b"".join(self._plans),
+            failure,
+            self._change,
+            self._renews,
+        )
+        self._change = None
+        self._messages, self._readings, self._plans = [], [], []
+        if self._is_off:
+            return
+        encoded = self._encode(turn)
+        self._ring.append(encoded)
+        self._num_bytes += len(encoded) + TURN_BYTES
+        if self._num_bytes > self._limit_bytes and not self._is_writing:
+            self._drop_oldest()
+        if self._alert:
+            self._write_unasked()
+
+    def alert(self, why: str) -> None:
+        """Something is wrong: a file is written when the turn is over.  why: one of ``ALERTS``."""
+        self._alert = self._alert or why
+
+    # ---- the ring ---------------------------------------------------------------------------
+
+    def _drop_oldest(self) -> None:
+        """Play what does not fit to the scheduler that lags behind."""
+        if self._behind is None:
+            self._behind = ReplayedScheduler(self._blueprint, self._plugins)
+        stop_at = time.perf_counter() + CATCH_UP_S
+        while self._num_bytes > self._limit_bytes:
+            encoded = self._ring.popleft()
+            self._num_bytes -= len(encoded) + TURN_BYTES
+            turn: Turn = self._decode(encoded)
+            try:
+                plans = self._behind.play(turn)
+            except Exception as error:  # of plugins too; the engine goes on without a recording
+                self._give_up(failure_of(error))
+                return
+            if plans != turn.plans:
+                self._give_up("it has planned otherwise the second time")
+                return
+            if time.perf_counter() > stop_at and self._num_bytes < 2 * self._limit_bytes:
+                return
+
+    def _give_up(self, reason: str) -> None:
+        log.error(
+            "the flight recorder is off: the scheduler cannot be replayed here: %s; a plugin that decides by more than "
+            "it is told may be the cause, or a bug",
+            reason,
+        )
+        self._is_off = True
+        self._behind = None
+        self._ring.clear()
+        self._num_bytes = 0
+
+    # ---- files ------------------------------------------------------------------------------
+
+    @property
+    def _is_writing(self) -> bool:
+        return self._writing is not None and self._writing.is_alive()
+
+    def write(self, why: str, name: str = "") -> None:
+        """Write what is in the ring now to a file, in a thread.  name: of the file.  They are written one by one."""
+        name = Path(name).name or file_name(why)
+        if self._is_off:
+            log.error("nothing is recorded any more, so %s is not written; the log says above why", name)
+            return
+        before = self._writing if self._is_writing else None
+        self._num_waiting = 0 if before is None else self._num_waiting + 1
+        if self._num_waiting > MOST_WAITING:
+            log.error("%d recordings wait to be written, so %s is not", MOST_WAITING, name)
+            return
+        arguments = (before, why, name, list(self._ring))
+        self._writing = threading.Thread(target=self._write_after, args=arguments, name="recording")
+        self._writing.start()
+
+    def _write_after(self, before: threading.Thread | None, why: str, name: str, ring: list[bytes]) -> None:
+        """While this thread is there nothing is dropped from the ring, so its state stays where it is."""
+        if before is not None:
+            before.join()
+        self._write(why, name, ring, PAUSE_S)
+
+    def write_at_last(self, why: str) -> None:
+        """The same, and wait for it: nothing comes any more."""
+        if self._writing is not None:
+            self._writing.join()
+        if self._ring:
+            self._write(why, file_name(why), list(self._ring), 0.0)
+
+    def _write_unasked(self) -> None:
+        why, self._alert = self._alert, ""
+        now = self.now()
+        if now - self._last_alert_at >= BETWEEN_FILES_S and not self._is_writing:
+            self._last_alert_at = now
+            self.write(why)
+
+    def _write(self, why: str, name: str, ring: list[bytes], pause_s: float) -> None:
+        """pause_s: how long others get between two parts of the work."""
+        header = Header(
+            version=__version__,
+            code=planning_code(),
+            python=platform.python_version(),
+            numpy=np.__version__,
+            why=why,
+            prompts=self._prompts,
+            written_at_unix_s=time.time(),
+            written_at=self.now(),
+            blueprint=self._blueprint if self._behind is None else self._behind.blueprint,
+        )
+        state = () if self._behind is None else _with_pauses(state_entries(self._behind.state()), pause_s)
+        turns = _with_pauses(ring, pause_s)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if why in ALERTS:
+                _make_room(self.folder)
+            write_recording(self.folder / name, header, state, turns)
+        except (OSError, CallboardError) as error:
+            log.error("recording %s was not written: %s", self.folder / name, error)
+        else:
+            log.warning("recording written (%s): callboard replay %s", why, self.folder / name)
+
+
+def _with_pauses(items: Iterable[T], pause_s: float) -> Iterator[T]:
+    """The same.  pause_s: so long the interpreter is left to others, every now and then."""
+    for number, item in enumerate(items):
+        if pause_s and number % AT_ONCE == 0:
+            time.sleep(pause_s)
+        yield item
+
+
+def _make_room(folder: Path) -> None:
+    """For another file that nobody asked for."""
+    names = (path for path in folder.glob(f"*{SUFFIX}") if any(f"-{why}-" in path.name for why in ALERTS))
+    for path in sorted(names)[: -MOST_FILES + 1 or None]:
+        path.unlink(missing_ok=True)
+
+
+class _Told:
+    """The link to the first executor."""
+
+    def __init__(self, executor: Link[ExecutorInbox], recorder: Recorder) -> None:
+        self._executor = executor
+        self._recorder = recorder
+
+    def put(self, message: ExecutorInbox) -> None:
+        if isinstance(message, Step | FetchPages):
+            self._recorder.planned(message)
+        self._executor.put(message)
+
+
+class RecordedScheduler(Scheduler):
+    """A scheduler of which a recorder hears everything.  Its planner's clock must be the recorder's."""
+
+    def __init__(self, *, recorder: Recorder, executors: Sequence[Link[ExecutorInbox]], **others: Any) -> None:
+        told = _Told(executors[0], recorder)
+        super().__init__(executors=[told, *executors[1:]], **others)
+        self._recorder = recorder
+
+    def handle(self, message: SchedulerInbox) -> None:
+        """As a scheduler does."""
+        recorder, planner = self._recorder, self._planner
+        recorder.arrived(message, renews=self.is_renewed)
+        if isinstance(message, ExecutorsLost) and message.is_fault:
+            recorder.alert("executors-lost")
+        elif isinstance(message, StepDone) and planner is not None and recorder.now() - planner.due_since > STALLED_S:
+            recorder.alert("stalled")
+        try:
+            super().handle(message)
+        except Exception as error:
+            recorder.turned(failure_of(error))
+            raise
+
+    def flush(self) -> None:
+        """As a scheduler does."""
+        try:
+            super().flush()
+        except Exception as error:
+            self._recorder.turned(failure_of(error))
+            raise
+        planner, stats = self._planner, self._last_stats
+        held = stats is not None and stats.pages_used > 0
+        if held and planner is not None and not planner.num_open and not planner.num_in_flight:
+            self._recorder.alert("pages-lost")
+        self._recorder.turned()
+
+    def _tell_observers(self, planner: Planner) -> None:
+        for request in planner.finished:
+            if request.queue_s is not None and request.queue_s > self._recorder.waited_s:
+                self._recorder.alert("waited")
+        super()._tell_observers(planner)
+
+    async def run(self) -> None:
+        """As a scheduler does; where an actor has crashed, the last recording is written."""
+        try:
+            await super().run()
+        except BaseException:  # another one's crash is a cancellation here
+            self._recorder.write_at_last("died")
+            raise

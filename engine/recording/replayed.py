@@ -1,0 +1,131 @@
+"""The scheduler once more: fed with recorded turns, it plans what it planned.
+
+Owns: a scheduler without peers, and its clock.  Does not know: where turns come from, who reads the plans.
+The recorder keeps one that lags behind by the length of its ring; whoever reads a recording begins with a copy of it.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from engine.actors.scheduler import Scheduler
+from engine.messages import Failed, FetchPages, Step, Tokens
+from engine.plugins.deciders import policy_choice
+from engine.plugins.manager import Plugins
+from engine.plugins.observers import Observers
+from engine.recording.blueprint import Blueprint
+from engine.recording.turns import Turn, plan_digest
+from engine.scheduling.planner import Planner
+
+
+class ReplayClock:
+    """Says what the recorded clock said; the last reading again where it said no more."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._readings: deque[float] = deque()
+
+    def load(self, readings: bytes) -> None:
+        """readings: float64[n], of the turn that begins."""
+        self._readings = deque(np.frombuffer(readings, dtype=np.float64).tolist())
+
+    def __call__(self) -> float:
+        """Seconds."""
+        if self._readings:
+            self.now = self._readings.popleft()
+        return self.now
+
+
+class Sink:
+    """A link to a function."""
+
+    def __init__(self, put: Callable[[Any], None]) -> None:
+        self.put = put
+
+
+class ReplayedScheduler(Scheduler):
+    """A scheduler as the blueprint has it.
+
+    plans: of the last turn.  said: what the tokenizer would hear of it.  on_plan: told of each plan when it is made.
+    blueprint: that it plans by.  clock: the planner's."""
+
+    log = logging.getLogger(f"{__name__}.silent")
+    log.disabled = True  # the engine has said it all when it happened
+    # All that it has of its own.
+    OWN = ("clock", "policy", "overlap_depth", "is_renewed", "_planner", "_results", "_num_pages", "_is_ready",
+           "_last_stats")  # fmt: skip
+
+    def __init__(self, blueprint: Blueprint, plugins: Plugins) -> None:
+        self.plans: list[Step | FetchPages] = []
+        self.said: list[Tokens | Failed] = []
+        self.on_plan: Callable[[Step | FetchPages], None] | None = None
+        self.clock = ReplayClock()
+        self.num_ranks = blueprint.limits.num_ranks
+        self.policy = blueprint.policy(plugins)
+        self.blueprint = blueprint
+        self._plugins = plugins
+        nobody = Sink(lambda message: None)
+        super().__init__(
+            capacity=1,
+            overlap_depth=blueprint.overlap_depth,
+            new_planner=self._build,
+            executors=[Sink(self._note_plan), *[nobody] * (self.num_ranks - 1)],
+            explain=nobody.put,
+            tokenizer=Sink(lambda message: self.said.append(message)),
+            ingress=nobody,
+            observers=Observers(Plugins({}), {}, page_size=blueprint.limits.page_size),
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there are executors."""
+        return self._is_ready
+
+    @property
+    def num_pages(self) -> int:
+        """Of the pool; 0 before there was one."""
+        return self._num_pages
+
+    def play(self, turn: Turn) -> bytes:
+        """Handle a turn; returns the digests of its plans.  Raises what the scheduler raises."""
+        self.clock.load(turn.readings)
+        self.plans, self.said = [], []
+        if turn.change is not None:
+            self._change(turn.change, renews=turn.renews)
+        self.is_renewed |= turn.renews
+        for message in turn.messages:
+            self.handle(message)
+        self.flush()
+        return b"".join(map(plan_digest, self.plans))
+
+    def _change(self, blueprint: Blueprint, *, renews: bool) -> None:
+        """As ``Changeover`` does it."""
+        plugins = blueprint.plugins()
+        if policy_choice(plugins, blueprint.config) != policy_choice(self._plugins, self.blueprint.config):
+            self.policy = blueprint.policy(plugins)
+        self.blueprint, self._plugins = blueprint, plugins
+        self.overlap_depth = blueprint.overlap_depth
+        if not renews and self._planner is not None:
+            num_pages = self._planner.requests.limits.num_pages
+            self._planner.retune(replace(blueprint.limits, num_pages=num_pages, record_events=False), self.policy)
+
+    def _build(self, num_pages: int) -> Planner:
+        return self.blueprint.planner(self._plugins, num_pages, self.clock, self.policy)
+
+    def _note_plan(self, plan: Step | FetchPages) -> None:
+        self.plans.append(plan)
+        if self.on_plan is not None:
+            self.on_plan(plan)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that decides what comes next, as it is: nothing may be played while it is read."""
+        return {name: getattr(self, name) for name in self.OWN}
+
+    def begin_with(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state`` returned."""
+        for name in self.OWN:
+            setattr(self, name, state[name])

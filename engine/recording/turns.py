@@ -1,0 +1,53 @@
+"""A turn of the scheduler, as a recording keeps it: what arrived, what its clock said, and what it planned.
+
+Owns: the record, and by what two plans are told apart.  Does not know: files, rings, planners.
+"""
+
+import hashlib
+
+import msgspec
+
+from engine.messages import FetchPages, SchedulerInbox, Step
+from engine.recording.blueprint import Blueprint
+
+PLAN_BYTES = 8
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Messages that were handled together, and the plans made for them.
+
+    readings: float64[n], of the clock, in seconds, in the order in which they were asked for.
+    plans: ``plan_digest`` of each.  failure: what the scheduler died of in this turn, '' if it did not.
+    change: what is planned by from this turn on, None for what was before.  renews: the next executors get a new
+    planner by it; otherwise the present one goes on with another policy, chunk and target."""
+
+    messages: tuple[SchedulerInbox, ...]
+    readings: bytes = b""
+    plans: bytes = b""
+    failure: str = ""
+    change: Blueprint | None = None
+    renews: bool = False
+
+
+def plan_digest(plan: Step | FetchPages) -> bytes:
+    """Return what is told of a plan: all of it but the values of tokens, which a recording may have replaced."""
+    if isinstance(plan, FetchPages):
+        told: tuple[object, ...] = (plan.fetch_id, len(plan.tokens), plan.timeout_s)
+    else:
+        admissions = [
+            (one.row, len(one.token_ids), one.num_prompt_tokens, one.num_computed_tokens, one.pages, one.slot)
+            for one in plan.admissions
+        ]
+        told = (
+            plan.step_id, admissions, plan.table_rows, plan.table_indexes, plan.table_pages, plan.decode_rows,
+            plan.prefill_rows, plan.prefill_starts, plan.prefill_lengths, plan.prefill_samples, plan.proposed_rows,
+            plan.proposed_positions, plan.transfer_to_host, plan.transfer_device_pages, plan.transfer_host_pages,
+            plan.save_pages, [(one.fetch_id, one.first, one.pages) for one in plan.landings],
+        )  # fmt: skip
+    return hashlib.blake2b(_encode(told), digest_size=PLAN_BYTES).digest()
+
+
+def failure_of(error: BaseException) -> str:
+    """Return how a failure is called in a recording."""
+    return f"{type(error).__name__}: {error}"

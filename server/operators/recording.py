@@ -1,0 +1,43 @@
+"""POST /debug/recording: what the scheduler was told in the last minutes, as a file for ``callboard replay``.
+
+Owns: what may be asked.  Does not know: what is recorded, when the file is there.
+The file goes where the configuration says, under a name that nobody chooses.  A body is not read.
+"""
+
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from engine.actors.snapshot import Record
+from engine.errors import RequestError
+from engine.recording.file import file_name
+from server.backend import Monitor
+from server.http.exchange import refuse_foreign_page
+from server.http.replies import json_reply
+
+PATH = "/debug/recording"
+
+
+class RecordingAnswer(msgspec.Struct, frozen=True):
+    """Where the file is in a moment."""
+
+    file: str
+
+
+class RecordingRoute:
+    """folder: of recordings; '' if nothing is recorded."""
+
+    def __init__(self, monitor: Monitor, folder: str) -> None:
+        self._monitor = monitor
+        self._folder = folder
+
+    async def post(self, request: web.Request) -> web.Response:
+        """Have the engine write a file.  Raises RequestError: 403, 404."""
+        refuse_foreign_page(request)
+        if not self._folder:
+            reason = "nothing is recorded here; an operator can set storage.folder, and storage.recording_mb above 0"
+            raise RequestError(reason, status=404, code="recording_off")
+        name = file_name("asked")
+        self._monitor.record(Record(name))
+        return json_reply(RecordingAnswer(str(Path(self._folder, name))))

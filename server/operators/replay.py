@@ -1,0 +1,161 @@
+"""``callboard replay``: a recording on a terminal.
+
+Owns: what is shown of a replay, its arguments and exit codes.  Does not know: how a scheduler is replayed.
+"""
+
+import argparse
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from engine.errors import ConfigError
+from engine.messages import Abort, Admit, PagesFetched, SchedulerInbox, StepDone
+from engine.notices import ExecutorsLost, ExecutorsReady
+from engine.recording.blueprint import planning_code
+from engine.recording.file import Recording, read_recording, write_recording
+from engine.recording.replay import Played, Replay
+from engine.recording.shrinking import shrunk
+
+DESCRIPTION = """\
+Step the real scheduler through a recording, without weights, GPU or clients, in this process: every plan with its
+reason, every invariant after every turn, and whether the plans are the recorded ones, byte for byte.
+"""
+EPILOG = """\
+examples:
+  callboard replay incident.cbr                      every turn: what came, what was planned, and why
+  callboard replay incident.cbr --last 20            the same, of the last 20 turns only
+  callboard replay incident.cbr --quiet              one line: the digest of all plans, and whether all holds
+  callboard replay incident.cbr --shrink small.cbr   leave out operations while it still fails the same way
+
+Recordings are written to the folder recordings/ of storage.folder when executors are lost, when the engine dies, when
+a step or a request waits too long or pages are lost; on SIGUSR2, and by POST /debug/recording.  docs/operations.md has
+the details, and what a recording tells of prompts.
+Exit codes: 0 all holds and all plans are the recorded ones, 1 something failed or differs, 2 no such file or recording.
+"""
+FAILED_EXIT_CODE = 1
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of the command."""
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("file", type=Path, help="a recording, FILE.cbr")
+    parser.add_argument("--quiet", action="store_true", help="only the last lines: the digest and what failed")
+    parser.add_argument("--last", type=int, metavar="N", help="show only the last N turns")
+    parser.add_argument(
+        "--shrink", type=Path, metavar="SMALL.cbr", help="write a shorter recording that fails likewise"
+    )
+    parser.add_argument("--limit", type=float, default=60.0, metavar="S", help="seconds for --shrink (default: 60)")
+    parser.add_argument(
+        "--check-every", type=int, default=1, metavar="N", help="turns between two looks at all books (default: 1)"
+    )
+
+
+def replay(parsed: argparse.Namespace) -> int:
+    """Run the command; returns the exit code.  This machine's configuration has no part in it."""
+    if parsed.check_every < 1 or (parsed.last is not None and parsed.last < 0):
+        raise ConfigError("--check-every takes a number of at least 1, and --last one of at least 0")
+    try:
+        recording = read_recording(parsed.file)
+    except OSError as error:
+        raise ConfigError(f"{parsed.file}: {error.strerror or error}") from None
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    _show_header(console, parsed.file, recording)
+    if parsed.shrink is not None:
+        return _shrink(console, recording, parsed.shrink, parsed.limit)
+    return _replay(console, recording, parsed)
+
+
+def _replay(console: Console, recording: Recording, parsed: argparse.Namespace) -> int:
+    run = Replay(recording, parsed.check_every, tells=not parsed.quiet)
+    last: deque[Played] = deque(maxlen=parsed.last)
+    difference = ""
+    for played in run:
+        if played.differs is not None and not difference and not played.turn.failure:
+            difference = f"turn {played.number}: plan {played.differs} of this turn is not the recorded one"
+        if parsed.quiet:
+            continue
+        if parsed.last is None:
+            _show(console, played)
+        else:
+            last.append(played)
+    for played in last:
+        _show(console, played)
+    recorded = recording.turns[-1].failure if recording.turns else ""
+    console.print(f"{run.num_turns} turns, {run.num_plans} plans, SHA-256 {run.digest}")
+    if difference:
+        console.print(f"DIFFERS: {difference}; recorded SHA-256 {run.recorded_digest}", style="red")
+    if run.fault:
+        again = " (as recorded)" if run.fault == recorded else ""
+        console.print(f"FAILED in turn {run.num_turns - 1}{again}: {run.fault}", style="red")
+    elif recorded:
+        console.print(f"the scheduler died of this, and does not here: {recorded}", style="red")
+    return FAILED_EXIT_CODE if difference or run.fault or recorded else 0
+
+
+def _shrink(console: Console, recording: Recording, path: Path, limit_s: float) -> int:
+    began = time.monotonic()
+    found = shrunk(recording, limit_s)
+    if found is None:
+        console.print("nothing fails in this recording, so there is nothing to shrink", style="red")
+        return FAILED_EXIT_CODE
+    small, fault, num_ops = found
+    write_recording(path, small.header, small.state, map(msgspec.msgpack.encode, small.turns))
+    left = sum(len(turn.messages) for turn in small.turns)
+    console.print(f"{left} of {num_ops} operations are left after {time.monotonic() - began:.0f} s: {fault}")
+    console.print(f"callboard replay {path}")
+    return 0
+
+
+def _show_header(console: Console, path: Path, recording: Recording) -> None:
+    header = recording.header
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(header.written_at_unix_s))
+    where = "from a state in the middle" if recording.state else "from the engine's start"
+    console.print(
+        f"{path}: {header.why}; written {when} by callboard {header.version}, Python {header.python}, numpy "
+        f"{header.numpy}; {len(recording.turns)} turns {where}; prompts {header.prompts}"
+    )
+    names = ", ".join(sorted(header.blueprint.names.values()))
+    limits = header.blueprint.limits
+    console.print(
+        f"{names}; {limits.max_running} rows, pages of {limits.page_size} tokens, steps of {limits.max_step_tokens}"
+    )
+    if header.code != planning_code():
+        console.print("the code that plans is not the one that was recorded: plans may differ", style="yellow")
+    if recording.torn:
+        console.print(f"the file is not whole: {recording.torn}; what is there is replayed", style="yellow")
+
+
+def _show(console: Console, played: Played) -> None:
+    came = ", ".join(map(_brief, played.turn.messages))
+    console.print(f"turn {played.number}  {played.at:+.6f} s  {came}")
+    for reason in played.reasons:
+        console.print(f"    {reason}", style="dim")
+    for number, plan in enumerate(played.plans):
+        console.print(f"    {plan}" + ("   <- not as recorded" if number == played.differs else ""))
+    if played.fault:
+        console.print(f"    {played.fault}", style="red")
+
+
+def _brief(message: SchedulerInbox) -> str:
+    match message:
+        case Admit():
+            params, tenant = message.params, message.origin.tenant or message.origin.client
+            whose = f" of {tenant}" if tenant else ""
+            most = "" if params.max_tokens is None else f", at most {params.max_tokens} more"
+            return f"request {message.request_id}{whose}: {len(message.token_ids) // 4} tokens{most}"
+        case Abort():
+            return f"abort of request {message.request_id}"
+        case StepDone():
+            rank = f" on rank {message.rank}" if message.rank else ""
+            return f"step {message.step_id} done{rank}: {len(message.token_ids) // 4} tokens"
+        case PagesFetched():
+            return f"fetch {message.fetch_id} done on rank {message.rank}: {message.num_pages} pages"
+        case ExecutorsReady():
+            return f"executors ready: {message.num_pages} pages"
+        case ExecutorsLost():
+            return f"executors lost: {message.reason}"
+    return str(message)

@@ -1,0 +1,92 @@
+"""A bug of the scheduler is found from the file alone, and few operations are left of the recording."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.kv.radix import RadixTree
+from engine.recording.file import read_recording, write_recording
+from engine.recording.replay import Replay
+from engine.recording.shrinking import shrunk
+from engine.scheduling.pages import PageManager
+from tests.recording.driver import Driver
+from tests.sim.mutants import (
+    a_page_is_freed_twice,
+    a_page_leaks_when_a_row_is_released,
+    an_unlock_is_missed,
+)
+
+MANY = 50
+BUGS = {
+    a_page_is_freed_twice: (PageManager, "release"),
+    a_page_leaks_when_a_row_is_released: (PageManager, "release"),
+    an_unlock_is_missed: (RadixTree, "unlock"),
+}
+
+
+@pytest.mark.parametrize("mutant", BUGS, ids=lambda mutant: mutant.__name__)
+def test_a_planted_bug_is_found_from_the_file_and_shrinks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., Any]
+) -> None:
+    owner, name = BUGS[mutant]
+    monkeypatch.setattr(owner, name, mutant(getattr(owner, name)))
+    driver = Driver(tmp_path, names={"eviction": "lru", "policy": "priority"})
+    driver.recorder.alert = lambda why: None  # type: ignore[method-assign]
+    with suppress(AssertionError):  # the device or the scheduler may notice
+        driver.run(6)
+    driver.recorder.write("test")
+    (path,) = driver.written()
+
+    recording = read_recording(path)
+    replay = Replay(recording)
+    list(replay)
+    assert replay.fault, "the file alone shows that something does not hold"
+    found = shrunk(recording, 30.0)
+    assert found is not None
+    small, fault, num_ops = found
+    assert sum(len(turn.messages) for turn in small.turns) < min(MANY, num_ops)
+    write_recording(tmp_path / "small.cbr", small.header, small.state, map(msgspec.msgpack.encode, small.turns))
+    again = Replay(read_recording(tmp_path / "small.cbr"))
+    assert [turn.differs for turn in again if turn.differs is not None] == []
+    assert again.fault == fault
+
+    monkeypatch.undo()
+    mended = Replay(read_recording(tmp_path / "small.cbr"))
+    list(mended)
+    assert not mended.fault, "without the bug nothing fails"
+
+
+def test_a_bug_behind_a_state_is_found_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = PageManager.release
+
+    def late_leak(self: PageManager, row: int) -> None:
+        if self._rows.request_ids[row] >= 40 and self._rows.num_pages[row] > self._handles[row].num_pages:
+            self._rows.num_pages[row] -= 1
+        release(self, row)
+
+    monkeypatch.setattr(PageManager, "release", late_leak)
+    driver = Driver(tmp_path, names={"eviction": "lru", "policy": "priority"}, limit_bytes=30_000)
+    driver.recorder.alert = lambda why: None  # type: ignore[method-assign]
+    while driver.num_requests < 45:
+        driver.run(1)
+    driver.recorder.write("test")
+    (path,) = driver.written()
+    recording = read_recording(path)
+    assert recording.state
+    found = shrunk(recording, 20.0)
+    assert found is not None
+    assert sum(len(turn.messages) for turn in found[0].turns) < MANY
+    again = Replay(found[0])
+    list(again)
+    assert again.fault == found[1]
+
+
+def test_where_nothing_fails_there_is_nothing_to_shrink(tmp_path: Path) -> None:
+    driver = Driver(tmp_path)
+    driver.run(1)
+    driver.recorder.write("test")
+    assert shrunk(read_recording(driver.written()[0]), 5.0) is None

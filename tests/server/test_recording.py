@@ -1,0 +1,57 @@
+"""POST /debug/recording: a file for ``callboard replay``, where there is a folder for it, and for operators alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import Config, build_config
+from engine.recording.file import read_recording
+from engine.recording.replay import Replay
+from tests.models.checkpoints import build, save
+from tests.server.http_client import ask
+from tests.server.live_system import MODEL, LiveSystem
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build("qwen3-tied"), tmp_path_factory.mktemp("checkpoint"))
+
+
+def settings(checkpoint: Path, **tables: Any) -> Config:
+    model = {"path": str(checkpoint), "name": MODEL, "tokenizer": "none"}
+    return build_config(Config(), {"model": model, "kv": {"num_pages": 64}, **tables})
+
+
+@pytest.mark.parametrize("prompts", ["whole", "hashed"])
+def test_what_was_served_replays_from_the_file_that_the_answer_names(
+    checkpoint: Path, tmp_path: Path, prompts: str
+) -> None:
+    storage = {"folder": str(tmp_path), "recording_prompts": prompts}
+    with LiveSystem(settings(checkpoint, storage=storage)) as live:
+        for _ in range(3):
+            live.complete([1, 2, 3], max_tokens=6)
+        answer = ask(live.port, "POST", "/debug/recording", {})
+        assert answer.status == 200
+        path = Path(answer.json["file"])
+        assert path.parent == tmp_path / "recordings"
+        assert live.wait_until(lambda _: path.exists(), 20)
+    replay = Replay(read_recording(path))
+    list(replay)
+    assert replay.num_plans >= 18
+    assert not replay.fault
+    assert replay.digest == replay.recorded_digest
+
+
+def test_without_a_folder_there_is_none_and_it_says_so(checkpoint: Path) -> None:
+    with LiveSystem(settings(checkpoint)) as live:
+        answer = ask(live.port, "POST", "/debug/recording", {})
+    assert (answer.status, answer.json["error"]["code"]) == (404, "recording_off")
+    assert "storage.folder" in answer.json["error"]["message"]
+
+
+def test_a_web_page_cannot_ask_for_one(checkpoint: Path, tmp_path: Path) -> None:
+    with LiveSystem(settings(checkpoint, storage={"folder": str(tmp_path)})) as live:
+        headers = {"Origin": "https://elsewhere.example", "Sec-Fetch-Site": "cross-site"}
+        assert ask(live.port, "POST", "/debug/recording", b"", headers).status == 403
+    assert not (tmp_path / "recordings").exists()
