@@ -26,6 +26,9 @@ NUMBERS = "biuf"  # kinds of arrays
 # What rings and records of a planner are made of, beside the modules of its plugins.
 MODULES = ("engine.scheduling", "engine.kv", "engine.recording", "engine.messages", "engine.notices", "engine.params",
            "engine.prompt", "engine.plugins.guards", "engine.actors.scheduler")  # fmt: skip
+# What is kept for those who ask and decides nothing: a recording has it empty.
+ASKED = {"engine.scheduling.timelines:Timelines": ("ended",), "engine.scheduling.timelines:Evictions": ("_evictors",)}
+ASKED_KINDS = ("engine.scheduling.step_log:StepLog",)
 BUILTINS = ("time.perf_counter",)  # a guard's clock
 
 Entry = tuple[Any, ...]
@@ -87,8 +90,16 @@ def _entry(one: object, value: Callable[[object], object]) -> Entry:
     names = _fields(kind)
     if kind.__module__ == "builtins" or not names:
         raise StateError(f"an object of type {kind.__module__}.{kind.__qualname__} has no form in a recording")
+    if (named := _name(kind)) in ASKED_KINDS:
+        return ("new", named)
     there = [name for name in names if hasattr(one, name)] if "__dict__" not in names else list(vars(one))
-    return ("object", _name(kind), *(part for name in there for part in (name, value(getattr(one, name)))))
+    fields = ((name, getattr(one, name)) for name in there)
+    empty = ASKED.get(named, ())
+    return (
+        "object",
+        named,
+        *(part for name, at in fields for part in (name, value(type(at)() if name in empty else at))),
+    )
 
 
 def _name(one: Any) -> str:
@@ -230,6 +241,8 @@ class _Reader:
                 return getattr(owner, values[1])
             case "named":
                 return self._named(values[0])
+            case "new" if values[0] in ASKED_KINDS:
+                return self._named(values[0])()
         raise StateError(f"an entry of kind {kind!r}")
 
     def _struct(self, kind: type[msgspec.Struct], values: list[Any]) -> msgspec.Struct:
