@@ -85,7 +85,7 @@ def test_a_step_or_a_request_that_waits_too_long_leaves_a_file(tmp_path: Path) -
     driver.now += 31
     driver.finish_step()
     assert whys(driver) == ["stalled"]
-    late = Driver(tmp_path / "waited", waited_s=0.5)
+    late = Driver(tmp_path / "waited", waited_s=0.2)
     late.run(5)
     assert whys(late) == ["waited"]
 
