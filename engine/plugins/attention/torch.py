@@ -16,6 +16,7 @@ No stale slot is ever multiplied, not even by 0, so a NaN in one cannot leak.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.checkpoints.shape import LAYER_WINDOWS
+from engine.kernels.cpu import CPUKernels, Decoding, cpu_kernels
 from engine.layers.attention import AttentionBatch, AttentionFactory, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.hookspecs import AttentionContext, hookimpl
@@ -290,8 +293,73 @@ class TorchAttention:
         return tuple(blocks)
 
 
+class TorchAttentionWithKernels(TorchAttention):
+    """The same for float32 on one CPU thread, but decode rows by ``engine/kernels/cpu.c``: it reads their pages where
+    they are, and plans nothing."""
+
+    def __init__(self, kernels: CPUKernels, spec: AttentionSpec, pool: KVPool) -> None:
+        super().__init__(spec, pool)
+        self._kernels = kernels
+        self._windows = [spec.window_of(layer) for layer in range(spec.num_layers)]
+        self._batch: AttentionBatch | None = None
+        self._scores_QL = torch.empty((spec.num_heads, 0))
+        self._decoding = Decoding(
+            Q=spec.num_heads,
+            G=spec.num_kv_heads,
+            H=spec.head_size,
+            page_size=pool.page_size,
+            page_stride=pool.page_stride,
+            num_pages=pool.num_pages + 1,
+            scale=spec.scale,
+        )
+
+    def plan_step(self, batch: AttentionBatch) -> None:
+        """See ``AttentionBackend.plan_step``."""
+        num_decodes, told = batch.num_decodes, self._decoding
+        told.B = num_decodes
+        if num_decodes:
+            table_BP = batch.page_table_BP
+            longest = table_BP.shape[1] * self.pool.page_size
+            assert table_BP.is_contiguous() and table_BP.dtype == batch.lengths_B.dtype == torch.int32
+            if longest > self._scores_QL.shape[1]:
+                self._scores_QL = self._scores_QL.new_empty((self.spec.num_heads, 1 << longest.bit_length()))
+            told.P, told.L = table_BP.shape[1], self._scores_QL.shape[1]
+            told.pages_BP, told.lengths_B = table_BP.data_ptr(), batch.lengths_B.data_ptr()
+            told.scores_QL = self._scores_QL.data_ptr()
+        self._batch = batch  # keeps what the kernel is pointed to
+        if num_decodes < len(batch.host_lengths):
+            super().plan_step(
+                AttentionBatch(
+                    num_decodes=0,
+                    page_table_BP=batch.page_table_BP[num_decodes:],
+                    lengths_B=batch.lengths_B[num_decodes:],
+                    query_starts_B1=batch.query_starts_B1[num_decodes:] - num_decodes,
+                    host_lengths=batch.host_lengths[num_decodes:],
+                    host_query_lengths=batch.host_query_lengths[num_decodes:],
+                )
+            )
+
+    def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
+        """See ``AttentionBackend.attend``."""
+        num_decodes = self._decoding.B
+        if not num_decodes:
+            return super().attend(layer, q_TNH)
+        out_TNH = torch.empty_like(q_TNH)
+        self._kernels.attend_decodes(
+            self._decoding, q_TNH, self.pool.keys(layer), self.pool.values(layer), out_TNH, self._windows[layer]
+        )
+        if num_decodes < len(q_TNH):
+            out_TNH[num_decodes:] = super().attend(layer, q_TNH[num_decodes:])
+        return out_TNH
+
+
 @hookimpl
 def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
     """Any head size, page size, window, cap and sinks; on the CPU and on NVIDIA GPUs."""
     decode_options("attention.torch", context.options, Options)
+    is_plain = (context.device, context.dtype) == ("cpu", "float32") and context.kv_dtype in ("", "float32")
+    if is_plain and not {*context.needs} - {LAYER_WINDOWS} and torch.get_num_threads() == 1:
+        kernels = cpu_kernels()
+        if kernels is not None:
+            return partial(TorchAttentionWithKernels, kernels)
     return TorchAttention
