@@ -84,34 +84,45 @@ typedef struct {
 static inline __attribute__((always_inline)) void attend_row(
     const Decoding *is, const float *q_QH, const float *keys_SGH, const float *values_SGH, float *restrict out_QH,
     const int32_t *pages_P, int64_t first, int64_t length, int64_t H) {
-    int64_t Q = is->Q, G = is->G, heads = Q / G, num_keys = length - first;
-    float highest_Q[Q];
+    int64_t Q = is->Q, heads = Q / is->G, D = is->G * H, size = is->page_size, last;
+    float *scores_QL = is->scores_QL, highest_Q[Q];
     for (int64_t h = 0; h < Q; h++) highest_Q[h] = -INFINITY;
-    for (int64_t l = first; l < length; l++) {
-        const float *key = keys_SGH + (pages_P[l / is->page_size] * is->page_stride + l % is->page_size) * G * H;
-        for (int64_t h = 0; h < Q; h++) {
-            const float *restrict q = q_QH + h * H, *restrict k = key + h / heads * H;
-            float score = 0;
-            for (int64_t i = 0; i < H; i++) score += q[i] * k[i];
-            score *= is->scale;
-            is->scores_QL[h * is->L + l - first] = score;
-            if (score > highest_Q[h]) highest_Q[h] = score;
-        }
+    for (int64_t l = first; l < length; l = last) {
+        const float *key = keys_SGH + (pages_P[l / size] * is->page_stride + l % size) * D;
+        last = l - l % size + size < length ? l - l % size + size : length;
+        for (int64_t at = l; at < last; at++, key += D)
+            for (int64_t h = 0; h < Q; h++) {
+                const float *restrict q = q_QH + h * H, *restrict k = key + h / heads * H;
+                float score = 0;
+                for (int64_t i = 0; i < H; i++) score += q[i] * k[i];
+                scores_QL[h * is->L + at - first] = score *= is->scale;
+                if (score > highest_Q[h]) highest_Q[h] = score;
+            }
     }
     for (int64_t h = 0; h < Q; h++) {
-        float *restrict scores = is->scores_QL + h * is->L, highest = highest_Q[h], sum = 0;
-        for (int64_t l = 0; l < num_keys; l++) sum += scores[l] = exp_below_one(scores[l] - highest);
+        float *restrict scores = scores_QL + h * is->L, highest = highest_Q[h], sum = 0;
+        for (int64_t l = 0; l < length - first; l++) sum += scores[l] = exp_below_one(scores[l] - highest);
         sum = 1 / sum;
-        for (int64_t l = 0; l < num_keys; l++) scores[l] *= sum;
+        for (int64_t l = 0; l < length - first; l++) scores[l] *= sum;
     }
     memset(out_QH, 0, sizeof(float) * Q * H);
-    for (int64_t l = first; l < length; l++) {
-        const float *value = values_SGH + (pages_P[l / is->page_size] * is->page_stride + l % is->page_size) * G * H;
-        for (int64_t h = 0; h < Q; h++) {
-            const float *restrict v = value + h / heads * H;
-            float *restrict out = out_QH + h * H, weight = is->scores_QL[h * is->L + l - first];
-            for (int64_t i = 0; i < H; i++) out[i] += weight * v[i];
-        }
+    for (int64_t l = first; l < length; l = last) {
+        const float *value = values_SGH + (pages_P[l / size] * is->page_stride + l % size) * D;
+        last = l - l % size + size < length ? l - l % size + size : length;
+        int64_t at = l;
+        for (; at + 4 <= last; at += 4, value += 4 * D)
+            for (int64_t h = 0; h < Q; h++) {
+                const float *restrict v = value + h / heads * H, *w = scores_QL + h * is->L + at - first;
+                float *restrict out = out_QH + h * H, w0 = w[0], w1 = w[1], w2 = w[2], w3 = w[3];
+                for (int64_t i = 0; i < H; i++)
+                    out[i] += (w0 * v[i] + w1 * v[i + D]) + (w2 * v[i + 2 * D] + w3 * v[i + 3 * D]);
+            }
+        for (; at < last; at++, value += D)
+            for (int64_t h = 0; h < Q; h++) {
+                const float *restrict v = value + h / heads * H;
+                float *restrict out = out_QH + h * H, weight = scores_QL[h * is->L + at - first];
+                for (int64_t i = 0; i < H; i++) out[i] += weight * v[i];
+            }
     }
 }
 
