@@ -54,7 +54,7 @@ int64_t rotate_and_store(const float *qkv_TAH, const float *weight_RH, const flo
     return -1;
 }
 
-/* e to the x <= 0, within 2 units in the last place; from 2^-126 on as x falls.  NaN stays NaN. */
+/* e to the x, which is at most 0; to the -87, above the least normal number, where x is less.  NaN stays NaN. */
 static inline float exp_below_one(float x) {
     x = x < -87.0f ? -87.0f : x;
     float whole = rintf(x * 1.44269504f), rest = x - whole * 0.693145752f - whole * 1.42860677e-6f;
@@ -126,12 +126,14 @@ static inline __attribute__((always_inline)) void attend_row(
     }
 }
 
-/* window: how many keys back a query sees, 0 for all.  Returns the first row with a page that is none, or -1. */
+/* window: how many keys back a query sees, 0 for all.  Returns the first row with a page or a length that cannot be,
+   whose result is not written, or -1. */
 int64_t attend_decodes(const Decoding *is, const float *q_BQH, const float *keys_SGH, const float *values_SGH,
                        float *out_BQH, int64_t window) {
     for (int64_t b = 0; b < is->B; b++) {
         const int32_t *pages_P = is->pages_BP + b * is->P;
         int64_t length = is->lengths_B[b], first = window && length > window ? length - window : 0;
+        if (length > is->P * is->page_size || length - first > is->L) return b;
         for (int64_t p = first / is->page_size; p * is->page_size < length; p++)
             if (pages_P[p] < 0 || pages_P[p] >= is->num_pages) return b;
         const float *q_QH = q_BQH + b * is->Q * is->H;

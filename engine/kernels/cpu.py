@@ -105,13 +105,16 @@ class CPUKernels:
     def attend_decodes(
         self, decoding: "Decoding", q_BQH: Tensor, keys_SGH: Tensor, values_SGH: Tensor, out_BQH: Tensor, window: int
     ) -> None:
-        """Attention of one query of each row over its pages.  window: see ``AttentionSpec``; 0 for none.  Raises
-        IndexError for a page that the pool does not have."""
+        """Attention of one query of each row over its pages; only the first B rows of out_BQH are written.  window: see
+        ``AttentionSpec``; 0 for none.  Raises IndexError for a page that the pool does not have."""
         assert q_BQH.is_contiguous() and out_BQH.is_contiguous(), "heads must stand side by side"
         pointers = (one.data_ptr() for one in (q_BQH, keys_SGH, values_SGH, out_BQH))
         wrong = self._attend_decodes(ctypes.addressof(decoding), *pointers, window)
         if wrong >= 0:
-            raise IndexError(f"row {wrong} has a page that is not among the pool's {decoding.num_pages}")
+            raise IndexError(
+                f"row {wrong} is longer than its {decoding.P} pages, or has one that is not among the pool's "
+                f"{decoding.num_pages}"
+            )
 
     def gated(self, gate_up_T2I: Tensor, kind: str = "silu") -> Tensor:
         """See ``LayerKernels.gated``; torch has it in two operations."""

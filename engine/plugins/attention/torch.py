@@ -294,15 +294,15 @@ class TorchAttention:
 
 
 class TorchAttentionWithKernels(TorchAttention):
-    """The same for float32 on one CPU thread, but decode rows by ``engine/kernels/cpu.c``: it reads their pages where
-    they are, and plans nothing."""
+    """The same for float32 on one CPU thread, but decode rows by ``CPUKernels``, which read pages where they are: there
+    is nothing to plan and nothing to copy."""
 
     def __init__(self, kernels: CPUKernels, spec: AttentionSpec, pool: KVPool) -> None:
         super().__init__(spec, pool)
         self._kernels = kernels
         self._windows = [spec.window_of(layer) for layer in range(spec.num_layers)]
-        self._batch: AttentionBatch | None = None
         self._scores_QL = torch.empty((spec.num_heads, 0))
+        self._read_by_kernel: tuple[Tensor, ...] = ()
         self._decoding = Decoding(
             Q=spec.num_heads,
             G=spec.num_kv_heads,
@@ -315,42 +315,40 @@ class TorchAttentionWithKernels(TorchAttention):
 
     def plan_step(self, batch: AttentionBatch) -> None:
         """See ``AttentionBackend.plan_step``."""
-        num_decodes, told = batch.num_decodes, self._decoding
-        told.B = num_decodes
+        num_decodes = self._decoding.B = batch.num_decodes
         if num_decodes:
-            table_BP = batch.page_table_BP
-            longest = table_BP.shape[1] * self.pool.page_size
-            assert table_BP.is_contiguous() and table_BP.dtype == batch.lengths_B.dtype == torch.int32
-            if longest > self._scores_QL.shape[1]:
-                self._scores_QL = self._scores_QL.new_empty((self.spec.num_heads, 1 << longest.bit_length()))
-            told.P, told.L = table_BP.shape[1], self._scores_QL.shape[1]
-            told.pages_BP, told.lengths_B = table_BP.data_ptr(), batch.lengths_B.data_ptr()
-            told.scores_QL = self._scores_QL.data_ptr()
-        self._batch = batch  # keeps what the kernel is pointed to
+            self._plan_decodes(batch.page_table_BP.contiguous(), batch.lengths_B.contiguous())
         if num_decodes < len(batch.host_lengths):
-            super().plan_step(
-                AttentionBatch(
-                    num_decodes=0,
-                    page_table_BP=batch.page_table_BP[num_decodes:],
-                    lengths_B=batch.lengths_B[num_decodes:],
-                    query_starts_B1=batch.query_starts_B1[num_decodes:] - num_decodes,
-                    host_lengths=batch.host_lengths[num_decodes:],
-                    host_query_lengths=batch.host_query_lengths[num_decodes:],
-                )
+            others = AttentionBatch(
+                num_decodes=0,
+                page_table_BP=batch.page_table_BP[num_decodes:],
+                lengths_B=batch.lengths_B[num_decodes:],
+                query_starts_B1=batch.query_starts_B1[num_decodes:] - num_decodes,
+                host_lengths=batch.host_lengths[num_decodes:],
+                host_query_lengths=batch.host_query_lengths[num_decodes:],
             )
+            super().plan_step(others)
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``."""
-        num_decodes = self._decoding.B
+        num_decodes, keys, values = self._decoding.B, self.pool.keys(layer), self.pool.values(layer)
         if not num_decodes:
             return super().attend(layer, q_TNH)
-        out_TNH = torch.empty_like(q_TNH)
-        self._kernels.attend_decodes(
-            self._decoding, q_TNH, self.pool.keys(layer), self.pool.values(layer), out_TNH, self._windows[layer]
-        )
-        if num_decodes < len(q_TNH):
+        out_TNH = torch.empty(q_TNH.shape)
+        decoding, window = self._decoding, self._windows[layer]
+        self._kernels.attend_decodes(decoding, q_TNH.contiguous(), keys, values, out_TNH, window)
+        if num_decodes < q_TNH.shape[0]:
             out_TNH[num_decodes:] = super().attend(layer, q_TNH[num_decodes:])
         return out_TNH
+
+    def _plan_decodes(self, table_BP: Tensor, lengths_B: Tensor) -> None:
+        assert table_BP.dtype == lengths_B.dtype == torch.int32, f"{table_BP.dtype} and {lengths_B.dtype}, not int32"
+        longest, told = table_BP.shape[1] * self.pool.page_size, self._decoding
+        if longest > self._scores_QL.shape[1]:
+            self._scores_QL = torch.empty((self.spec.num_heads, 1 << longest.bit_length()))
+        self._read_by_kernel = (table_BP, lengths_B)  # so that they stay where the kernel is told that they are
+        told.pages_BP, told.lengths_B = table_BP.data_ptr(), lengths_B.data_ptr()
+        told.scores_QL, told.L, told.P = self._scores_QL.data_ptr(), self._scores_QL.shape[1], table_BP.shape[1]
 
 
 @hookimpl
