@@ -107,7 +107,7 @@ class CPUKernels:
     ) -> None:
         """Attention of one query of each row over its pages; only the first B rows of out_BQH are written.  window: see
         ``AttentionSpec``; 0 for none.  Raises IndexError for a page that the pool does not have."""
-        assert q_BQH.is_contiguous() and out_BQH.is_contiguous(), "heads must stand side by side"
+        assert all(map(Tensor.is_contiguous, (q_BQH, out_BQH))), "heads must stand side by side"
         pointers = (one.data_ptr() for one in (q_BQH, keys_SGH, values_SGH, out_BQH))
         wrong = self._attend_decodes(ctypes.addressof(decoding), *pointers, window)
         if wrong >= 0:
