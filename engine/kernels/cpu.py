@@ -1,11 +1,12 @@
-"""Fused kernels for a CPU with a C compiler: what stands between the products of a model that one thread runs.
+"""Kernels for a CPU with a C compiler: what stands between the products of a model that one thread runs.
 
 Legend: T tokens · D model dim · A query, key and value heads · Q query heads · G KV heads · S slots of the pool
         H head size · R rotated pairs of a head, H / 2
+        B decode rows · P pages of a row · L keys that one may see
 Owns: compiling ``cpu.c`` once for this kind of CPU, and calling it.  Does not know: which models run on one thread.
 
-A step of a small model is many operations of torch, of which each costs more than what it computes.  These take two
-calls of a few microseconds in a layer in the place of seventeen operations.
+A step of a small model is many operations of torch, of which each costs more than what it computes.  These take three
+calls of a few microseconds in a layer in the place of seventeen operations and of torch's attention.
 """
 
 import ctypes

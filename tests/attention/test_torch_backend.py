@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.errors import PluginError
-from engine.kernels.cpu import cpu_kernels
+from engine.kernels.cpu import CPUKernels, cpu_kernels
 from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool, Layout
 from engine.plugins.attention import torch as backend_module
@@ -230,6 +230,16 @@ def test_decode_rows_are_read_by_the_kernel_where_one_thread_runs_float32(monkey
         assert callboard_attention_backend(context(**other)) is TorchAttention
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert callboard_attention_backend(context()) is TorchAttention
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_torch_does_it_once_the_model_has_more_threads(monkeypatch: pytest.MonkeyPatch):
+    case = paged(spec_of(4, 2, 8), [(9, 1), (21, 1), (12, 5)], 4, seed=12)
+    calls = []
+    monkeypatch.setattr(CPUKernels, "attend_decodes", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    check(case, 2e-6)
+    assert not calls
 
 
 def test_torch_does_it_where_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch):
