@@ -1,7 +1,7 @@
 """The torch backend against the definition of attention, with everything it must not read poisoned by NaN."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -222,14 +222,17 @@ def test_scores_that_are_far_apart_are_weighed_as_torch_weighs_them():
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 def test_decode_rows_are_read_by_the_kernel_where_one_thread_runs_float32(monkeypatch: pytest.MonkeyPatch):
-    factory = callboard_attention_backend(context(window=7, needs=("layer_windows",), kv_dtype="float32"))
-    case = paged(spec_of(4, 2, 8), [(9, 1)], 4, seed=11)
-    assert isinstance(factory(case.spec, case.pool), TorchAttentionWithKernels)
-    others = ({"dtype": "bfloat16"}, {"kv_dtype": "int8"}, {"device": "cuda"}, {"needs": ("layer_windows", "soft_cap")})
-    for other in others:
-        assert callboard_attention_backend(context(**other)) is TorchAttention
+    factory, spec = callboard_attention_backend(context()), spec_of(4, 2, 8)
+
+    def kind(spec: AttentionSpec, dtype: torch.dtype = torch.float32, kv_dtype: str = "") -> type:
+        return type(factory(spec, KVPool(2, 3, 4, 2, 8, dtype, CPU, "page_first", kv_dtype)))
+
+    for served in (spec, spec_of(4, 2, 8, window=7), replace(spec, window=7, full_layers=(1,))):
+        assert kind(served, kv_dtype="float32") is TorchAttentionWithKernels
+    assert kind(spec, torch.bfloat16) is kind(spec, kv_dtype="int8") is TorchAttention
+    assert kind(replace(spec, soft_cap=30.0)) is kind(replace(spec, sinks=(torch.zeros(4),) * 2)) is TorchAttention
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert callboard_attention_backend(context()) is TorchAttention
+    assert kind(spec) is TorchAttention
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -244,7 +247,8 @@ def test_torch_does_it_once_the_model_has_more_threads(monkeypatch: pytest.Monke
 
 def test_torch_does_it_where_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(backend_module, "cpu_kernels", lambda: None)
-    assert callboard_attention_backend(context(window=7)) is TorchAttention
+    case = paged(spec_of(4, 2, 8), [(9, 1)], 4, seed=11)
+    assert type(callboard_attention_backend(context())(case.spec, case.pool)) is TorchAttention
 
 
 def test_it_takes_no_options():

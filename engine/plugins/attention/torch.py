@@ -19,7 +19,6 @@ a third to nine tenths of the time.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -355,14 +354,18 @@ class TorchAttentionWithKernels(TorchAttention):
         told.scores_QL, told.L, told.P = self._scores_QL.data_ptr(), self._scores_QL.shape[1], table_BP.shape[1]
 
 
+def built(spec: AttentionSpec, pool: KVPool) -> TorchAttention:
+    """The one with kernels where they serve such pages; the other where there is no compiler."""
+    is_plain = pool.data.device.type == "cpu" and pool.dtype == torch.float32 and pool.format.plain
+    kernels = None
+    if is_plain and not {*spec.needs} - {LAYER_WINDOWS} and torch.get_num_threads() == 1:
+        kernels = cpu_kernels()
+    return TorchAttention(spec, pool) if kernels is None else TorchAttentionWithKernels(kernels, spec, pool)
+
+
 @hookimpl
 def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
     """Any head size, page size, window, cap and sinks; on the CPU and on NVIDIA GPUs.  Decode rows in float32 are
     attended in C where one CPU thread runs the model and there is a compiler."""
     decode_options("attention.torch", context.options, Options)
-    is_plain = (context.device, context.dtype) == ("cpu", "float32") and context.kv_dtype in ("", "float32")
-    if is_plain and not {*context.needs} - {LAYER_WINDOWS} and torch.get_num_threads() == 1:
-        kernels = cpu_kernels()
-        if kernels is not None:
-            return partial(TorchAttentionWithKernels, kernels)
-    return TorchAttention
+    return built
