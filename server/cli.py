@@ -304,6 +304,9 @@ async def _run_engine(system: "System", url: str, needs_key: bool) -> None:
 
 
 def _apply(parsed: argparse.Namespace, config: Config) -> None:
+    if parsed.set or parsed.model:
+        given = f"--set {parsed.set[0]}" if parsed.set else f"--model {parsed.model}"
+        raise ConfigError(f"{given}: callboard apply sends the file alone; write the setting into it")
     apply(parsed.target, config, url=parsed.url, key=parsed.key, dry_run=parsed.dry_run)
 
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from engine.actors.operations import SettingsChanged
 from engine.sections import LimitsSection, ServerSection, StorageSection
 from server.journal import streams as streams_module
 from server.journal.journal import Journal
@@ -15,7 +17,7 @@ from server.journal.records import Ended, decode, encode
 from server.journal.segments import Segments
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, Reply
-from tests.server.live_server import MODEL, LiveServer
+from tests.server.live_server import CARD, MODEL, LiveServer
 
 CALCULATOR = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 TOOLS = [{"name": "look", "input_schema": {"type": "object"}}]
@@ -288,6 +290,23 @@ def test_a_server_that_is_stopped_leaves_its_streams_to_the_next(tmp_path: Path)
 
 def text_of(event: str) -> str:
     return str(json.loads(event.partition("\ndata: ")[2])["choices"][0]["text"])
+
+
+def test_a_stream_belongs_to_the_model_that_was_applied_when_it_began(tmp_path: Path) -> None:
+    def apply(live: LiveServer, fingerprint: str) -> None:
+        card = msgspec.structs.replace(live.backend.card, fingerprint=fingerprint)
+        changed = SettingsChanged(LimitsSection(), msgspec.msgpack.encode(card))
+        live.call(lambda: [call(changed) for call in live.backend.ingress.settings_watchers])
+
+    with server(tmp_path) as live:
+        apply(live, "another")
+        ask(live, "/v1/completions", {"prompt": "one"})
+    card = msgspec.structs.replace(CARD, fingerprint="another")
+    with LiveServer(card=card, storage=storage(tmp_path), server=ServerSection(api_key="mine")) as live:
+        assert rejoin(live, None).status == 200
+        apply(live, "a third")
+    with server(tmp_path) as live:
+        assert rejoin(live, None).status == 404, "the model of the start has not answered"
 
 
 def test_a_key_that_is_gone_takes_its_streams_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -138,6 +138,10 @@ def test_the_command_shows_what_changes(live: LiveSystem, tmp_path: Path, capsys
     with pytest.raises(SystemExit):
         main(["apply", str(path), "--url", "http://127.0.0.1:9"])
     assert "--url says where" in capsys.readouterr().err
+    for more in (["--set", "kv.num_pages=290"], ["--model", "elsewhere"]):
+        with pytest.raises(SystemExit):
+            main(["apply", str(path), "--url", url, *more])
+        assert f"{' '.join(more)}: callboard apply sends the file alone" in capsys.readouterr().err
 
 
 def test_a_hangup_reads_the_file_again(live: LiveSystem, file: Path) -> None:
