@@ -292,7 +292,8 @@ def test_a_lines_buttons_are_on_the_board(browser: "playwright.Browser", width: 
         button = line.get_by_role("button", name="Abort")
         expect(button).to_be_visible()
         inner, outer = button.bounding_box(), line.bounding_box()
-        assert inner is not None and outer is not None
+        assert inner is not None
+        assert outer is not None
         assert inner["x"] + inner["width"] <= outer["x"] + outer["width"] + 1
 
 
