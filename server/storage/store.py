@@ -71,7 +71,8 @@ class Store:
         self._spare = self._folder / "spare"
         self._said = f"storage.folder={section.folder}"
         try:
-            (self._folder / "contents").mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self._folder / "contents").mkdir(exist_ok=True)
             self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"{self._said}: cannot be written to: {error.strerror}") from None

@@ -55,6 +55,11 @@ def test_a_folder_is_one_servers_alone(tmp_path: Path) -> None:
     Store(section(tmp_path)).close()
 
 
+def test_other_users_of_the_machine_cannot_read_it(tmp_path: Path) -> None:
+    Store(section(tmp_path / "kept")).close()
+    assert (tmp_path / "kept" / "store").stat().st_mode & 0o077 == 0
+
+
 def test_a_folder_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", Path("/proc/callboard")):
