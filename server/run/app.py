@@ -103,7 +103,8 @@ def create_runner(
         "/generate": Native(translator),
         **_pooled_endpoints(PooledTranslator(translator)),
     }
-    streams = open_streams(storage, clients, keys if server.needs_key else None, backend.card.fingerprint)
+    journal_keys = keys if server.needs_key else None
+    streams = open_streams(storage, clients, journal_keys, lambda: translator.card.fingerprint)
     served: dict[str, GenerateRoute[Any]] = {}
     for path, endpoint in endpoints.items():
         if endpoint.task in backend.card.pooling.tasks:
