@@ -65,8 +65,9 @@ async def no_streams(request: web.Request) -> web.StreamResponse:
 
 
 class Streams:
-    """All journaled streams.  model: gives the fingerprint of what answers now.  routes: path -> what understands its requests,
-    to be set before anything is asked."""
+    """All journaled streams.  model: gives the fingerprint of what answers now.
+
+    routes: path -> what understands its requests, to be set before anything is asked."""
 
     def __init__(
         self, journal: Journal, clients: Clients, keys: Keys | None, *, rejoin_s: float, model: Callable[[], str]
