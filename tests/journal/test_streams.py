@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,19 @@ def test_a_slow_client_gets_everything(tmp_path: Path) -> None:
         events = events_of(reply)
         check_numbers(events, 0)
         assert len(events) == 900
+
+
+def test_a_stream_is_of_the_model_that_was_there_when_it_came(tmp_path: Path) -> None:
+    """Applied settings may have made it another one than the server has started with."""
+    path, body = STREAMS["completion"]
+    with server(tmp_path) as one:
+        card = msgspec.structs.replace(one.backend.card, fingerprint="another")
+        changed = SettingsChanged(LimitsSection(), msgspec.msgpack.encode(card))
+        for watcher in one.ingress.settings_watchers:
+            one.call(partial(watcher, changed))
+        events_of(ask(one, path, body))
+    with server(tmp_path) as one:
+        assert rejoin(one, None).status == 404
 
 
 def test_ended_streams_are_kept_as_long_as_was_left(tmp_path: Path) -> None:
