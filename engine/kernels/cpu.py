@@ -1,11 +1,12 @@
-"""Fused kernels for a CPU with a C compiler: what stands between the products of a model that one thread runs.
+"""Kernels for a CPU with a C compiler: what stands between the products of a model that one thread runs.
 
 Legend: T tokens · D model dim · A query, key and value heads · Q query heads · G KV heads · S slots of the pool
         H head size · R rotated pairs of a head, H / 2
+        B decode rows · P pages of a row · L keys that one may see
 Owns: compiling ``cpu.c`` once for this kind of CPU, and calling it.  Does not know: which models run on one thread.
 
-A step of a small model is many operations of torch, of which each costs more than what it computes.  These take two
-calls of a few microseconds in a layer in the place of seventeen operations.
+A step of a small model is many operations of torch, of which each costs more than what it computes.  These take three
+calls of a few microseconds in a layer in the place of seventeen operations and of torch's attention.
 """
 
 import ctypes
@@ -35,6 +36,17 @@ LEVELS = {"AVX2": ("-march=x86-64-v3",), "AVX512": ("-march=x86-64-v4", "-mprefe
 COMPILE_S = 60.0
 
 
+class Decoding(ctypes.Structure):
+    """What ``attend_decodes`` is told of a step, for all of its layers; see ``cpu.c``.  Who makes it keeps the tensors
+    that it points to: pages_BP and lengths_B, int32 and contiguous, and scores_QL, float32."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("pages_BP", "lengths_B", "scores_QL")),
+        *((name, ctypes.c_int64) for name in ("B", "P", "L", "Q", "G", "H", "page_size", "page_stride", "num_pages")),
+        ("scale", ctypes.c_float),
+    )
+
+
 class CPUKernels:
     """See ``LayerKernels``.  All tensors are float32 and contiguous, and their rows are this thread's alone."""
 
@@ -44,6 +56,8 @@ class CPUKernels:
         self._add_norm.argtypes = [pointer] * 4 + [size] * 2 + [ctypes.c_float]
         self._rotate_and_store.argtypes = [pointer] * 7 + [size] * 5 + [ctypes.c_float]
         self._add_norm.restype, self._rotate_and_store.restype = None, size
+        self._attend_decodes = library.attend_decodes
+        self._attend_decodes.argtypes, self._attend_decodes.restype = [pointer] * 5 + [size], size
 
     def add_norm(self, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """See ``LayerKernels.add_norm``."""
@@ -88,6 +102,20 @@ class CPUKernels:
         if wrong >= 0:
             raise IndexError(f"slot {int(slots_T[wrong])} of token {wrong} is not among the pool's {len(keys_SGH)}")
         return q_TQH
+
+    def attend_decodes(
+        self, decoding: "Decoding", q_BQH: Tensor, keys_SGH: Tensor, values_SGH: Tensor, out_BQH: Tensor, window: int
+    ) -> None:
+        """Attention of one query of each row over its pages; only the first B rows of out_BQH are written.  window: see
+        ``AttentionSpec``; 0 for none.  Raises IndexError for a page that the pool does not have."""
+        assert all(map(Tensor.is_contiguous, (q_BQH, out_BQH))), "heads must stand side by side"
+        pointers = (one.data_ptr() for one in (q_BQH, keys_SGH, values_SGH, out_BQH))
+        wrong = self._attend_decodes(ctypes.addressof(decoding), *pointers, window)
+        if wrong >= 0:
+            raise IndexError(
+                f"row {wrong} is longer than its {decoding.P} pages, or has one that is not among the pool's "
+                f"{decoding.num_pages}"
+            )
 
     def gated(self, gate_up_T2I: Tensor, kind: str = "silu") -> Tensor:
         """See ``LayerKernels.gated``; torch has it in two operations."""

@@ -1,5 +1,6 @@
 """The torch backend against the definition of attention, with everything it must not read poisoned by NaN."""
 
+import shutil
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.errors import PluginError
+from engine.kernels.cpu import CPUKernels, cpu_kernels
 from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool, Layout
 from engine.plugins.attention import torch as backend_module
-from engine.plugins.attention.torch import TorchAttention, callboard_attention_backend
+from engine.plugins.attention.torch import TorchAttention, TorchAttentionWithKernels, callboard_attention_backend
 from engine.plugins.hookspecs import AttentionContext
 from tests.attention.reference import attend_one
 
@@ -90,16 +92,23 @@ def paged(
     return Paged(spec, pool, batch, q_TNH, all_slots)
 
 
+def backends_of(case: Paged) -> list[TorchAttention]:
+    """Torch's, and the C one's where it serves such pages and there is a compiler."""
+    kernels = cpu_kernels() if case.pool.dtype == torch.float32 and case.pool.format.plain else None
+    backends = [TorchAttention(case.spec, case.pool)]
+    return backends + ([] if kernels is None else [TorchAttentionWithKernels(kernels, case.spec, case.pool)])
+
+
 def check(case: Paged, tolerance: float) -> None:
-    backend = TorchAttention(case.spec, case.pool)
-    with torch.inference_mode():
-        backend.plan_step(case.batch)
-        for layer in range(case.spec.num_layers):
-            out_TNH = backend.attend(layer, case.q_TNH)
-            assert out_TNH.dtype == case.q_TNH.dtype
-            assert out_TNH.shape == case.q_TNH.shape
-            worst = (out_TNH.double() - case.expected(layer)).abs().max().item()
-            assert worst <= tolerance, f"layer {layer} differs by {worst}"
+    for backend in backends_of(case):
+        with torch.inference_mode():
+            backend.plan_step(case.batch)
+            for layer in range(case.spec.num_layers):
+                out_TNH = backend.attend(layer, case.q_TNH)
+                assert out_TNH.dtype == case.q_TNH.dtype
+                assert out_TNH.shape == case.q_TNH.shape
+                worst = (out_TNH.double() - case.expected(layer)).abs().max().item()
+                assert worst <= tolerance, f"{type(backend).__name__}: layer {layer} differs by {worst}"
 
 
 def spec_of(
@@ -197,7 +206,44 @@ def context(**changes: object) -> AttentionContext:
     return AttentionContext(**{"device": "cpu", "dtype": "float32", **shape, **changes})
 
 
-def test_hook_callboard_attention_backend_gives_the_factory():
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+@pytest.mark.parametrize("heads", [(2, 2, 128), (6, 2, 64), (8, 1, 80)])
+def test_decode_rows_of_common_head_sizes(layout: Layout, heads: tuple[int, int, int]):
+    sequences = [(1, 1), (37, 1), (16, 1), (300, 1), (129, 1)]
+    for window in (0, 30):
+        check(paged(spec_of(*heads, window), sequences, 16, seed=9, layout=layout), 4e-6)
+
+
+def test_scores_that_are_far_apart_are_weighed_as_torch_weighs_them():
+    case = paged(spec_of(4, 2, 64), [(200, 1), (3, 1)], 16, seed=10)
+    case.q_TNH *= 60
+    check(case, 1e-4)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_decode_rows_are_read_by_the_kernel_where_one_thread_runs_float32(monkeypatch: pytest.MonkeyPatch):
+    factory = callboard_attention_backend(context(window=7, needs=("layer_windows",), kv_dtype="float32"))
+    case = paged(spec_of(4, 2, 8), [(9, 1)], 4, seed=11)
+    assert isinstance(factory(case.spec, case.pool), TorchAttentionWithKernels)
+    others = ({"dtype": "bfloat16"}, {"kv_dtype": "int8"}, {"device": "cuda"}, {"needs": ("layer_windows", "soft_cap")})
+    for other in others:
+        assert callboard_attention_backend(context(**other)) is TorchAttention
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert callboard_attention_backend(context()) is TorchAttention
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_torch_does_it_once_the_model_has_more_threads(monkeypatch: pytest.MonkeyPatch):
+    case = paged(spec_of(4, 2, 8), [(9, 1), (21, 1), (12, 5)], 4, seed=12)
+    calls = []
+    monkeypatch.setattr(CPUKernels, "attend_decodes", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    check(case, 2e-6)
+    assert not calls
+
+
+def test_torch_does_it_where_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(backend_module, "cpu_kernels", lambda: None)
     assert callboard_attention_backend(context(window=7)) is TorchAttention
 
 

@@ -4,14 +4,19 @@ import logging
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 import torch
 
 from callboard import LLM, SamplingParams
 from engine.kernels.choice import VARIABLE
 from engine.kernels.cpu import CPUKernels, cpu_kernels
+from engine.layers.attention import AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.layers.norm import HeadNorm, RMSNorm
 from engine.layers.rotary import Rotary
+from engine.plugins.attention.torch import TorchAttentionWithKernels
+from engine.plugins.support.paging import batch_on
 
 CPU = torch.device("cpu")
 EPS = 1e-6
@@ -91,13 +96,64 @@ def test_a_slot_below_zero_stores_nothing_and_one_beyond_the_pool_is_refused(ker
         kernels.rotate_and_store(qkv_TAH, None, 0.0, angles_TH, keys_SGH, values_SGH, torch.tensor([0, 8]))
 
 
+class Rows:
+    """Three decode rows of 5, 12 and 3 tokens, in pages of 4 of a pool of 8."""
+
+    def __init__(self, kernels: CPUKernels) -> None:
+        spec = AttentionSpec(num_layers=1, num_heads=4, num_kv_heads=2, head_size=64, scale=0.125)
+        self.pool = KVPool(1, 8, 4, 2, 64, torch.float32, CPU)
+        self.pool.data.normal_()
+        self.backend = TorchAttentionWithKernels(kernels, spec, self.pool)
+        self.table = np.array([[7, 2, 0], [1, 5, 3], [6, 0, 0]], dtype=np.int32)
+        self.lengths = np.array([5, 12, 3], dtype=np.int32)
+        self.q_BQH = torch.randn(3, 4, 64)
+
+    def attend(self) -> torch.Tensor:
+        self.backend.plan_step(batch_on(CPU, 3, self.table, self.lengths, np.ones(3, dtype=np.int32)))
+        return self.backend.attend(0, self.q_BQH)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_key_that_is_not_finite_fails_its_row_alone(kernels, wrong):
+    rows = Rows(kernels)
+    before_BQH = rows.attend()
+    rows.pool.keys(0)[3 * 4 + 1, 0, 0] = wrong  # of the second row, its tenth token, read by the heads of one group
+    found_BQH = rows.attend()
+    assert before_BQH.isfinite().all()
+    torch.testing.assert_close(found_BQH[[0, 2]], before_BQH[[0, 2]], rtol=0, atol=0)
+    failed = ~found_BQH[1].isfinite().all(-1)
+    expected = rows.q_BQH[1, :, 0] > 0 if wrong == torch.inf else torch.tensor([True, True, False, False])
+    assert failed.tolist() == (expected & torch.tensor([True, True, False, False])).tolist()
+
+
+@pytest.mark.parametrize(("row", "page"), [(0, 9), (1, -1)])
+def test_a_page_beyond_the_pool_is_refused(kernels, row, page):
+    rows = Rows(kernels)
+    rows.table[row, 1] = page
+    with pytest.raises(IndexError, match=f"row {row} .* pool's 9"):
+        rows.attend()
+
+
+def test_a_row_longer_than_its_pages_is_refused_but_the_dump_page_may_be_read(kernels):
+    rows = Rows(kernels)
+    rows.table[2, 0] = rows.pool.dump_page
+    assert rows.attend().isfinite().all()
+    rows.lengths[1] = 13
+    with pytest.raises(IndexError, match="row 1 is longer than its 3 pages"):
+        rows.attend()
+
+
 def test_a_model_writes_the_same_with_and_without(monkeypatch):
-    calls = []
-    stored = CPUKernels.rotate_and_store
+    calls, rows = [], []
+    stored, attended = CPUKernels.rotate_and_store, CPUKernels.attend_decodes
 
     def counted(*arguments):
         calls.append(arguments)
         return stored(*arguments)
+
+    def counted_too(*arguments):
+        rows.append(arguments)
+        attended(*arguments)
 
     def written() -> list[str]:
         config = {"device": {"threads": 1}}
@@ -106,13 +162,17 @@ def test_a_model_writes_the_same_with_and_without(monkeypatch):
             return [one.text for one in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))]
 
     monkeypatch.setattr(CPUKernels, "rotate_and_store", counted)
+    monkeypatch.setattr(CPUKernels, "attend_decodes", counted_too)
     with_kernels = written()
     assert len(calls) >= 24 * 5
+    assert len(rows) >= 23 * 5
     calls.clear()
+    rows.clear()
     monkeypatch.setenv(VARIABLE, "torch")
     cpu_kernels.cache_clear()
     assert written() == with_kernels
     assert not calls
+    assert not rows
 
 
 def test_the_second_start_compiles_nothing(monkeypatch, kernels):
