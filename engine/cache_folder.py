@@ -5,6 +5,7 @@ Owns: the folder, and replacing a file in it as a whole.  Does not know: what is
 
 import os
 from pathlib import Path
+from uuid import uuid4
 
 
 def cache_folder(name: str) -> Path | None:
@@ -17,8 +18,14 @@ def cache_folder(name: str) -> Path | None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file, so that a reader sees the old content or the new one.  Raises OSError."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    """Write a file, so that a reader sees the old content or the new one.  Raises OSError.
+
+    Threads, and processes that share the folder and not their numbers, may write it at the same time."""
+    partial = path.with_name(f"{path.name}.{uuid4().hex}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_bytes(content)
-    partial.replace(path)
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

@@ -68,7 +68,7 @@ examples:
 
 MODEL_OR_FILE is a model (a directory, a .gguf file, or org/name on the hub) or a configuration (a .toml file, which
 may be given beside --model).  Settings come from the file, then CALLBOARD_SECTION__KEY variables, then --model, --set.
-Exit codes: 0 done, 1 engine failed, 2 configuration, 3 checkpoint, 98 port in use, 130 interrupted.
+Exit codes: 0 done, 1 engine failed, 2 configuration, 3 checkpoint, 4 graphs, 98 port in use, 130 interrupted.
 """
 
 
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, run: Run, help_text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         command = commands.add_parser(name, parents=[*parents], help=help_text)
-        command.set_defaults(run=run, target=None)
+        command.set_defaults(run=run, target=None, model=None, set=[])
         return command
 
     command = add("serve", _serve, "serve a model over HTTP", _target(), _shared("info"))
@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--replicas", type=int, metavar="N", help="serve N engines behind one router; needs --on")
     command.add_argument("--on", choices=["ray"], help="what runs the replicas: Ray, on all machines of its cluster")
     apply = "change the settings of a server that runs, under its streams; those that can be changed"
-    add_arguments(add("apply", _apply, apply, _target(), _shared("warning")))
+    add_arguments(add("apply", _apply, apply, _logs("warning")))
     command = add("generate", _generate, "complete a prompt and print the text", _shared("warning"), _sampling())
     command.add_argument("prompt", help="the text to go on from; - reads it from standard input")
     command = add("chat", _chat, "talk to the model in the terminal", _target(), _shared("warning"), _sampling())
@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("subject", choices=["numerics"])
     command = add("doctor", _doctor, "look for what a start lacks, and how to get it", _target(), _shared("warning"))
     command.add_argument("--gpu", action="store_true", help="test the GPUs instead: kernels, graphs, collectives")
-    add_replay_arguments(add("replay", _replay, "step through a recording of the scheduler", _shared("warning")))
+    add_replay_arguments(add("replay", _replay, "step through a recording of the scheduler", _logs("warning")))
     add_bench(commands, _target(), _shared("warning"))
     add_whatif(commands)
     return parser
@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _shared(log_level: str) -> argparse.ArgumentParser:
-    parent = argparse.ArgumentParser(add_help=False)
+    parent = argparse.ArgumentParser(add_help=False, parents=[_logs(log_level)])
     parent.add_argument(
         "--set",
         action="append",
@@ -155,6 +155,11 @@ def _shared(log_level: str) -> argparse.ArgumentParser:
     parent.add_argument(
         "--model", metavar="MODEL_OR_FILE", help="a model or a file; a model may be named so beside a file"
     )
+    return parent
+
+
+def _logs(log_level: str) -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False)
     levels = ["debug", "info", "warning", "error"]
     parent.add_argument("--log-level", default=log_level, choices=levels, help=f"default: {log_level}")
     parent.add_argument("--log-format", default="text", choices=["text", "json"], help="default: text")

@@ -134,7 +134,7 @@ def cpu_kernels() -> CPUKernels | None:
         log.info("kernels: torch (there is no C compiler; with one a small model's steps are shorter)")
         return None
     try:
-        kernels = CPUKernels(ctypes.CDLL(str(_library(compiler))))
+        kernels = CPUKernels(_library(compiler))
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         log.warning("kernels: torch (%s cannot compile %s: %s)", compiler, SOURCE.name, error)
         return None
@@ -142,7 +142,7 @@ def cpu_kernels() -> CPUKernels | None:
     return kernels
 
 
-def _library(compiler: str) -> Path:
+def _library(compiler: str) -> ctypes.CDLL:
     """The compiled source, from the user's cache if it is there.  Raises OSError, SubprocessError."""
     command = [*FLAGS, *LEVELS.get(torch.backends.cpu.get_cpu_capability(), ())]
     source = SOURCE.read_bytes()
@@ -150,14 +150,17 @@ def _library(compiler: str) -> Path:
     folder = cache_folder("kernels")
     kept = None if folder is None else folder / f"{key[:32]}.so"
     if kept is not None and kept.exists():
-        return kept
+        return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made_in:
         made = Path(made_in) / "cpu.so"
         subprocess.run(
             [compiler, *command, str(SOURCE), "-o", str(made), "-lm"],
             check=True, capture_output=True, timeout=COMPILE_S,
         )  # fmt: skip
-        if kept is None:
-            raise OSError("there is no cache folder to keep it in")
-        replace_file(kept, made.read_bytes())
-    return kept
+        library = ctypes.CDLL(str(made))  # stays when the file is gone
+        try:
+            if kept is not None:
+                replace_file(kept, made.read_bytes())
+        except OSError as error:
+            log.info("%s is compiled at each start: %s", SOURCE.name, error)
+    return library

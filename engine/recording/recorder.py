@@ -101,6 +101,9 @@ class Recorder:
 
     def changed(self, blueprint: Blueprint) -> None:
         """From now on it is planned by another blueprint."""
+        if self._change is not None:  # and nothing has arrived since
+            self._renews = False
+            self._note_turn("")  # each counts: a policy that goes and comes back has forgotten
         self._privacy.grow(blueprint.vocab_size)
         self._change = self._private(blueprint)
 
@@ -121,8 +124,10 @@ class Recorder:
 
     def turned(self, failure: str = "") -> None:
         """A turn is over.  failure: what the scheduler has died of."""
-        if not self._messages:
-            return
+        if self._messages:
+            self._note_turn(failure)
+
+    def _note_turn(self, failure: str) -> None:
         turn = Turn(
             tuple(map(self._privacy.message, self._messages)),
             array("d", self._readings).tobytes(),

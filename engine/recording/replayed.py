@@ -99,7 +99,8 @@ class ReplayedScheduler(Scheduler):
         self.is_renewed |= turn.renews
         for message in turn.messages:
             self.handle(message)
-        self.flush()
+        if turn.messages:
+            self.flush()
         return b"".join(map(plan_digest, self.plans))
 
     def _change(self, blueprint: Blueprint, *, renews: bool) -> None:

@@ -101,7 +101,7 @@ class PageManager:
 
     def __init__(self, limits: PlannerLimits, rows: RowTable, strategy: EvictionStrategy) -> None:
         self.allocator = PageAllocator(limits.num_pages)
-        self._evictions = Evictions(strategy, limits.page_size * TOKEN_BYTES)
+        self._evictions = Evictions(strategy, limits.page_size * TOKEN_BYTES * (1 + limits.bigram))
         self._tree = RadixTree(
             limits.page_size,
             self._evictions,

@@ -122,7 +122,7 @@ def load_runner(
         progress=progress,
         linears=choose_linears(config, spec, plugins, plan, device),
         check_room=lambda needed: check_weights(spec, needed, dtype, room, comm.size),
-        kernels=_small_models_kernels(config, dtype) if on_cpu and not thread_choices else None,
+        kernels=_small_models_kernels(config, dtype, graphs) if on_cpu and not thread_choices else None,
     )
     drafting = None
     if draft is not None:
@@ -260,10 +260,12 @@ def load_runner(
     return adapted if drafter is None else DraftingRunner(adapted, rows, drafter, alone=comm.size == 1)
 
 
-def _small_models_kernels(config: Config, dtype: torch.dtype) -> CPUKernels | None:
-    """Those of a model on a CPU whose steps one thread runs, if they compute what it does."""
+def _small_models_kernels(config: Config, dtype: torch.dtype, graphs: RankGraphs) -> CPUKernels | None:
+    """Those of a model on a CPU whose steps one thread runs, if they compute what it does.
+
+    No graph has them: what records or compiles a step sees operations of torch alone."""
     is_plain = dtype == torch.float32 and config.kv.kept_as("float32") in ("", "float32")
-    if torch.get_num_threads() > 1 or not is_plain or config.model.numerics == "invariant":
+    if torch.get_num_threads() > 1 or not is_plain or config.model.numerics == "invariant" or graphs.mode != "off":
         return None
     return cpu_kernels()
 

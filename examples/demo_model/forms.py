@@ -202,6 +202,7 @@ def spoken(form: str, rng: random.Random) -> str:
         text = re.sub(
             r"\b(gpu|gpus|kv|llm|llms|api|cpu|json|itl|ttft|tpot|lru|cuda|http)\b", lambda m: m[0].upper(), text
         )
+        text = re.sub(r"\blora\b", "LoRA", text, flags=re.IGNORECASE)
     elif draw < 0.58:
         text = text.upper()
     return text + rng.choice(("?", "?", "?", "", "", ".", "!"))

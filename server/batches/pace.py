@@ -42,9 +42,9 @@ class Pace:
             try:
                 await asyncio.wait({task})
             finally:
-                if not task.done():
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
+                task.cancel()
+                # Also if it is done: what it has failed with is nobody's then, and asyncio would say so.
+                await asyncio.gather(task, return_exceptions=True)
                 del self._running[task]
                 client.close()
                 self._ended.set()

@@ -24,7 +24,7 @@ from server.batches.lines import FoundLine
 from server.batches.objects import BatchObject, InputLine, LineResponse, OutputLine, Status
 from server.batches.pace import Pace
 from server.batches.table import OK, BatchTable
-from server.clients import Clients
+from server.clients import ClientRequest, Clients
 from server.generate.generation import Generation, Origin
 from server.generate.route import GenerateRoute
 from server.generate.unattended import until_taken
@@ -38,6 +38,10 @@ log = logging.getLogger(__name__)
 LAST_PRIORITY = (1 << 31) - 1
 ACCOUNT = "{client} (batch)"  # whose limits lines have: not those of their client's live requests
 LINES_AHEAD = 512  # of a batch that wait for room
+
+
+class KeyRevoked(Exception):
+    """The key that a batch belongs to opens nothing any more."""
 
 
 class BatchRunner:
@@ -133,29 +137,29 @@ class BatchRunner:
 
     async def _run_lines(self, owner: str, batch: BatchObject) -> None:
         after, room = 0, asyncio.Semaphore(LINES_AHEAD)
-        async with asyncio.TaskGroup() as group:
-            while found := await self._table.pending(batch.id, after, LINES_AHEAD):
-                for line in found:
-                    await room.acquire()
-                    key = self._keys.of_owner(owner) if owner else None
-                    if key is None and (owner or self._server.needs_key):
-                        revoked = "the API key that the batch belongs to is no longer valid"
-                        await self._table.blame(batch.id, RequestError(revoked, code="key_revoked"))
-                        return
-                    task = group.create_task(self._line(key, batch, line), name=f"{batch.id} {line.number}")
-                    task.add_done_callback(lambda _: room.release())
-                    after = line.number
+        try:
+            async with asyncio.TaskGroup() as group:
+                while found := await self._table.pending(batch.id, after, LINES_AHEAD):
+                    for line in found:
+                        await room.acquire()
+                        task = group.create_task(self._line(owner, batch, line), name=f"{batch.id} {line.number}")
+                        task.add_done_callback(lambda _: room.release())
+                        after = line.number
+        except* KeyRevoked:
+            revoked = "the API key that the batch belongs to is no longer valid"
+            await self._table.blame(batch.id, RequestError(revoked, code="key_revoked"))
 
-    async def _line(self, key: Key | None, batch: BatchObject, line: FoundLine) -> None:
+    async def _line(self, owner: str, batch: BatchObject, line: FoundLine) -> None:
         origin = _origin(batch, line.number)
         exchange = Exchange(name=f"req-{origin.key.hex}", address="batch")
-        exchange.key = key
         status, body = OK, b""
         try:
             data = await self._table.body(batch, line)
             asked = bytes(msgspec.json.decode(data, type=InputLine).body)
-            answer = await until_taken(partial(self._attempt, exchange, batch.endpoint, asked, origin))
+            answer = await until_taken(partial(self._attempt, exchange, owner, batch.endpoint, asked, origin))
             body = msgspec.json.encode(answer)
+        except KeyRevoked:
+            raise
         except Exception as error:
             if not isinstance(error, CallboardError):
                 log.exception("request=%s failed", exchange.id)
@@ -165,13 +169,20 @@ class BatchRunner:
         output = OutputLine(id=_line_name(origin), custom_id=line.custom_id, response=response)
         await self._table.answered(batch.id, line.number, status, msgspec.json.encode(output))
 
-    async def _attempt(self, exchange: Exchange, endpoint: str, body: bytes, origin: Origin) -> object:
-        account = ACCOUNT.format(client=exchange.client)
+    async def _attempt(self, exchange: Exchange, owner: str, endpoint: str, body: bytes, origin: Origin) -> object:
         route = self._routes[endpoint]
-        return await self._pace.run(
-            lambda: self._clients.request(exchange, account),
-            lambda client: route.answer(client, body, partial(_amended, origin)),
-        )
+
+        def new_client() -> ClientRequest:
+            exchange.key = self._key(owner)  # of now: a line may have waited long for its turn
+            return self._clients.request(exchange, ACCOUNT.format(client=exchange.client))
+
+        return await self._pace.run(new_client, lambda client: route.answer(client, body, partial(_amended, origin)))
+
+    def _key(self, owner: str) -> Key | None:
+        key = self._keys.of_owner(owner) if owner else None
+        if key is None and (owner or self._server.needs_key):
+            raise KeyRevoked
+        return key
 
 
 def _origin(batch: BatchObject, number: int) -> Origin:

@@ -44,7 +44,9 @@ NOT_THE_END = ENDS_HERE_ONLY | {TAKEN}  # of the stream, which is cut then
 Name = tuple[str, str]  # owner, stream id
 
 
-def open_streams(storage: StorageSection, clients: Clients, keys: Keys | None, model: str) -> "Streams | None":
+def open_streams(
+    storage: StorageSection, clients: Clients, keys: Keys | None, model: Callable[[], str]
+) -> "Streams | None":
     """Returns the journaled streams, if they are configured.  Raises ConfigError for a folder that cannot be used."""
     if not storage.journal_streams:
         return None
@@ -63,10 +65,12 @@ async def no_streams(request: web.Request) -> web.StreamResponse:
 
 
 class Streams:
-    """All journaled streams.  model: the fingerprint of what answers.  routes: path -> what understands its requests,
-    to be set before anything is asked."""
+    """All journaled streams.  model: says the fingerprint of what answers, which settings change.  routes: path -> what
+    understands its requests, to be set before anything is asked."""
 
-    def __init__(self, journal: Journal, clients: Clients, keys: Keys | None, *, rejoin_s: float, model: str) -> None:
+    def __init__(
+        self, journal: Journal, clients: Clients, keys: Keys | None, *, rejoin_s: float, model: Callable[[], str]
+    ) -> None:
         self.routes: dict[str, Route] = {}
         self._journal = journal
         self._clients = clients
@@ -130,7 +134,7 @@ class Streams:
             seed=new_seed(),
             key=origin.key,
             created=origin.created,
-            model=self._model,
+            model=self._model(),
         )
         run = self._add(entry, accepted, exchange.key, understood, request[CLIENT].opened)
         run.start()
@@ -255,7 +259,7 @@ class Streams:
             assert isinstance(accepted, Accepted), "an entry begins with what was accepted"
             try:
                 key = self._key_of(accepted)
-                if accepted.model != self._model:
+                if accepted.model != self._model():
                     raise RequestError("another model, or another way to compute it, is served now")
                 if (route := self.routes.get(accepted.path)) is None:
                     raise RequestError(f"{accepted.path} is not served now")

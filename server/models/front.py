@@ -23,6 +23,7 @@ from server.http.connection import HttpRunner
 from server.http.exchange import Traffic, note_route
 from server.http.listener import bind, url_of
 from server.http.replies import json_reply
+from server.journal.streams import STREAM, no_streams
 from server.keys import Keys, read_keys
 from server.models.model import Model
 from server.models.models import Models
@@ -30,7 +31,7 @@ from server.models.routes import ModelsRoutes, counts
 from server.operators.administration import administration_routes
 from server.operators.explain import EXPLAIN
 from server.operators.recording import PATH as RECORDING
-from server.operators.settings import PATHS, refuse_settings
+from server.operators.settings import IS_SLEEPING, PATHS, refuse_settings
 from server.operators.site import FILES, SITE_ROUTES, Site
 from server.operators.status import Load
 from server.replicas.administration import FleetAdministration
@@ -168,7 +169,9 @@ def _application(
             *(web.get(path, routes.look) for path in LOOKED_AT),
             web.route("*", STORED, refuse_stored),
             *known_routes(refuse_storage),
+            web.get(STREAM, no_streams),
             *(web.post(path, refuse_settings) for path in PATHS),
+            web.get(IS_SLEEPING, refuse_settings),
         ]
     )
     return app

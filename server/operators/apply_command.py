@@ -19,6 +19,18 @@ from engine.changeover import Outcome
 from engine.config import Config
 from engine.errors import CallboardError, ConfigError
 
+DESCRIPTION = """\
+Gives a server that runs another configuration, under its streams.  The file is a whole configuration: what it leaves
+out goes back to its default.  Settings of the server's own command line and environment stay above it.
+"""
+EPILOG = """\
+examples:
+  callboard apply new.toml --dry-run
+  callboard apply new.toml --url http://other:8000 --key sk-...
+
+`callboard config FILE.toml` prints a whole configuration; docs/operations.md says what can change, and how.
+Exit codes: 0 done, 1 no answer, or the server failed, 2 refused.
+"""
 TIMEOUT_S = 3600.0  # loading a large model takes its time
 ROADS = {
     "none": "nothing differs",
@@ -29,17 +41,22 @@ ROADS = {
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """What this command takes besides a file."""
+    """What this command takes."""
+    command.description, command.epilog = DESCRIPTION, EPILOG
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.add_argument("target", metavar="FILE.toml", help="the settings that are to be")
     command.add_argument("--dry-run", action="store_true", help="only say what would change")
     command.add_argument("--url", help="the server's address (default: server.host and server.port of the file)")
     command.add_argument("--key", help="API key of an operator (default: server.api_key)")
 
 
-def apply(file: str | None, config: Config, *, url: str | None, key: str | None, dry_run: bool) -> None:
+def apply(file: str, config: Config, *, url: str | None, key: str | None, dry_run: bool) -> None:
     """Ask the server.  config: what ``file`` comes to here.  Raises ConfigError for settings that it refuses."""
-    if file is None or Path(file).suffix != ".toml":
+    if Path(file).suffix != ".toml":
         raise ConfigError("callboard apply needs a .toml file, with all settings that are to be")
-    base = url or f"http://{config.server.host}:{config.server.port}"
+    host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
+    base = url or f"{host}:{config.server.port}"
+    base = base if "://" in base else f"http://{base}"
     given = config.server.api_key
     key = key or (given if isinstance(given, str) else next(iter(given), ""))
     ask = {"toml": Path(file).read_text(), "dry_run": dry_run}

@@ -17,6 +17,7 @@ from typing import Literal
 
 from rich.console import Console
 
+from engine.checkpoints.adapter import adapter_rules
 from engine.checkpoints.checkpoint import DEMO, ModelSpec, resolve_checkpoint
 from engine.config import Config
 from engine.errors import CallboardError, ConfigError
@@ -49,7 +50,7 @@ class Finding:
 def examine(config: Config) -> list[Finding]:
     """Returns the findings of every check, in the order in which a start would meet them."""
     findings: list[Finding] = []
-    for check in (_python, _packages, _http, _torch, _plugins, _machine, _limits, _port, _model, _options):
+    for check in (_python, _packages, _http, _torch, _plugins, _machine, _limits, _port, _storage, _model, _options):
         findings += check(config)
     return findings
 
@@ -205,6 +206,20 @@ def _port(config: Config) -> Iterator[Finding]:
         yield Finding("port", "good", f"{where} is free")
 
 
+def _storage(config: Config) -> Iterator[Finding]:
+    folder = Path(config.storage.folder).absolute()
+    if not config.storage.folder:
+        if config.storage.journal_streams:
+            yield Finding("storage", "bad", "storage.journal_streams has no folder", "set storage.folder")
+        return
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        yield Finding("storage", "good", f"{folder}: {shutil.disk_usage(there).free / 1e9:.1f} GB free")
+    else:
+        advice = "let this user write there, or name another storage.folder"
+        yield Finding("storage", "bad", f"{there} cannot be written to", advice)
+
+
 def _model(config: Config) -> Iterator[Finding]:
     path = config.model.path
     if path != DEMO and not Path(path).expanduser().is_dir():
@@ -220,6 +235,8 @@ def _model(config: Config) -> Iterator[Finding]:
         return
     weights = list(directory.glob("*.safetensors"))
     yield Finding("model", "good", f"{directory}: {spec.architecture}, up to {spec.max_len} tokens")
+    if config.lora.folder:
+        yield _adapters(spec, config)
     if config.model.load_format == "safetensors" and not weights:
         yield Finding(
             "weights", "bad", f"no .safetensors in {directory}", "download or convert them; no other format is read"
@@ -232,6 +249,15 @@ def _model(config: Config) -> Iterator[Finding]:
         )
     elif not _has_template(directory):
         yield Finding("chat template", "note", "none", "/v1/chat/completions will refuse; completions work")
+
+
+def _adapters(spec: ModelSpec, config: Config) -> Finding:
+    lora = config.lora
+    try:
+        rules = adapter_rules(spec.shape, lora.folder, lora.max_rank, config.model.numerics)
+    except ConfigError as error:
+        return Finding("adapters", "bad", "a start refuses them", str(error))
+    return Finding("adapters", "good", f"served from {rules.folder}")
 
 
 def _room_for(spec: ModelSpec, config: Config) -> Finding:

@@ -270,7 +270,8 @@ def _sentence(part: Part, told: Explained, others: str, max_running: int) -> str
             )
         case "recovery":
             return (
-                f"The model's executors were lost: {_s(reasons.get('unnoticed', 0.0))} until that was noticed, "
+                "The model's executors were lost or replaced: "
+                f"{_s(reasons.get('unnoticed', 0.0))} until that was noticed, "
                 f"{_s(reasons.get('waiting', 0.0))} until new ones took it, {_s(reasons.get('again', 0.0))} for "
                 "computing again what they had."
             )

@@ -21,6 +21,7 @@ from server.http.exchange import refuse_foreign_page
 from server.http.replies import json_reply
 
 PATHS = ("/apply", "/sleep", "/wake_up")
+IS_SLEEPING = "/is_sleeping"
 LEVELS: dict[str, Literal[1, 2]] = {"1": 1, "2": 2}
 
 
@@ -54,7 +55,7 @@ class SettingsRoutes:
             web.post("/apply", self.apply),
             web.post("/sleep", self.sleep),
             web.post("/wake_up", self.wake_up),
-            web.get("/is_sleeping", self.is_sleeping),
+            web.get(IS_SLEEPING, self.is_sleeping),
         ]
 
     async def apply(self, request: web.Request) -> web.Response:

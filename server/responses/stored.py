@@ -178,7 +178,6 @@ class StoredResponses:
             origin = Origin(key=uuid.UUID(hex=key_hex), created=work.created_at, seed=work.seed)
             exchange = Exchange(name=f"req-{key_hex}", address="background")
             try:
-                exchange.key = self._key(work.owner)
                 body = await self._reader.understand(work.request)
                 await until_taken(partial(self._attempt, exchange, work.owner, body, origin))
             except Exception as error:
@@ -187,6 +186,7 @@ class StoredResponses:
                 await self._table.fail(response_id, as_request_error(error))
 
     async def _attempt(self, exchange: Exchange, owner: str, body: ResponsesBody, origin: Origin) -> None:
+        exchange.key = self._key(owner)
         client = self._clients.request(exchange)
         try:
             client.check_admission()

@@ -103,7 +103,7 @@ def create_runner(
         "/generate": Native(translator),
         **_pooled_endpoints(PooledTranslator(translator)),
     }
-    streams = open_streams(storage, clients, keys if server.needs_key else None, backend.card.fingerprint)
+    streams = open_streams(storage, clients, keys if server.needs_key else None, lambda: translator.card.fingerprint)
     served: dict[str, GenerateRoute[Any]] = {}
     for path, endpoint in endpoints.items():
         if endpoint.task in backend.card.pooling.tasks:

@@ -69,9 +69,11 @@ class Store:
         self.clock = clock
         self._folder = Path(section.folder) / "store"
         self._spare = self._folder / "spare"
+        self._is_failing = False
         self._said = f"storage.folder={section.folder}"
         try:
-            (self._folder / "contents").mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self._folder / "contents").mkdir(exist_ok=True)
             self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"{self._said}: cannot be written to: {error.strerror}") from None
@@ -129,11 +131,17 @@ class Store:
         """Do as ``run`` does, again and again for as long as the disk is full or fails."""
         while True:
             try:
-                return await self.run(work)
+                result = await self.run(work)
             except RequestError as error:
                 if error.status < 500:
                     raise
-                log.error("%s: %s; it is tried again", self._said, error)
+                # Once: many may wait at the same time, and the log may lie on the same disk.
+                if not self._is_failing:
+                    log.error("%s: %s; it is tried again", self._said, error)
+                self._is_failing = True
+            else:
+                self._is_failing = False
+                return result
             await asyncio.sleep(TRY_AGAIN_S)
 
     def reserve(self) -> None:

@@ -3,11 +3,14 @@
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from engine.actors.operations import SettingsChanged
 from engine.sections import LimitsSection, ServerSection, StorageSection
 from server.journal import streams as streams_module
 from server.journal.journal import Journal
@@ -15,7 +18,7 @@ from server.journal.records import Ended, decode, encode
 from server.journal.segments import Segments
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, Reply
-from tests.server.live_server import MODEL, LiveServer
+from tests.server.live_server import CARD, MODEL, LiveServer
 
 CALCULATOR = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 TOOLS = [{"name": "look", "input_schema": {"type": "object"}}]
@@ -290,6 +293,23 @@ def text_of(event: str) -> str:
     return str(json.loads(event.partition("\ndata: ")[2])["choices"][0]["text"])
 
 
+def test_a_stream_belongs_to_the_model_that_was_applied_when_it_began(tmp_path: Path) -> None:
+    def apply(live: LiveServer, fingerprint: str) -> None:
+        card = msgspec.structs.replace(live.backend.card, fingerprint=fingerprint)
+        changed = SettingsChanged(LimitsSection(), msgspec.msgpack.encode(card))
+        live.call(lambda: [call(changed) for call in live.backend.ingress.settings_watchers])
+
+    with server(tmp_path) as live:
+        apply(live, "another")
+        ask(live, "/v1/completions", {"prompt": "one"})
+    card = msgspec.structs.replace(CARD, fingerprint="another")
+    with LiveServer(card=card, storage=storage(tmp_path), server=ServerSection(api_key="mine")) as live:
+        assert rejoin(live, None).status == 200
+        apply(live, "a third")
+    with server(tmp_path) as live:
+        assert rejoin(live, None).status == 404, "the model of the start has not answered"
+
+
 def test_a_key_that_is_gone_takes_its_streams_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with server(tmp_path / "first") as live:
         ask(live, "/v1/completions", {"prompt": "one"})
@@ -334,6 +354,19 @@ def test_a_slow_client_gets_everything(tmp_path: Path) -> None:
         events = events_of(reply)
         check_numbers(events, 0)
         assert len(events) == 900
+
+
+def test_a_stream_is_of_the_model_that_was_there_when_it_came(tmp_path: Path) -> None:
+    """Applied settings may have made it another one than the server has started with."""
+    path, body = STREAMS["completion"]
+    with server(tmp_path) as one:
+        card = msgspec.structs.replace(one.backend.card, fingerprint="another")
+        changed = SettingsChanged(LimitsSection(), msgspec.msgpack.encode(card))
+        for watcher in one.ingress.settings_watchers:
+            one.call(partial(watcher, changed))
+        events_of(ask(one, path, body))
+    with server(tmp_path) as one:
+        assert rejoin(one, None).status == 404
 
 
 def test_ended_streams_are_kept_as_long_as_was_left(tmp_path: Path) -> None:

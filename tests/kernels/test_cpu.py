@@ -184,6 +184,14 @@ def test_the_second_start_compiles_nothing(monkeypatch, kernels):
     assert cpu_kernels() is not None
 
 
+def test_where_nothing_can_be_kept_it_is_compiled_at_each_start(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    found = cpu_kernels()
+    assert found is not None
+    assert found.add_norm(torch.ones(1, 4), torch.ones(1, 4), torch.ones(4), 0.0).tolist() == [[1.0] * 4]
+
+
 def test_torch_does_the_work_where_there_is_no_compiler_and_where_it_fails(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("CC", "no-such-compiler")

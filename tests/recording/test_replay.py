@@ -168,3 +168,22 @@ def test_changes_of_settings_are_part_of_a_recording(tmp_path: Path, limit_bytes
     list(replay)
     assert not replay.fault
     assert replay.digest == replay.recorded_digest
+
+
+@pytest.mark.parametrize("limit_bytes", [1 << 30, 30_000], ids=["whole", "ring"])
+def test_a_policy_that_goes_and_comes_back_before_anything_arrives_is_a_new_one(
+    tmp_path: Path, limit_bytes: int
+) -> None:
+    driver = Driver(tmp_path, limit_bytes=limit_bytes, seed=3)
+    driver.tell(driver.request())
+    driver.run(6)
+    fair = driver.blueprint
+    driver.change(msgspec.structs.replace(fair, names={**fair.names, "policy": "policy.lpm"}), renews=False)
+    driver.change(fair, renews=False)
+    driver.run(8)
+    assert not driver.recorder._is_off
+    driver.recorder.write("test")
+    replay = Replay(read_recording(driver.written()[-1]))
+    list(replay)
+    assert not replay.fault
+    assert replay.digest == replay.recorded_digest

@@ -285,6 +285,29 @@ def test_a_key_that_is_gone_ends_its_batches(tmp_path: Path, storage: StorageSec
         assert list(read(client, done.output_file_id)) == ["a"]
 
 
+def test_lines_that_wait_are_not_run_for_a_key_that_is_gone(tmp_path: Path, storage: StorageSection) -> None:
+    keys = tmp_path / "keys.toml"
+    both = "[clients]\nalice = 'one'\nbob = 'two'\n"
+    keys.write_text(both)
+    slow = FakeIngress(delay_s=0.02)
+    kept = ServerSection(key_file=str(keys))
+    with LiveServer(slow, server=kept, storage=storage) as live, connect(live, "one") as client:
+        batch = begin(client, *(line(f"l{number}", prompt=f"p {number}") for number in range(500)))
+        wait_for_counts(client, batch, 1)
+        keys.write_text("[clients]\nbob = 'two'\n")
+        database = f"file:{storage.folder}/store/index.sqlite3?mode=ro"
+        with closing(sqlite3.connect(database, uri=True)) as connection:
+            deadline = time.monotonic() + far(20)
+            while connection.execute("SELECT status FROM batches").fetchone() == ("in_progress",):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        time.sleep(1)  # until the file of keys may be looked at again
+        keys.write_text(both)
+        done = wait(client, batch)
+        assert (done.status, done.errors.data[0].code) == ("failed", "key_revoked")
+        assert len(read(client, done.output_file_id)) == done.request_counts.completed < 500
+
+
 def test_the_next_server_goes_on_where_one_was_stopped(storage: StorageSection) -> None:
     lines = [line(f"l{number}", prompt=f"p {number}") for number in range(300)]
     slow = FakeIngress(delay_s=0.002)

@@ -15,6 +15,7 @@ import yaml
 from engine.config import Config, load_config
 from engine.errors import ConfigError, GraphError, WeightsError
 from engine.workers.cluster.environment import Cluster, check_cluster, link_place
+from server.clients import OPERATORS_ROUTES
 from server.http.listener import ListenError
 from tests.server.http_client import ask
 from tests.server.live_server import LiveServer
@@ -224,9 +225,14 @@ def test_compose_starts_what_is_there_and_caddy_finds_it() -> None:
     assert "ports" not in ours, "only the proxy is reached from outside"
     caddy = (DEPLOY / "Caddyfile").read_text()
     assert re.findall(r"reverse_proxy (\S+)", caddy) == [f"callboard:{server.port}"]
-    (paths,) = re.findall(r"@clients path (.*)", caddy)
+    paths, hidden = (line.split() for line in re.findall(r"^\t\t(?:not )?path (.*)$", caddy, re.MULTILINE))
+
+    def passed(path: str) -> bool:
+        return any(fnmatch(path, pattern) for pattern in paths) and not any(fnmatch(path, one) for one in hidden)
+
     with LiveServer() as live:
         for path in ("/health", "/v1/models"):
-            assert any(fnmatch(path, pattern) for pattern in paths.split())
+            assert passed(path)
             assert ask(live.port, "GET", path).status == 200
-    assert not any(fnmatch(path, pattern) for path in ("/metrics", "/stats", "/load") for pattern in paths.split())
+    assert passed("/v1/streams/one")
+    assert not any(map(passed, OPERATORS_ROUTES))

@@ -125,6 +125,18 @@ def test_traces_without_their_package_are_named(monkeypatch: pytest.MonkeyPatch)
     assert (one.verdict, "callboard[otel]" in one.advice) == ("bad", True)
 
 
+def test_folders_that_a_start_would_refuse_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        found = findings(storage={"folder": str(folder)})["storage"]
+        assert (found.verdict, str(tmp_path / "file") in found.found) == ("bad", True)
+    assert findings(storage={"journal_streams": True})["storage"].verdict == "bad"
+    assert findings(storage={"folder": str(tmp_path / "new" / "one")})["storage"].verdict == "good"
+    assert not (tmp_path / "new").exists()
+    assert findings(lora={"folder": str(tmp_path / "none")})["adapters"].verdict == "bad"
+    assert findings(lora={"folder": str(tmp_path)})["adapters"].verdict == "good"
+
+
 def test_the_command_prints_its_findings_and_its_exit_code_says_that_a_start_would_fail(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "server.cli", "doctor", "--set", "server.port=0"]
     command += ["--set", f"model.path={json.dumps(str(tmp_path))}"]

@@ -284,6 +284,20 @@ def test_text_can_be_read_in_either_theme(browser: "playwright.Browser", scheme:
 
 
 @needs_browser
+@pytest.mark.parametrize("width", [340, 600, 740, 820, 940, 1240, 1300, 1920])
+def test_a_lines_buttons_are_on_the_board(browser: "playwright.Browser", width: int) -> None:
+    with busy_server() as live, Tab(browser, live.url, "#engine") as page:
+        page.set_viewport_size({"width": width, "height": 900})
+        line = page.locator(".line:not(.head):not(.blank)").first
+        button = line.get_by_role("button", name="Abort")
+        expect(button).to_be_visible()
+        inner, outer = button.bounding_box(), line.bounding_box()
+        assert inner is not None
+        assert outer is not None
+        assert inner["x"] + inner["width"] <= outer["x"] + outer["width"] + 1
+
+
+@needs_browser
 def test_everything_has_a_name_and_fits_a_telephone(browser: "playwright.Browser") -> None:
     with busy_server() as live, Tab(browser, live.url, "#engine", viewport={"width": 360, "height": 700}) as page:
         expect(page.locator("#figures")).to_contain_text("Running")

@@ -136,8 +136,13 @@ def test_the_command_shows_what_changes(live: LiveSystem, tmp_path: Path, capsys
     assert ended.value.code == ConfigError.exit_code
     assert "server.port" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["apply", str(path), "--url", "http://127.0.0.1:9"])
-    assert "--url says where" in capsys.readouterr().err
+        main(["apply", str(path), "--url", "127.0.0.1:9"])
+    said = capsys.readouterr().err
+    assert "http://127.0.0.1:9" in said
+    assert "--url says where" in said
+    with pytest.raises(SystemExit):  # the file's text is all that is sent
+        main(["apply", str(path), "--url", url, "--set", "kv.num_pages=280"])
+    assert "unrecognized arguments: --set" in capsys.readouterr().err
 
 
 def test_a_hangup_reads_the_file_again(live: LiveSystem, file: Path) -> None:

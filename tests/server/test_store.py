@@ -55,6 +55,11 @@ def test_a_folder_is_one_servers_alone(tmp_path: Path) -> None:
     Store(section(tmp_path)).close()
 
 
+def test_other_users_of_the_machine_cannot_read_it(tmp_path: Path) -> None:
+    Store(section(tmp_path / "kept")).close()
+    assert (tmp_path / "kept" / "store").stat().st_mode & 0o077 == 0
+
+
 def test_a_folder_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", Path("/proc/callboard")):
@@ -102,7 +107,7 @@ def test_contents_that_no_row_names_go_at_the_start(tmp_path: Path) -> None:
 
 
 def test_a_full_database_is_507_and_what_insists_goes_on_when_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store_module, "TRY_AGAIN_S", 0.01)
 
@@ -126,6 +131,7 @@ def test_a_full_database_is_507_and_what_insists_goes_on_when_there_is_room(
         assert not waiting.done()
         await store.run(lambda connection: connection.execute("PRAGMA max_page_count = 10000"))
         await asyncio.wait_for(waiting, far(5))
+        assert len([one for one in caplog.records if "tried again" in one.message]) == 1
         store.close()
 
     run_async(main)

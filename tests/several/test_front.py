@@ -164,6 +164,8 @@ def test_settings_stay_as_they_are(run: Callable[..., None]) -> None:
         for path in ("/apply", "/sleep", "/wake_up"):
             status, answer = await one.post({}, path)
             assert (status, answer["error"]["code"]) == (404, "operations_off")
+        assert (await one.get("/is_sleeping"))[1]["error"]["code"] == "operations_off"
+        assert (await one.get("/v1/streams/x"))[1]["error"]["code"] == "stream_not_found"
 
     run(test)
 
