@@ -86,9 +86,9 @@ def test_one_that_is_right_serves_behind_its_name(publish: Publish, caplog: pyte
 
 
 def test_ours_are_not_wrapped() -> None:
-    assert type(start("torch")) is TorchAttention
-    assert type(start("auto")) is TorchAttention
-    assert type(start(AttentionNames(prefill="torch"))) is TorchAttention
+    assert isinstance(start("torch"), TorchAttention)
+    assert isinstance(start("auto"), TorchAttention)
+    assert isinstance(start(AttentionNames(prefill="torch")), TorchAttention)
 
 
 def test_two_are_behind_one(publish: Publish) -> None:
@@ -177,7 +177,7 @@ def test_where_auto_took_one_that_cannot_be_built_the_next_serves(
     publish(build="raise PluginError('no kernel image')")
     monkeypatch.setattr(manager, "BUILTIN", {**manager.BUILTIN, "attention.first": "acme_theirs"})
     monkeypatch.setattr(selection, "PREFERRED", {"cpu": ("first", "torch")})
-    assert type(start("auto")) is TorchAttention
+    assert isinstance(start("auto"), TorchAttention)
     assert "first: no kernel image" in caplog.messages[-1]
     with pytest.raises(PluginError, match="no kernel image"):
         start("first")
