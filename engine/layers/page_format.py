@@ -5,7 +5,7 @@ Legend: T tokens · L any number of tokens · G KV heads · H head size
 Owns: the rounding, once, when a token is written, and the way back.  Does not know: pages, layers, who reads.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ SMALLEST_SCALE = 1e-30  # of a vector of zeros, which has to be divided by somet
 class PageFormat:
     """dtype: of keys and values as a model computes and reads them.
     kv_dtype: what pages keep, a name in ``STORED``; '' for the same.
+    scaled: whether a record ends with a scale; if not, it is H numbers of the type ``stored``.
+    limit: the largest number that is kept; 0 for all that there are.
 
     'int8' has one scale for each token and head, which makes its largest number 127.  It follows the H numbers in the
     same record, so whatever copies pages copies scales.  The other types have no scale: a number that is too large for
@@ -38,16 +40,17 @@ class PageFormat:
 
     dtype: torch.dtype
     kv_dtype: str = ""
+    scaled: bool = field(init=False, compare=False)
+    limit: float = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scaled", self.kv_dtype == SCALED)
+        object.__setattr__(self, "limit", LARGEST.get(self.kv_dtype, 0.0))
 
     @property
     def plain(self) -> bool:
         """Whether records are keys and values as the model computes them."""
         return self.stored == self.dtype
-
-    @property
-    def scaled(self) -> bool:
-        """Whether a record ends with a scale; if not, it is H numbers of the type ``stored``."""
-        return self.kv_dtype == SCALED
 
     @property
     def stored(self) -> torch.dtype:
@@ -58,11 +61,6 @@ class PageFormat:
     def memory(self) -> torch.dtype:
         """The type to copy records by: torch copies bytes where it does not copy numbers of 8 bits."""
         return torch.uint8 if self.stored.itemsize == 1 else self.stored
-
-    @property
-    def limit(self) -> float:
-        """The largest number that is kept; 0 for all that there are."""
-        return LARGEST.get(self.kv_dtype, 0.0)
 
     def record_size(self, head_size: int) -> int:
         """R, in elements of ``memory``.  Raises ConfigError if a scale cannot stand behind so many numbers."""

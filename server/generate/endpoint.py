@@ -4,7 +4,7 @@ Owns: what an endpoint must have, and what most of them have alike.  Does not kn
 A new generating endpoint is an ``Endpoint`` for its requests and a ``Writer`` for its answers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar, Protocol, TypeVar
 
@@ -23,10 +23,13 @@ B = TypeVar("B", bound=msgspec.Struct)
 class Writer(Protocol):
     """Writes the answer to one request, whole or as the events of a stream.  id: the answer's own; "" for none.
 
-    parts: names of some of its choices -> which they are."""
+    parts: names of some of its choices -> which they are.
+    kept: waits until the whole answer is stored, if it is to be; the client learns of it only then.  It raises
+    RequestError if it cannot be."""
 
     id: str
     parts: Mapping[str, range] = MappingProxyType({})
+    kept: Callable[[], Awaitable[None]] | None = None
 
     def whole(self, outputs: Sequence[Output]) -> object:
         """Returns the answer in one piece, as what its JSON says."""
@@ -50,12 +53,6 @@ class Writer(Protocol):
     def failure(self, error: RequestError) -> msgspec.Struct:
         """Returns the last event of a stream that fails."""
         return error_body(error)
-
-    async def kept(self) -> None:
-        """Wait until the whole answer is stored, if it is to be; the client learns of it only then.
-
-        Raises RequestError if it cannot be."""
-        return None
 
 
 class Endpoint(Protocol[B]):

@@ -227,7 +227,8 @@ class GenerateRoute(Generic[B]):
         """Do it; returns the answer in one piece.  Raises as ``post`` does."""
         async with self._opened(client, task) as choices:
             answer = task.writer.whole(await _collect(choices, task.generation, task.usage))
-            await task.writer.kept()
+            if task.writer.kept is not None:
+                await task.writer.kept()
             return answer
 
     async def reply(self, request: web.Request, task: "GenerateTask[B]") -> web.StreamResponse:
@@ -367,6 +368,7 @@ async def send_all(
             await events.send(told, mark)
     await choices.relay(send_now, events.drained)
     told = writer.last_events()
-    await writer.kept()
+    if writer.kept is not None:
+        await writer.kept()
     if told:
         await events.send(told)
