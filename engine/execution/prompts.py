@@ -98,23 +98,26 @@ class PromptResults:
 
 
 class Prompts:
-    """The rows that want something, from their admission to their first token."""
+    """The rows that want something, from their admission to their first token.
+
+    rows: their admissions, and those of rows that wanted something last; while there are none, nothing has to be asked
+    here."""
 
     def __init__(self) -> None:
-        self._wanting: dict[int, Admission] = {}
+        self.rows: dict[int, Admission] = {}
         self._sums: dict[int, Tensor] = {}
 
     def admit(self, admission: Admission) -> None:
         """A sequence takes a row."""
-        self._wanting.pop(admission.row, None)
+        self.rows.pop(admission.row, None)
         self._sums.pop(admission.row, None)
         params = admission.params
         if params.prompt_logprobs is not None or params.pooling:
-            self._wanting[admission.row] = admission
+            self.rows[admission.row] = admission
 
     def wanted(self, step: Step, batch: Batch) -> PromptOutputs | None:
         """None if nobody in the step wants anything; that costs next to nothing."""
-        if not self._wanting or not step.prefill_rows:
+        if not self.rows or not step.prefill_rows:
             return None
         rows = np.frombuffer(step.prefill_rows, dtype=np.int32).tolist()
         starts = np.frombuffer(step.prefill_starts, dtype=np.int32).tolist()
@@ -127,7 +130,7 @@ class Prompts:
         num_top: list[Int64] = []
         pooled_at: list[Int64] = []
         for segment, (row, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
-            admission = self._wanting.get(row)
+            admission = self.rows.get(row)
             at = int(batch.query_starts_B1[batch.num_decodes + segment])
             ends = samples[segment] == 1
             if admission is not None:
@@ -150,8 +153,8 @@ class Prompts:
 
     def sums_in(self, step: Step) -> bool:
         """Whether the step adds to a sum, so that it must not run twice."""
-        rows = np.frombuffer(step.prefill_rows, dtype=np.int32).tolist() if self._wanting else ()
-        return any(row in self._wanting and self._wanting[row].params.pooling == "mean" for row in rows)
+        rows = np.frombuffer(step.prefill_rows, dtype=np.int32).tolist() if self.rows else ()
+        return any(row in self.rows and self.rows[row].params.pooling == "mean" for row in rows)
 
     def results(self, wanted: PromptOutputs, scored_ED: Tensor, states_PD: Tensor, model: Model) -> PromptResults:
         """scored_ED: what the model has at the scored positions.  states_PD: at the pooled ones."""
@@ -172,7 +175,7 @@ class Prompts:
     def _pool(self, pooled: Sequence[_Pooled], normed_PD: Tensor, head: PooledHead | None) -> dict[int, Tensor]:
         """Row -> float32[W], of prompts that end.  A model has labels for all of its requests or for none."""
         states_PW = normed_PD.to(torch.float32)
-        if any(self._wanting[one.row].params.pooling == "classify" for one in pooled):
+        if any(self.rows[one.row].params.pooling == "classify" for one in pooled):
             assert head is not None, "a request for labels came to a model that has none"
             states_PW = head.labels(normed_PD)
         ended: dict[int, Tensor] = {}
@@ -183,7 +186,7 @@ class Prompts:
             if not one.num_tokens:
                 self._sums[one.row] = total
             else:
-                is_mean = self._wanting[one.row].params.pooling == "mean"
+                is_mean = self.rows[one.row].params.pooling == "mean"
                 ended[one.row] = total / one.num_tokens if is_mean else total
         return ended
 

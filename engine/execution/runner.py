@@ -202,8 +202,8 @@ class ModelRunner:
     def _run(self, step: Step) -> LaunchedStep:
         """The step's batch."""
         batch = lay_out(step, self._rows.computed)
-        masks = self._constraints.begin(batch.sample_rows_N)
-        wanted = self._prompts.wanted(step, batch)
+        masks = self._constraints.begin(batch.sample_rows_N) if self._constraints.rows else None
+        wanted = self._prompts.wanted(step, batch) if self._prompts.rows else None
         inputs = self._rows.inputs(batch)
         tensors = inputs.planned(batch, self._attention, self._pool)
         prompts = None
@@ -232,7 +232,7 @@ class ModelRunner:
         computed = self._rows.computed
         computed[rows_N] += 1
         lengths_N = computed[rows_N]  # the sampled token's position as well: as many tokens come before it
-        masks = self._constraints.begin(rows_N)
+        masks = self._constraints.begin(rows_N) if self._constraints.rows else None
         positions_N = lengths_N.astype(np.int64)
         variant = graphs.variant_of(rows_N, positions_N) if masks is None else Variant.LOGITS
         decoded = graphs.launch(rows_N, lengths_N, variant)
@@ -255,8 +255,11 @@ class ModelRunner:
         ]
         self._sampler.admit_all(newcomers, self._eos_token_ids)
         for admission, one in zip(admissions, newcomers, strict=True):
-            self._constraints.admit(one.row, one.params, one.token_ids, one.num_prompt_tokens)
-            self._prompts.admit(admission)
+            params = one.params
+            if self._constraints.rows or params.grammar is not None or params.limits_tokens:
+                self._constraints.admit(one.row, params, one.token_ids, one.num_prompt_tokens)
+            if self._prompts.rows or params.prompt_logprobs is not None or params.pooling:
+                self._prompts.admit(admission)
 
     def _forward_with_prompt_outputs(
         self, tensors: StepTensors, wanted: PromptOutputs

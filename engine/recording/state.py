@@ -28,7 +28,7 @@ MODULES = ("engine.scheduling", "engine.kv", "engine.recording", "engine.message
            "engine.prompt", "engine.plugins.guards", "engine.actors.scheduler")  # fmt: skip
 # What is kept for those who ask and decides nothing: a recording has it empty.
 ASKED = {"engine.scheduling.timelines:Timelines": ("ended",), "engine.scheduling.timelines:Evictions": ("_evictors",)}
-ASKED_KINDS = ("engine.scheduling.step_log:StepLog",)
+ASKED_KINDS = ("engine.scheduling.timelines:StepLog",)
 BUILTINS = ("time.perf_counter",)  # a guard's clock
 
 Entry = tuple[Any, ...]

@@ -86,36 +86,38 @@ class PendingMasks:
 
 
 class Constraints:
-    """All rows of one rank.  Equal calls on every rank give equal masks."""
+    """All rows of one rank.  Equal calls on every rank give equal masks.
+
+    rows: those that have a grammar or limits, or had; while there are none, nothing has to be asked here."""
 
     def __init__(self, grammars: Grammars, vocab_size: int, device: torch.device) -> None:
         self._grammars = grammars
         self._num_words = -(-vocab_size // 32)
         self._device = device
-        self._rows: dict[int, _Row] = {}
+        self.rows: dict[int, _Row] = {}
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     def admit(self, row: int, params: SamplingParams, token_ids: Int32, num_prompt_tokens: int) -> None:
         """A sequence takes a row.  token_ids: its prompt, then output kept over a retraction."""
-        self._rows.pop(row, None)
+        self.rows.pop(row, None)
         if params.grammar is not None or params.limits_tokens:
             output = token_ids[num_prompt_tokens:].tolist()
-            self._rows[row] = _Row(self._worker.submit(self._open, params, output))
+            self.rows[row] = _Row(self._worker.submit(self._open, params, output))
 
     def begin(self, rows_N: Int64) -> PendingMasks | None:
         """Compute the masks of the rows that have a grammar; None if none has."""
-        if not self._rows:
+        if not self.rows:
             return None
-        at = np.array([index for index, row in enumerate(rows_N.tolist()) if row in self._rows], dtype=np.int64)
+        at = np.array([index for index, row in enumerate(rows_N.tolist()) if row in self.rows], dtype=np.int64)
         if not len(at):
             return None
-        rows = [self._rows[row] for row in rows_N[at].tolist()]
+        rows = [self.rows[row] for row in rows_N[at].tolist()]
         return PendingMasks(at, self._worker.submit(self._fill, rows), self._device)
 
     def sampled(self, rows_N: Int64, tokens: Callable[[], Int64]) -> None:
         """What a step has sampled is to be seen before the next mask.  tokens: waits for the device, int64[N]."""
         for index, number in enumerate(rows_N.tolist()):
-            row = self._rows.get(number)
+            row = self.rows.get(number)
             if row is not None:
                 row.last = lambda index=index: int(tokens()[index])
 

@@ -9,7 +9,7 @@ import pytest
 from engine.messages import Finish
 from engine.scheduling import timelines
 from engine.scheduling.explanation import Explained, Part, explain
-from engine.scheduling.step_log import STEP, Ring, StepLog
+from engine.scheduling.timelines import STEP, Ring, StepLog
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
 
 STEP_S = 0.25
