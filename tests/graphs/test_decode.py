@@ -335,6 +335,8 @@ def test_a_failure_says_what_to_lower_and_auto_goes_on_without(checkpoint, monke
 class NoGrammars:
     """No row has one."""
 
+    rows = ()
+
     def admit(self, *_):
         pass
 
