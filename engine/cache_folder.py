@@ -9,7 +9,7 @@ from uuid import uuid4
 
 
 def cache_folder(name: str) -> Path | None:
-    """callboard's folder of that name below the user's cache folder; None without a home.  It need not exist."""
+    """What has that name in callboard's part of the user's cache folder; None without a home.  It need not exist."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:

@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from engine.actors.operations import SettingsChanged
-from engine.changes import (
-    Change,
-    changes,
-    refuse_fixed,
-    refuse_more_requests,
-    refuse_other_adapters,
-    refuse_other_text,
-)
+from engine.changes import Change, changes, refuse_fixed, refuse_more_requests, refuse_other_adapters, refuse_other_text
 from engine.config import Config
 from engine.device_defaults import gpu_bytes, torch_may_use_gpus
 from engine.errors import ConfigError

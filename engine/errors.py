@@ -9,7 +9,8 @@ CallboardError
 │   ├── AnotherRankFailed   likewise, on another rank of the group
 │   └── PlansDiffer         ranks would capture other sizes than each other
 ├── RequestError            one request is refused or fails; carries an HTTP status and an OpenAI-style code
-│   └── FieldError          one of its fields is wrong
+│   ├── FieldError          one of its fields is wrong
+│   └── KeyRevoked          it runs on a client's behalf, whose key is none any more
 ├── RecordingError          a file is no recording that can be replayed     exit code 2
 ├── EngineDied              an actor crashed; every open request ends with this
 ├── StepTooLarge            a device has no room for a step; a smaller one is tried

@@ -35,6 +35,9 @@ from engine.text.turns import read_turn
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
+Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
+Conversations = Sequence[Message] | Sequence[Sequence[Message]]
+Params = SamplingParams | Sequence[SamplingParams]
 
 STREAM_POLL_S = 0.5  # how often a blocked caller looks up, so that Ctrl-C gets through
 
@@ -109,11 +112,7 @@ class LLM:
         return self._system.spec.vocab_size
 
     def generate(
-        self,
-        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        progress: bool | None = None,
+        self, prompts: Prompts, params: Params | None = None, *, progress: bool | None = None
     ) -> list[Completion]:
         """Complete every prompt; answers come in the order of the prompts, however they finish.
 
@@ -123,11 +122,7 @@ class LLM:
         return self._run_batch(_as_prompts(prompts), params, progress)
 
     def chat(
-        self,
-        conversations: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        progress: bool | None = None,
+        self, conversations: Conversations, params: Params | None = None, *, progress: bool | None = None
     ) -> list[Completion]:
         """Answer one conversation (a list of messages like those of the OpenAI API) or several.
 
@@ -137,7 +132,7 @@ class LLM:
 
     def embed(
         self,
-        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        prompts: Prompts,
         *,
         dimensions: int | None = None,
         prompt_name: str | None = None,
@@ -157,7 +152,7 @@ class LLM:
 
     def classify(
         self,
-        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        prompts: Prompts,
         *,
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
@@ -169,7 +164,7 @@ class LLM:
 
     def encode(
         self,
-        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        prompts: Prompts,
         *,
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
@@ -199,9 +194,7 @@ class LLM:
         return self._requests.scores([one.data for one in outputs], len(queries), activated=use_activation)
 
     def stream(
-        self,
-        prompt: str | Sequence[int] | Sequence[Message],
-        params: SamplingParams | None = None,
+        self, prompt: str | Sequence[int] | Sequence[Message], params: SamplingParams | None = None
     ) -> Iterator[Delta]:
         """Yield output as it comes; a list of messages is a conversation.  Leaving the loop cancels the request."""
         (one,) = _as_conversations(prompt) if _is_conversation(prompt) else _as_prompts(prompt)  # type: ignore[arg-type]
@@ -251,12 +244,7 @@ class LLM:
             outputs.append(Pooled(prompt, data, label, delta.usage))
         return outputs
 
-    def _run_batch(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        progress: bool | None,
-    ) -> list[Completion]:
+    def _run_batch(self, prompts: Sequence[Prompt], params: Params | None, progress: bool | None) -> list[Completion]:
         every = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         for one in every:
             if not isinstance(one, SamplingParams):
@@ -338,7 +326,7 @@ async def _call(function: Callable[[], T]) -> T:
     return function()
 
 
-def _as_prompts(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> list[Prompt]:
+def _as_prompts(prompts: Prompts) -> list[Prompt]:
     given: Any = prompts.tolist() if isinstance(prompts, np.ndarray) else prompts
     if isinstance(given, str) or not isinstance(given, Sequence):  # ingress refuses what is no prompt
         return [given]
@@ -349,9 +337,7 @@ def _is_conversation(prompt: object) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def _as_conversations(
-    conversations: Sequence[Message] | Sequence[Sequence[Message]],
-) -> list[Prompt]:
+def _as_conversations(conversations: Conversations) -> list[Prompt]:
     several: Sequence[Any] = [conversations] if _is_conversation(conversations) else conversations
     if not isinstance(several, Sequence) or not all(isinstance(turns, Sequence) for turns in several):
         raise RequestError(f"messages: expected a conversation or several, not {conversations!r:.100}")

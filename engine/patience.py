@@ -1,12 +1,13 @@
-"""How long calls into code of others are waited for: what takes long is named, and what may be given up is.
+"""How long others are waited for: calls that take long are named, and what may be given up is.
 
 Owns: the threads that this takes.  Does not know: who is called, what for.
 """
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,13 @@ def named_while_slow(what: str) -> Iterator[None]:
         yield
     finally:
         over.set()
+
+
+async def is_set_within(timeout_s: float, event: asyncio.Event) -> bool:
+    """Wait for an event; False if the time ran out first."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
+    return event.is_set()
 
 
 def returns_within(timeout_s: float, work: Callable[[], object], name: str) -> bool:

@@ -9,6 +9,7 @@ import logging
 import math
 import random
 import time
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,7 +25,7 @@ from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
 from engine.checkpoints.adapter import AdapterRules, adapter_rules
 from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_checkpoint
-from engine.checkpoints.stored import stored_tensors
+from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config, build_config, without_cluster_key
 from engine.device_defaults import with_device_defaults
 from engine.errors import ConfigError, EngineDied
@@ -66,7 +67,7 @@ READ_AT_ONCE = 256  # messages; no less than what a link delivers before others 
 
 
 class System:
-    """One engine.  ``start``, use ``ingress``, ``stop``; ``died`` is set when an actor crashed."""
+    """One engine.  ``start``, use ``ingress``, ``stop``; ``died`` is set when an actor crashed.  codec: its text's."""
 
     def __init__(
         self,
@@ -105,9 +106,9 @@ class System:
         self.max_len = _max_len(config, self.spec)
         # What is sampled behind a prompt that is all of a request takes a place that no state is computed for.
         self._row_len = self.max_len + (self.spec.pooling.kind != "generate")
-        self._codec = plugin_codec(config, directory, self.spec.pooling) if before is None else before.codec
+        self.codec: TextCodec = plugin_codec(config, directory, self.spec.pooling) if before is None else before.codec
         log.info("%s: %s", self.model_name, self.spec.pooling)
-        warn_of_unknown_tokens(self._codec, self.spec.vocab_size)
+        warn_of_unknown_tokens(self.codec, self.spec.vocab_size)
         chosen = config.plugins
         self._plugins = Plugins(
             config.chosen_plugins(), chosen.observers, chosen.options, chosen.graph_passes, chosen.logits_processors
@@ -121,7 +122,7 @@ class System:
         self.policy: SchedulingPolicy = (
             before.policy if before is not None and is_same else plugin_policy(self._plugins, config)
         )
-        proposer = plugin_proposer(self._plugins, config, self.spec, self.max_len, self._codec.vocabulary)
+        proposer = plugin_proposer(self._plugins, config, self.spec, self.max_len, self.codec.vocabulary)
         self._draft = proposer if isinstance(proposer, DraftModel) else None
         self._drafts = plugin_drafts(proposer, self.spec.vocab_size)
         self._num_proposed = 0 if proposer is None else proposer.num_tokens
@@ -135,10 +136,7 @@ class System:
         if before is not None:
             return before._observers
         return Observers(
-            self._plugins,
-            self.config.plugins.options,
-            page_size=self.config.kv.page_size,
-            model=self.model_name,
+            self._plugins, self.config.plugins.options, page_size=self.config.kv.page_size, model=self.model_name
         )
 
     def _traffic_by(self, before: "System | None") -> TraceRecorder | None:
@@ -156,7 +154,7 @@ class System:
             return before._grammars
         return plugin_grammars(
             self._plugins,
-            lambda: self._codec,
+            lambda: self.codec,
             vocab_size=self.spec.vocab_size,
             eos_token_ids=self.spec.eos_token_ids,
             options=self.config.plugins.options,
@@ -202,7 +200,7 @@ class System:
             executors=self.executors,
             observers=self._observers,
             limits=self.planner_limits(0),
-            decode=self._codec.decode,
+            decode=self.codec.decode,
             clock=time.monotonic,
             recorder=self.recorder,
         )
@@ -221,11 +219,6 @@ class System:
         """The actor that takes requests; an engine whose frontend is a process of its own has none."""
         assert isinstance(self.entrance, Ingress), "requests enter by the frontend's process"
         return self.entrance
-
-    @property
-    def codec(self) -> TextCodec:
-        """The model's tokenizer and chat template."""
-        return self._codec
 
     @property
     def sampling_defaults(self) -> dict[str, float | int]:
@@ -278,7 +271,7 @@ class System:
         placement = self.config.placement
         if not placement.tokenizers:
             tokenizer = Tokenizer(
-                capacity=capacity, codec=self._codec, vocab_size=self.spec.vocab_size, grammars=self._grammars
+                capacity=capacity, codec=self.codec, vocab_size=self.spec.vocab_size, grammars=self._grammars
             )
             tokenizer.processors = plugin_processors(self._plugins, self.spec.vocab_size)
             return tokenizer
@@ -392,8 +385,10 @@ class System:
     def with_config(self, config: Config) -> "System":
         """What this engine would be with another configuration: for ``Changeover``, to check it and to ``become`` it.
 
-        Raises CallboardError."""
-        return System(config, head=self._head, frontend=self._front, before=self)
+        It loads models as this one does, also where that is another class's way.  Raises CallboardError."""
+        new = copy(self)
+        System.__init__(new, config, head=self._head, frontend=self._front, before=self)
+        return new
 
     def become(self, new: "System") -> None:
         """Have the configuration of another one, and what follows from it."""

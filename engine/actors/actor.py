@@ -28,10 +28,33 @@ class Link(Protocol[M_contra]):
     def put(self, message: M_contra) -> None: ...
 
 
+class Deliveries:
+    """Mailboxes that have something to deliver, in the order in which they were first put into.
+
+    All of them deliver in one callback on the loop, also those that are put into meanwhile: another turn of the loop
+    asks the kernel for events and gives the interpreter lock to the executor's thread, which costs as much as an actor.
+    """
+
+    def __init__(self) -> None:
+        self._due: deque[Mailbox[Any]] = deque()
+
+    def add(self, mailbox: "Mailbox[Any]") -> None:
+        """One that is not here yet."""
+        self._due.append(mailbox)
+        if len(self._due) == 1:
+            asyncio.get_running_loop().call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        while self._due:
+            self._due[0].deliver()
+            self._due.popleft()  # only now: as long as one is here, nobody calls this again
+
+
 class Mailbox(Generic[M]):
     """FIFO of messages.  ``put`` from the loop's own thread; the actor gets all that has arrived, in one call.
 
     Delivery is a plain callback on the loop, not a task that wakes up: 1 us a hop instead of 10.
+    deliveries: those of the actors that run together.
     """
 
     def __init__(self, name: str, capacity: int) -> None:
@@ -40,6 +63,7 @@ class Mailbox(Generic[M]):
         self._messages: deque[M] = deque()
         self._deliver: Callable[[list[M]], None] | None = None
         self._due = False
+        self.deliveries = Deliveries()
         self.peak = 0  # most messages that were handed over at once
         self.num_taken = 0  # handed over in all
 
@@ -53,20 +77,21 @@ class Mailbox(Generic[M]):
             log.error("%s: more than %d messages queued, with %s", self.name, self.capacity, type(message).__name__)
         if not self._due and self._deliver is not None:
             self._due = True
-            asyncio.get_running_loop().call_soon(self._drain)
+            self.deliveries.add(self)
 
     def open(self, deliver: Callable[[list[M]], None]) -> None:
         """From now on ``deliver`` is called with what has arrived, first with what is here already."""
         self._deliver = deliver
         if self._messages:
             self._due = True
-            asyncio.get_running_loop().call_soon(self._drain)
+            self.deliveries.add(self)
 
     def close(self) -> None:
         """Deliver nothing any more; late messages are kept and never read."""
         self._deliver = None
 
-    def _drain(self) -> None:
+    def deliver(self) -> None:
+        """Hand over what has arrived; called by ``deliveries``, which must not see an exception."""
         self._due = False
         if self._deliver is not None:
             messages = list(self._messages)
@@ -135,6 +160,10 @@ class Actor(Generic[M]):
             self.flush()
         except Exception as error:
             self._finish(error)
+        except BaseException as error:  # sys.exit, or a panic of a library in Rust: others would get nothing any more
+            crash = RuntimeError(repr(error))
+            crash.__cause__ = error
+            self._finish(crash)
         else:
             if self._stopping and self.idle:
                 self._finish(None)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from engine.actors.actor import Actor
+from engine.actors.actor import Actor, Deliveries
 from engine.errors import CallboardError, EngineDied
 from engine.messages import Stop
 
@@ -82,9 +82,11 @@ class Supervisor:
 
     async def _supervise(self) -> None:
         """One for all: the first crash ends every actor and every open request."""
+        deliveries = Deliveries()
         try:
             async with asyncio.TaskGroup() as group:
                 for actor in self._actors:
+                    actor.inbox.deliveries = deliveries
                     self._tasks[actor.name] = group.create_task(self._watch(actor), name=actor.name)
         except* Exception:
             assert self.died is not None

@@ -135,7 +135,9 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             if token_ids is not None and not params.needs_vocabulary:
                 return _Encoded(request, self._codec.trimmed(token_ids, options.truncate_to), params)
             return await asyncio.to_thread(self._understand, request)
-        except (Exception, SystemExit) as error:  # of a tokenizer, a template, a plugin: this request's trouble alone
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # of a tokenizer (also a panic), a template, a plugin: this request's trouble
             return _Encoded(request, None, request.params, error=_fault(request.request_id, error))
 
     def _understand(self, request: Tokenize) -> _Encoded:
@@ -199,7 +201,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                 text.num_completion = num_resumed
                 old = resumed_delta(request, self._codec, self._vocab_size, text.stream, self._usage(text))
                 self._out.append(text.opened(old))
-        except Exception as error:
+        except BaseException as error:  # as above
             self._refuse(request.request_id, _fault(request.request_id, error))
             return
         ids, salt = encoded.token_ids.tobytes() + options.resumed, options.cache_salt
@@ -248,7 +250,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                         self._take_prompt(text, Finish(finish), extras.pooled)
                     else:
                         self._take_token(text, token_id, Finish(finish), extras.logprobs)
-                except Exception as error:
+                except BaseException as error:  # as above
                     self._texts[request_id] = text
                     self._scheduler.put(Abort(request_id))
                     self._refuse(request_id, _fault(request_id, error))

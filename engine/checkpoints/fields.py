@@ -5,6 +5,7 @@ Owns: reading and checking one value at a time.  Does not know: which fields a m
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,6 +58,18 @@ class Fields:
     def text(self, name: str, default: str | None = None) -> str:
         """A string; required when there is no default."""
         return self._instance(str, name, default, "a string")
+
+    def choice(self, name: str, default: str | None, allowed: Iterable[str]) -> str:
+        """One of the allowed strings."""
+        value, allowed = self.text(name, default), tuple(allowed)
+        if value not in allowed:
+            raise self.error(name, value, f"one of {', '.join(allowed)}")
+        return value
+
+    def demand(self, name: str, only: bool, why: str) -> None:
+        """A flag of which only one value is served, that of a file without it."""
+        if self.flag(name, only) != only:
+            raise self.error(name, not only, f"{str(only).lower()}: {why}")
 
     def integers(self, name: str) -> tuple[int, ...]:
         """One whole number or a list of them; empty if missing."""

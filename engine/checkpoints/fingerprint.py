@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from engine.checkpoints.checkpoint import ModelSpec
-from engine.checkpoints.stored import stored_tensors
+from engine.checkpoints.gguf import stored_tensors
 from engine.errors import ConfigError
 
 SAMPLE_BYTES = 1 << 14

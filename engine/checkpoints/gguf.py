@@ -7,7 +7,6 @@ Owns: what of a file is read and by which names; a directory for it in Hugging F
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import subprocess
@@ -16,7 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.checkpoints.shards import StoredTensor
+from engine.cache_folder import cache_folder
+from engine.checkpoints.shards import StoredTensor, read_shards
 from engine.errors import WeightsError
 
 if TYPE_CHECKING:
@@ -83,10 +83,9 @@ def unfold(path: Path) -> Path:
     path = path.resolve()
     facts = path.stat()
     what = f"{UNFOLDING} {path} {facts.st_size} {facts.st_mtime_ns}"
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "callboard" / "gguf"
-    except RuntimeError:
-        raise WeightsError(f"{path}: no home directory to unfold it in; set XDG_CACHE_HOME") from None
+    base = cache_folder("gguf")
+    if base is None:
+        raise WeightsError(f"{path}: no home directory to unfold it in; set XDG_CACHE_HOME")
     directory = base / f"{path.stem}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
     if directory.is_dir():
         return directory
@@ -125,8 +124,13 @@ def read_tensors(path: Path, reader: "GGUFReader") -> dict[str, tuple[StoredTens
     return tensors
 
 
-def read_gguf(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file by the names that they have in Hugging Face format.  Raises WeightsError."""
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """All tensors of a checkpoint, whatever files it has, by the names that they have in Hugging Face format.
+
+    Raises WeightsError naming the file and the tensor at fault."""
+    path = directory / LINK
+    if not path.exists():
+        return read_shards(directory)
     return {name: tensor for name, (tensor, _) in read_tensors(path, open_gguf(path)).items()}
 
 

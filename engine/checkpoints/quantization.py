@@ -44,11 +44,8 @@ def read_quantization(fields: Fields) -> Quantization | None:
     if not fields.has("quantization_config"):
         return None
     config = fields.section("quantization_config")
-    method = config.text("quant_method", "")
     readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
-    if method not in readers:
-        raise config.error("quant_method", method, f"one of {', '.join(sorted(readers))}")
-    return readers[method](config)
+    return readers[config.choice("quant_method", "", sorted(readers))](config)
 
 
 def _awq(config: Fields) -> Quantization:
@@ -62,8 +59,7 @@ def _awq(config: Fields) -> Quantization:
 
 def _gptq(config: Fields) -> Quantization:
     formats = {"gptq": 1, "gptq_v2": 0}
-    if (version := config.text("checkpoint_format", "gptq")) not in formats:
-        raise config.error("checkpoint_format", version, f"one of {', '.join(formats)}")
+    version = config.choice("checkpoint_format", "gptq", formats)
     return Quantization(
         method="gptq",
         kind="int",
@@ -80,9 +76,7 @@ def _fp8(config: Fields) -> Quantization:
 
 
 def _compressed_tensors(config: Fields) -> Quantization:
-    formats = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
-    if (form := config.text("format", "")) not in formats:
-        raise config.error("format", form, f"one of {', '.join(formats)}")
+    config.choice("format", "", ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized"))
     if (sparsity := config.section("sparsity_config").text("format", "dense")) != "dense":
         raise config.error("sparsity_config", sparsity, "none: sparse weights are not read")
     groups = config.section("config_groups")

@@ -73,11 +73,8 @@ def read_sizes(fields: Fields, *, head_size: int = 0, num_kv_heads: int = 0) -> 
     size = fields.integer("head_dim", head_size or hidden_size // num_heads, maximum=MAX_HEADS)
     if size % 2:
         raise fields.error("head_dim", size, "an even number, so that rotary embeddings can pair it")
-    if not fields.flag("is_causal", True) or fields.flag("use_bidirectional_attention", False):
-        name, usual = (
-            ("is_causal", True) if not fields.flag("is_causal", True) else ("use_bidirectional_attention", False)
-        )
-        raise fields.error(name, not usual, f"{str(usual).lower()}: text is generated from left to right")
+    for name, only in (("is_causal", True), ("use_bidirectional_attention", False)):
+        fields.demand(name, only, "text is generated from left to right")
     return Sizes(
         vocab_size=fields.integer("vocab_size", maximum=MAX_VOCAB),
         hidden_size=hidden_size,
@@ -92,9 +89,7 @@ def read_sizes(fields: Fields, *, head_size: int = 0, num_kv_heads: int = 0) -> 
 
 def read_activation(fields: Fields, name: str = "hidden_act", default: str = "silu") -> str:
     """The activation of the MLPs."""
-    if (activation := fields.text(name, default)) not in ACTIVATIONS:
-        raise fields.error(name, activation, f"one of {', '.join(ACTIVATIONS)}")
-    return activation
+    return fields.choice(name, default, ACTIVATIONS)
 
 
 def read_gated(fields: Fields, sizes: Sizes, *, bias: bool = False, merged: str = "") -> GatedShape:

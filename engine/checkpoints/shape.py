@@ -141,7 +141,6 @@ class AttentionShape(PartShape, frozen=True, kw_only=True):
 
     @property
     def unlike_rounded(self) -> str:
-        """See ``PartShape``."""
         return "matrices as [inputs, outputs]" if self.transposed else ""
 
 
@@ -196,7 +195,6 @@ class MLPShape(PartShape, frozen=True, kw_only=True):
 
     @property
     def unlike_rounded(self) -> str:
-        """See ``PartShape``."""
         return "matrices as [inputs, outputs]" if self.transposed else ""
 
 
@@ -273,7 +271,6 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
 
     @property
     def unlike_rounded(self) -> str:
-        """See ``PartShape``."""
         return "all experts in one tensor" if self.stacked else ""
 
 

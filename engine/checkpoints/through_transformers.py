@@ -47,7 +47,6 @@ class WholeLayer(PartShape, frozen=True, kw_only=True):
 
     @property
     def width(self) -> int:
-        """See ``PartShape``."""
         return self.size
 
 

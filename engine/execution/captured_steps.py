@@ -1,7 +1,7 @@
-"""What the runner asks of captured steps: decode steps as one graph, the model between attention calls, one device.
+"""What the runner asks of captured steps: decode steps as one call, the model between attention calls, one device.
 
 Legend: N decode rows of the step · V vocabulary
-Owns: the protocols.  Does not know: how steps are captured, see ``engine/graphs/``.
+Owns: the protocols.  Does not know: how steps are captured, see ``engine/graphs/``, or compiled.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Event(Protocol):
 class Decoded:
     """A step that is queued.
 
-    Sampled: token_ids_N, int64, on the host, to be read once ``event`` is reached.
+    Sampled: token_ids_N, int64, on the host, to be read once ``event`` is reached; at once where that is None.
     Else logits_NV, to be used before the next step, and write_at_N, int64, where the tokens belong.
     """
 
@@ -47,10 +47,10 @@ class Decoded:
 
 
 class CapturedDecodes(Protocol):
-    """Decode steps that are replayed whole."""
+    """Decode steps that run whole, by one graph or one call of C."""
 
     def fits(self, num_rows: int) -> bool:
-        """Whether there is a graph for so many rows."""
+        """Whether there is one for so many rows."""
         ...
 
     def variant_of(self, rows_N: npt.NDArray[np.int64], positions_N: npt.NDArray[np.int64]) -> Variant:

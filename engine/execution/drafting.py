@@ -259,8 +259,8 @@ class DraftingRunner:
         Raises MemoryError where other ranks may be in the middle of it."""
         try:
             return self._drafter.draft(step)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not isinstance(error, torch.OutOfMemoryError) and CPU_ALLOCATOR not in str(error):
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and CPU_ALLOCATOR not in str(error):
                 raise
             if not self._alone:
                 raise MemoryError(str(error)) from None

@@ -9,7 +9,8 @@ import logging
 import os
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 class Profiles:
     """Records a rank's steps, one profile at a time.  All calls come from the device thread.
 
-    recording: whether ``launched`` is to be told of each."""
+    recording: whether ``step`` is wanted around the launch of each."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -50,8 +51,11 @@ class Profiles:
         self.recording = True
         log.info("rank %d records the next %d steps", self._rank, ask.num_steps)
 
-    def launched(self) -> None:
-        """A step has been launched."""
+    @contextmanager
+    def step(self, step_id: int) -> Iterator[None]:
+        """A step is launched, and has its name in the trace."""
+        with torch.profiler.record_function(f"callboard::step {step_id}"):
+            yield
         self._num_left -= 1
         if not self._num_left:
             self._end()

@@ -125,12 +125,16 @@ class DeviceRows:
         places_A, pages_A = self.appends(step)
         proposed = (step.proposed_rows, step.proposed_positions, step.proposed_tokens)
         rows_K, positions_K, tokens_K = (np.frombuffer(column, dtype=np.int32) for column in proposed)
-        columns = (
+        self._write(
             np.concatenate((*token_places, rows_K.astype(np.int64) * row_len + positions_K)),
             np.concatenate((*page_places, places_A)),
             np.concatenate((*tokens, tokens_K)),
             np.concatenate((*pages, pages_A)),
         )
+
+    def _write(self, token_places: Int64, page_places: Int64, tokens: Int32, pages: Int32) -> None:
+        """The places are in the flat tables."""
+        columns = (token_places, page_places, tokens, pages)
         token_at, page_at, token_ids, page_ids = upload(columns, self._device)
         self._tokens_flat.index_copy_(0, token_at, token_ids)
         self._pages_flat.index_copy_(0, page_at, page_ids)

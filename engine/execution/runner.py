@@ -5,6 +5,7 @@ Owns: everything on the device.  Does not know: requests, text, actors; it knows
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -88,7 +89,7 @@ class ModelRunner:
     """Runs steps in the order they come; all calls from one thread.
 
     graphs: what captures on the device.  host_pool: None if there is no host tier.  stored: None if there is no store.
-    piecewise: None if steps with prefill run as any other.  decode_graphs: None if decode steps do.
+    piecewise: None if steps with prefill run as any other.  whole_decodes: None if decode steps do.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class ModelRunner:
         stored: StoredPages | None,
         attention: AttentionBackend,
         piecewise: CapturedModel | None,
-        decode_graphs: CapturedDecodes | None,
+        whole_decodes: CapturedDecodes | None,
         rows: DeviceRows,
         constraints: Constraints,
         sampler: Sampler,
@@ -117,10 +118,10 @@ class ModelRunner:
         self.stored = stored
         self._attention = attention
         self._model = model
-        self._decode_graphs = decode_graphs
+        self._whole_decodes = whole_decodes
         self._prefilling: Model | CapturedModel = model if piecewise is None else piecewise
-        # Where no graph has a whole step, the model between attention calls is better than nothing.
-        captured = piecewise is not None and piecewise.captured and decode_graphs is None
+        # Where nothing runs a whole step, the model between attention calls is better than nothing.
+        captured = piecewise is not None and piecewise.captured and whole_decodes is None
         self._decoding = self._prefilling if captured else model
         self._rows = rows
         self._constraints = constraints
@@ -152,31 +153,29 @@ class ModelRunner:
 
         Raises MemoryError if the device has no room for it.  What the step changes has then been taken in, and its
         batch has not run: it may be launched again by itself, whole or in parts."""
-        graphs = self._graphs_for(step)
-        if graphs is None:
+        whole = self._whole_for(step)
+        if whole is None:
             self._apply(step)
         else:
             self._transfer(step)
-            self._settle()  # a graph waits for no layer
-            graphs.tell(step)
+            self._settle()  # what runs whole waits for no layer
+            whole.tell(step)
         computed = self._rows.computed.copy()
         try:
-            launched = self._run(step) if graphs is None else self._launch_captured(graphs, step)
-        except torch.OutOfMemoryError as error:
+            with self._profiles.step(step.step_id) if self._profiles.recording else nullcontext():
+                return self._run(step) if whole is None else self._launch_whole(whole, step)
+        except (MemoryError, torch.OutOfMemoryError) as error:  # the first from kernels in C
             if self._prompts.sums_in(step):
-                raise
+                raise RuntimeError(f"no room for a step that adds to sums, and so cannot run twice: {error}") from error
             self._rows.restore(computed)
             raise MemoryError(str(error)) from None
-        if self._profiles.recording:
-            self._profiles.launched()
-        return launched
 
-    def _graphs_for(self, step: Step) -> CapturedDecodes | None:
-        """What a step is replayed by, if it can be."""
-        graphs = self._decode_graphs
-        if graphs is None or step.prefill_rows or step.admissions or not graphs.fits(len(step.decode_rows) // 4):
+    def _whole_for(self, step: Step) -> CapturedDecodes | None:
+        """What runs all of a step, if it can."""
+        whole = self._whole_decodes
+        if whole is None or step.prefill_rows or step.admissions or not whole.fits(len(step.decode_rows) // 4):
             return None
-        return graphs
+        return whole
 
     def _apply(self, step: Step) -> None:
         """Take in what the step changes."""
@@ -226,16 +225,16 @@ class ModelRunner:
             self._constraints.sampled(batch.sample_rows_N, launched.tokens)
         return launched
 
-    def _launch_captured(self, graphs: CapturedDecodes, step: Step) -> LaunchedStep:
-        """A step that a graph has been captured for: every row samples."""
+    def _launch_whole(self, whole: CapturedDecodes, step: Step) -> LaunchedStep:
+        """A step that is one call: every row samples."""
         rows_N = decode_rows(step)
         computed = self._rows.computed
         computed[rows_N] += 1
         lengths_N = computed[rows_N]  # the sampled token's position as well: as many tokens come before it
         masks = self._constraints.begin(rows_N) if self._constraints.rows else None
         positions_N = lengths_N.astype(np.int64)
-        variant = graphs.variant_of(rows_N, positions_N) if masks is None else Variant.LOGITS
-        decoded = graphs.launch(rows_N, lengths_N, variant)
+        variant = whole.variant_of(rows_N, positions_N) if masks is None else Variant.LOGITS
+        decoded = whole.launch(rows_N, lengths_N, variant)
         if decoded.token_ids_N is not None:
             sampled = SampledTokens(decoded.token_ids_N, None)
             return LaunchedStep(self._rank, step.step_id, rows_N, sampled, decoded.event, None, {})

@@ -50,7 +50,6 @@ class GGUFWeights:
         return weight.narrow(dim, start, length) if whole else weight
 
     def close(self) -> None:
-        """See ``WeightReader.close``."""
         self._found.clear()
 
 

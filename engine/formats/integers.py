@@ -78,11 +78,7 @@ def packed(
 
 
 def scaled(
-    weight_OI: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    block: tuple[int, int],
-    groups_I: Tensor | None = None,
+    weight_OI: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int], groups_I: Tensor | None = None
 ) -> Tensor:
     """weight_OI, whose elements are numbers already, less their zero points and times their scales.
 

@@ -51,7 +51,6 @@ class QuantizedReader:
         return self._weight(name).narrow(dim, start, length)
 
     def close(self) -> None:
-        """See ``WeightReader.close``."""
         self._plain.close()
 
     def _gather(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -66,7 +66,6 @@ class SafetensorsReader:
         return tensor
 
     def close(self) -> None:
-        """See ``WeightReader.close``."""
         self._open.close()
         self._files.clear()
 

@@ -50,14 +50,12 @@ class BreakingComm:
             self._traced = False
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """See ``Comm``."""
         if self._capturable or not self._recorder.recording:
             return self._comm.all_gather(tensor, dim)
         gathered: Tensor = self._recorder.call(COLLECTIVE, self._comm.all_gather, (tensor, dim), {})
         return gathered
 
     def close(self) -> None:
-        """See ``Comm``."""
         self._comm.close()
 
     def _reduce_eagerly(self, x_TD: Tensor) -> None:

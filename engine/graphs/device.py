@@ -130,7 +130,6 @@ class CudaDevice:
         self._keepers: dict[Pool, tuple[Graph, Tensor]] = {}
 
     def pool(self) -> Pool:
-        """See ``GraphDevice``."""
         pool = torch.cuda.graph_pool_handle()
         # A pool dies with its last graph, and no capture may use it again: one that does next to nothing keeps it.
         nothing = self.buffer((1,), torch.float32)
@@ -146,17 +145,14 @@ class CudaDevice:
         return pool
 
     def drop(self, pool: Pool) -> None:
-        """See ``GraphDevice``."""
         del self._keepers[pool]
         self.trim()
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See ``GraphDevice``."""
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """See ``GraphDevice``."""
         outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)
         try:
@@ -166,14 +162,12 @@ class CudaDevice:
             outside.wait_stream(self._stream)
 
     def begin_capture(self, pool: Pool, size: int) -> None:
-        """See ``GraphDevice``."""
         assert self._graph is None, "a capture is under way"
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool  # before: a beginning that fails may be half made
         # Other threads of the process may allocate memory meanwhile; only this one is held to the rules.
         self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
     def end(self) -> Graph:
-        """See ``GraphDevice``."""
         assert self._graph is not None, "no capture is under way"
         self._graph.capture_end()
         graph, self._graph = self._graph, None
@@ -181,7 +175,6 @@ class CudaDevice:
         return graph
 
     def abandon(self) -> None:
-        """See ``GraphDevice``."""
         if self._graph is None:
             return
         graph, self._graph = self._graph, None
@@ -205,20 +198,16 @@ class CudaDevice:
                 graph.reset()
 
     def is_capturing(self) -> bool:
-        """See ``GraphDevice``."""
         return torch.cuda.is_current_stream_capturing()
 
     def weak(self, tensor: Tensor) -> Tensor:
-        """See ``GraphDevice``."""
         return weak_reference(tensor)
 
     def memory(self) -> DeviceMemory:
-        """See ``GraphDevice``."""
         free, _ = torch.cuda.mem_get_info(self._device)
         return DeviceMemory(free, torch.cuda.memory_reserved(self._device))
 
     def peak(self, run: Callable[[], object]) -> int:
-        """See ``GraphDevice``."""
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         run()
@@ -226,21 +215,17 @@ class CudaDevice:
         return int(torch.cuda.max_memory_allocated(self._device)) - int(before)
 
     def trim(self) -> None:
-        """See ``GraphDevice``."""
         gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
     def host(self, num_bytes: int) -> Tensor:
-        """See ``GraphDevice``."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """See ``GraphDevice``."""
         target.copy_(source, non_blocking=True)
 
     def event(self) -> Event:
-        """See ``GraphDevice``."""
         return torch.cuda.Event()
 
 
@@ -257,11 +242,9 @@ class HostDevice:
         """There is none."""
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See ``GraphDevice``."""
         return torch.zeros(shape, dtype=dtype)
 
     def stream(self) -> AbstractContextManager[None]:
-        """See ``GraphDevice``."""
         return nullcontext()
 
     def begin_capture(self, pool: Pool, size: int) -> None:
@@ -279,15 +262,12 @@ class HostDevice:
         """There are none."""
 
     def is_capturing(self) -> bool:
-        """See ``GraphDevice``."""
         return False
 
     def weak(self, tensor: Tensor) -> Tensor:
-        """See ``GraphDevice``."""
         return tensor
 
     def memory(self) -> DeviceMemory:
-        """See ``GraphDevice``."""
         return DeviceMemory(available_bytes(), 0)
 
     def peak(self, run: Callable[[], object]) -> int:
@@ -298,11 +278,9 @@ class HostDevice:
         """See ``GraphDevice``."""
 
     def host(self, num_bytes: int) -> Tensor:
-        """See ``GraphDevice``."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """See ``GraphDevice``."""
         target.copy_(source)
 
     def event(self) -> Event:

@@ -81,7 +81,6 @@ class Piecewise:
         )
 
     def forward(self, step: StepTensors) -> Tensor:
-        """See ``Model.forward``."""
         return self._model.logits(self.hidden(step, step.sample_at_N))
 
     def hidden(self, step: StepTensors, wanted_N: Tensor) -> Tensor:

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.errors import ConfigError
+from engine.own_kernels import VARIABLE
 
 if TYPE_CHECKING:
     from engine.kernels.fused import FusedKernels
 
 log = logging.getLogger(__name__)
-
-VARIABLE = "CALLBOARD_KERNELS"
 
 
 def choose_kernels(device: torch.device) -> "FusedKernels | None":

@@ -1,11 +1,15 @@
-/* What stands between the products of a small model on a CPU, each as one pass over float32 rows by one thread.
-   engine/kernels/cpu.py compiles and calls them; each computes what the method of its name says.
+/* What stands between the products of a small model on a CPU, each as one pass over float32 rows.
+   engine/kernels/cpu.py calls them; each computes what the method of its name says, a row by its own numbers alone.
 
-   Legend: T tokens, D model dim, A query, key and value heads, Q query heads, G key/value heads, H head size. */
+   Legend: T tokens, D model dim, A query, key and value heads, Q query heads, G key/value heads, H head size,
+   I intermediate size. */
 
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
+
+#include "cpu.h"
+
+#define WORTH_THREADS 32768 /* numbers, below which waking a thread takes longer than it saves */
 
 static float scale_of(const float *x, int64_t size, float eps) {
     float sum = 0;
@@ -13,25 +17,42 @@ static float scale_of(const float *x, int64_t size, float eps) {
     return 1 / sqrtf(sum / size + eps);
 }
 
+/* update_TD: NULL for nothing to add. */
 void add_norm(float *x_TD, const float *update_TD, const float *weight_D, float *out_TD, int64_t T, int64_t D,
-              float eps) {
+              float eps, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && T * D > WORTH_THREADS)
     for (int64_t t = 0; t < T; t++) {
         float *x = x_TD + t * D, *restrict out = out_TD + t * D;
-        const float *restrict update = update_TD + t * D;
-        for (int64_t i = 0; i < D; i++) x[i] += update[i];
+        if (update_TD) {
+            const float *restrict update = update_TD + t * D;
+            for (int64_t i = 0; i < D; i++) x[i] += update[i];
+        }
         float scale = scale_of(x, D, eps);
         for (int64_t i = 0; i < D; i++) out[i] = x[i] * scale * weight_D[i];
     }
 }
 
+/* R cosines of each position, then R sines. */
+void turn(const int64_t *positions_T, const float *frequencies_R, float *angles_TH, int64_t T, int64_t R, float scale,
+          int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && T * R > WORTH_THREADS)
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t i = 0; i < R; i++) {
+            float angle = positions_T[t] * frequencies_R[i];
+            angles_TH[2 * t * R + i] = cosf(angle) * scale;
+            angles_TH[2 * t * R + R + i] = sinf(angle) * scale;
+        }
+}
+
 /* weight_RH: of each query and key head; NULL if heads are not normalised.  angles_TH: cosines, then sines.
    S: slots that there are.  Returns the first token whose slot is none of them, before anything is written, or -1. */
 int64_t rotate_and_store(const float *qkv_TAH, const float *weight_RH, const float *angles_TH,
-                         const int64_t *slots_T, float *q_TQH, float *keys_SGH, float *values_SGH, int64_t T, int64_t Q, int64_t G, int64_t H,
-                         int64_t S, float eps) {
+                         const int64_t *slots_T, float *q_TQH, float *keys_SGH, float *values_SGH, int64_t T,
+                         int64_t Q, int64_t G, int64_t H, int64_t S, float eps, int64_t threads) {
     for (int64_t t = 0; t < T; t++)
         if (slots_T[t] >= S) return t;
     int64_t half = H / 2, rotated = Q + G;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && T * rotated * H > WORTH_THREADS)
     for (int64_t t = 0; t < T; t++) {
         const float *heads = qkv_TAH + t * (rotated + G) * H, *restrict cosine = angles_TH + t * H,
                     *restrict sine = cosine + half;
@@ -72,78 +93,15 @@ static inline float exp_below_one(float x) {
     return sum * power;
 }
 
-/* B decode rows, P pages of a row, L keys that one sees.  scores_QL: to work in.
-   num_pages: that there are.  page_stride: from the first slot of a page to that of the next. */
-typedef struct {
-    const int32_t *pages_BP, *lengths_B;
-    float *scores_QL;
-    int64_t B, P, L, Q, G, H, page_size, page_stride, num_pages;
-    float scale;
-} Decoding;
-
-static inline __attribute__((always_inline)) void attend_row(
-    const Decoding *is, const float *q_QH, const float *keys_SGH, const float *values_SGH, float *restrict out_QH,
-    const int32_t *pages_P, int64_t first, int64_t length, int64_t H) {
-    int64_t Q = is->Q, heads = Q / is->G, D = is->G * H, size = is->page_size, last;
-    float *scores_QL = is->scores_QL, highest_Q[Q];
-    for (int64_t h = 0; h < Q; h++) highest_Q[h] = -INFINITY;
-    for (int64_t l = first; l < length; l = last) {
-        const float *key = keys_SGH + (pages_P[l / size] * is->page_stride + l % size) * D;
-        last = l - l % size + size < length ? l - l % size + size : length;
-        for (int64_t at = l; at < last; at++, key += D)
-            for (int64_t h = 0; h < Q; h++) {
-                const float *restrict q = q_QH + h * H, *restrict k = key + h / heads * H;
-                float score = 0;
-                for (int64_t i = 0; i < H; i++) score += q[i] * k[i];
-                scores_QL[h * is->L + at - first] = score *= is->scale;
-                if (score > highest_Q[h]) highest_Q[h] = score;
-            }
+/* silu(x) * y of merged gates and ups. */
+void gate(const float *gate_up_T2I, float *out_TI, int64_t T, int64_t I, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && T * I > WORTH_THREADS)
+    for (int64_t t = 0; t < T; t++) {
+        const float *restrict x = gate_up_T2I + 2 * t * I, *restrict y = x + I;
+        float *restrict out = out_TI + t * I;
+        for (int64_t i = 0; i < I; i++) {
+            float power = exp_below_one(-fabsf(x[i]));
+            out[i] = x[i] * (x[i] >= 0 ? 1 : power) / (1 + power) * y[i];
+        }
     }
-    for (int64_t h = 0; h < Q; h++) {
-        float *restrict scores = scores_QL + h * is->L, highest = highest_Q[h], sum = 0;
-        for (int64_t l = 0; l < length - first; l++) sum += scores[l] = exp_below_one(scores[l] - highest);
-        sum = 1 / sum;
-        for (int64_t l = 0; l < length - first; l++) scores[l] *= sum;
-    }
-    memset(out_QH, 0, sizeof(float) * Q * H);
-    for (int64_t l = first; l < length; l = last) {
-        const float *value = values_SGH + (pages_P[l / size] * is->page_stride + l % size) * D;
-        last = l - l % size + size < length ? l - l % size + size : length;
-        int64_t at = l;
-        for (; at + 4 <= last; at += 4, value += 4 * D)
-            for (int64_t h = 0; h < Q; h++) {
-                const float *restrict v = value + h / heads * H, *w = scores_QL + h * is->L + at - first;
-                float *restrict out = out_QH + h * H, w0 = w[0], w1 = w[1], w2 = w[2], w3 = w[3];
-                for (int64_t i = 0; i < H; i++)
-                    out[i] += (w0 * v[i] + w1 * v[i + D]) + (w2 * v[i + 2 * D] + w3 * v[i + 3 * D]);
-            }
-        for (; at < last; at++, value += D)
-            for (int64_t h = 0; h < Q; h++) {
-                const float *restrict v = value + h / heads * H;
-                float *restrict out = out_QH + h * H, weight = scores_QL[h * is->L + at - first];
-                for (int64_t i = 0; i < H; i++) out[i] += weight * v[i];
-            }
-    }
-}
-
-/* window: how many keys back a query sees, 0 for all.  Returns the first row with a page or a length that cannot be,
-   whose result is not written, or -1. */
-int64_t attend_decodes(const Decoding *is, const float *q_BQH, const float *keys_SGH, const float *values_SGH,
-                       float *out_BQH, int64_t window) {
-    for (int64_t b = 0; b < is->B; b++) {
-        const int32_t *pages_P = is->pages_BP + b * is->P;
-        int64_t length = is->lengths_B[b], first = window && length > window ? length - window : 0;
-        if (length > is->P * is->page_size || length - first > is->L) return b;
-        for (int64_t p = first / is->page_size; p * is->page_size < length; p++)
-            if (pages_P[p] < 0 || pages_P[p] >= is->num_pages) return b;
-        const float *q_QH = q_BQH + b * is->Q * is->H;
-        float *out_QH = out_BQH + b * is->Q * is->H;
-        if (is->H == 64)
-            attend_row(is, q_QH, keys_SGH, values_SGH, out_QH, pages_P, first, length, 64);
-        else if (is->H == 128)
-            attend_row(is, q_QH, keys_SGH, values_SGH, out_QH, pages_P, first, length, 128);
-        else
-            attend_row(is, q_QH, keys_SGH, values_SGH, out_QH, pages_P, first, length, is->H);
-    }
-    return -1;
 }

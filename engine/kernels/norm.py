@@ -14,12 +14,13 @@ from engine.kernels.dependent_launch import launch_options, let_next_begin, wait
 MAX_WIDTH = 1 << 15  # a row is held in registers
 
 
-def add_norm(x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def add_norm(x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
     """``x += update`` in place, and x / sqrt(mean(x^2) + eps) * weight of the sum, in x's dtype.
 
     All of one floating-point dtype, but for the weight, which may be float32; rows contiguous, D up to MAX_WIDTH.  The
     mean is taken in float32, of the sum as it is stored, so that the result fits what the residual stream holds.
     """
+    assert update_TD is not None, "a GPU's kernels add"
     num_tokens, width = x_TD.shape
     assert x_TD.is_contiguous(), "the residual stream is written in place"
     assert width <= MAX_WIDTH, f"a row of {width} numbers is more than a program holds"

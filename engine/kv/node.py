@@ -47,21 +47,9 @@ class Node:
     """
 
     __slots__ = (
-        "children",
-        "created",
-        "first",
-        "hashes",
-        "hits",
-        "host_pages",
-        "key",
-        "last_used",
-        "locks",
-        "num_device_children",
-        "pages",
-        "parent",
-        "place",
-        "priority",
-    )
+        "children", "created", "first", "hashes", "hits", "host_pages", "key", "last_used", "locks",
+        "num_device_children", "pages", "parent", "place", "priority",
+    )  # fmt: skip
 
     def __init__(
         self, parent: "Node | None", first: bytes, key: bytearray, pages: bytearray, now: int, priority: int

@@ -27,6 +27,8 @@ from engine.layers.weights import WeightSlice, joined, not_here, parameter, tran
 class PartialLinear(RowLinear):
     """This rank's part of the sum that ``RowLinear`` makes: it is added up over ranks once, for all experts."""
 
+    may_cut_outputs = False
+
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self._product(x_TI, self.bias if self.comm.rank == 0 else None)
 

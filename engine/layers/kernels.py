@@ -11,8 +11,8 @@ from torch import Tensor
 class LayerKernels(Protocol):
     """Kernels on tensors of one device; layers that are given None compute the same in torch."""
 
-    def add_norm(self, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """Add in place, and return the norm of the sum."""
+    def add_norm(self, x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+        """Add in place, and return the norm of the sum.  update_TD: None, which a GPU's are not given, for no sum."""
         ...
 
     def angle_table(self, positions_T: Tensor, frequencies_R: Tensor, scale: float) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.layers.comm import Comm
 from engine.layers.kernels import DeviceKernels, LayerKernels
+from engine.layers.ordered_comm import OrderedComm
 from engine.layers.packing import LinearKernel, PackedWeight
 from engine.layers.weights import WeightSlice, parameter, share
 
@@ -25,7 +26,7 @@ class Linear:
     def __init__(self, inputs: int, outputs: int, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
         self.weight: Tensor = parameter(outputs, inputs, device=device, dtype=dtype)
         self.bias: Tensor | None = parameter(outputs, device=device, dtype=dtype) if bias else None
-        self._packed: PackedWeight | None = None
+        self.packed: PackedWeight | None = None
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self._product(x_TI, self.bias)
@@ -34,24 +35,24 @@ class Linear:
     def nbytes(self) -> int:
         """Memory of the weight: in its kernel's layout, plain, or both where somebody else reads it too."""
         plain = self.weight.nbytes if hasattr(self, "weight") else 0
-        return plain if self._packed is None else plain + self._packed.nbytes
+        return plain if self.packed is None else plain + self.packed.nbytes
 
     def pack(self, kernel: LinearKernel, keep_weight: bool = False) -> None:
         """Lay the weight out for its kernel; called once, after loading.
 
         The plain weight is freed if another layout replaces it, unless somebody else reads it too.
         """
-        self._packed = kernel.pack(self.weight)
-        if self._packed is not None and not keep_weight:
+        self.packed = kernel.pack(self.weight)
+        if self.packed is not None and not keep_weight:
             del self.weight
 
     def adapt(self, adapted: Callable[[PackedWeight], PackedWeight]) -> None:
         """Put what adds to the product into its place; called once, after ``pack``."""
-        self._packed = adapted(self._packed or PlainWeight(self.weight))
+        self.packed = adapted(self.packed or PlainWeight(self.weight))
 
     def _product(self, x_TI: Tensor, bias: Tensor | None) -> Tensor:
-        if self._packed is not None:
-            return self._packed(x_TI, bias)
+        if self.packed is not None:
+            return self.packed(x_TI, bias)
         return F.linear(x_TI, self.weight, bias)
 
 
@@ -129,28 +130,42 @@ class QKVLinear(Linear):
 
 
 class RowLinear(Linear):
-    """Inputs cut over ranks; the partial sums are added up over ranks, the bias once."""
+    """Each rank has a part of the inputs; all get all outputs.
+
+    Inputs are cut over ranks, the partial sums are added up over ranks, and the bias once.  With an ``OrderedComm``
+    outputs are cut instead, and inputs gathered: sums are those of one rank then."""
+
+    may_cut_outputs = True
 
     def __init__(
         self, inputs: int, outputs: int, bias: bool, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.comm = comm
-        self.inputs = inputs
+        self.inputs, self.outputs = inputs, outputs
+        self.cuts_outputs = self.may_cut_outputs and isinstance(comm, OrderedComm)
         mine = share(inputs, comm.size, "input features")
-        super().__init__(mine, outputs, bias, device, dtype)
+        if self.cuts_outputs:
+            super().__init__(inputs, share(outputs, comm.size, "output features"), bias, device, dtype)
+        else:
+            super().__init__(mine, outputs, bias, device, dtype)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         if self.comm.size == 1:
             return self._product(x_TI, self.bias)
+        if self.cuts_outputs:
+            return self.comm.all_gather(self._product(self.comm.all_gather(x_TI), self.bias))
         y_TO = self.comm.all_reduce(self._product(x_TI, None))
         return y_TO if self.bias is None else y_TO.add_(self.bias)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """What this layer reads from a checkpoint."""
-        outputs, mine = self.weight.shape
-        yield WeightSlice(f"{prefix}.weight", (outputs, self.inputs), 1, self.comm.rank * mine, mine, self.weight)
+        cut = 0 if self.cuts_outputs else 1
+        mine = self.weight.shape[cut]
+        first, sizes = self.comm.rank * mine, (self.outputs, self.inputs)
+        yield WeightSlice(f"{prefix}.weight", sizes, cut, first, mine, self.weight)
         if self.bias is not None:
-            yield WeightSlice(f"{prefix}.bias", (outputs,), 0, 0, outputs, self.bias)
+            start = first if self.cuts_outputs else 0
+            yield WeightSlice(f"{prefix}.bias", (self.outputs,), 0, start, len(self.bias), self.bias)
 
 
 def _cut(name: str, total: int, comm: Comm | None) -> tuple[int, int]:

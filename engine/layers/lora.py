@@ -42,7 +42,7 @@ class AdaptedRows:
 class AdaptedWeight:
     """A packed weight and what adapters add to its product.  inputs, outputs: of this rank; outputs of each matrix.
 
-    rows: set before the step."""
+    rows: set before the step.  plain: the weight."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class AdaptedWeight:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._plain = plain
+        self.plain = plain
         self._rows = rows
         self._rank = max_rank
         # Memory of a slot is taken on a CPU when an adapter is put there.
@@ -67,7 +67,7 @@ class AdaptedWeight:
     @property
     def nbytes(self) -> int:
         """Of the weight and of all slots."""
-        return self._plain.nbytes + self.slot_bytes
+        return self.plain.nbytes + self.slot_bytes
 
     @property
     def slot_bytes(self) -> int:
@@ -88,7 +88,7 @@ class AdaptedWeight:
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """See ``PackedWeight``."""
-        y_TO = self._plain(x_TI, bias_O)
+        y_TO = self.plain(x_TI, bias_O)
         rows = self._rows
         if rows.reads_TS1 is None:
             return y_TO

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.checkpoints.shape import LayerNormShape, PartShape, RMSNormShape, Scaling
 from engine.layers.comm import Comm
-from engine.layers.kernels import LayerKernels
+from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.weights import WeightSlice, joined, parameter, whole
 
 
@@ -23,9 +23,9 @@ class Unchanged:
     def __call__(self, x_TD: Tensor) -> Tensor:
         return x_TD
 
-    def added(self, x_TD: Tensor, update_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
+    def added(self, x_TD: Tensor, update_TD: Tensor | None, kernels: LayerKernels | None) -> Tensor:
         """``x += update``, in place."""
-        return x_TD.add_(update_TD)
+        return x_TD if update_TD is None else x_TD.add_(update_TD)
 
     def pack(self, kernels: LayerKernels | None = None) -> None:
         """Nothing to prepare."""
@@ -69,6 +69,7 @@ class RMSNorm:
         self.weight = parameter(*rows, size, device=device, dtype=torch.float32 if offset else dtype)
         self._mixed = self.weight.dtype != dtype
         self._by_length: tuple[Tensor, Tensor] | None = None
+        self._alone = False  # whether kernels take the norm where there is nothing to add
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         if self._by_length is not None:
@@ -77,11 +78,11 @@ class RMSNorm:
             return (F.rms_norm(x_TD.float(), (self.size,), None, self.eps) * self.weight).to(x_TD.dtype)
         return self._plain(x_TD)
 
-    def added(self, x_TD: Tensor, update_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
+    def added(self, x_TD: Tensor, update_TD: Tensor | None, kernels: LayerKernels | None) -> Tensor:
         """``x += update``, in place, and the norm of the sum."""
-        if kernels is not None:
+        if kernels is not None and (update_TD is not None or self._alone):
             return kernels.add_norm(x_TD, update_TD, self.weight, self.eps)
-        return self(x_TD.add_(update_TD))
+        return self(x_TD if update_TD is None else x_TD.add_(update_TD))
 
     def pack(self, kernels: LayerKernels | None = None) -> None:
         """Prepare for the device; called once, after loading.  Kernels take the weight as it is.
@@ -89,6 +90,7 @@ class RMSNorm:
         On a CPU torch computes the formula in seven small operations.  Written with the vector's length,
         x / hypot(|x|, sqrt(D eps)) * (weight sqrt(D)), it takes four and 1.3 to 1.9 times less time.
         """
+        self._alone = not isinstance(kernels, DeviceKernels)
         if self.offset:
             self.weight.add_(self.offset)
         is_plain = self.weight.dtype == torch.float32 and not self._mixed
@@ -123,9 +125,9 @@ class LayerNorm:
     def __call__(self, x_TD: Tensor) -> Tensor:
         return F.layer_norm(x_TD, (self.size,), self.weight, self.bias, self.eps)
 
-    def added(self, x_TD: Tensor, update_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
+    def added(self, x_TD: Tensor, update_TD: Tensor | None, kernels: LayerKernels | None) -> Tensor:
         """``x += update``, in place, and the norm of the sum."""
-        return self(x_TD.add_(update_TD))
+        return self(x_TD if update_TD is None else x_TD.add_(update_TD))
 
     def pack(self, kernels: LayerKernels | None = None) -> None:
         """Nothing to prepare: torch has it in one operation."""

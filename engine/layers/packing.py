@@ -9,6 +9,9 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+# Of a weight's norm: half of what float32 rounds each element by.
+EXACT = 2.0**-25
+
 
 class PackedWeight(Protocol):
     """A weight as its kernel keeps it.  nbytes: memory that it takes."""
@@ -34,9 +37,23 @@ class LinearKernel(Protocol):
         """
 
 
+@runtime_checkable
+class HeadKernel(Protocol):
+    """A kernel that rounds the weights of layers, and has one for the LM head that loses next to nothing."""
+
+    @property
+    def head(self) -> LinearKernel: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """The kernels of a model.  layers: of the decoder's layers.  head: of the LM head, which is never rounded."""
+    """The kernels of a model.  layers: of the decoder's layers.  head: of the LM head, nearly exact."""
 
     layers: LinearKernel
     head: LinearKernel
+
+
+def fits_float16(weight_OI: Tensor, exactly: bool) -> bool:
+    """Whether float16 has a number for every element; exactly: and loses less than a float32 product rounds by."""
+    lost = weight_OI.half().sub(weight_OI).norm()  # in float32; infinite beyond the range
+    return bool(lost.isfinite()) and not (exactly and lost > EXACT * weight_OI.norm())

@@ -40,8 +40,8 @@ class Norm(Part, Protocol):
         """[T, D]; x is left as it is, and may be the result."""
         ...
 
-    def added(self, x_TD: Tensor, update_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
-        """``x += update``, in place, and the norm of the sum."""
+    def added(self, x_TD: Tensor, update_TD: Tensor | None, kernels: LayerKernels | None) -> Tensor:
+        """``x += update``, in place, where there is one, and the norm of the sum."""
         ...
 
 

@@ -83,6 +83,7 @@ class Decoder:
     attention_spec: what the attention backend and the KV pool of this rank must fit.
     parameter_bytes: memory of this rank's weights as they are loaded.  weight_bytes: as they are laid out afterwards.
     tap: who reads hidden states beside, None for nobody.
+    kernels: what computes between the products; None before ``load``, and where it is torch.
     """
 
     def __init__(self, shape: DecoderShape, comm: Comm, device: torch.device, dtype: torch.dtype) -> None:
@@ -108,10 +109,10 @@ class Decoder:
             self.head = VocabLinear(shape.vocab_size, shape.hidden_size, comm, device, dtype)
         self.attention_spec = attention_spec_of(shape, [layer.attention for layer in self.layers])
         self.parameter_bytes = self.weight_bytes = sum(one.target.nbytes for one in self.slices())
-        self._kernels: LayerKernels | None = None
+        self.kernels: LayerKernels | None = None
         self.tap: StateTap | None = None
         scale = shape.embedding_scale
-        self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if shape.rounded_scale else scale
+        self.embedding_scale = torch.tensor(scale, dtype=dtype).item() if shape.rounded_scale else scale
 
     @property
     def pooled_head(self) -> PooledHead | None:
@@ -135,16 +136,13 @@ class Decoder:
     def hidden(self, step: StepTensors, wanted_N: Tensor | None = None) -> Tensor:
         """Store the step's keys and values and return x_TD of all tokens for ``logits``, or of the wanted rows of T."""
         # A compiler fuses by itself, and better what it can see.
-        kernels = None if self._kernels is None or torch.compiler.is_dynamo_compiling() else self._kernels
+        kernels = None if self.kernels is None or torch.compiler.is_dynamo_compiling() else self.kernels
         x_TD = self._embed(step, kernels)
         angles = [rotary.angles(step.positions_T, kernels) for rotary in self.rotaries]
         last = len(self.layers) - 1
         update_TD, states = None, []
         for index, layer in enumerate(self.layers):
-            if update_TD is None:
-                normed_TD = layer.before_attention(x_TD)
-            else:
-                normed_TD = layer.before_attention.added(x_TD, update_TD, kernels)
+            normed_TD = layer.before_attention.added(x_TD, update_TD, kernels)
             if self.tap is not None and index in self.tap.layers:
                 states.append(x_TD.clone())  # what follows is added in place
             turn = layer.rotary
@@ -164,17 +162,17 @@ class Decoder:
 
     def logits(self, x_ND: Tensor) -> Tensor:
         """logits_NV of rows that ``hidden`` has returned; float32, but where kernels sample: they read any dtype."""
-        normed_ND = self.norm(x_ND)
+        normed_ND = self.normed(x_ND)
         if self.shape.logit_scale != 1.0:
             normed_ND = normed_ND * self.shape.logit_scale
-        logits_NV = self.head.logits(normed_ND, as_float32=self._kernels is None)
+        logits_NV = self.head.logits(normed_ND, as_float32=self.kernels is None)
         if cap := self.shape.logit_cap:
             logits_NV = logits_NV.div_(cap).tanh_().mul_(cap)
         return logits_NV
 
     def normed(self, x_ND: Tensor) -> Tensor:
         """What the LM head reads of rows that ``hidden`` has returned: the model's last representation of them."""
-        return self.norm(x_ND)
+        return self.norm.added(x_ND, None, self.kernels)
 
     def slices(self) -> Iterator[WeightSlice]:
         """What this rank reads from a checkpoint.  Together the targets are all parameters, each element once."""
@@ -211,7 +209,7 @@ class Decoder:
         The LM head is packed as well although a tied one, whose rows the embedding reads, is then there twice:
         it is a quarter of a small model's work.
         """
-        self._kernels = kernels
+        self.kernels = kernels
         plain_bytes = self._linear_bytes()
         read(self._table_slices())
         for index, layer in enumerate(self.layers):
@@ -234,8 +232,8 @@ class Decoder:
 
     def _embed(self, step: StepTensors, kernels: LayerKernels | None) -> Tensor:
         x_TD = self.embedding.embed(step.token_ids_T, kernels)
-        if self._embedding_scale != 1.0:
-            x_TD = x_TD.mul_(self._embedding_scale)
+        if self.embedding_scale != 1.0:
+            x_TD = x_TD.mul_(self.embedding_scale)
         if self.positions is not None:
             x_TD = x_TD.add_(F.embedding(step.positions_T, self.positions))
         return x_TD

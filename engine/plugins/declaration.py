@@ -12,6 +12,7 @@ import ast
 import sys
 import threading
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -179,8 +180,11 @@ def read_declaration(module: str) -> Declaration | None:
     Raises PluginError, naming the module, if it does not exist, is no Python, or declares nonsense.
     """
     source = _source(module)
-    if source is None:
-        return None
+    return None if source is None else _declared_in(module, source)
+
+
+@lru_cache(maxsize=256)  # every start of an engine reads some fifty, which are the same in all starts of a process
+def _declared_in(module: str, source: str) -> Declaration | None:
     try:
         with PARSING:
             body = ast.parse(source).body

@@ -117,17 +117,16 @@ class GuardedTenantPolicy(GuardedPolicy):
 
     def returned(self, tenant: str, lowest: float) -> None:
         """Tell the plugin."""
-        if self._policy is not None:
-            try:
-                self._policy.returned(tenant, lowest)
-            except BaseException:
-                self._give_up()
+        self._tell(lambda policy: policy.returned(tenant, lowest))
 
     def served(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Tell the plugin."""
+        self._tell(lambda policy: policy.served(tenant, num_prompt_tokens, num_output_tokens))
+
+    def _tell(self, what: Callable[[TenantPolicy], None]) -> None:
         if self._policy is not None:
             try:
-                self._policy.served(tenant, num_prompt_tokens, num_output_tokens)
+                what(self._policy)
             except BaseException:
                 self._give_up()
 

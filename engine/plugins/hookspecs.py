@@ -5,7 +5,8 @@ A plugin is a module with functions marked ``@hookimpl``, published under the en
 configuration chooses it, and says for which version of this page it was written: ``CALLBOARD_PLUGIN = {"api": 1}``,
 see ``engine/plugins/declaration.py`` for what else it may say.  Constructor hooks are asked once, at start; they are
 never called inside a step.  Observer hooks are told what has happened, in batches, between steps.
-``docs/plugins.md`` has an example of each.
+Every context has ``options``, the plugin's own table from the configuration.  ``docs/plugins.md`` has an example of
+each.
 """
 
 from collections.abc import Sequence
@@ -49,8 +50,7 @@ class AttentionContext:
     kv_layout: of the pool, 'layer_first' or 'page_first'; '' if that is not known yet.
     kv_dtype: what the pool's pages keep instead of dtype: 'float32', 'bfloat16', 'float16', 'int8' or 'fp8_e4m3';
     '' for dtype.
-    invariant: whether a token's result must have the same bits in every step, see ``Declaration.invariant``.
-    options: the plugin's own table from the configuration."""
+    invariant: whether a token's result must have the same bits in every step, see ``Declaration.invariant``."""
 
     device: str
     dtype: str
@@ -70,7 +70,7 @@ class AttentionContext:
 @dataclass(frozen=True, slots=True)
 class ModelContext:
     """What a model family is told.  architecture: the first of ``architectures`` in config.json.
-    fields: all of config.json, read field by field.  options: the plugin's own table from the configuration."""
+    fields: all of config.json, read field by field."""
 
     architecture: str
     fields: "Fields"
@@ -81,7 +81,7 @@ class ModelContext:
 class CommContext:
     """What a communication plugin is told.  device: 'cpu' or 'cuda'; on a GPU the rank's own is the current one.
     rendezvous: URL where this group's ranks, and nobody else, meet: file:///path, tcp://host:port, store://host:port/name
-    or env://; empty for one rank.  options: the plugin's own table from the configuration."""
+    or env://; empty for one rank."""
 
     rank: int
     size: int
@@ -98,7 +98,7 @@ class LinearContext:
     scale_block: (outputs, inputs) that share a scale in a checkpoint in float8, 0 for all; None for another one.
     instruction_sets: of this CPU, of 'avx2', 'avx512' and 'amx'; None if they are not known.
     traced: whether a compiler will trace products.  invariant: whether a row's result must have the same bits whatever
-    other rows there are.  options: the plugin's own table from the configuration."""
+    other rows there are."""
 
     device: str
     dtype: str
@@ -113,7 +113,7 @@ class LinearContext:
 
 @dataclass(frozen=True, slots=True)
 class EvictionContext:
-    """What an eviction plugin is told.  options: the plugin's own table from the configuration."""
+    """What an eviction plugin is told."""
 
     page_size: int
     num_pages: int
@@ -123,8 +123,7 @@ class EvictionContext:
 @dataclass(frozen=True, slots=True)
 class KVStoreContext:
     """What a store of KV pages is told.  record_bytes: the size of each record.  namespace: hex, the same for everybody
-    whose records may be shared; their names differ from all others' anyway.  rank, size: of the tensor-parallel group.
-    options: the plugin's own table from the configuration."""
+    whose records may be shared; their names differ from all others' anyway.  rank, size: of the rank's group."""
 
     record_bytes: int
     namespace: str
@@ -135,8 +134,7 @@ class KVStoreContext:
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What a scheduling policy is told.  max_running: most requests that run at once.
-    options: the plugin's own table from the configuration."""
+    """What a scheduling policy is told.  max_running: most requests that run at once."""
 
     max_running: int
     page_size: int
@@ -145,8 +143,7 @@ class PolicyContext:
 
 @dataclass(frozen=True, slots=True)
 class ProposerContext:
-    """What a proposer is told.  vocab_size: of the model.  max_len: most tokens of a sequence.
-    options: the plugin's own table from the configuration."""
+    """What a proposer is told.  vocab_size: of the model.  max_len: most tokens of a sequence."""
 
     vocab_size: int
     max_len: int
@@ -156,8 +153,7 @@ class ProposerContext:
 @dataclass(frozen=True, slots=True)
 class GrammarContext:
     """What a grammar plugin is told.  pieces: every token's bytes, by id; of special ones their names.
-    vocab_size: of the model, which may be larger.  eos_token_ids: what ends an output.
-    options: the plugin's own table from the configuration."""
+    vocab_size: of the model, which may be larger.  eos_token_ids: what ends an output."""
 
     vocab_size: int
     pieces: "Sequence[bytes]"
@@ -168,8 +164,7 @@ class GrammarContext:
 
 @dataclass(frozen=True, slots=True)
 class ParserContext:
-    """What a tool parser or reasoning parser plugin is told.  template: the model's chat template, empty for none.
-    options: the plugin's own table from the configuration."""
+    """What a tool parser or reasoning parser plugin is told.  template: the model's chat template, empty for none."""
 
     template: str = ""
     options: dict[str, Any] = field(default_factory=dict)
@@ -177,8 +172,7 @@ class ParserContext:
 
 @dataclass(frozen=True, slots=True)
 class ObserverContext:
-    """What an observer is told.  page_size: tokens per page, and so per hash of a KV event.
-    options: the plugin's own table from the configuration."""
+    """What an observer is told.  page_size: tokens per page, and so per hash of a KV event."""
 
     page_size: int
     options: dict[str, Any] = field(default_factory=dict)
@@ -186,8 +180,7 @@ class ObserverContext:
 
 @dataclass(frozen=True, slots=True)
 class LogitsProcessorContext:
-    """What a logits processor is told.  vocab_size: how many logits a row has.
-    options: the plugin's own table from the configuration."""
+    """What a logits processor is told.  vocab_size: how many logits a row has."""
 
     vocab_size: int
     options: dict[str, Any] = field(default_factory=dict)
@@ -195,8 +188,7 @@ class LogitsProcessorContext:
 
 @dataclass(frozen=True, slots=True)
 class GraphPassContext:
-    """What a graph pass is told.  device: 'cpu' or 'cuda'.  dtype: the model's, 'float32', 'bfloat16', 'float16'.
-    options: the plugin's own table from the configuration."""
+    """What a graph pass is told.  device: 'cpu' or 'cuda'.  dtype: the model's, 'float32', 'bfloat16', 'float16'."""
 
     device: str
     dtype: str

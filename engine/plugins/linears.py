@@ -13,6 +13,7 @@ from engine.plugins.manager import LINEAR, PluginInfo, Plugins, checked, declare
 
 # The first that fits serves, unless another one is measured to be clearly faster.
 PREFERRED = (
+    "panels",
     "onednn",
     "fbgemm_fp16",
     "fbgemm_int8",

@@ -38,11 +38,7 @@ LINEAR = "linear"  # the kind that 'auto' chooses by measuring, once the model's
 MODEL = "model"  # the kind that is chosen by a checkpoint's architecture: every built-in, others if they are named
 OBSERVER, GRAPH_PASS, LOGITS_PROCESSOR = "observer", "graph_pass", "logits_processor"
 # The kinds of which any number may be chosen -> the setting that names them.
-SEVERAL: Mapping[str, str] = {
-    OBSERVER: "observers",
-    GRAPH_PASS: "graph_passes",
-    LOGITS_PROCESSOR: "logits_processors",
-}
+SEVERAL: Mapping[str, str] = {OBSERVER: "observers", GRAPH_PASS: "graph_passes", LOGITS_PROCESSOR: "logits_processors"}
 
 BUILTIN: Mapping[str, str] = {
     f"{kind}.{name}": f"engine.plugins.{kind}.{name}"
@@ -52,7 +48,7 @@ BUILTIN: Mapping[str, str] = {
         "eviction": "fifo lfu lru priority s3fifo slru",
         "grammar": "llguidance",
         "kv_store": "files",
-        "linear": "fbgemm_fp16 fbgemm_int8 onednn torch torch_fp8 torch_fp8_block torch_int4 torch_int8",
+        "linear": "fbgemm_fp16 fbgemm_int8 onednn panels torch torch_fp8 torch_fp8_block torch_int4 torch_int8",
         "logits_processor": "no_repeat_ngram",
         "model": "cohere deepseek_v2 deepseek_v3 gemma2 gemma3 glm4 gpt2 gpt_oss granite llama mistral mixtral olmo2 "
         "phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 transformers",

@@ -34,12 +34,12 @@ Place = tuple[int, int]  # a request, and a position in its sequence
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """A message of the recording.  at: seconds of its clock.  ends_turn: plans were made behind it.
-    change, renews: see ``Turn``, of one that begins with this message."""
+    """A message of the recording, or None for a change of settings.  at: seconds of its clock.
+    ends_turn: plans were made behind it.  change, renews: see ``Turn``."""
 
-    message: SchedulerInbox
+    message: SchedulerInbox | None
     at: float
-    ends_turn: bool
+    ends_turn: bool = False
     change: Blueprint | None = None
     renews: bool = False
 
@@ -104,9 +104,10 @@ def story_of(recording: Recording, plugins: Plugins | None = None) -> Story:
     at = 0.0
     for turn in recording.turns:
         at = float(_floats(turn.readings)[0]) if turn.readings else at
+        if turn.change is not None or turn.renews:
+            story.ops.append(Op(None, at, change=turn.change, renews=turn.renews))
         for number, message in enumerate(turn.messages):
-            begun = (turn.change, turn.renews) if not number else (None, False)
-            story.ops.append(Op(message, at, number == len(turn.messages) - 1, *begun))
+            story.ops.append(Op(message, at, number == len(turn.messages) - 1))
             _listen(story, device, message)
         _, story.fault = play(scheduler, invariants, turn)
         if story.fault:
@@ -149,18 +150,19 @@ def play_ops(
             (device.steps if isinstance(early, StepDone) else device.fetches)[early.rank].append(early)  # type: ignore[arg-type]
     turns: list[Turn] = []
     messages: list[SchedulerInbox] = []
-    change, renews = None, False
     for op in ops:
-        change, renews = op.change or change, op.renews or renews
-        if (message := _said(story, device, scheduler, op.message)) is not None:
+        if op.message is not None and (message := _said(story, device, scheduler, op.message)) is not None:
             messages.append(message)
+        readings, due = array("d", [op.at]).tobytes(), []
         # Two results in one turn may be of one step each: what the second one answers is planned behind the first.
-        if messages and (op.ends_turn or isinstance(op.message, StepDone | ExecutorsLost)):
-            turn = Turn(tuple(messages), array("d", [op.at]).tobytes(), change=change, renews=renews)
-            change, renews = None, False
+        if messages and (op.ends_turn or op.message is None or isinstance(op.message, StepDone | ExecutorsLost)):
+            due.append(Turn(tuple(messages), readings))
+        if op.message is None:
+            due.append(Turn((), readings, change=op.change, renews=op.renews))
+        for turn in due:
+            messages = []
             plans, fault = play(scheduler, invariants, turn)
             turns.append(msgspec.structs.replace(turn, plans=plans, failure=fault))
-            messages = []
             if fault:
                 return fault, turns
     return "", turns

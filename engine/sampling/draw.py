@@ -75,11 +75,16 @@ def weights(scores_nW: Tensor) -> Tensor:
     return torch.threshold_(scores_nW.clamp(min=_LOWEST_SCORE).exp_(), _LOWEST_WEIGHT, 0.0)
 
 
+def block_sums(weights_nW: Tensor) -> Tensor:
+    """sums_nC, float32, in the order in which torch adds."""
+    return weights_nW.view(len(weights_nW), -1, BLOCK).sum(dim=-1)
+
+
 def draw(weights_nW: Tensor, uniforms_n: Tensor) -> Tensor:
     """int64 index per row; never one of weight 0, never out of range (0 for a row of NaN)."""
     n, width = weights_nW.shape
     weights_nCB = weights_nW.view(n, width // BLOCK, BLOCK)
-    sums_nC = weights_nCB.sum(dim=-1).to(torch.float64)
+    sums_nC = block_sums(weights_nW).to(torch.float64)
     cumulative_nC = sums_nC.cumsum(dim=-1)
     target_n1 = uniforms_n[:, None] * cumulative_nC[:, -1:]
     block_n1 = _first_above(cumulative_nC, target_n1)

@@ -36,11 +36,12 @@ from engine.params import SamplingParams
 from engine.sampling.captured import CapturedSampler, Columns
 from engine.sampling.constraints import Masks
 from engine.sampling.cuts import lowest_kept
-from engine.sampling.draw import draw, padded_scores, uniforms, weights
+from engine.sampling.draw import block_sums, draw, padded_scores, uniforms, weights
 from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, pinned_copy
 from engine.sampling.state import Adjustments, Draws, Newcomer, Part, SampleBatch, SamplingState, build_batch
 
 if TYPE_CHECKING:
+    from engine.kernels.cpu import CPUKernels
     from engine.sampling.processing import Processing
     from engine.sampling.triton.sampler import KernelSampler
 
@@ -64,9 +65,18 @@ class Sampler:
     """Samples for the rows of one rank; equal calls on every rank give equal tokens.
 
     kernels: what does the work where they are chosen, also inside of a captured step; None where torch does it.
+    on_cpu: what does some of it in torch's place where one CPU thread runs the model; logits are float32 then.
     """
 
-    def __init__(self, max_rows: int, vocab_size: int, max_len: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        vocab_size: int,
+        max_len: int,
+        device: torch.device,
+        on_cpu: "CPUKernels | None" = None,
+    ) -> None:
+        self._on_cpu = on_cpu
         self._state = SamplingState(max_rows, vocab_size, max_len, device)
         self.kernels = None if choose_kernels(device) is None else _kernel_sampler(self._state)
         self._batch_key: tuple[int, bytes, bytes] | None = None
@@ -122,6 +132,10 @@ class Sampler:
             self._state.counts.add(batch.counted_lines, token_ids_N.index_select(0, batch.counted_at))
         return SampledTokens(token_ids_N, logprobs)
 
+    def takes_likeliest(self, rows_N: Int64, positions_N: Int64) -> bool:
+        """Whether these rows want nothing but their likeliest tokens, the first ones among equals."""
+        return self.processing is None and self._batch_for(rows_N, positions_N).is_plain
+
     def _pick_all(self, batch: SampleBatch, logits_NV: Tensor, positions_N: Tensor | None) -> Tensor:
         """Token per row, part by part."""
         if self.kernels is not None:
@@ -152,6 +166,8 @@ class Sampler:
         if part.adjustments is not None:
             raw_top_n = logits_nV.amax(dim=-1)
             logits_nV = self._adjusted(part.adjustments, logits_nV)
+        if part.draws is None and raw_top_n is None and self._on_cpu is not None:
+            return self._on_cpu.likeliest(logits_nV)
         if part.draws is None:
             top_n, token_ids_n = logits_nV.max(dim=-1)
         else:
@@ -159,11 +175,15 @@ class Sampler:
             top_n = logits_nV.amax(dim=-1)
             positions_n = positions_N[part.at] if isinstance(part.at, slice) else positions_N.index_select(0, part.at)
             weights_nW = candidate_weights(part.draws, logits_nV, top_n)
-            token_ids_n = draw(weights_nW, uniforms(part.draws.stream_starts_n, positions_n))
+            starts_n = part.draws.stream_starts_n
+            if self._on_cpu is not None:
+                token_ids_n = self._on_cpu.draw(weights_nW, block_sums(weights_nW), starts_n, positions_n)
+            else:
+                token_ids_n = draw(weights_nW, uniforms(starts_n, positions_n))
         # A NaN anywhere in a row is its maximum, so one test on n numbers covers the vocabulary.
-        finite_n = top_n.isfinite()
+        finite_n = top_n.abs() < torch.inf
         if raw_top_n is not None:
-            finite_n &= raw_top_n.isfinite()
+            finite_n &= raw_top_n.abs() < torch.inf
         return torch.where(finite_n, token_ids_n, -1)
 
     def _adjusted(self, adjustments: Adjustments, logits_nV: Tensor) -> Tensor:

@@ -189,6 +189,12 @@ class SampleBatch:
     num_logprobs: Int64
     named: Named | None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every row takes its likeliest token, and nothing else is wanted."""
+        one = self.parts[0]
+        return one.draws is None and one.adjustments is None and len(self.parts) == 1 and not len(self.logprobs_at)
+
 
 def build_batch(
     state: SamplingState, rows_N: Int64, holding_N: npt.NDArray[np.bool_], split: Split | None = None

@@ -125,7 +125,7 @@ class Completions:
         if some_ended:
             live = running[rows]
             rows, tokens = rows[live], tokens[live]
-        if len(tokens) and tokens.min() < 0:
+        if len(tokens) and np.minimum.reduce(tokens) < 0:
             failed = tokens < 0
             self._fail_rows(rows[failed], tokens[failed], by_row)
             rows, tokens = rows[~failed], tokens[~failed]
@@ -161,15 +161,13 @@ class Completions:
         table.tokens[rows, known] = tokens
         known += 1
         table.num_known[rows] = known
-        stopped = (table.stop_ids.take(rows, axis=1) == tokens).any(axis=0)
+        stops = table.stop_ids.take(rows, axis=1) == tokens
         full = known >= table.max_total.take(rows)
-        ends = stopped | full
-        some_end = ends.any()
+        finishes = full.view(np.uint8)
+        some_end = np.count_nonzero(stops) or np.count_nonzero(full)
         if some_end:
-            finishes = full.view(np.uint8) * np.uint8(Finish.LENGTH)
-            finishes[stopped] = Finish.STOP
-        else:
-            finishes = full.view(np.uint8)
+            finishes = finishes * np.uint8(Finish.LENGTH)
+            finishes[stops.any(axis=0)] = Finish.STOP
         self._requests.outbox.append(
             Tokens(
                 request_ids=table.request_ids[rows].tobytes(),
@@ -181,6 +179,7 @@ class Completions:
         )
         if not some_end:
             return
+        ends = finishes != Finish.RUNNING
         for row, finish in zip(rows[ends].tolist(), finishes[ends].tolist(), strict=True):
             self.end(row, Finish(finish))
 

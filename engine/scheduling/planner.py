@@ -304,10 +304,11 @@ class Planner:
 
     def stats(self) -> Stats:
         """Gauges of this moment."""
+        waiting = self._prefills.num_waiting
         return Stats(
             step_id=self._completions.last_completed,
-            running=len(self.requests.open) - self._prefills.num_waiting,
-            waiting=self._prefills.num_waiting,
+            running=len(self.requests.open) - waiting,
+            waiting=waiting,
             pages_free=self._page_manager.num_free,
             pages_cached=self._page_manager.num_cached,
             pages_used=self._page_manager.num_used,

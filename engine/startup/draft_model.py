@@ -22,6 +22,7 @@ from engine.models.loader import load_model
 from engine.models.model import Model, build_model
 from engine.plugins.families import read_model
 from engine.plugins.manager import Plugins
+from engine.plugins.support.paging import new_pool, page_bytes
 from engine.scheduling.proposer import DraftModel
 from engine.startup.linears import choose_linears
 from engine.startup.memory import Needs, check_weights, host_needs
@@ -68,9 +69,7 @@ class RankDraft:
         self._kv_dtype = config.kv.kept_as(str(dtype).removeprefix("torch."))
         spec, kv = self.model.attention_spec, config.kv
         self._attention = RankAttention(plugins, spec, kv.page_size, device, dtype, kv.layout, self._kv_dtype)
-        self.page_bytes = KVPool.page_bytes(
-            spec.num_layers, kv.page_size, spec.num_kv_heads, spec.head_size, dtype, self._kv_dtype, spec.latent_size
-        )
+        self.page_bytes = page_bytes(spec, kv.page_size, dtype, self._kv_dtype)
 
     def _read_spec(self, directory: Path) -> ModelSpec:
         return read_model(directory, self._config.plugins, self._config.model)
@@ -106,15 +105,4 @@ class RankDraft:
 
     def _pool(self, num_pages: int) -> KVPool:
         spec, kv = self.model.attention_spec, self._config.kv
-        return KVPool(
-            num_layers=spec.num_layers,
-            num_pages=num_pages,
-            page_size=kv.page_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-            dtype=self._dtype,
-            device=self._device,
-            layout=kv.layout,
-            kv_dtype=self._kv_dtype,
-            latent_size=spec.latent_size,
-        )
+        return new_pool(spec, num_pages, kv.page_size, self._dtype, self._device, kv.layout, self._kv_dtype)

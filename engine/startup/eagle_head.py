@@ -50,7 +50,6 @@ class RankHead(RankDraft):
         return read_eagle_head(directory)
 
     def tap(self, model: Model, num_pages: int) -> None:
-        """See ``RankDraft``."""
         assert isinstance(model, Decoder), "a head reads models of callboard's own families"
         width = self._head.shape.hidden_size
         pool = KVPool(
@@ -67,7 +66,6 @@ class RankHead(RankDraft):
         self._head.embedding, self._head.states, model.tap = model.embedding, self._states, self._states
 
     def drafter(self, num_pages: int, rows: DeviceRows, vocab_size: int) -> HeadDrafter:
-        """See ``RankDraft``."""
         assert self._states is not None, "the model keeps no states"
         pool, num_host_pages = self._pool(num_pages), self._config.kv.num_host_pages
         landings = Landings(copies_on(self._device))

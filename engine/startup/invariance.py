@@ -10,20 +10,26 @@ not exactly equal is named, and the start ends: nothing is served that does not 
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.execution.attention import RankAttention
+from engine.execution.captured_steps import CapturedDecodes
 from engine.execution.prompts import SCORED_ROWS
+from engine.execution.rows import DeviceRows
 from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool, Layout
 from engine.layers.part import Norm
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.plugins.support.paging import batch_on, new_pool
 from engine.plugins.testing.invariance import layers_needed, pages_needed, require_same_bits
+from engine.sampling.captured import Variant
 from engine.sampling.draw import draw, padded_scores, uniforms, weights
 from engine.sampling.logprobs import batch_logprobs
 
@@ -50,16 +56,9 @@ def prove_invariance(
     max_tokens: most rows of a step.  max_rows: most that sample in one."""
     start = time.perf_counter()
     spec = model.attention_spec
-    pool = KVPool(
-        num_layers=layers_needed(spec),
-        num_pages=max(pages_needed(page_size), -(-max_tokens // page_size)),
-        page_size=page_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        dtype=model.dtype,
-        device=torch.device("cpu"),
-        layout=layout,
-    )
+    num_pages = max(pages_needed(page_size), -(-max_tokens // page_size))
+    few_layers = replace(spec, num_layers=layers_needed(spec))
+    pool = new_pool(few_layers, num_pages, page_size, model.dtype, torch.device("cpu"), layout)
     backend = attention.build(pool)
     differing = [_attention_difference(backend, spec, pool)]
     # Log probabilities of prompts have more rows at a time.
@@ -80,6 +79,40 @@ def prove_invariance(
     capability = torch.backends.cpu.get_cpu_capability()
     what = "numerics: invariant, %d parts proved with up to %d rows on %s, %d threads, in %.1f s"
     log.info(what, len(differing), max_tokens, capability, torch.get_num_threads(), time.perf_counter() - start)
+
+
+@torch.inference_mode()
+def prove_decodes(
+    model: Decoder, decodes: CapturedDecodes, attention: AttentionBackend, pool: KVPool, rows: DeviceRows
+) -> None:
+    """Raise ConfigError where ``decodes`` gives rows other bits than the model does, layer by layer.
+
+    pool, rows: unused, and what they hold is changed."""
+    max_rows, row_len = rows.tokens_RM.shape
+    row_N = torch.arange(min(max_rows, pool.num_pages))
+    num_rows = len(row_N)
+    if not decodes.fits(num_rows):
+        return
+    for layer in range(model.attention_spec.num_layers):
+        for slots in (pool.keys(layer), pool.values(layer)):
+            slots[: num_rows * pool.page_stride] = _random(
+                *slots[: num_rows * pool.page_stride].shape, dtype=pool.dtype
+            )
+    # A row has room for the token that comes next, and may be shorter than a page.
+    positions_N, token_ids_N = row_N * 7 % min(pool.page_size, row_len - 1), row_N * 31 % model.vocab_size
+    rows.tokens_RM[row_N, positions_N] = token_ids_N.to(torch.int32)
+    rows.pages_RP[row_N, 0] = row_N.to(torch.int32)
+    lengths = (positions_N + 1).numpy().astype(np.int32)
+    found_NV = decodes.launch(row_N.numpy(), lengths, Variant.LOGITS).logits_NV
+    table_NP = row_N[:, None].numpy().astype(np.int32)
+    attention.plan_step(batch_on(pool.data.device, num_rows, table_NP, lengths, np.ones_like(lengths)))
+    slots_N = row_N * pool.page_stride + positions_N
+    step = StepTensors(token_ids_N, positions_N, slots_N, row_N, attention, pool)
+    if found_NV is None or not torch.equal(model.forward(step), found_NV):
+        raise ConfigError(
+            "model.numerics=invariant does not hold for this model on this machine: decode steps in one call of C have "
+            "other bits than layer by layer; set CALLBOARD_KERNELS=torch, or model.numerics=fast"
+        )
 
 
 def pieces(num_rows: int) -> list[tuple[int, int]]:
@@ -129,30 +162,37 @@ def _layer_parts(
     model: Decoder, layer: DecoderLayer, backend: AttentionBackend, pool: KVPool, x_TD: Tensor
 ) -> Iterator[tuple[str, Rows]]:
     for name in ("before_attention", "behind_attention", "before_mlp", "behind_mlp"):
-        yield f"norm {name.replace('_', ' ')}", _norm(getattr(layer, name), x_TD)
+        yield f"norm {name.replace('_', ' ')}", _norm(getattr(layer, name), model, x_TD)
     yield "queries, keys and values", _projection(model, layer, backend, pool, x_TD)
     attention = layer.attention
     spec = model.attention_spec
     attended_TQH = _random(len(x_TD), spec.num_heads, spec.value_size, dtype=model.dtype)
     yield "attention's output", lambda first, last: attention.output(attended_TQH[first:last])
-    yield "MLP", lambda first, last: layer.mlp(x_TD[first:last].clone(), None)
+    yield "MLP", lambda first, last: layer.mlp(x_TD[first:last].clone(), model.kernels)
 
 
-def _norm(norm: Norm, x_TD: Tensor) -> Rows:
-    return lambda first, last: norm(x_TD[first:last].clone())
+def _norm(norm: Norm, model: Decoder, x_TD: Tensor) -> Rows:
+    """Of rows, and of their sums with other ones; side by side."""
+    update_TD = x_TD.flip(0)
+
+    def both(first: int, last: int) -> Tensor:
+        x, update = x_TD[first:last].clone(), update_TD[first:last].clone()
+        return torch.cat((norm(x), norm.added(x, update, model.kernels)), 1)
+
+    return both
 
 
 def _projection(model: Decoder, layer: DecoderLayer, backend: AttentionBackend, pool: KVPool, x_TD: Tensor) -> Rows:
     """Queries, and what is in the pool afterwards, side by side."""
     positions_T = torch.arange(len(x_TD))
     slots_T = positions_T // pool.page_size * pool.page_stride + positions_T % pool.page_size
-    rotary = None if layer.rotary is None else model.rotaries[layer.rotary]
+    rotary, kernels = None if layer.rotary is None else model.rotaries[layer.rotary], model.kernels
 
     def project(first: int, last: int) -> Tensor:
         at_T, to_T = positions_T[first:last], slots_T[first:last]
         step = StepTensors(at_T, at_T, to_T, at_T, backend, pool)
-        angles = () if rotary is None else rotary.angles(at_T)
-        q_TQH = layer.attention.project(0, x_TD[first:last].clone(), rotary, angles, step, None)
+        angles = () if rotary is None else rotary.angles(at_T, kernels)
+        q_TQH = layer.attention.project(0, x_TD[first:last].clone(), rotary, angles, step, kernels)
         return torch.cat((q_TQH, pool.keys(0)[to_T], pool.values(0)[to_T]), 1)
 
     return project

@@ -5,9 +5,7 @@ Owns: the measurement, and the file that keeps its result for the next start.  D
 
 import hashlib
 import logging
-import os
 import platform
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from engine.cache_folder import cache_folder, replace_file
 from engine.layers.packing import LinearKernel
 
 log = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ class Race:
         """path: of the file with results; None for the user's cache."""
         self._device = device
         self._dtype = dtype
-        self._path = path or _cache_path()
+        self._path = path or cache_folder("linear.json")
 
     def seconds(self, kernels: Mapping[str, LinearKernel], shapes: Shapes) -> Mapping[str, float]:
         """Geometric mean over ROWS of the time for all shapes, per kernel; empty for a small model."""
@@ -115,15 +114,6 @@ def _processor() -> str:
     return f"{names[0] if names else platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _cache_path() -> Path | None:
-    """Where results are kept; None without a home."""
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        return None
-    return base / "callboard" / "linear.json"
-
-
 def _load(path: Path | None) -> dict[str, dict[str, float]]:
     """The results in the file; none if it is missing or broken, which costs a measurement and nothing else."""
     try:
@@ -136,13 +126,8 @@ def _load(path: Path | None) -> dict[str, dict[str, float]]:
 
 
 def _save(path: Path | None, known: dict[str, dict[str, float]]) -> None:
-    """Replace the file as a whole, so that a reader sees the old one or the new one."""
-    if path is None:
-        return
-    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(msgspec.json.encode(known))
-        partial.replace(path)
+        if path is not None:
+            replace_file(path, msgspec.json.encode(known))
     except OSError as error:
         log.warning("linear kernels: measurements are not kept for the next start: %s", error)

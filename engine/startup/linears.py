@@ -14,7 +14,7 @@ from engine.checkpoints.quantization import Quantization
 from engine.config import Config
 from engine.errors import PluginError
 from engine.execution.device import instruction_sets
-from engine.layers.packing import LinearKernel, Linears
+from engine.layers.packing import HeadKernel, LinearKernel, Linears
 from engine.models.model import Model
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linears import check_linear_fits, fitting_linears, keeping, linear_context, linear_refusal
@@ -24,7 +24,7 @@ from engine.startup.linear_race import Race
 log = logging.getLogger(__name__)
 
 HOOK = "callboard_linear"
-CLEARLY = 0.9  # of the time that the preferred kernel takes: one that is only so much faster may be so by chance
+CLEARLY = 0.7  # of the time that the preferred kernel takes: on a busy machine one is so much faster by chance
 # Kernels by short name -> seconds of each; empty where that is not worth measuring.
 Measure = Callable[[Mapping[str, LinearKernel]], Mapping[str, float]]
 
@@ -41,13 +41,13 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
     if context.quantization == "none":
         kernel = choose_linear(plugins, context, lambda kernels: race.seconds(kernels, [*layers, head]))
         return Linears(kernel, kernel)
+    kernel = choose_linear(plugins, context, lambda kernels: race.seconds(kernels, layers))
+    if isinstance(kernel, HeadKernel) and plan.pooled_head is None:
+        return Linears(kernel, kernel.head)
     # 'auto' for the head: a kernel that was named for rounded weights need not know others.
     exact = replace(context, quantization="none")
     unnamed = Plugins({"linear": "auto"}, options=plugins.options)
-    return Linears(
-        choose_linear(plugins, context, lambda kernels: race.seconds(kernels, layers)),
-        choose_linear(unnamed, exact, lambda kernels: race.seconds(kernels, [head])),
-    )
+    return Linears(kernel, choose_linear(unnamed, exact, lambda kernels: race.seconds(kernels, [head])))
 
 
 def told(stored: Quantization, wanted: str) -> str:

@@ -17,12 +17,14 @@ from engine.config import Config
 from engine.errors import ConfigError
 from engine.execution.adapters import AdaptedRunner, rank_adapters
 from engine.execution.attention import RankAttention
+from engine.execution.captured_steps import CapturedDecodes
+from engine.execution.compiled_decodes import compiled_decodes
 from engine.execution.copy_stream import copies_on
 from engine.execution.device import choose_device, choose_dtype, fair_share, free_bytes, host_place, set_threads
 from engine.execution.drafting import DraftingRunner
 from engine.execution.host_pool import HostPool
+from engine.execution.host_rows import HostRows
 from engine.execution.landings import LandedAttention, Landings
-from engine.execution.ordered_comm import OrderedComm
 from engine.execution.rows import DeviceRows
 from engine.execution.runner import ModelRunner
 from engine.execution.step_threads import StepThreads, WatchedRunner
@@ -34,6 +36,7 @@ from engine.kernels.cpu import CPUKernels, cpu_kernels
 from engine.kv.store import DIGEST_BYTES, KVStore, PageRecords
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
+from engine.layers.ordered_comm import OrderedComm
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.models.model import build_model
@@ -42,13 +45,15 @@ from engine.plugins.hookspecs import CommContext, KVStoreContext
 from engine.plugins.manager import KV_STORE, Plugins
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.structured import plugin_grammars, plugin_processors
+from engine.plugins.support.paging import new_pool, page_bytes
+from engine.sampling.captured import Variant
 from engine.sampling.constraints import Constraints
 from engine.sampling.processing import Processing
 from engine.sampling.sampler import Sampler
 from engine.scheduling.proposer import DraftModel
 from engine.startup.draft_model import RankDraft
 from engine.startup.eagle_head import RankHead
-from engine.startup.invariance import prove_invariance
+from engine.startup.invariance import prove_decodes, prove_invariance
 from engine.startup.linears import choose_linears
 from engine.startup.memory import (
     MAX_CPU_POOL_BYTES,
@@ -100,7 +105,7 @@ def load_runner(
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
     invariant = config.model.numerics == "invariant"
     comm = _connect(config, plugins, rank, device, rendezvous)
-    if invariant and comm.size > 2:  # two numbers have one sum
+    if invariant and comm.size > 1:
         comm = OrderedComm(comm)
     graphs = RankGraphs(config.graphs, device, comm, build_passes(plugins, device, dtype))
     seed, load_format = config.device.seed, config.model.load_format
@@ -112,6 +117,7 @@ def load_runner(
     thread_choices: Sequence[int] = set_threads(config.device.threads, device, plan.parameter_bytes)
     if on_cpu:
         thread_choices = common_choices(thread_choices, comm)
+    kernels = _cpu_kernels(config, dtype, graphs) if on_cpu else None
     model = load_model(
         spec,
         graphs.comm,
@@ -122,7 +128,7 @@ def load_runner(
         progress=progress,
         linears=choose_linears(config, spec, plugins, plan, device),
         check_room=lambda needed: check_weights(spec, needed, dtype, room, comm.size),
-        kernels=_small_models_kernels(config, dtype, graphs) if on_cpu and not thread_choices else None,
+        kernels=kernels,
     )
     drafting = None
     if draft is not None:
@@ -130,21 +136,12 @@ def load_runner(
         drafting = kind(draft, config, plugins, comm, device=device, dtype=dtype, place=place, progress=progress)
     attention_spec = model.attention_spec
     # Before the pool takes what memory is left: a plugin may refuse, and may need some to be tried.
-    page_size, layout, limit_s = config.kv.page_size, config.kv.layout, config.plugins.race_s
+    page_size, layout = config.kv.page_size, config.kv.layout
     kv_dtype = config.kv.kept_as(str(dtype).removeprefix("torch."))
-    race = Race(
-        plugins,
-        attention_spec,
-        page_size,
-        device,
-        dtype,
-        limit_s=limit_s,
-        graphs=graphs.device,
-        layout=layout,
-        kv_dtype=kv_dtype,
-    )
+    place_of_pages = (attention_spec, page_size, device, dtype, layout, kv_dtype)
+    race = Race(plugins, *place_of_pages, limit_s=config.plugins.race_s, graphs=graphs.device)
     measured = measured_attention(race, comm, device, progress)
-    attention = RankAttention(plugins, attention_spec, page_size, device, dtype, layout, kv_dtype, measured, invariant)
+    attention = RankAttention(plugins, *place_of_pages, measured, invariant)
     max_rows, max_tokens = config.scheduler.max_running, config.scheduler.max_step_tokens
     if invariant:
         if not isinstance(model, Decoder) or model.pooled_head is not None:
@@ -154,32 +151,22 @@ def load_runner(
         sizes = {"page_size": page_size, "max_tokens": max_tokens, "max_rows": max_rows}
         prove_invariance(model, attention, comm, layout=layout, **sizes)
     adapters = rank_adapters(config.lora, model, comm, config.scheduler.max_running)
-    latent_size = attention_spec.latent_size
-    page_stride = KVPool.page_stride_of(layout, attention_spec.num_layers, page_size, latent_size)
-    rows = DeviceRows(max_rows, max_len, page_size, device, page_stride)
-    sampler = Sampler(max_rows, spec.shape.num_outputs, max_len, device)
+    page_stride = KVPool.page_stride_of(layout, attention_spec.num_layers, page_size, attention_spec.latent_size)
+    kind_of_rows = HostRows if on_cpu and not graphs.device.captures else DeviceRows
+    rows = kind_of_rows(max_rows, max_len, page_size, device, page_stride)
+    own_kernels = kernels if isinstance(model, Decoder) else None
+    sampler = Sampler(max_rows, spec.shape.num_outputs, max_len, device, own_kernels)
     if plugins.logits_processors:
         sampler.processing = Processing(plugin_processors(plugins, spec.vocab_size), rows.tokens_RM)
 
     landings = Landings(copies_on(device))
 
     def parts_with(num_pages: int) -> StepParts:
-        pool = KVPool(
-            num_layers=attention_spec.num_layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            num_kv_heads=attention_spec.num_kv_heads,
-            head_size=attention_spec.head_size,
-            dtype=dtype,
-            device=device,
-            layout=layout,
-            kv_dtype=kv_dtype,
-            latent_size=latent_size,
-        )
+        pool = new_pool(attention_spec, num_pages, page_size, dtype, device, layout, kv_dtype)
         if drafting is not None:
             drafting.tap(model, num_pages)
         backend = attention.build(pool)
-        if config.kv.num_host_pages:
+        if config.kv.num_host_pages and landings.copies.overlaps:
             backend = LandedAttention(backend, landings)
         # Only now: what 'auto' comes to has been loaded by this time.
         graphs.break_at([name for one in plugins.declarations.values() for name in one.graph_breaks])
@@ -193,38 +180,35 @@ def load_runner(
     if not num_pages and graphs.device.captures:
         needs = _measure(config, max_len, graphs, parts_with(1), num_proposed)
     graphs.device.trim()
-    page_bytes = KVPool.page_bytes(
-        attention_spec.num_layers,
-        page_size,
-        attention_spec.num_kv_heads,
-        attention_spec.head_size,
-        dtype,
-        kv_dtype,
-        latent_size,
-    )
+    bytes_of_page = page_bytes(attention_spec, page_size, dtype, kv_dtype)
     if drafting is not None:
-        page_bytes += drafting.page_bytes
+        bytes_of_page += drafting.page_bytes
         needs = drafting.needs(needs, max_len)
     room = fair_share(free_bytes(device), place, comm, device)
     if not num_pages:
         room = min(room, MAX_CPU_POOL_BYTES + needs.total) if on_cpu else room
-        num_pages = _smallest(pool_pages(config, max_len, page_bytes, room, needs), comm, device)
+        num_pages = _smallest(pool_pages(config, max_len, bytes_of_page, room, needs), comm, device)
     elif not known:
-        asked = f"kv.num_pages={num_pages}: {num_pages * page_bytes / 1e9:.1f} GB of memory"
-        require_room(asked, num_pages, page_bytes, room, MAX_HOST_SHARE if on_cpu else 1.0, needs)
+        asked = f"kv.num_pages={num_pages}: {num_pages * bytes_of_page / 1e9:.1f} GB of memory"
+        require_room(asked, num_pages, bytes_of_page, room, MAX_HOST_SHARE if on_cpu else 1.0, needs)
     try:
         parts = parts_with(num_pages)
         drafter = drafting.drafter(num_pages, rows, spec.vocab_size) if drafting is not None else None
     except (MemoryError, torch.OutOfMemoryError) as error:
-        asked = f"{num_pages * page_bytes / 1e9:.1f} GB for a KV pool of {num_pages} pages"
+        asked = f"{num_pages * bytes_of_page / 1e9:.1f} GB for a KV pool of {num_pages} pages"
         raise ConfigError(f"{asked} cannot be had ({error}); lower kv.num_pages or kv.memory_fraction") from None
     pool, before = parts.pool, graphs.device.memory().free_bytes
+    whole_decodes: CapturedDecodes | None = None
+    if kernels is not None:
+        whole_decodes = compiled_decodes(model, pool, parts.attention, rows, sampler, comm)
+        if invariant and whole_decodes is not None and isinstance(model, Decoder):
+            prove_decodes(model, whole_decodes, parts.attention, pool, rows)
     # Invariant numerics are proved with one number of threads, and compiled pieces are made for one.
     threads = None
     if thread_choices and not invariant and model.pooled_head is None:
-        threads = _measured_threads(thread_choices, config, max_len, parts, comm)
+        threads = _measured_threads(thread_choices, config, max_len, parts, whole_decodes, comm)
     piecewise = graphs.piecewise(parts, config.scheduler, progress)
-    decode_graphs = graphs.decode(parts, config.scheduler, progress)
+    whole_decodes = whole_decodes or graphs.decode(parts, config.scheduler, progress)
     log.info(
         "rank %d ready: device=%s dtype=%s weights=%.1f MB kv_pool=%.1f MB (%d pages of %d tokens in %s)",
         rank,
@@ -247,7 +231,7 @@ def load_runner(
         stored=_stored_pages(config, spec, plugins, pool, comm),
         attention=parts.attention,
         piecewise=piecewise if adapters is None or piecewise is None else adapters.around(piecewise),
-        decode_graphs=decode_graphs if adapters is None or decode_graphs is None else adapters.beside(decode_graphs),
+        whole_decodes=whole_decodes if adapters is None or whole_decodes is None else adapters.beside(whole_decodes),
         rows=rows,
         constraints=Constraints(grammars or _own_grammars(config, spec, plugins), spec.vocab_size, device),
         sampler=sampler,
@@ -260,14 +244,12 @@ def load_runner(
     return adapted if drafter is None else DraftingRunner(adapted, rows, drafter, alone=comm.size == 1)
 
 
-def _small_models_kernels(config: Config, dtype: torch.dtype, graphs: RankGraphs) -> CPUKernels | None:
-    """Those of a model on a CPU whose steps one thread runs, if they compute what it does.
+def _cpu_kernels(config: Config, dtype: torch.dtype, graphs: RankGraphs) -> CPUKernels | None:
+    """Those of a model on a CPU, if they compute what it does.
 
     No graph has them: what records or compiles a step sees operations of torch alone."""
     is_plain = dtype == torch.float32 and config.kv.kept_as("float32") in ("", "float32")
-    if torch.get_num_threads() > 1 or not is_plain or config.model.numerics == "invariant" or graphs.mode != "off":
-        return None
-    return cpu_kernels()
+    return cpu_kernels() if is_plain and graphs.mode == "off" else None
 
 
 def _check_device(config: Config, device: torch.device) -> None:
@@ -311,11 +293,7 @@ def _own_grammars(config: Config, spec: ModelSpec, plugins: Plugins) -> Grammars
         return plugin_codec(config, resolve_checkpoint(config.model.path, config.model.revision))
 
     return plugin_grammars(
-        plugins,
-        codec,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=spec.eos_token_ids,
-        options=config.plugins.options,
+        plugins, codec, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, options=config.plugins.options
     )
 
 
@@ -341,15 +319,24 @@ def _measure(config: Config, max_len: int, graphs: RankGraphs, parts: StepParts,
 
 
 def _measured_threads(
-    choices: Sequence[int], config: Config, max_len: int, parts: StepParts, comm: Comm
+    choices: Sequence[int],
+    config: Config,
+    max_len: int,
+    parts: StepParts,
+    whole_decodes: CapturedDecodes | None,
+    comm: Comm,
 ) -> StepThreads:
-    """Rows of ``parts.sampler`` must be free."""
+    """Rows of ``parts.sampler`` must be free, and no page may hold anything."""
     steps, greedy = _steps_of(parts), SamplingParams(temperature=0.0)
     length, most_rows = min(max_len, RACE_CONTEXT), config.scheduler.max_running
 
     def step(rows: int) -> None:
         rows = min(rows, most_rows)
-        steps.run(np.full(rows, length, dtype=np.int32), np.ones(rows, dtype=np.int32), rows, greedy)
+        lengths = np.full(rows, length, dtype=np.int32)
+        if whole_decodes is not None and whole_decodes.fits(rows):
+            whole_decodes.launch(np.arange(rows), lengths, Variant.GREEDY)
+        else:
+            steps.run(lengths, np.ones(rows, dtype=np.int32), rows, greedy)
 
     return StepThreads(choices, ThreadRace(comm, step).run(choices))
 

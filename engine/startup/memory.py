@@ -15,6 +15,7 @@ from engine.checkpoints.shape import DecoderShape
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.execution.prompts import SCORED_ROWS
+from engine.kernels.attention import attends_in_c
 from engine.layers.kv_pool import KVPool
 from engine.models.model import Model
 from engine.params import SamplingParams
@@ -116,7 +117,8 @@ def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.d
 
     So this adds up, for one rank, what a step can hold at once: all that a layer computes of T tokens, half of it
     again for padded copies, a mask of T queries against the longest context and a copy of that context's keys and
-    values (``attention.torch``), the sampler's and prompt log probabilities' work on the vocabulary, and the host's
+    values, where ``attention.torch`` does not attend in C, the sampler's and prompt log probabilities' work on the
+    vocabulary, and the host's
     tables.  num_proposed: see ``most_sampled``."""
     scheduler, ranks = config.scheduler, config.device.tensor_parallel
     num_tokens = min(scheduler.max_step_tokens, max_len * scheduler.max_running)
@@ -129,6 +131,8 @@ def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.d
     masks = num_tokens * max_len * (2 if shape.window else 1)
     if shape.attention_needs:
         masks += 3 * shape.num_heads // ranks * SCORED_QUERIES * max_len
+    if attends_in_c(shape.attention_needs, dtype) and not config.kv.kept_as(str(dtype).removeprefix("torch.")):
+        context = masks = 0  # it reads pages where they are, and knows who sees whom
     in_dtype = (num_tokens * layer * 3 // 2 + context + masks) * dtype.itemsize
     part = min(num_sampled * shape.num_outputs, max(shape.num_outputs, PART_SCORES_CPU))
     scored = (num_sampled + min(num_tokens, SCORED_ROWS)) * shape.num_outputs

@@ -69,10 +69,10 @@ class Race:
         page_size: int,
         device: torch.device,
         dtype: torch.dtype,
-        *,
-        limit_s: float,
         layout: Layout = "layer_first",
         kv_dtype: str = "",
+        *,
+        limit_s: float,
         graphs: GraphDevice | None = None,
         loads: Sequence[Load] = (),
         clock: Callable[[], float] = time.perf_counter,
@@ -307,16 +307,7 @@ def race_for(config: Config) -> Race:
     plugins = Plugins({ATTENTION: config.plugins.attention}, options=config.plugins.options)
     limit_s = config.plugins.race_s or LONGEST_S
     kv_dtype = config.kv.kept_as(str(dtype).removeprefix("torch."))
-    return Race(
-        plugins,
-        spec,
-        config.kv.page_size,
-        device,
-        dtype,
-        limit_s=limit_s,
-        layout=config.kv.layout,
-        kv_dtype=kv_dtype,
-    )
+    return Race(plugins, spec, config.kv.page_size, device, dtype, config.kv.layout, kv_dtype, limit_s=limit_s)
 
 
 def measured_attention(race: Race, comm: Comm, device: torch.device, progress: bool) -> Measured:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from engine.execution.device import free_bytes
 from engine.layers.attention import AttentionBatch, AttentionSpec
-from engine.layers.kv_pool import KVPool, Layout
+from engine.layers.kv_pool import Layout
 from engine.plugins.declaration import Phase
-from engine.plugins.support.paging import batch_on
+from engine.plugins.support.paging import batch_on, new_pool, page_bytes
 from engine.plugins.testing.attention import TOLERANCES
 from engine.plugins.testing.reference import attend
 
@@ -69,22 +69,10 @@ class TrialSteps:
         self.spec = spec
         self._page_size = page_size
         self._device = device
-        page_bytes = KVPool.page_bytes(
-            spec.num_layers, page_size, spec.num_kv_heads, spec.head_size, dtype, kv_dtype, spec.latent_size
-        )
         room = min(POOL_BYTES[device.type], free_bytes(device) // SHARE_OF_FREE)
-        self.pool = KVPool(
-            num_layers=spec.num_layers,
-            num_pages=min(max(map(self._pages_of, loads)), max(1, room // page_bytes)),
-            page_size=page_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-            dtype=dtype,
-            device=device,
-            layout=layout,
-            kv_dtype=kv_dtype,
-            latent_size=spec.latent_size,
-        )
+        most = max(1, room // page_bytes(spec, page_size, dtype, kv_dtype))
+        num_pages = min(max(map(self._pages_of, loads)), most)
+        self.pool = new_pool(spec, num_pages, page_size, dtype, device, layout, kv_dtype)
         self._fill(torch.Generator(device).manual_seed(0))
         self.loads = [one for one in loads if self._pages_of(one) <= self.pool.num_pages]
 
@@ -114,12 +102,7 @@ class TrialSteps:
         slots_L = pages_L * self.pool.page_stride + position_L % self._page_size
         spec, sinks_N = self.spec, self.spec.sinks[0] if self.spec.sinks else None
         expected = attend(
-            q_TNH[-new:],
-            *self.pool.read(0, slots_L),
-            spec.scale,
-            spec.window_of(0),
-            spec.soft_cap,
-            sinks_N,
+            q_TNH[-new:], *self.pool.read(0, slots_L), spec.scale, spec.window_of(0), spec.soft_cap, sinks_N
         )
         absolute, relative = TOLERANCES[str(self.pool.dtype).removeprefix("torch.")]
         error = (out_TNH[-new:].double().cpu() - expected).abs()

@@ -143,29 +143,22 @@ class CallReader:
                 self.say(self._consume(len(self._pending)))
                 return ""
 
-    def word(self, *ends: str, at_most: int = MAX_NAME_CHARS) -> Reading[str | None]:
+    def word(self, *ends: str, at_most: int | None = MAX_NAME_CHARS) -> Reading[str | None]:
         """Return what stands before the first of ``ends``, which is not read.  None if none comes soon enough."""
         read: list[str] = []
         while True:
             before, end = self._certain(ends)
             read.append(self._consume(len(before)))
-            if sum(map(len, read)) > at_most:
+            if at_most is not None and sum(map(len, read)) > at_most:
                 return None
             if end:
                 return "".join(read)
             if not (yield from self._grown()):
                 return None
 
-    def skip(self, *ends: str) -> Reading[bool]:
-        """Read over the first of ``ends`` and tell nothing.  Returns False if none comes."""
-        while True:
-            before, end = self._certain(ends)
-            self._consume(len(before) + len(end))
-            if end:
-                return True
-            if not (yield from self._grown()):
-                self._consume(len(self._pending))
-                return False
+    def skip(self, end: str) -> Reading[bool]:
+        """Read over ``end`` and tell nothing.  Returns False if it does not come."""
+        return (yield from self.value_until(end)) is not None
 
     def drop_rest(self) -> Reading[None]:
         """Read all that follows and tell nothing."""
@@ -287,16 +280,9 @@ class CallReader:
 
     def value_until(self, end: str) -> Reading[str | None]:
         """Return the text up to ``end``, which is read too.  None if ``end`` does not come."""
-        read = []
-        while True:
-            before, found = self._certain((end,))
-            read.append(self._consume(len(before)))
-            if found:
-                self._consume(len(found))
-                return "".join(read)
-            if not (yield from self._grown()):
-                self._consume(len(self._pending))
-                return None
+        text = yield from self.word(end, at_most=None)
+        self._consume(len(self._pending if text is None else end))
+        return text
 
     # ---- what is certain --------------------------------------------------------------------
 

@@ -364,10 +364,7 @@ class TextCodec:
 
 
 def load_codec(
-    model: ModelSection,
-    directory: Path,
-    formats: Callable[[str], Formats] | None = None,
-    pooling: Pooling = GENERATING,
+    model: ModelSection, directory: Path, formats: Callable[[str], Formats] | None = None, pooling: Pooling = GENERATING
 ) -> TextCodec:
     """The codec that ``model`` asks for.  directory: the checkpoint's.  formats: as ``TextCodec`` takes it.
     pooling: what the model is for.

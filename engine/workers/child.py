@@ -25,6 +25,7 @@ import msgspec
 import uvloop
 
 from engine.config import ENVIRONMENT_PREFIX
+from engine.patience import is_set_within
 from engine.workers.keys import ClientKeys
 from engine.workers.messages import Place
 
@@ -101,11 +102,7 @@ class Child:
 
     async def wait(self, timeout_s: float) -> bool:
         """Wait for its end; False if that did not come in time."""
-        try:
-            await asyncio.wait_for(self._gone.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        return await is_set_within(timeout_s, self._gone)
 
     def _reap(self) -> None:
         self._loop.remove_reader(self._pidfd)

@@ -24,6 +24,7 @@ from engine.actors.snapshot import GetSnapshot, Record, RequestsFinished, Snapsh
 from engine.errors import EngineDied
 from engine.messages import Abort, Deltas, Failed, Finish, IngressInbox, Profile, Stats, Tokenize
 from engine.notices import EngineReady, EngineRecovering, TokenizersLost, TokenizersReady
+from engine.patience import is_set_within
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
 from engine.workers.group import Owner, WorkerGroup, WorkerSlot, one_for_one
@@ -156,12 +157,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is open, and none can come where that was asked for; False if the time ran out."""
-        if not self._idle.is_set():
-            try:
-                await asyncio.wait_for(self._idle.wait(), timeout_s)
-            except TimeoutError:
-                return not self._open
-        return True
+        return await is_set_within(timeout_s, self._idle) or not self._open
 
     def abort_all(self) -> None:
         """Cancel every open request; the frontend tells its clients."""

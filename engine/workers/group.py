@@ -158,11 +158,9 @@ class _Life(Generic[Said, Told]):
         slot.waiting = 0
 
     def heard(self, message: Said | WorkerReady | WorkerAlive) -> None:
-        """See ``Reports``."""
         self._generation.heard(self, message)
 
     def lost(self, loss: WorkerLost) -> None:
-        """See ``Reports``."""
         self._generation.lost(loss)
 
 

@@ -38,7 +38,6 @@ class InlineExecutors:
 
     @contextmanager
     def generation(self, settings: GenerationSettings) -> Iterator[Start[FromExecutor, ExecutorInbox]]:
-        """See ``ExecutorPlacement``."""
         rendezvous = Rendezvous(self._num_ranks)
 
         def start(slot: WorkerSlot[FromExecutor, ExecutorInbox], reports: Reports[FromExecutor]) -> InlineWorker:

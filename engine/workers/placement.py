@@ -124,7 +124,6 @@ class ProcessExecutors:
 
     @contextmanager
     def generation(self, settings: GenerationSettings) -> Iterator[Start[FromExecutor, ExecutorInbox]]:
-        """See ``ExecutorPlacement``."""
         link = self._config.placement.link
         if self._head is not None:
             with self._on_machines(settings, self._head) as start:

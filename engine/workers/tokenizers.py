@@ -134,10 +134,7 @@ class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox])
         self._are_there = False  # as ingress was told
 
     def connect(
-        self,
-        *,
-        scheduler: Link[Admit | Abort],
-        ingress: Link[Deltas | Failed | TokenizersReady | TokenizersLost],
+        self, *, scheduler: Link[Admit | Abort], ingress: Link[Deltas | Failed | TokenizersReady | TokenizersLost]
     ) -> None:
         """Where results go; known only after those actors, which need this one's link, are built."""
         self._scheduler = scheduler

@@ -14,10 +14,15 @@ from engine.checkpoints.adapter import read_adapter
 from engine.config import Config, build_config
 from engine.errors import RequestError
 from engine.execution.adapters import RankAdapters
+from engine.execution.batch import Int32, Int64
+from engine.execution.captured_steps import Decoded
+from engine.execution.compiled_decodes import CompiledDecodes
+from engine.kernels.panels import products
 from engine.kv.node import Namespace
 from engine.messages import RequestOptions, Step
 from engine.params import SamplingParams
 from engine.prompt import Adapter
+from engine.sampling.captured import Variant
 from engine.scheduling.payoff import Payoff
 from engine.system import System
 from tests.adapters.made import greedy, make_adapter, merged
@@ -113,6 +118,26 @@ def check(made: Made, asked: Asked, said: Said) -> None:
         scores = model(whole).logits[0].double().log_softmax(-1)
     expected = scores[:-1].gather(1, whole[0, 1:, None])[:, 0]
     np.testing.assert_allclose(said[1], expected.numpy(), atol=1e-4)
+
+
+@pytest.mark.skipif(products() is None, reason="there is no C compiler, or no AVX2")
+@pytest.mark.parametrize(("name", "least"), [("", NUM_NEW - 1), ("plain", 0)])
+def test_decode_steps_without_an_adapter_are_one_call_of_c(
+    llama: Made, name: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, ran = CompiledDecodes.launch, []
+
+    def noted(self: CompiledDecodes, rows_N: Int64, lengths_N: Int32, variant: Variant) -> Decoded:
+        ran.append(len(rows_N))
+        return launch(self, rows_N, lengths_N, variant)
+
+    monkeypatch.setattr(CompiledDecodes, "launch", noted)
+    asked = [(prompt, name) for prompt in PROMPTS[:2]]
+    (found,) = run(llama, llama.config(), [asked])
+    for one, said in zip(asked, found, strict=True):
+        check(llama, one, said)
+    assert len(ran) >= least
+    assert bool(ran) == (name == "")
 
 
 def test_five_models_in_one_batch_are_each_the_merged_one(llama: Made) -> None:

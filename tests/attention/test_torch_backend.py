@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.errors import PluginError
-from engine.kernels.cpu import CPUKernels, cpu_kernels
-from engine.layers.attention import AttentionBatch, AttentionSpec
+from engine.kernels import attention
+from engine.kernels.attention import CompiledAttention, compiled_attention
+from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool, Layout
 from engine.plugins.attention import torch as backend_module
-from engine.plugins.attention.torch import TorchAttention, TorchAttentionWithKernels, callboard_attention_backend
+from engine.plugins.attention.torch import TorchAttention, callboard_attention_backend
 from engine.plugins.hookspecs import AttentionContext
 from tests.attention.reference import attend_one
 
@@ -92,11 +93,11 @@ def paged(
     return Paged(spec, pool, batch, q_TNH, all_slots)
 
 
-def backends_of(case: Paged) -> list[TorchAttention]:
-    """Torch's, and the C one's where it serves such pages and there is a compiler."""
-    kernels = cpu_kernels() if case.pool.dtype == torch.float32 and case.pool.format.plain else None
-    backends = [TorchAttention(case.spec, case.pool)]
-    return backends + ([] if kernels is None else [TorchAttentionWithKernels(kernels, case.spec, case.pool)])
+def backends_of(case: Paged) -> list[AttentionBackend]:
+    """Torch's, and the one in C where it serves such pages and there is a compiler."""
+    compiled = compiled_attention(case.spec, case.pool)
+    backends: list[AttentionBackend] = [TorchAttention(case.spec, case.pool)]
+    return backends if compiled is None else [*backends, compiled]
 
 
 def check(case: Paged, tolerance: float) -> None:
@@ -221,32 +222,20 @@ def test_scores_that_are_far_apart_are_weighed_as_torch_weighs_them():
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-def test_decode_rows_are_read_by_the_kernel_where_one_thread_runs_float32(monkeypatch: pytest.MonkeyPatch):
+def test_pages_of_float32_are_attended_in_c_and_others_by_torch():
     factory, spec = callboard_attention_backend(context()), spec_of(4, 2, 8)
 
     def kind(spec: AttentionSpec, dtype: torch.dtype = torch.float32, kv_dtype: str = "") -> type:
         return type(factory(spec, KVPool(2, 3, 4, 2, 8, dtype, CPU, "page_first", kv_dtype)))
 
     for served in (spec, spec_of(4, 2, 8, window=7), replace(spec, window=7, full_layers=(1,))):
-        assert kind(served, kv_dtype="float32") is TorchAttentionWithKernels
+        assert kind(served, kv_dtype="float32") is CompiledAttention
     assert kind(spec, torch.bfloat16) is kind(spec, kv_dtype="int8") is TorchAttention
     assert kind(replace(spec, soft_cap=30.0)) is kind(replace(spec, sinks=(torch.zeros(4),) * 2)) is TorchAttention
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert kind(spec) is TorchAttention
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-def test_torch_does_it_once_the_model_has_more_threads(monkeypatch: pytest.MonkeyPatch):
-    case = paged(spec_of(4, 2, 8), [(9, 1), (21, 1), (12, 5)], 4, seed=12)
-    calls = []
-    monkeypatch.setattr(CPUKernels, "attend_decodes", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    check(case, 2e-6)
-    assert not calls
-
-
-def test_torch_does_it_where_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(backend_module, "cpu_kernels", lambda: None)
+def test_torch_does_it_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention, "compiled", lambda: None)
     case = paged(spec_of(4, 2, 8), [(9, 1)], 4, seed=11)
     assert type(callboard_attention_backend(context())(case.spec, case.pool)) is TorchAttention
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from benchmarks.null_engine import NullSystem
 from engine.actors.stream import Stream
 from engine.changeover import Changeover
 from engine.config import Config, build_config
@@ -21,6 +22,7 @@ from engine.system import System
 from tests.engine.held_steps import hold_steps
 from tests.pace import far
 
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 NUM_STREAMS = 64
 MOST = 48
 # Random weights, and no more of them than a step needs to be one.
@@ -297,3 +299,23 @@ def test_a_sleeping_engine_stops(config: Config) -> None:
         await changeover.sleep(2)
 
     play(config, scenario)
+
+
+def test_an_engine_on_a_device_of_its_own_stays_there() -> None:
+    """Its class says what its executors run on, and those of the next configuration run on that too."""
+    demo = {"model": {"path": str(DEMO)}, "kv": {"num_pages": 64}, "device": {"kind": "cpu", "threads": 1}}
+
+    async def main() -> None:
+        system = NullSystem(build_config(Config(), demo))
+        await system.start()
+        try:
+            async with asyncio.timeout(far(30)):
+                before = await read([system.ingress.open([1, 2, 3], GREEDY)])
+                outcome = await Changeover(system).apply(build_config(system.config, {"kv": {"num_pages": 96}}))
+                assert outcome.applied
+                assert outcome.road != "live"
+                assert await read([system.ingress.open([1, 2, 3], GREEDY)]) == before == [[before[0][0]] * MOST]
+        finally:
+            await system.stop()
+
+    asyncio.run(main())

@@ -287,6 +287,8 @@ def test_drafting_that_finds_no_room_is_left_out(
         passes.append(step)
         if len(passes) in (2, 9):
             raise torch.OutOfMemoryError("full")
+        if len(passes) == 12:
+            raise MemoryError("of a kernel in C")
         if len(passes) == 14:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory")
         run(self, step)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import Config, build_config
-from engine.errors import CallboardError
+from engine.errors import CallboardError, ConfigError
 from engine.llm import Completion
 from engine.messages import Usage
 from server.operators import verify
@@ -38,7 +38,19 @@ def test_the_same_bits_from_a_process_that_was_killed() -> None:
 
 def test_the_same_bits_in_int8() -> None:
     rounded = build_config(BASE, {"model": {"quantization": "int8"}})
-    verify_numerics(rounded, [BY_NAME["together"], BY_NAME["in chunks of 32"]], number=4)
+    verify_numerics(rounded, [BY_NAME["together"], BY_NAME["in chunks of 32"], BY_NAME["over 2 ranks"]], number=4)
+
+
+def test_the_same_bits_over_any_number_of_ranks() -> None:
+    verify_numerics(BASE, [BY_NAME[name] for name in ("together", "over 2 ranks", "over 4 ranks")], number=6)
+
+
+def test_a_way_that_the_model_does_not_allow_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    three = replace(BY_NAME["over 2 ranks"], name="over 3 ranks", tables={"device": {"tensor_parallel": 3}})
+    verify_numerics(BASE, [BY_NAME["together"], three], number=1)
+    assert "left out:" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="num_attention_heads"):
+        verify_numerics(BASE, [BY_NAME["together"], replace(three, if_possible=False)], number=1)
 
 
 def test_the_command_fails_where_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What may be asked of prompts alone: log probabilities of their tokens, and embeddings."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,6 +96,25 @@ def test_an_embedding_is_the_same_however_it_is_computed(llm: LLM, pooling: str)
     assert vector(llm, PROMPT, pooling) == pytest.approx(first, abs=1e-5), "with what is cached"
     with LLM(progress=False, config={"scheduler": {"max_step_tokens": 64, "prefill_chunk": 7}}) as small:
         assert vector(small, PROMPT, pooling) == pytest.approx(first, abs=1e-5)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_a_sum_whose_step_had_no_room_is_begun_anew(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    results, calls = prompts.Prompts.results, []
+
+    def full(self: prompts.Prompts, *arguments: Any) -> prompts.PromptResults:
+        found = results(self, *arguments)
+        calls.append(found)
+        if len(calls) == 1:
+            raise error("planted")
+        return found
+
+    with LLM(progress=False, config={"scheduler": {"max_step_tokens": 64, "prefill_chunk": 7}}) as llm:
+        expected = np.frombuffer(asked(llm, PROMPT, pooling="mean").pooled, dtype=np.float32)
+        monkeypatch.setattr(prompts.Prompts, "results", full)
+        found = np.frombuffer(asked(llm, PROMPT, pooling="mean").pooled, dtype=np.float32)
+    assert len(calls) > 2
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_last_token_sees_all_and_the_mean_weighs_all(llm: LLM) -> None:

@@ -13,9 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 from engine.config import Config, build_config
 from engine.errors import EngineDied
-from engine.execution.rows import DeviceRows
+from engine.execution.batch import Batch, Int32, Int64
+from engine.execution.captured_steps import Decoded
+from engine.execution.compiled_decodes import CompiledDecodes
+from engine.execution.host_rows import HostRows
+from engine.execution.rows import DeviceRows, StepInputs
 from engine.models.decoder import Decoder
 from engine.params import SamplingParams
+from engine.sampling.captured import Variant
 from engine.system import System
 from tests.models.checkpoints import build, random_tokens, save
 from tests.sampling.borders import clear_of_borders
@@ -85,6 +90,35 @@ def test_tokens_and_log_probabilities_are_those_of_a_device_with_room(
         assert [one.sampled.logprob for one in logprobs] == pytest.approx(
             [one.sampled.logprob for one in want], abs=1e-4
         )
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_decode_steps_that_have_no_room_are_launched_again_from_where_they_began(
+    checkpoint: Path, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with clear_of_borders():
+        expected = answers(checkpoint, 2)
+    run, run_whole, failed = DeviceRows.inputs, CompiledDecodes.launch, []
+
+    def fail(num_rows: int) -> None:
+        if num_rows == len(PARAMS) and not failed:
+            failed.append(num_rows)
+            raise error("planted")
+
+    def full(self: DeviceRows, batch: Batch) -> StepInputs:
+        fail(batch.num_decodes if batch.num_decodes == len(batch.positions_T) else 0)
+        return run(self, batch)
+
+    def full_whole(self: CompiledDecodes, rows_N: Int64, lengths_N: Int32, variant: Variant) -> Decoded:
+        decoded = run_whole(self, rows_N, lengths_N, variant)  # what it has written is written again
+        fail(len(rows_N))
+        return decoded
+
+    monkeypatch.setattr(HostRows, "inputs", full)
+    monkeypatch.setattr(CompiledDecodes, "launch", full_whole)
+    got = answers(checkpoint, 2)
+    assert failed
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
 
 
 class Allocations(TorchDispatchMode):

@@ -218,7 +218,7 @@ def test_a_file_serves_with_its_own_tokenizer_and_template(tmp_path: Path, cache
     write(path, build("qwen2"), tokenizer=True)
     ours = codec(byte_level(), tmp_path / "original")
     with LLM(str(path), progress=False, config={"kv": {"num_pages": 64}}) as llm:
-        read = llm._system._codec
+        read = llm._system.codec
         for text in TEXTS:
             assert read.encode(text).tolist() == ours.encode(text).tolist()
         assert len(llm.generate([PROMPT], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3

@@ -39,6 +39,7 @@ def install(monkeypatch: pytest.MonkeyPatch, resident: bool = True) -> list[Engi
         return devices[-1]
 
     monkeypatch.setattr(rank, "device_for_graphs", device_for_graphs)
+    monkeypatch.setattr("engine.kernels.panels.compiled", lambda: None)  # nobody records what is not torch's
     if resident:
         monkeypatch.setattr(RankAttention, "build", lambda self, pool: ResidentTorchAttention(self._spec, pool))
     return devices

@@ -81,8 +81,8 @@ def counts(device):
 
 def test_all_sizes_in_all_variants_are_captured_the_largest_first(loaded):
     captured, plain, device = loaded
-    assert plain.parts.decode_graphs is None
-    assert captured.parts.decode_graphs.sizes == captured.parts.decode_graphs.captured == (1, 2, 3, 4, 6, 8)
+    assert plain.parts.whole_decodes is None
+    assert captured.parts.whole_decodes.sizes == captured.parts.whole_decodes.captured == (1, 2, 3, 4, 6, 8)
     descending = [size for size in (8, 8, 6, 4, 3, 2, 1) for _ in Variant]  # the largest once for nothing
     assert [graph.size for graph in device.graphs] == descending
     assert len(set(device.pools)) == 1
@@ -169,7 +169,7 @@ def test_rows_that_asked_for_a_logits_processor_are_replayed_up_to_their_logits(
     assert len({first for first, _ in seen}) == 12, "each step sees what the step before has sampled"
     both.prefill(0, 5)
     both.decode(0, 1)
-    assert both.parts.decode_graphs.variant_of(np.array([0, 1]), np.array([6, 19])) is Variant.GREEDY
+    assert both.parts.whole_decodes.variant_of(np.array([0, 1]), np.array([6, 19])) is Variant.GREEDY
 
 
 def test_steps_with_prompts_come_between(both):
@@ -252,7 +252,7 @@ def test_static_memory_that_moves_is_noticed(loaded, monkeypatch):
 def test_larger_batches_run_as_they_are(checkpoint, monkeypatch):
     devices = install(monkeypatch)
     steps = Steps(load(checkpoint, "decode", max_rows=2))
-    assert steps.runner.parts.decode_graphs.sizes == (1, 2)
+    assert steps.runner.parts.whole_decodes.sizes == (1, 2)
     for row in range(3):
         steps.prefill(row, 5)
     devices[0].replays.clear()
@@ -306,7 +306,7 @@ def test_attention_with_a_plan_is_planned_before_each_replay(checkpoint, monkeyp
 def test_attention_that_cannot_be_captured_leaves_decode_steps_to_the_pieces(checkpoint, monkeypatch):
     devices = install(monkeypatch, resident=False)
     steps, plain = Steps(load(checkpoint, "breakable")), Steps(load(checkpoint, "off"))
-    assert steps.runner.parts.decode_graphs is None
+    assert steps.runner.parts.whole_decodes is None
     for one in (steps, plain):
         for row in range(3):
             one.prefill(row, 5 + row)
@@ -373,7 +373,7 @@ def rank_runner(model, comm, device=None, recorder=None):
         stored=None,
         attention=attention,
         piecewise=None,
-        decode_graphs=graphs,
+        whole_decodes=graphs,
         rows=rows,
         constraints=NoGrammars(),
         sampler=sampler,

@@ -56,7 +56,7 @@ def test_nothing_is_built_where_graphs_are_off():
 def test_each_mode_captures_its_steps(checkpoint, monkeypatch, mode, pieces, whole):
     devices = install(monkeypatch)
     runner = load(checkpoint, mode, max_running=2)
-    assert (runner.parts.decode_graphs is not None) == whole
+    assert (runner.parts.whole_decodes is not None) == whole
     steps = Steps(runner)
     devices[0].replays.clear()
     tokens(steps.prefill(0, 9))

@@ -4,19 +4,19 @@ import logging
 import shutil
 import subprocess
 
-import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from callboard import LLM, SamplingParams
-from engine.kernels.choice import VARIABLE
+from engine.kernels.attention import CompiledAttention
+from engine.kernels.compiled import compiled
 from engine.kernels.cpu import CPUKernels, cpu_kernels
-from engine.layers.attention import AttentionSpec
-from engine.layers.kv_pool import KVPool
+from engine.kernels.panels import products
+from engine.layers.mlp import gated
 from engine.layers.norm import HeadNorm, RMSNorm
 from engine.layers.rotary import Rotary
-from engine.plugins.attention.torch import TorchAttentionWithKernels
-from engine.plugins.support.paging import batch_on
+from engine.own_kernels import VARIABLE
 
 CPU = torch.device("cpu")
 EPS = 1e-6
@@ -24,14 +24,14 @@ EPS = 1e-6
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def anew(monkeypatch, tmp_path):
     """Nothing compiled yet, in this process or before it."""
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu_kernels.cache_clear()
+    compiled.cache_clear()
     yield
-    cpu_kernels.cache_clear()
+    compiled.cache_clear()
 
 
 @pytest.fixture
@@ -96,56 +96,48 @@ def test_a_slot_below_zero_stores_nothing_and_one_beyond_the_pool_is_refused(ker
         kernels.rotate_and_store(qkv_TAH, None, 0.0, angles_TH, keys_SGH, values_SGH, torch.tensor([0, 8]))
 
 
-class Rows:
-    """Three decode rows of 5, 12 and 3 tokens, in pages of 4 of a pool of 8."""
-
-    def __init__(self, kernels: CPUKernels) -> None:
-        spec = AttentionSpec(num_layers=1, num_heads=4, num_kv_heads=2, head_size=64, scale=0.125)
-        self.pool = KVPool(1, 8, 4, 2, 64, torch.float32, CPU)
-        self.pool.data.normal_()
-        self.backend = TorchAttentionWithKernels(kernels, spec, self.pool)
-        self.table = np.array([[7, 2, 0], [1, 5, 3], [6, 0, 0]], dtype=np.int32)
-        self.lengths = np.array([5, 12, 3], dtype=np.int32)
-        self.q_BQH = torch.randn(3, 4, 64)
-
-    def attend(self) -> torch.Tensor:
-        self.backend.plan_step(batch_on(CPU, 3, self.table, self.lengths, np.ones(3, dtype=np.int32)))
-        return self.backend.attend(0, self.q_BQH)
+@pytest.mark.parametrize(("num_tokens", "width"), [(1, 432), (5, 37), (3, 1), (0, 8), (90, 432)])
+def test_the_gate_of_a_mlp(kernels, num_tokens, width):
+    gate_up_T2I = torch.randn((num_tokens, 2 * width)) * 8
+    torch.testing.assert_close(kernels.gated(gate_up_T2I), gated(gate_up_T2I, "silu", None))
+    torch.testing.assert_close(kernels.gated(gate_up_T2I, "gelu"), gated(gate_up_T2I, "gelu", None))
 
 
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_a_key_that_is_not_finite_fails_its_row_alone(kernels, wrong):
-    rows = Rows(kernels)
-    before_BQH = rows.attend()
-    rows.pool.keys(0)[3 * 4 + 1, 0, 0] = wrong  # of the second row, its tenth token, read by the heads of one group
-    found_BQH = rows.attend()
-    assert before_BQH.isfinite().all()
-    torch.testing.assert_close(found_BQH[[0, 2]], before_BQH[[0, 2]], rtol=0, atol=0)
-    failed = ~found_BQH[1].isfinite().all(-1)
-    expected = rows.q_BQH[1, :, 0] > 0 if wrong == torch.inf else torch.tensor([True, True, False, False])
-    assert failed.tolist() == (expected & torch.tensor([True, True, False, False])).tolist()
+def test_gates_at_the_ends_of_float32(kernels):
+    gates = torch.tensor([[-1e38, -200.0, -88.5, 88.5, 200.0, 1e38, torch.nan, torch.inf, 0.0]])
+    found = kernels.gated(torch.cat((gates, torch.ones_like(gates)), 1))
+    torch.testing.assert_close(found[:, 1:], F.silu(gates)[:, 1:], equal_nan=True)
+    assert found[0, 0].abs() < 2  # the sigmoid is cut above the least normal number
 
 
-@pytest.mark.parametrize(("row", "page"), [(0, 9), (1, -1)])
-def test_a_page_beyond_the_pool_is_refused(kernels, row, page):
-    rows = Rows(kernels)
-    rows.table[row, 1] = page
-    with pytest.raises(IndexError, match=f"row {row} .* pool's 9"):
-        rows.attend()
+def test_a_row_has_the_same_bits_among_any_others_and_with_two_threads(kernels, monkeypatch):
+    num_tokens, size, width = 200, 96, 432
+    x_TD, update_TD, gate_up_T2I = (*torch.randn((2, num_tokens, size)).unbind(), torch.randn((num_tokens, 2 * width)))
+    heads_TAH, angles_TH = torch.randn((num_tokens, 6, 64)), torch.randn((num_tokens, 64))
+    weight_D, weight_RH = torch.randn(size), torch.randn((4, 64))
+
+    def results(first: int, last: int) -> list[torch.Tensor]:
+        keys_SGH, values_SGH = torch.zeros((2, num_tokens, 2, 64))
+        part, slots_T = slice(first, last), torch.arange(last - first)
+        return [
+            kernels.add_norm(x_TD[part].clone(), update_TD[part], weight_D, EPS),
+            kernels.gated(gate_up_T2I[part]),
+            kernels.rotate_and_store(
+                heads_TAH[part].clone(), weight_RH, EPS, angles_TH[part].clone(), keys_SGH, values_SGH, slots_T
+            ),
+            keys_SGH[: last - first],
+        ]
+
+    together = results(0, num_tokens)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for first, last in [(0, num_tokens), *((at, at + 1) for at in range(9)), (9, 12), (12, 111)]:
+        for found, expected in zip(results(first, last), together, strict=True):
+            assert torch.equal(found, expected[first:last])
 
 
-def test_a_row_longer_than_its_pages_is_refused_but_the_dump_page_may_be_read(kernels):
-    rows = Rows(kernels)
-    rows.table[2, 0] = rows.pool.dump_page
-    assert rows.attend().isfinite().all()
-    rows.lengths[1] = 13
-    with pytest.raises(IndexError, match="row 1 is longer than its 3 pages"):
-        rows.attend()
-
-
-def test_a_model_writes_the_same_with_and_without(monkeypatch):
+def test_a_model_writes_the_same_with_and_without(monkeypatch, anew):
     calls, rows = [], []
-    stored, attended = CPUKernels.rotate_and_store, CPUKernels.attend_decodes
+    stored, attended = CPUKernels.rotate_and_store, CompiledAttention.attend
 
     def counted(*arguments):
         calls.append(arguments)
@@ -153,38 +145,38 @@ def test_a_model_writes_the_same_with_and_without(monkeypatch):
 
     def counted_too(*arguments):
         rows.append(arguments)
-        attended(*arguments)
+        return attended(*arguments)
 
     def written() -> list[str]:
-        config = {"device": {"threads": 1}}
+        config = {"device": {"threads": 1}, "plugins": {"linear": "onednn"}}  # whose decode steps go layer by layer
         with LLM("examples/demo_model", config=config) as llm:
             prompts = ["What is a page?", "def f(", "import sys\n" * 20]
             return [one.text for one in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))]
 
     monkeypatch.setattr(CPUKernels, "rotate_and_store", counted)
-    monkeypatch.setattr(CPUKernels, "attend_decodes", counted_too)
+    monkeypatch.setattr(CompiledAttention, "attend", counted_too)
     with_kernels = written()
     assert len(calls) >= 24 * 5
     assert len(rows) >= 23 * 5
     calls.clear()
     rows.clear()
     monkeypatch.setenv(VARIABLE, "torch")
-    cpu_kernels.cache_clear()
+    compiled.cache_clear()
     assert written() == with_kernels
     assert not calls
     assert not rows
 
 
-def test_the_second_start_compiles_nothing(monkeypatch, kernels):
-    def compiled(*arguments, **options):
+def test_the_second_start_compiles_nothing(monkeypatch, anew, kernels):
+    def compiles(*arguments, **options):
         raise AssertionError("compiled again")
 
-    cpu_kernels.cache_clear()
-    monkeypatch.setattr(subprocess, "run", compiled)
+    compiled.cache_clear()
+    monkeypatch.setattr(subprocess, "run", compiles)
     assert cpu_kernels() is not None
 
 
-def test_where_nothing_can_be_kept_it_is_compiled_at_each_start(monkeypatch, tmp_path):
+def test_where_nothing_can_be_kept_it_is_compiled_at_each_start(monkeypatch, anew, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     found = cpu_kernels()
@@ -192,16 +184,47 @@ def test_where_nothing_can_be_kept_it_is_compiled_at_each_start(monkeypatch, tmp
     assert found.add_norm(torch.ones(1, 4), torch.ones(1, 4), torch.ones(4), 0.0).tolist() == [[1.0] * 4]
 
 
-def test_torch_does_the_work_where_there_is_no_compiler_and_where_it_fails(monkeypatch, caplog):
+def test_a_kept_file_that_cannot_be_loaded_is_made_again(monkeypatch, anew, tmp_path):
+    assert cpu_kernels() is not None
+    (own,) = (tmp_path / "callboard" / "kernels").iterdir()
+    kept = tmp_path / "shared" / own.relative_to(tmp_path)
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(b"of another machine")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
+    compiled.cache_clear()
+    assert cpu_kernels() is not None
+    assert kept.read_bytes()[1:4] == b"ELF"
+
+
+def test_a_compiler_without_openmp_makes_functions_of_one_thread(monkeypatch, anew, tmp_path):
+    compiler = tmp_path / "plain-cc"
+    compiler.write_text('#!/bin/sh\ncase " $* " in *" -fopenmp "*) exit 1;; esac\nexec cc "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    found = cpu_kernels()
+    assert found is not None
+    assert found.add_norm(torch.ones(1, 4), torch.ones(1, 4), torch.ones(4), 0.0).tolist() == [[1.0] * 4]
+
+
+def test_a_cpu_without_vectors_for_products_has_all_else(monkeypatch, anew):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert products() is None
+    with LLM("examples/demo_model", config={"device": {"threads": 1}}) as llm:
+        (written,) = llm.generate(["def f("], SamplingParams(temperature=0, max_tokens=8))
+    assert len(written.token_ids) == 8
+    assert compiled() is not None
+
+
+def test_torch_does_the_work_where_there_is_no_compiler_and_where_it_fails(monkeypatch, anew, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("CC", "no-such-compiler")
     assert cpu_kernels() is None
     assert "there is no C compiler" in caplog.text
     monkeypatch.setenv("CC", "false")
-    cpu_kernels.cache_clear()
+    compiled.cache_clear()
     assert cpu_kernels() is None
-    assert "cannot compile cpu.c" in caplog.text
+    assert "cannot compile cpu.c, attention.c, products.c, decodes.c, draw.c" in caplog.text
     monkeypatch.setenv("CC", "cc")
     monkeypatch.setenv(VARIABLE, "torch")
-    cpu_kernels.cache_clear()
+    compiled.cache_clear()
     assert cpu_kernels() is None

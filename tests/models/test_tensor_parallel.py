@@ -7,14 +7,20 @@ from msgspec import structs
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.shape import ExpertsShape
 from engine.errors import ConfigError, WeightsError
+from engine.kernels.attention import compiled_attention
+from engine.kernels.cpu import cpu_kernels
+from engine.kernels.panels import Kind, products
 from engine.layers.comm import Comm, Unconnected
 from engine.layers.experts import Experts
+from engine.layers.ordered_comm import OrderedComm
+from engine.layers.packing import Linears
 from engine.layers.part import FeedForward, build
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
 from engine.plugins.linear.onednn import onednn_linears
+from engine.plugins.linear.panels import Panels
 from engine.plugins.testing.steps import Driver
 from engine.plugins.testing.threads import ThreadComm, on_ranks
 from engine.sections import ModelSection
@@ -53,6 +59,27 @@ def test_every_rank_gives_the_logits_of_the_whole_model(cases: Cases, variant: s
     for logits in on_ranks(size, work):
         assert logits.shape == expected.shape
         assert (logits - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.skipif(products() is None, reason="there is no C compiler, or no AVX2")
+@pytest.mark.parametrize("variant", ["llama", "llama-biases", "qwen2-tied-upper-window", "qwen3-yarn-bias"])
+@pytest.mark.parametrize("kind", [None, Kind.BYTES], ids=str)
+def test_ranks_that_add_nothing_up_give_the_bits_of_one(cases: Cases, variant: str, kind: Kind | None):
+    spec, tokens = cases[variant].spec, random_tokens(20, 5)
+    functions = products()
+    assert functions is not None
+    linears = Linears(*[Panels(functions, kind, 4.0)] * 2)
+
+    def work(comm: ThreadComm) -> torch.Tensor:
+        group = OrderedComm(comm) if comm.size > 1 else comm
+        given = (spec, group, torch.device("cpu"), torch.float32, "safetensors", 0)
+        driver = Driver(load_model(*given, linears=linears, kernels=cpu_kernels(), progress=False), page_size=4)
+        driver.attention = compiled_attention(driver.model.attention_spec, driver.pool) or driver.attention
+        return torch.cat([driver.step({"a": step})["a"] for step in (tokens[:12], *([one] for one in tokens[12:]))])
+
+    (expected,) = on_ranks(1, work)
+    for size in (2, 4):
+        assert all(torch.equal(logits, expected) for logits in on_ranks(size, work))
 
 
 @pytest.mark.parametrize(("variant", "size"), [("qwen3-moe", 2), ("mixtral", 2), ("gpt-oss", 4), ("deepseek-v3", 2)])

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -223,7 +224,7 @@ def test_a_grammar_that_breaks_ends_its_own_request(
         began = time.monotonic()
         with pytest.raises(RequestError, match=r"log has the details|cannot go on") as refused:
             await broken.collect()
-        figure("the request's own error", time.monotonic() - began, "s", at_most=5)
+        figure("the request's own error", time.monotonic() - began, "s", at_most=5, patience=5)
         assert refused.value.code == ("internal_error" if place in ("build", "compile") else "grammar_failed")
         assert "planted" not in str(refused.value)
         for other in others:
@@ -275,7 +276,9 @@ def test_one_that_sleeps_is_named_and_nothing_is_lost(
     began = time.monotonic()
     play(checkpoint, serves, {}, **chosen(kind))
     figure("all requests served", time.monotonic() - began, "s", at_most=15, patience=3)
-    assert any(f"plugin {kind}.odd took 5" in record.getMessage() for record in caplog.records)
+    named = re.search(rf"plugin {kind}\.odd took ([0-9.]+)", caplog.text)
+    assert named is not None
+    assert float(named[1].rstrip(".")) >= 5
 
 
 @pytest.mark.parametrize("error", [ValueError("planted"), SystemExit(9)])

@@ -366,13 +366,14 @@ class Deaf(Hoards):
         (Forgetful, "when asked again"),
         (Meddler, "raised FrozenInstanceError"),
         (Fails, "raised KeyError"),
-        (Dozes, "ranks: rank took 0"),
+        (Dozes, "ranks: rank took [0-9]"),
         (Hoards, "memory: it leaks: a candidate that comes and goes keeps"),
         (Deaf, "random tree, page 1: raised RuntimeError: planted"),
     ],
 )
 def test_a_broken_strategy_is_named(strategy: type, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promises, "SLOW_S", 0.05)
+    if " took " in said:  # it is so by little; any other may look slow on a busy machine
+        monkeypatch.setattr(promises, "SLOW_S", 0.05)
     with pytest.raises(ConformanceError, match=said):
         check_eviction_strategy(strategy)
 

@@ -27,9 +27,17 @@ from engine.scheduling.policy import Waiting
 from engine.text.processors import LogitsRows
 
 
+def _said(request: pytest.FixtureRequest) -> str:
+    """What a mutant is to be told; nothing where a test has none."""
+    case = getattr(request.node, "callspec", None)
+    return "" if case is None else str(case.params.get("said", ""))
+
+
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promises, "SLOW_S", 0.05)
+def impatient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For those that are slow, which are so by little; any other may look slow on a busy machine."""
+    if " took " in _said(request):
+        monkeypatch.setattr(promises, "SLOW_S", 0.05)
 
 
 # ---- observers -----------------------------------------------------------------------------------
@@ -114,7 +122,7 @@ class LeavesAThread(Counts):
     [
         (Raises, "requests: raised TypeError"),
         (Mutates, "requests: callboard_request_finished has changed its batch"),
-        (Blocks, "requests: callboard_request_finished took 0"),
+        (Blocks, "requests: callboard_request_finished took [0-9]"),
         (Knows, "events: raised KeyError: 'of a later version'"),
         (Keeps, "memory: it leaks: a request and an event keeps"),
         (Deaf, "hooks: it observes nothing; it must implement"),
@@ -229,7 +237,7 @@ def test_a_right_policy_of_tenants_passes() -> None:
         (Unpaid, "no tenant waits for ever: a tenant still waits after"),
         (Refunds, "no tenant waits for ever: the turn of 'greedy' falls"),
         (NeverForgets, "memory of tenants: it leaks"),
-        (Dozes, "ranks: rank took 0"),
+        (Dozes, "ranks: rank took [0-9]"),
         (Hoards, "memory: it leaks: a request that is ranked keeps"),
         (ByOrderOfAsking, "two of the same rank alike, in any order: their ranks differ"),
     ],
@@ -310,7 +318,7 @@ class Slow(Adds):
         (LastOfTheTable, "behind their ends: a row of .* gets other logits by what stands behind its end"),
         (Double, r"together and alone: process returned \(torch.Size.*float64"),
         (KeepsLogits, "memory: it leaks: a step that it processes keeps"),
-        (Slow, "together and alone: process took 0"),
+        (Slow, "together and alone: process took [0-9]"),
     ],
 )
 def test_a_broken_logits_processor_is_named(make: type, said: str) -> None:
@@ -440,7 +448,7 @@ SPECIALS = mutant(ids=lambda self: [*ChoiceMatcher.ids(self), 257])
         (PADDING, r"choice: outputs: tokens without text may come next: \[300\]"),
         (SPECIALS, "choice: outputs: a special token may come next"),
         (mutant(fill=only_adds), "choice: outputs: fill leaves bits of the buffer as they were"),
-        (mutant(consume=dozes), "choice: outputs: consume took 0"),
+        (mutant(consume=dozes), "choice: outputs: consume took [0-9]"),
         (mutant(consume=lambda self, token_id: setattr(self, "left", [])), "choice: every way leads on: nothing may"),
         (Shared, "choice: matchers: two matchers of one grammar disturb each other"),
         (Crashes, "wrong: choice no JSON: raised JSONDecodeError"),

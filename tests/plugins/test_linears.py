@@ -18,13 +18,14 @@ from engine.checkpoints.quantization import Quantization
 from engine.config import Config, build_config
 from engine.errors import PluginError
 from engine.execution.device import instruction_sets
+from engine.kernels.panels import Kind, products
 from engine.layers.packing import Linears
 from engine.models import loader
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.declaration import Declaration, read_declaration
 from engine.plugins.families import read_model
 from engine.plugins.hookspecs import LinearContext
-from engine.plugins.linear import fbgemm_fp16, fbgemm_int8, onednn, torch_fp8, torch_int4, torch_int8
+from engine.plugins.linear import fbgemm_fp16, fbgemm_int8, onednn, panels, torch_fp8, torch_int4, torch_int8
 from engine.plugins.linears import PREFERRED, check_linear_fits, linear_context
 from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.testing.findings import ConformanceError
@@ -38,6 +39,7 @@ CPU = LinearContext("cpu", "float32", checkpoint_dtype="float32", instruction_se
 KERNELS = sorted(name for name in BUILTIN if name.startswith("linear."))
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 needs_avx2 = pytest.mark.skipif("avx2" not in instruction_sets(), reason="FBGEMM needs AVX2")
+needs_panels = pytest.mark.skipif(products() is None, reason="there is no C compiler, or no AVX2")
 
 
 def declaration(name: str) -> Declaration:
@@ -57,6 +59,8 @@ def test_a_built_in_is_right(name: str, device: str) -> None:
         pytest.skip("torch has its product on Hopper alone; tests/plugins/test_torch_fp8_block.py has a stand-in")
     if declares.instruction_sets and not set(declares.instruction_sets) & set(instruction_sets()):
         pytest.skip(f"needs {declares.instruction_sets}")
+    if name == "linear.panels" and products() is None:
+        pytest.skip("needs a C compiler")
     check_linear(importlib.import_module(BUILTIN[name]).callboard_linear, declares, device)
 
 
@@ -182,13 +186,14 @@ def test_float16_pads_rows_where_blocks_of_few_give_other_bits(cut_by: int) -> N
     assert padded(x[:0], None).shape == (0, 48)
 
 
+@needs_panels
 def test_invariant_numerics_take_a_kernel_by_no_race(caplog: pytest.LogCaptureFixture) -> None:
     context = replace(CPU, checkpoint_dtype="bfloat16", invariant=True)
     with caplog.at_level("INFO"):
         kernel = choose_linear(
-            Plugins({"linear": "auto"}), context, lambda kernels: {"onednn": 1.0, "fbgemm_fp16": 0.1}
+            Plugins({"linear": "auto"}), context, lambda kernels: {"panels": 1.0, "onednn": 0.5, "fbgemm_fp16": 0.1}
         )
-    assert isinstance(kernel, onednn.OneDNN)
+    assert isinstance(kernel, panels.Panels)
     assert "not by a race" in caplog.text
 
 
@@ -248,14 +253,15 @@ def chosen(context: LinearContext, seconds: dict[str, float] | None = None, line
     return type(kernel).__module__.rpartition(".")[2]
 
 
+@needs_panels
 def test_auto_takes_the_preferred_one_unless_another_is_clearly_faster() -> None:
-    assert chosen(CPU) == "onednn"
-    assert chosen(CPU, {"onednn": 1.0, "torch": 0.95}) == "onednn"
-    assert chosen(CPU, {"onednn": 1.0, "torch": 0.5}) == "torch"
+    assert chosen(CPU) == "panels"
+    assert chosen(CPU, {"panels": 1.0, "onednn": 0.75, "torch": 1.0}) == "panels"
+    assert chosen(CPU, {"panels": 1.0, "onednn": 0.9, "torch": 0.5}) == "torch"
     bf16 = replace(CPU, checkpoint_dtype="bfloat16")
-    assert chosen(bf16, {"onednn": 1.0, "fbgemm_fp16": 0.5, "torch": 0.7}) == "fbgemm_fp16"
-    assert chosen(replace(CPU, quantization="int8")) == "fbgemm_int8"
-    assert chosen(replace(CPU, quantization="float16")) == "fbgemm_fp16"
+    assert chosen(bf16, {"panels": 1.0, "onednn": 1.0, "fbgemm_fp16": 0.5, "torch": 0.7}) == "fbgemm_fp16"
+    assert chosen(replace(CPU, quantization="int8")) == "panels"
+    assert chosen(replace(CPU, quantization="float16")) == "panels"
     assert chosen(replace(CPU, device="cuda", dtype="bfloat16", instruction_sets=())) == "torch"
     assert chosen(replace(CPU, device="cuda", dtype="bfloat16", quantization="fp8")) == "torch_fp8"
 
@@ -276,10 +282,11 @@ def test_how_a_rounded_checkpoint_is_multiplied_by_is_said(block: tuple[int, int
     assert told(stored, "fp8") == f"{said} and rounded to fp8"
 
 
+@needs_panels
 def test_what_rounds_more_is_no_candidate_where_nothing_may_be_lost() -> None:
     seen: list[str] = []
     choose_linear(Plugins({"linear": "auto"}), CPU, lambda kernels: seen.extend(kernels) or {})
-    assert seen == ["onednn", "torch"]
+    assert seen == ["panels", "onednn", "torch"]
     seen.clear()
     traced = replace(CPU, checkpoint_dtype="bfloat16", traced=True)
     choose_linear(Plugins({"linear": "auto"}), traced, lambda kernels: seen.extend(kernels) or {})
@@ -291,7 +298,7 @@ def test_what_rounds_more_is_no_candidate_where_nothing_may_be_lost() -> None:
     [
         ({"quantization": "int9"}, "auto", "'int9': no built-in kernel on cpu .* here: 'float16', 'int8', 'none'"),
         ({"quantization": "int8", "instruction_sets": ()}, "auto", "these do here: 'none'"),
-        ({"quantization": "int8"}, "onednn", "quantization int8, it takes none; can run here: fbgemm_int8"),
+        ({"quantization": "int8"}, "onednn", "quantization int8, it takes none; can run here: panels, fbgemm_int8"),
         ({"checkpoint_dtype": "float32"}, "fbgemm_fp16", "checkpoint of dtype float32, it takes bfloat16, float16"),
         ({"quantization": "int8", "traced": True}, "fbgemm_int8", "graphs.mode is compiled"),
         (
@@ -393,6 +400,74 @@ def test_every_family_multiplies_by_the_kernel_that_was_chosen(variant: str, per
 
 
 @needs_avx2
+def test_libraries_do_what_nothing_was_compiled_for(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("engine.kernels.panels.compiled", lambda: None)
+    with caplog.at_level("INFO"):
+        assert chosen(CPU) == "onednn"
+    assert "linear.panels is out: linear.panels: its kernels are compiled on this machine, and are not" in caplog.text
+    assert chosen(replace(CPU, quantization="int8")) == "fbgemm_int8"
+    assert chosen(replace(CPU, quantization="float16")) == "fbgemm_fp16"
+    with pytest.raises(PluginError, match="or set plugins"):
+        chosen(CPU, linear="panels")
+
+
+@needs_panels
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("missing", [torch.nan, torch.inf])
+def test_a_weight_that_is_not_finite_is_seen_in_its_output_alone(kind: Kind, missing: float) -> None:
+    weight_OI = torch.randn(40, 200)
+    weight_OI[7, 130] = missing
+    y_TO = panels.PanelWeight(products(), weight_OI, kind)(torch.randn(5, 200), None)
+    assert not y_TO[:, 7].isfinite().any()
+    y_TO[:, 7] = 0
+    assert y_TO.isfinite().all()
+
+
+@needs_panels
+def test_panels_keep_what_they_do_not_round_as_halves_and_round_the_head_least() -> None:
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
+
+    def off(kernel: panels.Panels) -> float:
+        expected = x.double() @ weight.double().T
+        return float((kernel.pack(weight)(x, None) - expected).norm() / expected.norm())
+
+    exact, asked, bytes_ = (
+        panels.callboard_linear(replace(CPU, quantization=one)) for one in ("none", "float16", "int8")
+    )
+    assert exact.pack(weight.bfloat16().float()).weight.kind == Kind.UPPER_HALVES
+    assert exact.pack((weight * 1e-3).half().float()).weight.kind == Kind.HALVES
+    assert exact.pack(weight).weight.kind == Kind.FLOATS
+    assert asked.pack(weight).weight.kind == Kind.HALVES
+    assert asked.pack(weight * 1e5).weight.kind == Kind.FLOATS
+    assert exact.head is exact
+    assert off(bytes_.head) < 0.7 * off(bytes_)
+    assert off(exact) < 1e-6
+
+
+@needs_panels
+@pytest.mark.parametrize("kind", Kind)
+def test_a_row_of_panels_that_is_not_finite_reaches_no_other(kind: Kind) -> None:
+    kernel = panels.Panels(products(), kind, 1.0).pack(torch.randn(40, 200))
+    x = torch.randn(5, 200)
+    x[1, 3], x[3, 150] = torch.nan, torch.inf
+    assert kernel(x, None).isfinite().all(1).tolist() == [True, False, True, False, True]
+
+
+@needs_panels
+@pytest.mark.parametrize("kind", Kind)
+def test_two_threads_give_the_bits_of_one(kind: Kind) -> None:
+    kernel, x = panels.Panels(products(), kind, 1.0).pack(torch.randn(300, 500)), torch.randn(40, 500)
+    threads = torch.get_num_threads()
+    found = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        found.append(kernel(x, None))
+    torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+@needs_panels
 def test_rounded_weights_serve_and_take_less_memory(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -406,6 +481,6 @@ def test_rounded_weights_serve_and_take_less_memory(caplog: pytest.LogCaptureFix
             assert len(llm.generate(["def add(a, b):\n"], greedy)[0].token_ids) == 4
         (line,) = [one for one in caplog.messages if "weights=" in one]
         megabytes[quantization] = float(line.partition("weights=")[2].split()[0])
-        expected = "fbgemm_int8 for weights in int8" if quantization == "int8" else "onednn for float32 weights"
+        expected = "panels for weights in int8" if quantization == "int8" else "onednn for float32 weights"
         assert any(f"plugin: linear.{expected}" in one for one in caplog.messages)
     assert megabytes["int8"] < 0.5 * megabytes["none"]

@@ -56,7 +56,7 @@ def test_the_chosen_are_marked() -> None:
         return {name: row.chosen for name, row in rows(config).items() if row.chosen}
 
     names = ("attention.torch", "comm.local", "eviction.lru", "grammar.llguidance", "policy.priority")
-    linears = ("linear.fbgemm_fp16", "linear.onednn", "linear.torch")
+    linears = ("linear.fbgemm_fp16", "linear.onednn", "linear.panels", "linear.torch")
     usual = dict.fromkeys(names, "yes") | dict.fromkeys(linears, "if fastest")
     assert chosen() == usual
     kernel = dict.fromkeys(linears, "") | {"linear.torch": "yes"}

@@ -206,17 +206,17 @@ CAN_BE_SATISFIED = {
     "a call that need not come": allow_calls([Tool("f", of_object(LONG, "x"))], "hermes", None, many=True),
     "beside calls": allow_calls([Tool("f", {})], "hermes", Grammar("regex", "a{30000}"), many=True),
 }
-LIMIT_S = 5.0  # generous for a shared machine: the slowest takes one second alone
+LIMIT_S = 5.0  # of computing, which a busy machine does not prolong: the slowest takes one second
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_followed_is_refused(engine: LLGuidance, name: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(RequestError) as refused:
         engine.compile(REFUSED[name])
     assert refused.value.status == 400
     assert len(refused.value.message) < 400
-    assert time.perf_counter() - started < LIMIT_S
+    assert time.process_time() - started < LIMIT_S
 
 
 @pytest.mark.parametrize("name", MILLION)
@@ -286,14 +286,14 @@ def test_counting_is_linear() -> None:
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs_end_in_bounded_time(engine: LLGuidance, name: str) -> None:
     """Compiled or refused, and then followed for a while: each step is bounded, and the end may be a failure."""
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         matcher = engine.compile(BOMBS[name]).matcher()
         for _ in range(30):
             matcher.consume(min(allowed(matcher) - {EOS}, default=EOS))
     except (RequestError, GrammarFailure):
         pass
-    assert time.perf_counter() - started < LIMIT_S
+    assert time.process_time() - started < LIMIT_S
 
 
 def test_compiled_grammars_are_kept_within_a_size() -> None:

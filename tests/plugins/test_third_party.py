@@ -15,6 +15,7 @@ from engine.execution import third_party as foreign
 from engine.execution.attention import RankAttention
 from engine.execution.split_attention import SplitAttention
 from engine.execution.third_party import NamedAttention
+from engine.kernels.attention import CompiledAttention
 from engine.layers.attention import AttentionBackend, AttentionSpec, GraphAttentionBuilder, is_capturable
 from engine.layers.kv_pool import KVPool
 from engine.plugins import manager, selection
@@ -86,9 +87,9 @@ def test_one_that_is_right_serves_behind_its_name(publish: Publish, caplog: pyte
 
 
 def test_ours_are_not_wrapped() -> None:
-    assert isinstance(start("torch"), TorchAttention)
-    assert isinstance(start("auto"), TorchAttention)
-    assert isinstance(start(AttentionNames(prefill="torch")), TorchAttention)
+    assert isinstance(start("torch"), TorchAttention | CompiledAttention)
+    assert isinstance(start("auto"), TorchAttention | CompiledAttention)
+    assert isinstance(start(AttentionNames(prefill="torch")), TorchAttention | CompiledAttention)
 
 
 def test_two_are_behind_one(publish: Publish) -> None:
@@ -177,7 +178,7 @@ def test_where_auto_took_one_that_cannot_be_built_the_next_serves(
     publish(build="raise PluginError('no kernel image')")
     monkeypatch.setattr(manager, "BUILTIN", {**manager.BUILTIN, "attention.first": "acme_theirs"})
     monkeypatch.setattr(selection, "PREFERRED", {"cpu": ("first", "torch")})
-    assert isinstance(start("auto"), TorchAttention)
+    assert isinstance(start("auto"), TorchAttention | CompiledAttention)
     assert "first: no kernel image" in caplog.messages[-1]
     with pytest.raises(PluginError, match="no kernel image"):
         start("first")

@@ -11,8 +11,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from engine.kernels.cpu import CPUKernels
 from engine.sampling import sampler
-from engine.sampling.draw import draw
+from engine.sampling.draw import draw, uniforms
 
 LEAST = 1e-6  # of all weight
 
@@ -33,6 +34,9 @@ def clear_of_borders() -> Iterator[None]:
         nearest = min(nearest, float((torch.minimum(*sides) / total_n).min()))
         return token_ids_n
 
-    with patch.object(sampler, "draw", watched):
+    def watched_in_c(_: CPUKernels, weights_nW: Tensor, __: Tensor, starts_n: Tensor, positions_n: Tensor) -> Tensor:
+        return watched(weights_nW, uniforms(starts_n, positions_n))
+
+    with patch.object(sampler, "draw", watched), patch.object(CPUKernels, "draw", watched_in_c):
         yield
     assert nearest >= LEAST, f"a draw is {nearest:.1g} of all weight from the border of two tokens: take other seeds"

@@ -1,5 +1,6 @@
 """model.numerics=invariant: a start proves every part, and names the one that does not hold."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,13 +12,21 @@ import torch.nn.functional as F
 from engine.config import Config, build_config
 from engine.errors import ConfigError, PluginError
 from engine.execution.attention import RankAttention
-from engine.execution.ordered_comm import OrderedComm
+from engine.execution.batch import Int32, Int64, lay_out
+from engine.execution.captured_steps import Decoded
+from engine.execution.host_rows import HostRows
 from engine.execution.split_attention import SplitAttention
+from engine.kernels import attention
+from engine.kernels.attention import CompiledAttention
+from engine.kernels.cpu import cpu_kernels
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from engine.layers.comm import Comm
-from engine.layers.kv_pool import KVPool
+from engine.layers.kernels import LayerKernels
+from engine.layers.kv_pool import KVPool, Layout
 from engine.layers.mlp import DIVIDED, GatedMLP, activated_by_rows
+from engine.layers.ordered_comm import OrderedComm
 from engine.layers.packing import LinearKernel, Linears
+from engine.messages import Step
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.attention import tiles
@@ -27,9 +36,10 @@ from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
 from engine.plugins.linear.onednn import OneDNN
 from engine.plugins.manager import Plugins
+from engine.sampling.captured import Variant
 from engine.sections import PluginsSection
 from engine.startup import invariance
-from engine.startup.invariance import pieces, prove_invariance
+from engine.startup.invariance import pieces, prove_decodes, prove_invariance
 from engine.startup.loading import _check_device
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -57,10 +67,10 @@ class OneScaleWeight:
         return self._exact((x_TI / scale).round() * scale, bias_O)
 
 
-def model(kernel: LinearKernel | None = None) -> Decoder:
+def model(kernel: LinearKernel | None = None, kernels: LayerKernels | None = None) -> Decoder:
     linears = Linears(kernel or OneDNN(4, invariant=True), OneDNN(4, invariant=True))
     spec = read_model(DEMO, PluginsSection())
-    decoder = load_model(spec, LocalComm(), CPU, torch.float32, "dummy", 1, False, linears)
+    decoder = load_model(spec, LocalComm(), CPU, torch.float32, "dummy", 1, False, linears, kernels=kernels)
     decoder.by_rows()
     return decoder
 
@@ -81,10 +91,16 @@ def prove(decoder: Decoder, factory: Factory = TiledAttention, comm: Comm | None
     prove_invariance(decoder, attention, comm or LocalComm(), layout="layer_first", **sizes)
 
 
-def test_what_auto_takes_holds() -> None:
+def test_what_auto_takes_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = model()
     rank = RankAttention(Plugins({"attention": "auto"}), decoder.attention_spec, 16, CPU, torch.float32, invariant=True)
-    assert isinstance(rank.build(KVPool(5, 8, 16, 2, 64, torch.float32, CPU)), TiledAttention)
+    pool = KVPool(5, 8, 16, 2, 64, torch.float32, CPU)
+    if shutil.which("cc") is not None:
+        assert isinstance(rank.build(pool), CompiledAttention)
+        prove(decoder, tiles.built)
+        prove(model(kernels=cpu_kernels()), tiles.built)
+    monkeypatch.setattr(attention, "compiled", lambda: None)
+    assert isinstance(rank.build(pool), TiledAttention)
     prove(decoder)
 
 
@@ -212,3 +228,40 @@ def test_a_backend_that_declares_nothing_is_refused_before_anything_is_loaded() 
     spec = model().attention_spec
     with pytest.raises(PluginError, match=r"numerics is invariant, its results depend on what else is in a step"):
         RankAttention(Plugins({"attention": "torch"}), spec, 16, CPU, torch.float32, invariant=True)
+
+
+class Decodes:
+    """What the model gives, with something added; see ``CapturedDecodes``."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool, rows: HostRows, more: float) -> None:
+        self._decoder, self._pool, self._rows, self._more = decoder, pool, rows, more
+
+    def fits(self, num_rows: int) -> bool:
+        return num_rows > 0
+
+    def variant_of(self, rows_N: Int64, positions_N: Int64) -> Variant:
+        raise AssertionError("logits are compared, whatever is sampled")
+
+    def tell(self, step: Step) -> None:
+        raise AssertionError("the rows are told before")
+
+    def launch(self, rows_N: Int64, lengths_N: Int32, variant: Variant) -> Decoded:
+        self._rows.computed[rows_N] = lengths_N - 1
+        batch = lay_out(Step(0, decode_rows=rows_N.astype(np.int32).tobytes()), self._rows.computed)
+        inputs = self._rows.inputs(batch)
+        backend = tiles.built(self._decoder.attention_spec, self._pool)
+        logits_NV = self._decoder.forward(inputs.planned(batch, backend, self._pool))
+        return Decoded(None, None, logits_NV + self._more, inputs.write_at_N)
+
+
+@pytest.mark.parametrize("max_len", [64, 10], ids="contexts of {}".format)
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+def test_decode_steps_in_one_call_must_have_the_bits_of_layers(layout: Layout, max_len: int) -> None:
+    decoder = model()
+    spec = decoder.attention_spec
+    pool = KVPool(spec.num_layers, 12, 16, spec.num_kv_heads, spec.head_size, torch.float32, CPU, layout)
+    backend = tiles.built(spec, pool)
+    rows = HostRows(16, max_len, 16, CPU, pool.page_stride)
+    prove_decodes(decoder, Decodes(decoder, pool, rows, 0.0), backend, pool, rows)
+    with pytest.raises(ConfigError, match=r"decode steps in one call of C have other bits"):
+        prove_decodes(decoder, Decodes(decoder, pool, rows, 1e-5), backend, pool, rows)

@@ -199,7 +199,7 @@ def test_a_trial_that_fails_turns_graphs_off_or_is_an_error(checkpoint, monkeypa
     with pytest.raises(GraphError, match=r"a trial capture failed .*out of memory.*lower graphs.max_rows"):
         load(checkpoint, "decode", num_pages=0)
     runner = load(checkpoint, "auto", num_pages=0)
-    assert runner._decode_graphs is None
+    assert runner._whole_decodes is None
     assert "graphs are off: a trial capture failed" in caplog.text
 
 
@@ -291,11 +291,10 @@ def test_a_runner_that_comes_back_with_its_pages_is_not_asked_whether_they_fit(c
 
 
 def test_a_pool_that_the_system_then_denies_is_one_line_as_well(checkpoint, monkeypatch):
-    def deny(**_):
+    def deny(*_):
         raise MemoryError("cannot allocate")
 
-    monkeypatch.setattr(loading, "KVPool", deny)
-    deny.page_bytes = deny.page_stride_of = lambda *_: 1
+    monkeypatch.setattr(loading, "new_pool", deny)
     with pytest.raises(
         ConfigError, match=r"KV pool of 160 pages cannot be had \(cannot allocate\); lower kv\.num_pages"
     ):

@@ -8,11 +8,14 @@ import torch
 
 from callboard import LLM
 from engine.execution import device
+from engine.execution.compiled_decodes import CompiledDecodes
 from engine.execution.device import set_threads, thread_choices
 from engine.execution.step_threads import StepThreads
+from engine.kernels.panels import products
 from engine.params import SamplingParams
 from engine.plugins.comm.local import LocalComm
 from engine.startup import loading
+from engine.startup.model_steps import ModelSteps
 from engine.startup.thread_race import ThreadRace, common_choices
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -62,11 +65,19 @@ def test_ranks_with_other_choices_measure_nothing(caplog):
 
 
 def test_many_threads_are_taken_where_they_are_faster(caplog):
-    machine = Machine(lambda threads, rows: 0.001 * rows / threads)
+    machine = Machine(lambda threads, rows: 0.01 * rows / threads)
     with caplog.at_level(logging.INFO):
         assert machine.race().run((1, 2, 4)) == 4
     assert machine.threads == 4
-    assert "threads: 4 (measured, ms of steps of 1 and 8 rows: 4: 0.25, 2.00; 2: 0.50, 4.00" in caplog.text
+    assert "threads: 4 (measured, ms of steps of 1 and 8 rows: 4: 2.50, 20.00; 2: 5.00, 40.00" in caplog.text
+
+
+@pytest.mark.parametrize(("choices", "chosen"), [((1, 2), 1), ((1, 2, 4), 2), ((2,), 2)])
+def test_steps_as_short_as_the_event_loops_share_leave_it_a_core(choices, chosen, caplog):
+    machine = Machine(lambda threads, rows: 0.0004 * rows / threads)
+    with caplog.at_level(logging.INFO):
+        assert machine.race().run(choices) == chosen == machine.threads
+    assert ("the event loop is left a core" in caplog.text) == (len(choices) > 1)
 
 
 def test_one_thread_is_taken_where_others_wait_for_each_other():
@@ -77,7 +88,7 @@ def test_one_thread_is_taken_where_others_wait_for_each_other():
 
 
 def test_equal_times_are_won_by_fewer_threads():
-    assert Machine(lambda threads, rows: 0.001 * (0.97 if threads == 2 else 1)).race().run((1, 2)) == 1
+    assert Machine(lambda threads, rows: 0.01 * (0.97 if threads == 2 else 1)).race().run((1, 2)) == 1
 
 
 def test_few_threads_are_not_tried_where_half_as_many_are_slow_already():
@@ -154,3 +165,35 @@ def test_an_engine_measures_its_own_steps_and_is_told_of_each(numerics, monkeypa
         llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), progress=False)
     assert raced == ([(1, 2)] if numerics == "fast" else [])
     assert told[:3] == ([(1, 4), (1, 5), (1, 6)] if numerics == "fast" else [])
+
+
+@pytest.mark.skipif(products() is None, reason="there is no C compiler, or no AVX2")
+def test_each_number_is_measured_with_the_steps_that_it_would_run(monkeypatch):
+    ran = []
+
+    def noted(kind, method):
+        run = getattr(kind, method)
+
+        def noting(*given):
+            ran.append((kind, torch.get_num_threads()))
+            return run(*given)
+
+        monkeypatch.setattr(kind, method, noting)
+
+    class Race(ThreadRace):
+        def run(self, choices):
+            for threads in choices:
+                self._set_threads(threads)
+                self._step(8)
+            self._set_threads(1)
+            return 1
+
+    noted(ModelSteps, "run")
+    noted(CompiledDecodes, "launch")
+    monkeypatch.setattr(device, "thread_choices", lambda: (1, 2))
+    monkeypatch.setattr(loading, "ThreadRace", Race)
+    config = {"kv": {"num_pages": 64}, "scheduler": {"max_running": 4}, "device": {"kind": "cpu"}}
+    with LLM(str(DEMO), progress=False, config=config) as llm:
+        assert ran == [(CompiledDecodes, 1), (CompiledDecodes, 2)]
+        llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), progress=False)
+    assert ran[2:5] == [(CompiledDecodes, 1)] * 3

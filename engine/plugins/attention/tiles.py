@@ -9,6 +9,8 @@ key tile after the other, in a product of always the same shape, and at the same
 in the order of positions.  Rows and keys that are not there take part and are hidden.  So how a sequence was chunked,
 cached or batched cannot change a result, as long as products of one shape are the same each time; ``torch`` promises
 that of one machine, and the start checks it (``engine/startup/invariance.py``).
+
+Where pages keep float32 and there is a compiler, ``engine/kernels/attention.c`` attends in the place of this.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.layers.attention import AttentionBatch, AttentionFactory, AttentionSpec
+from engine.kernels.attention import compiled_attention
+from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionFactory, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.hookspecs import AttentionContext, hookimpl
 from engine.plugins.options import Options, decode_options
@@ -342,8 +345,13 @@ def _filled(meeting: list[int], most: int) -> list[Spans]:
     return [tuple(spans) for spans in calls]
 
 
+def built(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
+    """The one in C where it serves such pages: it needs no tiles, as it has an order of sums of its own."""
+    return compiled_attention(spec, pool) or TiledAttention(spec, pool)
+
+
 @hookimpl
 def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
-    """Any head size, page size and window, on the CPU."""
+    """Any head size, page size and window, on the CPU.  Float32 is attended in C where there is a compiler."""
     decode_options("attention.tiles", context.options, Options)
-    return TiledAttention
+    return built

@@ -14,8 +14,8 @@ attending, on one thread.  Copying them is faster than not copying: torch's flex
 they are, takes 1.1 to 3.8 times as long, and a C++ compiler besides; a pass page by page takes 2.2 to 73 times as long.
 No stale slot is ever multiplied, not even by 0, so a NaN in one cannot leak.
 
-Where one CPU thread runs a model in float32, ``engine/kernels/cpu.c`` attends decode rows in the place of all this, in
-a third to nine tenths of the time.
+On a CPU with a compiler, where pages keep float32, ``engine/kernels/attention.c`` attends in the place of all
+this, in a sixth to seven tenths of the time (``benchmarks/bench_cpu_attention.py``).
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.checkpoints.shape import LAYER_WINDOWS
-from engine.kernels.cpu import CPUKernels, Decoding, cpu_kernels
-from engine.layers.attention import AttentionBatch, AttentionFactory, AttentionSpec
+from engine.kernels.attention import compiled_attention
+from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionFactory, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.hookspecs import AttentionContext, hookimpl
 from engine.plugins.options import Options, decode_options
@@ -295,77 +294,14 @@ class TorchAttention:
         return tuple(blocks)
 
 
-class TorchAttentionWithKernels(TorchAttention):
-    """The same for float32 on one CPU thread, but decode rows by ``CPUKernels``, which read pages where they are: there
-    is nothing to plan and nothing to copy."""
-
-    def __init__(self, kernels: CPUKernels, spec: AttentionSpec, pool: KVPool) -> None:
-        super().__init__(spec, pool)
-        self._kernels = kernels
-        self._windows = [spec.window_of(layer) for layer in range(spec.num_layers)]
-        self._scores_QL = torch.empty((spec.num_heads, 0))
-        self._read_by_kernel: tuple[Tensor, ...] = ()
-        self._decoding = Decoding(
-            Q=spec.num_heads,
-            G=spec.num_kv_heads,
-            H=spec.head_size,
-            page_size=pool.page_size,
-            page_stride=pool.page_stride,
-            num_pages=pool.num_pages + 1,
-            scale=spec.scale,
-        )
-
-    def plan_step(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.plan_step``."""
-        # A race may have given the model more threads since, among which torch divides its work.
-        num_decodes = self._decoding.B = batch.num_decodes if torch.get_num_threads() == 1 else 0
-        if num_decodes:
-            self._plan_decodes(batch.page_table_BP.contiguous(), batch.lengths_B.contiguous())
-        if num_decodes < len(batch.host_lengths):
-            others = AttentionBatch(
-                num_decodes=0,
-                page_table_BP=batch.page_table_BP[num_decodes:],
-                lengths_B=batch.lengths_B[num_decodes:],
-                query_starts_B1=batch.query_starts_B1[num_decodes:] - num_decodes,
-                host_lengths=batch.host_lengths[num_decodes:],
-                host_query_lengths=batch.host_query_lengths[num_decodes:],
-            )
-            super().plan_step(others)
-
-    def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``."""
-        num_decodes, keys, values = self._decoding.B, self.pool.keys(layer), self.pool.values(layer)
-        if not num_decodes:
-            return super().attend(layer, q_TNH)
-        out_TNH = torch.empty(q_TNH.shape)
-        decoding, window = self._decoding, self._windows[layer]
-        self._kernels.attend_decodes(decoding, q_TNH.contiguous(), keys, values, out_TNH, window)
-        if num_decodes < q_TNH.shape[0]:
-            out_TNH[num_decodes:] = super().attend(layer, q_TNH[num_decodes:])
-        return out_TNH
-
-    def _plan_decodes(self, table_BP: Tensor, lengths_B: Tensor) -> None:
-        assert table_BP.dtype == lengths_B.dtype == torch.int32, f"{table_BP.dtype} and {lengths_B.dtype}, not int32"
-        longest, told = table_BP.shape[1] * self.pool.page_size, self._decoding
-        if longest > self._scores_QL.shape[1]:
-            self._scores_QL = torch.empty((self.spec.num_heads, 1 << longest.bit_length()))
-        self._read_by_kernel = (table_BP, lengths_B)  # so that they stay where the kernel is told that they are
-        told.pages_BP, told.lengths_B = table_BP.data_ptr(), lengths_B.data_ptr()
-        told.scores_QL, told.L, told.P = self._scores_QL.data_ptr(), self._scores_QL.shape[1], table_BP.shape[1]
-
-
-def built(spec: AttentionSpec, pool: KVPool) -> TorchAttention:
-    """The one with kernels where they serve such pages; the other where there is no compiler."""
-    is_plain = pool.data.device.type == "cpu" and pool.dtype == torch.float32 and pool.format.plain
-    kernels = None
-    if is_plain and not {*spec.needs} - {LAYER_WINDOWS} and torch.get_num_threads() == 1:
-        kernels = cpu_kernels()
-    return TorchAttention(spec, pool) if kernels is None else TorchAttentionWithKernels(kernels, spec, pool)
+def built(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
+    """The one in C where it serves such pages; the other where there is no compiler."""
+    return compiled_attention(spec, pool) or TorchAttention(spec, pool)
 
 
 @hookimpl
 def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
-    """Any head size, page size, window, cap and sinks; on the CPU and on NVIDIA GPUs.  Decode rows in float32 are
-    attended in C where one CPU thread runs the model and there is a compiler."""
+    """Any head size, page size, window, cap and sinks; on the CPU and on NVIDIA GPUs.  Pages of float32 without cap and
+    sinks are attended in C on a CPU where there is a compiler."""
     decode_options("attention.torch", context.options, Options)
     return built

@@ -58,7 +58,6 @@ class PeerMemory:
         self._sum = torch.ops.symm_mem.one_shot_all_reduce_copy_out.default
 
     def sum_into(self, tensor: Tensor) -> None:
-        """See ``SharedMemory``."""
         shared = self._buffer_S[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         self._sum(shared, tensor, "sum", self._group, tensor)
 
@@ -84,18 +83,15 @@ class SymmetricComm:
             log.warning("%s: every sum goes through NCCL: GPUs cannot read each other's memory (%s)", NAME, problem)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See ``Comm``."""
         if self._memory is None or not self._fits(tensor):
             return self._library.all_reduce(tensor)
         self._memory.sum_into(tensor)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """See ``Comm``."""
         return self._library.all_gather(tensor, dim)
 
     def close(self) -> None:
-        """See ``Comm``."""
         self._memory = None
         self._library.close()
 

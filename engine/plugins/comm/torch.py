@@ -63,19 +63,16 @@ class TorchComm:
         return dist.ProcessGroupGloo(store, self.rank, self.size, gloo)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See ``Comm``."""
         summed = tensor.contiguous()
         self._open_group().allreduce([summed]).wait()
         return tensor if summed is tensor else tensor.copy_(summed)
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """See ``Comm``."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
         self._open_group()._allgather_base(gathered.flatten(0, 1), tensor.contiguous()).wait()
         return join_parts(gathered, dim)
 
     def close(self) -> None:
-        """See ``Comm``."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()  # shutdown() would first wait for what is queued, and that for ranks that may be gone

@@ -55,7 +55,6 @@ class FileStore:
         self._sweep()
 
     def get(self, name: bytes, record: memoryview) -> bool:
-        """See ``KVStore``."""
         path = self._place(name)
         try:
             with path.open("rb", buffering=0) as file:
@@ -99,7 +98,6 @@ class FileStore:
         self._num_since_count += len(record)
 
     def discard(self, name: bytes) -> None:
-        """See ``KVStore``."""
         self._place(name).unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.packing import PackedWeight
+from engine.layers.packing import PackedWeight, fits_float16
 from engine.plugins.hookspecs import LinearContext, hookimpl
 from engine.plugins.linear import onednn
 from engine.plugins.options import Options, decode_options
@@ -29,8 +29,6 @@ CALLBOARD_PLUGIN = {
     "instruction_sets": ["avx2"],
     "invariant": True,
 }
-# Of a weight's norm: half of what float32 rounds each element by.
-EXACT = 2.0**-25
 # FBGEMM cuts rows into blocks.  With AVX-512 a row has the same bits in all of them; with AVX2 blocks of one and of two
 # give others, and multiples of six rows have none.
 AVX2_BLOCK = 6
@@ -110,9 +108,7 @@ class Fp16:
 
     def pack(self, weight_OI: Tensor) -> PackedWeight | None:
         """See ``LinearKernel.pack``.  Values beyond float16's range are left to oneDNN in any case."""
-        rounded_OI = weight_OI.half()
-        lost = torch.sub(rounded_OI, weight_OI).norm()  # in float32; infinite beyond the range
-        if not lost.isfinite() or (self._exact and lost > EXACT * weight_OI.norm()):
+        if not fits_float16(weight_OI, self._exact):
             return onednn.pack(weight_OI, self._invariant)
         return HalfWeight(weight_OI, self._door, self._row_step)
 

@@ -31,13 +31,9 @@ METHODS = ("greedy", "group_limited_greedy")
 def callboard_model(context: ModelContext) -> DecoderShape:
     """The weights of experts are their softmax over all."""
     fields = context.fields
-    if fields.flag("mlp_bias", False):
-        raise fields.error("mlp_bias", True, "false: no released model of this family has biases there")
-    if fields.flag("norm_topk_prob", False):
-        raise fields.error("norm_topk_prob", True, "false: transformers does not scale the weights of this family")
-    method = fields.text("topk_method", "greedy")
-    if method not in METHODS:
-        raise fields.error("topk_method", method, f"one of {', '.join(METHODS)}")
+    fields.demand("mlp_bias", False, "no released model of this family has biases there")
+    fields.demand("norm_topk_prob", False, "transformers does not scale the weights of this family")
+    method = fields.choice("topk_method", "greedy", METHODS)
     router = RouterShape(normalised=False, exact=True, scale=fields.number("routed_scaling_factor", 1.0))
     if method == "group_limited_greedy":
         router = grouped(fields, router, fields.integer("n_group"), fields.integer("topk_group"))

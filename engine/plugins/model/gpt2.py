@@ -19,13 +19,9 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     if hidden_size % num_heads:
         raise fields.error("n_embd", hidden_size, f"a multiple of n_head={num_heads}")
     for name, usual in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
-        if fields.flag(name, usual) != usual:
-            raise fields.error(name, not usual, f"{str(usual).lower()}: scores are scaled by the size of a head")
-    if fields.flag("add_cross_attention", False):
-        raise fields.error("add_cross_attention", True, "false: there is no encoder")
-    activation = fields.text("activation_function", "gelu_new")
-    if activation not in ACTIVATIONS:
-        raise fields.error("activation_function", activation, f"one of {', '.join(ACTIVATIONS)}")
+        fields.demand(name, usual, "scores are scaled by the size of a head")
+    fields.demand("add_cross_attention", False, "there is no encoder")
+    activation = fields.choice("activation_function", "gelu_new", ACTIVATIONS)
     eps = fields.number("layer_norm_epsilon", 1e-5)
     layer = LayerShape(
         before_attention=LayerNormShape(name="ln_1", eps=eps),

@@ -23,11 +23,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     sizes = read_sizes(fields, head_size=64, num_kv_heads=8)
     bias = fields.flag("attention_bias", True)
     attention = AttentionShape(
-        **sizes.heads,
-        rotary=read_rotary(fields, sizes, theta=150_000.0),
-        sinks=True,
-        qkv_bias=bias,
-        output_bias=bias,
+        **sizes.heads, rotary=read_rotary(fields, sizes, theta=150_000.0), sinks=True, qkv_bias=bias, output_bias=bias
     )
     num_experts = fields.integer("num_local_experts", 128, maximum=MAX_EXPERTS)
     experts = ExpertsShape(

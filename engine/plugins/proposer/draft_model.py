@@ -14,13 +14,14 @@ from engine.plugins.options import Options, decode_options
 from engine.scheduling.proposer import DraftModel
 
 CALLBOARD_PLUGIN = {"api": 1}
+NumDrafted = Annotated[int, Meta(ge=1, le=64)]
 
 
 class DraftModelOptions(Options, frozen=True):
     """path: of its checkpoint, as ``model.path``.  num_tokens: the most that are drafted at once."""
 
     path: Annotated[str, Meta(min_length=1)]
-    num_tokens: Annotated[int, Meta(ge=1, le=64)] = 4
+    num_tokens: NumDrafted = 4
 
 
 @hookimpl

@@ -5,22 +5,18 @@ model of that size would be.
 Source: Li et al. 2025, EAGLE-3; a chain of the likeliest tokens is drafted, and what is sampled decides.
 """
 
-from typing import Annotated
-
-from msgspec import Meta
-
 from engine.plugins.hookspecs import ProposerContext, hookimpl
-from engine.plugins.options import Options, decode_options
+from engine.plugins.options import decode_options
+from engine.plugins.proposer.draft_model import DraftModelOptions, NumDrafted
 from engine.scheduling.proposer import DraftModel
 
 CALLBOARD_PLUGIN = {"api": 1}
 
 
-class EagleOptions(Options, frozen=True):
-    """path: of the head's checkpoint, as ``model.path``.  num_tokens: the most that are drafted at once."""
+class EagleOptions(DraftModelOptions, frozen=True):
+    """Those of a draft model, with the head's checkpoint as ``path``."""
 
-    path: Annotated[str, Meta(min_length=1)]
-    num_tokens: Annotated[int, Meta(ge=1, le=64)] = 3
+    num_tokens: NumDrafted = 3
 
 
 @hookimpl

@@ -1,4 +1,5 @@
-"""What backends around compiled kernels share: pages as kernels want them, windows by layer, padding, trial batches.
+"""What backends around compiled kernels share: pages as kernels want them, windows by layer, padding, trial batches;
+and the pool that an attention needs.
 
 Legend: B sequences · P page-table width
 Owns: nothing but these few facts.  Does not know: any library.
@@ -10,10 +11,32 @@ import torch
 from torch import Tensor
 
 from engine.layers.attention import AttentionBatch, AttentionSpec
-from engine.layers.kv_pool import KVPool
+from engine.layers.kv_pool import KVPool, Layout
 
 KVPages = tuple[Tensor, Tensor]
 Int32 = npt.NDArray[np.int32]
+
+
+def new_pool(
+    spec: AttentionSpec,
+    num_pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: Layout = "layer_first",
+    kv_dtype: str = "",
+) -> KVPool:
+    """A pool for this attention."""
+    heads = spec.num_kv_heads, spec.head_size
+    return KVPool(
+        spec.num_layers, num_pages, page_size, *heads, dtype, device, layout, kv_dtype, latent_size=spec.latent_size
+    )
+
+
+def page_bytes(spec: AttentionSpec, page_size: int, dtype: torch.dtype, kv_dtype: str = "") -> int:
+    """Bytes that a page of such a pool takes over all layers."""
+    heads = spec.num_kv_heads, spec.head_size
+    return KVPool.page_bytes(spec.num_layers, page_size, *heads, dtype, kv_dtype, spec.latent_size)
 
 
 def pages_of(pool: KVPool) -> list[KVPages]:

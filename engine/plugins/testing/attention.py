@@ -31,7 +31,7 @@ from engine.layers.kv_pool import KVPool
 from engine.patience import returns_within
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import AttentionContext
-from engine.plugins.support.paging import batch_on
+from engine.plugins.support.paging import batch_on, new_pool
 from engine.plugins.testing.attention_cases import AttentionCase, Sequence, attention_cases
 from engine.plugins.testing.findings import Findings
 from engine.plugins.testing.invariance import layers_needed, pages_needed, require_same_bits
@@ -84,15 +84,8 @@ def require_invariance(factory: AttentionFactory, declares: Declaration, dtype: 
             window=70 if declares.window else 0,
             first_window_layer=1 if declares.window else 0,
         )
-        pool = KVPool(
-            num_layers=layers_needed(spec),
-            num_pages=pages_needed(page_size),
-            page_size=page_size,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            dtype=getattr(torch, dtype),
-            device=torch.device(device),
-        )
+        few_layers = replace(spec, num_layers=layers_needed(spec))
+        pool = new_pool(few_layers, pages_needed(page_size), page_size, getattr(torch, dtype), torch.device(device))
         require_same_bits(factory(spec, pool), spec, pool)
 
 
@@ -150,18 +143,8 @@ def _sinks(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
 def check_steps(case: AttentionCase, factory: AttentionFactory, spec: AttentionSpec, device: torch.device) -> None:
     """Take a backend through one case with a given spec; only two of its layers are used."""
     sizes = [sum(-(-length // case.page_size) for length, _ in (*rows, *segments)) for rows, segments in case.steps]
-    pool = KVPool(
-        num_layers=NUM_LAYERS,
-        num_pages=max(sizes) + 3,
-        page_size=case.page_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        dtype=getattr(torch, case.dtype),
-        device=device,
-        layout=case.layout,
-        kv_dtype=case.kv_dtype,
-        latent_size=spec.latent_size,
-    )
+    few_layers, dtype = replace(spec, num_layers=NUM_LAYERS), getattr(torch, case.dtype)
+    pool = new_pool(few_layers, max(sizes) + 3, case.page_size, dtype, device, case.layout, case.kv_dtype)
     backend = factory(spec, pool)
     for method in ("plan_step", "attend"):
         assert callable(getattr(backend, method, None)), f"the backend has no method {method!r}"

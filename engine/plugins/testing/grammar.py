@@ -29,6 +29,7 @@ LONGEST = max(map(len, PIECES[SPECIAL + 1 :]))
 NUM_WALKS, MOST_STEPS = 8, 24
 NUM_COMPILED = 50  # each takes milliseconds
 BAD_REQUEST = range(400, 500)
+Make = Callable[[GrammarContext], GrammarEngine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,7 @@ WRONG = (
 )
 
 
-def check_grammar_engine(
-    make: Callable[[GrammarContext], GrammarEngine], examples: Sequence[GrammarExample] = EXAMPLES
-) -> None:
+def check_grammar_engine(make: Make, examples: Sequence[GrammarExample] = EXAMPLES) -> None:
     """Compile the examples, walk along their masks, send what is wrong.  Raises ConformanceError with all that fails.
 
     make: builds a new one each time, as the plugin's hook does.  examples: also of kinds that it refuses; one at least
@@ -99,9 +98,7 @@ def _known(engine: GrammarEngine, examples: Sequence[GrammarExample]) -> list[Gr
     return found
 
 
-def _check_outputs(
-    example: GrammarExample, make: Callable[[GrammarContext], GrammarEngine], context: GrammarContext
-) -> None:
+def _check_outputs(example: GrammarExample, make: Make, context: GrammarContext) -> None:
     compiled = make(context).compile(example.grammar)
     for text in example.accepts:
         for pieces in _spellings(text):
@@ -166,7 +163,7 @@ def _spellings(text: str) -> list[list[int]]:
     return [list(raw), longest]
 
 
-def _check_walks(grammar: Grammar, make: Callable[[GrammarContext], GrammarEngine], context: GrammarContext) -> None:
+def _check_walks(grammar: Grammar, make: Make, context: GrammarContext) -> None:
     """Take any allowed token, again and again: something must always be allowed, until EOS."""
     compiled, rng = make(context).compile(grammar), np.random.default_rng(0)
     for _ in range(NUM_WALKS):
@@ -181,9 +178,7 @@ def _check_walks(grammar: Grammar, make: Callable[[GrammarContext], GrammarEngin
             so_far += PIECES[token_id]
 
 
-def _check_matchers(
-    example: GrammarExample, make: Callable[[GrammarContext], GrammarEngine], context: GrammarContext
-) -> None:
+def _check_matchers(example: GrammarExample, make: Make, context: GrammarContext) -> None:
     """Two of one grammar, one a token behind the other; and a new one that is told the same tokens, as after a loss."""
     compiled, pieces = make(context).compile(example.grammar), list(max(example.accepts, key=len).encode())
     first, second = _Watched(compiled.matcher()), _Watched(compiled.matcher())
@@ -200,7 +195,7 @@ def _check_matchers(
         assert (again.mask() == masks[length]).all(), f"a matcher that is told {length} tokens at once allows others"
 
 
-def _check_refused(grammar: Grammar, make: Callable[[GrammarContext], GrammarEngine], context: GrammarContext) -> None:
+def _check_refused(grammar: Grammar, make: Make, context: GrammarContext) -> None:
     try:
         make(context).compile(grammar)
     except RequestError as error:

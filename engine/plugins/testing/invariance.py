@@ -15,13 +15,7 @@ from engine.layers.kv_pool import KVPool
 from engine.plugins.support.paging import batch_on, windows_of
 
 # Per sequence how many tokens each step has: long chunks, single tokens, and chunks that begin anywhere.
-CUTS = (
-    (37, 128, 1, 1, 1, 3, 100, 29),
-    (150, *[1] * 12),
-    (1, 1, 127, 2, 1),
-    (4, 8, 1, 16, 11),
-    (200, 1, 60, 1, 5),
-)
+CUTS = ((37, 128, 1, 1, 1, 3, 100, 29), (150, *[1] * 12), (1, 1, 127, 2, 1), (4, 8, 1, 16, 11), (200, 1, 60, 1, 5))
 LENGTHS = tuple(map(sum, CUTS))
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from engine.layers.attention import AttentionBackend, AttentionBatch
-from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.models.model import Model
 from engine.plugins.attention.torch import TorchAttention
+from engine.plugins.support.paging import new_pool
 
 
 @dataclass
@@ -34,16 +34,7 @@ class Driver:
         spec = model.attention_spec
         device = torch.device("cpu")
         self.model = model
-        self.pool = KVPool(
-            spec.num_layers,
-            num_pages,
-            page_size,
-            spec.num_kv_heads,
-            spec.head_size,
-            model.dtype,
-            device,
-            latent_size=spec.latent_size,
-        )
+        self.pool = new_pool(spec, num_pages, page_size, model.dtype, device)
         self.pool.data.fill_(torch.nan)  # Whatever is read without having been written shows up.
         self.attention: AttentionBackend = TorchAttention(spec, self.pool)
         order = np.random.default_rng(0).permutation(num_pages) if shuffled else np.arange(num_pages)[::-1]

@@ -17,6 +17,7 @@ import msgspec
 
 from engine.config import Config
 from engine.errors import CallboardError, ConfigError, EngineDied
+from engine.patience import is_set_within
 from engine.workers.cluster.environment import Cluster, link_place
 from engine.workers.cluster.polling import Polling
 from engine.workers.cluster.store import (
@@ -61,11 +62,7 @@ class RemoteProcess:
 
     async def wait(self, timeout_s: float) -> bool:
         """Wait for its end; False if that did not come in time."""
-        try:
-            await asyncio.wait_for(self._left.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        return await is_set_within(timeout_s, self._left)
 
 
 class Call:
@@ -177,7 +174,6 @@ class Head:
         return f"tcp://{address}:{self._port + rank if self._port else '*'}"
 
     def begin(self, call: Call, endpoints: tuple[str, ...]) -> None:
-        """See ``Call``."""
         self._generation += 1
         self._call = call
         self._say(generation=self._generation, nonce=call.nonce, endpoints=endpoints)
@@ -187,7 +183,6 @@ class Head:
         log.info("generation %d: waiting for %s to join at %s", self._generation, named(self._nodes), places)
 
     def end(self, call: Call) -> None:
-        """See ``Call``."""
         if self._call is call:
             self._call = None
             self._say(nonce="", endpoints=())

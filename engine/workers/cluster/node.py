@@ -20,18 +20,11 @@ from typing import Any
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.config import Config
 from engine.errors import CallboardError, ConfigError, EngineDied, WeightsError
+from engine.patience import is_set_within
 from engine.workers.child import Child, Ticket
 from engine.workers.cluster.environment import Cluster
 from engine.workers.cluster.polling import Polling
-from engine.workers.cluster.store import (
-    ClusterStore,
-    Forged,
-    NodeStatus,
-    Notice,
-    link_keys,
-    our_release,
-    shortened,
-)
+from engine.workers.cluster.store import ClusterStore, Forged, NodeStatus, Notice, link_keys, our_release, shortened
 from engine.workers.group import TICKS, Watch
 from engine.workers.messages import Place
 
@@ -294,8 +287,7 @@ class Node:
         self._said.clear()
         self._words.put(NodeStatus(self._cluster.rank, kind, self._nonce, shortened(text)))
         self._polling.hurry()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._said.wait(), SAY_TIMEOUT_S)
+        await is_set_within(SAY_TIMEOUT_S, self._said)
 
     def _on_signal(self) -> None:
         if self._told_to_end:

@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch
 
+from engine import own_kernels
 from engine.execution.rows import DeviceRows
 from engine.execution.runner import ModelRunner
 from engine.graphs.capturing import Capturing
 from engine.graphs.decode import DecodeGraphs
-from engine.kernels import choice
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.triton.backend import TritonAttention
 from engine.plugins.comm.local import LocalComm
@@ -88,7 +88,7 @@ def runner_of(model, captured):
         stored=None,
         attention=attention,
         piecewise=None,
-        decode_graphs=graphs,
+        whole_decodes=graphs,
         rows=rows,
         constraints=NoGrammars(),
         sampler=sampler,
@@ -101,7 +101,7 @@ def model(tmp_path, monkeypatch):
     from engine.models.loader import load_model
     from engine.plugins.families import read_model
 
-    monkeypatch.setenv(choice.VARIABLE, "triton")
+    monkeypatch.setenv(own_kernels.VARIABLE, "triton")
     path = save(build("qwen3"), tmp_path)
     model = load_model(
         read_model(path),
@@ -119,7 +119,7 @@ def model(tmp_path, monkeypatch):
 
 def test_kernels_alone_decode_as_they_do_step_by_step(model):
     captured, plain = Steps(runner_of(model, True)), Steps(runner_of(model, False))
-    assert captured.runner._decode_graphs._sampler._kernels is not None
+    assert captured.runner._whole_decodes._sampler._kernels is not None
     for one in (captured, plain):
         for row, params in enumerate(WISHES):
             one.prefill(row, 3 + row, params)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from engine import own_kernels
 from engine.kernels import choice
 from engine.layers.linear import VocabLinear
 from engine.plugins.families import read_model
@@ -15,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def with_kernels(monkeypatch):
-    monkeypatch.setenv(choice.VARIABLE, "triton")
+    monkeypatch.setenv(own_kernels.VARIABLE, "triton")
 
 
 PLAIN = ["llama-biases", "llama-gelu", "llama-gelu-tanh", "llama-head-dim", "qwen3-tied", "qwen3-yarn-bias"]

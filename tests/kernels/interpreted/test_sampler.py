@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import choice
+from engine import own_kernels
 from engine.params import SamplingParams
 from engine.sampling.captured import Variant, array_columns, columns_bytes, tensor_columns
 from engine.sampling.constraints import Masks
@@ -25,7 +25,7 @@ EOS = 2
 
 
 def new_sampler(kind: str, monkeypatch: pytest.MonkeyPatch, num_rows: int, vocab_size: int, max_len: int) -> Sampler:
-    monkeypatch.setenv(choice.VARIABLE, kind)
+    monkeypatch.setenv(own_kernels.VARIABLE, kind)
     return Sampler(num_rows, vocab_size, max_len, CPU)
 
 

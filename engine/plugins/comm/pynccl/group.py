@@ -38,14 +38,12 @@ class NcclComm:
         library.call("ncclCommInitRank", ctypes.byref(self._comm), size, _share_id(library, store, rank), rank)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See ``Comm``."""
         summed = tensor.contiguous()
         place, kind = summed.data_ptr(), _kind(summed)
         self._library.call("ncclAllReduce", place, place, summed.numel(), kind, SUM, self._joined(), self._stream())
         return tensor if summed is tensor else tensor.copy_(summed)
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """See ``Comm``."""
         mine = tensor.contiguous()
         gathered = mine.new_empty((self.size, *mine.shape))
         places = mine.data_ptr(), gathered.data_ptr()

@@ -1,6 +1,7 @@
-"""Sums over ranks in the order of ranks, whatever the size of what is added up.
+"""A group of ranks for ``model.numerics = "invariant"``: sums have one order, whatever is added up.
 
-Owns: that order.  Does not know: libraries, whose own sums begin at a rank that depends on an element's place.
+Owns: that order, and what tells linear layers to add nothing up over ranks.  Does not know: libraries, whose own sums
+begin at a rank that depends on an element's place.
 """
 
 from torch import Tensor
@@ -9,7 +10,9 @@ from engine.layers.comm import Comm
 
 
 class OrderedComm:
-    """See ``Comm``.  Every rank gets all ranks' parts: as many times what a sum would send."""
+    """See ``Comm``.  A sum is in the order of ranks: each gets all parts, as many times what a sum would send.
+
+    ``RowLinear`` needs none: it gathers inputs and cuts outputs, so each output is the sum that one rank would make."""
 
     def __init__(self, comm: Comm) -> None:
         self.rank, self.size = comm.rank, comm.size

@@ -1,0 +1,41 @@
+/* What the sources of this folder call of each other; each says what its functions do. */
+
+#include <stdint.h>
+
+/* products.c.  panels: in the layout of ``pack``. */
+typedef struct {
+    const void *panels;
+    int64_t O, I, kind;
+} Weight;
+
+int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const float *bias_O, float *y_TO, int64_t T,
+                int64_t threads);
+
+/* cpu.c */
+void add_norm(float *x_TD, const float *update_TD, const float *weight_D, float *out_TD, int64_t T, int64_t D,
+              float eps, int64_t threads);
+void turn(const int64_t *positions_T, const float *frequencies_R, float *angles_TH, int64_t T, int64_t R, float scale,
+          int64_t threads);
+int64_t rotate_and_store(const float *qkv_TAH, const float *weight_RH, const float *angles_TH, const int64_t *slots_T,
+                         float *q_TQH, float *keys_SGH, float *values_SGH, int64_t T, int64_t Q, int64_t G, int64_t H,
+                         int64_t S, float eps, int64_t threads);
+void gate(const float *gate_up_T2I, float *out_TI, int64_t T, int64_t I, int64_t threads);
+
+/* attention.c.  What a step is, for all of its layers.  items_I2: (sequence, which ROWS of its rows), for all G each.
+   query_starts_B1: of the sequences' last positions, in T.  num_pages: that there are.
+   page_stride: from the first slot of a page to that of the next.  scratch: for each thread ``attention_scratch``.
+   together: whether one thread computes all G of an item, where those have ROWS rows at most: they lie side by side.
+   worth: products of a layer, from which on more threads than one compute it. */
+typedef struct {
+    const int32_t *pages_BP, *lengths_B, *query_starts_B1, *items_I2;
+    float *scratch;
+    int64_t B, P, I, Q, G, H, page_size, page_stride, num_pages, threads, together, worth;
+    float scale;
+} Attention;
+
+void attend(const Attention *is, const float *q_TQH, const float *keys_SGH, const float *values_SGH, float *out_TQH,
+            int64_t window);
+int64_t attention_plan(Attention *is, int64_t window, int64_t threads, int32_t *items_I2, int64_t room);
+
+/* draw.c */
+void likeliest(const float *logits_nV, int64_t *token_ids_n, int64_t n, int64_t V);

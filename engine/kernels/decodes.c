@@ -1,0 +1,147 @@
+/* A decode step of a model in one call, from the rows' tokens and pages to logits, and to the next
+   token where every row takes its likeliest: what engine/execution/runner.py does with engine/models/decoder.py, layer
+   by layer.  engine/execution/compiled_decodes.py tells it of a model.
+
+   Legend: B decode rows, D model dim, A query, key and value heads, R query and key heads or rotated pairs of a head,
+   Q query heads, G key/value heads, H head size, P pages of the longest row, J items of attention, I intermediate
+   features, V vocabulary, S slots of the pool, N rows of the engine, M tokens and W pages that a row has room for. */
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cpu.h"
+
+/* heads_RH: the norm's weights of each query and key head; NULL for none, as biases may be. */
+typedef struct {
+    const float *before_attention_D, *heads_RH, *before_mlp_D;
+    Weight qkv, output, gate_up, down;
+    const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
+    float *keys_SGH, *values_SGH;
+    const float *frequencies_R;
+    int64_t window;
+    float attention_eps, heads_eps, mlp_eps, angle_scale;
+} Layer;
+
+/* tokens_NM, pages_NW: of all rows, as they are kept between steps.  attention: what is the same in every step.
+   widest: window of the layer that sees most, 0 for all. */
+typedef struct {
+    const Layer *layers;
+    const float *embedding_VD, *norm_D;
+    Weight head;
+    const Attention *attention;
+    int32_t *tokens_NM;
+    const int32_t *pages_NW;
+    int64_t num_layers, V, D, I, S, N, M, W, widest;
+    float embedding_scale, norm_eps;
+} Decoder;
+
+enum { DONE, NO_MEMORY, WRONG_TOKEN, WRONG_ROW };
+
+/* What a step works in, one block.  pages_BP, items_J2: as ``Attention`` reads them.  gate_up_B2I: merged. */
+typedef struct {
+    int64_t *positions_B, *slots_B;
+    int32_t *starts_B1, *pages_BP, *items_J2;
+    float *x_BD, *normed_BD, *update_BD, *qkv_BAH, *q_BQH, *attended_BQH, *angles_BH, *gate_up_B2I, *gated_BI;
+} Memory;
+
+/* One layer, from normed_BD to update_BD, with the update of attention added to x_BD between. */
+static int64_t run(const Decoder *is, const Layer *layer, const Attention *rows, const Memory *in, int64_t threads,
+                   int64_t *wrong) {
+    int64_t B = rows->B, D = is->D, I = is->I, Q = rows->Q, G = rows->G, H = rows->H;
+    if (product(&layer->qkv, in->normed_BD, D, layer->qkv_bias, in->qkv_BAH, B, threads)) return NO_MEMORY;
+    *wrong = rotate_and_store(in->qkv_BAH, layer->heads_RH, in->angles_BH, in->slots_B, in->q_BQH, layer->keys_SGH,
+                              layer->values_SGH, B, Q, G, H, is->S, layer->heads_eps, threads);
+    if (*wrong >= 0) return WRONG_ROW;
+    attend(rows, in->q_BQH, layer->keys_SGH, layer->values_SGH, in->attended_BQH, layer->window);
+    if (product(&layer->output, in->attended_BQH, Q * H, layer->output_bias, in->update_BD, B, threads)) return NO_MEMORY;
+    add_norm(in->x_BD, in->update_BD, layer->before_mlp_D, in->normed_BD, B, D, layer->mlp_eps, threads);
+    if (product(&layer->gate_up, in->normed_BD, D, layer->gate_up_bias, in->gate_up_B2I, B, threads)) return NO_MEMORY;
+    gate(in->gate_up_B2I, in->gated_BI, B, I, threads);
+    return product(&layer->down, in->gated_BI, I, layer->down_bias, in->update_BD, B, threads) ? NO_MEMORY : DONE;
+}
+
+/* The next part of a block.  numbers: of 4 bytes, for each of the step's rows; those of 8 bytes come first, as two. */
+#define PART(numbers) (void *)(block + end), end += 4 * B * (numbers)
+
+/* Cuts a block into what a step works in.  Returns its size in bytes; block: 0 to be told that alone. */
+static int64_t cut(uintptr_t block, const Decoder *is, const Attention *rows, Memory *in) {
+    int64_t B = rows->B, D = is->D, Q = rows->Q, H = rows->H, end = 0;
+    in->positions_B = PART(2);
+    in->slots_B = PART(2);
+    in->starts_B1 = PART(2); /* B + 1 of them, of at least one row */
+    in->pages_BP = PART(rows->P);
+    in->items_J2 = PART(2 * Q);
+    in->x_BD = PART(D);
+    in->normed_BD = PART(D);
+    in->update_BD = PART(D);
+    in->qkv_BAH = PART((Q + 2 * rows->G) * H);
+    in->q_BQH = PART(Q * H);
+    in->attended_BQH = PART(Q * H);
+    in->angles_BH = PART(H);
+    in->gate_up_B2I = PART(2 * is->I);
+    in->gated_BI = PART(is->I);
+    return end;
+}
+
+/* Of each row's last token the position, the slot that its key and value go to, and its state before the first layer.
+   Attention is planned.  Nothing of the rows is changed. */
+static int64_t begin(const Decoder *is, Attention *rows, const int64_t *rows_B, const Memory *in, int64_t threads,
+                     int64_t *wrong) {
+    for (int64_t b = *wrong = 0; b < rows->B; *wrong = ++b) {
+        int64_t row = rows_B[b], length = rows->lengths_B[b], position = length - 1;
+        if (row < 0 || row >= is->N || length < 1 || length >= is->M || length > is->W * rows->page_size)
+            return WRONG_ROW;
+        int64_t token = is->tokens_NM[row * is->M + position];
+        if (token < 0 || token >= is->V) return WRONG_TOKEN;
+        const int32_t *pages = is->pages_NW + row * is->W;
+        memcpy(in->pages_BP + b * rows->P, pages, sizeof(int32_t) * rows->P);
+        in->positions_B[b] = position;
+        in->slots_B[b] = pages[position / rows->page_size] * rows->page_stride + position % rows->page_size;
+        in->starts_B1[b] = b;
+        for (int64_t i = 0; i < is->D; i++)
+            in->x_BD[b * is->D + i] = is->embedding_VD[token * is->D + i] * is->embedding_scale;
+    }
+    in->starts_B1[rows->B] = rows->B;
+    *wrong = attention_plan(rows, is->widest, threads, in->items_J2, rows->B * rows->Q);
+    return *wrong < 0 ? DONE : WRONG_ROW;
+}
+
+/* Writes logits_BV of rows_B, which have lengths_B tokens.  token_ids_B: the likeliest, -1 where there is none; each is
+   the row's next token as well, 0 in the place of -1.  NULL where somebody else samples.  wrong: which of the B cannot
+   be, if one cannot; then nothing is written.  threads: at most, for as many of which attention has scratch. */
+int64_t decode(const Decoder *is, const int64_t *rows_B, const int32_t *lengths_B, int64_t B, float *logits_BV,
+               int64_t *token_ids_B, int64_t threads, int64_t *wrong) {
+    Attention rows = *is->attention;
+    rows.B = B;
+    rows.lengths_B = lengths_B;
+    rows.P = 1;
+    for (int64_t b = 0; b < B; b++)
+        while (rows.P < is->W && rows.P * rows.page_size < lengths_B[b]) rows.P++;
+    Memory in;
+    char *block = malloc(cut(0, is, &rows, &in));
+    if (!block) return NO_MEMORY;
+    cut((uintptr_t)block, is, &rows, &in);
+    rows.pages_BP = in.pages_BP;
+    rows.query_starts_B1 = in.starts_B1;
+    int64_t failed = begin(is, &rows, rows_B, &in, threads, wrong);
+    for (const Layer *layer = is->layers; layer < is->layers + is->num_layers && !failed; layer++) {
+        int is_first = layer == is->layers;
+        if (is_first || layer->frequencies_R != layer[-1].frequencies_R)
+            turn(in.positions_B, layer->frequencies_R, in.angles_BH, B, rows.H / 2, layer->angle_scale, threads);
+        const float *update = is_first ? NULL : in.update_BD;
+        add_norm(in.x_BD, update, layer->before_attention_D, in.normed_BD, B, is->D, layer->attention_eps, threads);
+        failed = run(is, layer, &rows, &in, threads, wrong);
+    }
+    if (!failed) {
+        add_norm(in.x_BD, in.update_BD, is->norm_D, in.normed_BD, B, is->D, is->norm_eps, threads);
+        failed = product(&is->head, in.normed_BD, is->D, NULL, logits_BV, B, threads) ? NO_MEMORY : DONE;
+    }
+    if (!failed && token_ids_B) {
+        likeliest(logits_BV, token_ids_B, B, is->head.O);
+        for (int64_t b = 0; b < B; b++)
+            is->tokens_NM[rows_B[b] * is->M + lengths_B[b]] = token_ids_B[b] < 0 ? 0 : token_ids_B[b];
+    }
+    free(block);
+    return failed;
+}

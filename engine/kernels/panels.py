@@ -1,0 +1,87 @@
+"""Weights in panels of outputs, and products of float32 rows by them: ``products.c`` for one weight.
+
+Legend: T rows of the input · I input features · O output features
+Owns: the memory of a packed weight, calling the functions.  Does not know: which model, what is worth rounding.
+"""
+
+import ctypes
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from engine.kernels.compiled import compiled
+
+ALIGNMENT = 64  # of a cache's line
+
+
+class Kind(IntEnum):
+    """How an element is kept.  UPPER_HALVES: as bfloat16, what floats whose lower half is 0 lose nothing by.
+
+    BYTES: 64 inputs of an output share a scale, and so do as many elements of a row of the
+    input, which has 8 bits (7 without VNNI); with FINE_BYTES it has twice as many."""
+
+    FLOATS = 0
+    HALVES = 1
+    UPPER_HALVES = 2
+    BYTES = 3
+    FINE_BYTES = 4
+
+
+class Weight(ctypes.Structure):
+    """See ``products.c``.  Who makes it keeps the memory that panels points to."""
+
+    _fields_ = (("panels", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("O", "I", "kind")))
+
+
+class Products:
+    """The functions of ``products.c``."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self.packed_bytes, self.pack, self.product = library.packed_bytes, library.pack, library.product
+        self.packed_bytes.argtypes, self.packed_bytes.restype = [pointer], size
+        self.pack.argtypes, self.pack.restype = [pointer] * 3 + [size], None
+        self.product.argtypes, self.product.restype = [pointer] * 2 + [size] + [pointer] * 2 + [size] * 2, size
+
+
+class PanelWeight:
+    """W[O, I] in panels.  A row has the same bits whatever other rows and threads there are."""
+
+    def __init__(self, products: Products, weight_OI: Tensor, kind: Kind) -> None:
+        """weight_OI: float32, on a CPU; its values must fit halves of the kind."""
+        assert weight_OI.dtype == torch.float32, f"{weight_OI.dtype} is not float32"
+        weight_OI = weight_OI.contiguous()
+        self.outputs, self.inputs = weight_OI.shape
+        self.weight = Weight(None, self.outputs, self.inputs, kind)
+        self.address = ctypes.addressof(self.weight)
+        self.nbytes: int = products.packed_bytes(self.address)
+        self._memory = torch.empty(self.nbytes + ALIGNMENT, dtype=torch.uint8)
+        self.weight.panels = -(-self._memory.data_ptr() // ALIGNMENT) * ALIGNMENT
+        products.pack(self.address, weight_OI.data_ptr(), self.weight.panels, torch.get_num_threads())
+        self._product = products.product
+
+    def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """x W^T + bias.  Raises MemoryError."""
+        num_rows, inputs = x_TI.shape
+        assert inputs == self.inputs, f"a row has {inputs} elements, not {self.inputs}"
+        assert x_TI.dtype == torch.float32, f"{x_TI.dtype} is not float32"
+        row_step, step = x_TI.stride()
+        if step != 1:
+            x_TI = x_TI.contiguous()
+            row_step = inputs
+        y_TO = x_TI.new_empty((num_rows, self.outputs))
+        bias = None if bias_O is None else bias_O.data_ptr()
+        if self._product(
+            self.address, x_TI.data_ptr(), row_step, bias, y_TO.data_ptr(), num_rows, torch.get_num_threads()
+        ):
+            raise MemoryError(f"no memory to round {num_rows} rows of {inputs} elements")
+        return y_TO
+
+
+def products() -> Products | None:
+    """None where there is no C compiler, or no vector instructions that ``products.c`` has."""
+    library = compiled()
+    if library is None or not library.panel_width():
+        return None
+    return Products(library)

@@ -1,0 +1,390 @@
+/* Products y[T,O] = x[T,I] W[O,I]^T + bias of float32 rows.  engine/kernels/panels.py calls them.
+
+   A weight lies in panels of P outputs, as floats, halves or bytes.  An output is one sum over the inputs in their
+   order, so a row has the same bits whatever other rows, tiles and threads there are.
+
+   Legend: T rows, I inputs, O outputs, V numbers of a vector, P outputs of a panel, G inputs that share a scale,
+   M rows and N panels of a tile. */
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cpu.h"
+
+/* UPPER_HALVES: of floats, bfloat16.  FINE_BYTES: as BYTES, with twice the bits of the input. */
+enum { FLOATS, HALVES, UPPER_HALVES, BYTES, FINE_BYTES };
+
+#define G 64
+#define INLINE static inline __attribute__((always_inline))
+#define EACH(index, count) _Pragma("GCC unroll 24") for (int index = 0; index < (count); index++)
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define V 16
+typedef __m512 Floats;
+typedef __m512i Integers;
+#define load(from) _mm512_loadu_ps(from)
+#define load_bytes(from) _mm512_loadu_si512(from)
+#define load_halves(from) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from)))
+#define load_scales(from) \
+    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(from))), 16))
+#define load_sums(from) _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(from)))
+#define lower_float(pair) _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16))
+#define upper_float(pair) _mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32(0xffff0000)))
+#define store(to, what) _mm512_storeu_ps(to, what)
+#define all(x) _mm512_set1_ps(x)
+#define all_integers(x) _mm512_set1_epi32(x)
+#define fused(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define plus(a, b) _mm512_add_ps(a, b)
+#define times(a, b) _mm512_mul_ps(a, b)
+#define float_of(a) _mm512_cvtepi32_ps(a)
+#define times_integers(a, b) _mm512_mullo_epi32(a, b)
+#define plus_integers(a, b) _mm512_add_epi32(a, b)
+#define panels_of(M) ((M) <= 2 ? 4 : (M) <= 5 ? 2 : 1)
+#define MOST_ROWS 12
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include <immintrin.h>
+#define V 8
+typedef __m256 Floats;
+typedef __m256i Integers;
+#define load(from) _mm256_loadu_ps(from)
+#define load_bytes(from) _mm256_loadu_si256((const __m256i *)(from))
+#define load_halves(from) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from)))
+#define load_scales(from) \
+    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(from))), 16))
+#define load_sums(from) _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)(from)))
+#define lower_float(pair) _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16))
+#define upper_float(pair) _mm256_castsi256_ps(_mm256_and_si256(pair, _mm256_set1_epi32(0xffff0000)))
+#define store(to, what) _mm256_storeu_ps(to, what)
+#define all(x) _mm256_set1_ps(x)
+#define all_integers(x) _mm256_set1_epi32(x)
+#define fused(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define plus(a, b) _mm256_add_ps(a, b)
+#define times(a, b) _mm256_mul_ps(a, b)
+#define float_of(a) _mm256_cvtepi32_ps(a)
+#define times_integers(a, b) _mm256_mullo_epi32(a, b)
+#define plus_integers(a, b) _mm256_add_epi32(a, b)
+#define panels_of(M) ((M) == 1 ? 4 : (M) == 2 ? 2 : 1)
+#define MOST_ROWS 6
+#endif
+
+#ifndef V
+int64_t panel_width(void) { return 0; }
+
+/* decodes.c names it, and a library that lacks it would not be loaded; nobody has a weight to call it with. */
+int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const float *bias_O, float *y_TO, int64_t T,
+                int64_t threads) {
+    (void)weight, (void)x_TI, (void)x_step, (void)bias_O, (void)y_TO, (void)T, (void)threads;
+    return -1;
+}
+#else
+
+/* The input as bytes: 8 bits where products of bytes are summed in 32, else 7, as two of 8 do not fit 16. */
+#ifdef __AVX512VNNI__
+#define BITS 8
+#define dot(sum, x, w) _mm512_dpbusd_epi32(sum, x, w)
+#elif V == 16
+#define BITS 7
+#define dot(sum, x, w) \
+    _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(x, w), _mm512_set1_epi16(1)))
+#else
+#define BITS 7
+#define dot(sum, x, w) \
+    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(x, w), _mm256_set1_epi16(1)))
+#endif
+#define byte_panels_of(M) (V == 8 ? 1 : (M) == 1 ? 4 : (M) == 2 ? 2 : 1)
+#define MOST_BYTE_ROWS (V == 8 ? 3 : 6)
+
+#define P (2 * V)
+/* Of a group in a panel of bytes: P scales, the upper half of a float each; P sums of bytes; the bytes, by fours. */
+#define MOST_PANELS 4
+#define GROUP_BYTES (P * (2 + 2 + G))
+#define ROW_BLOCK_BYTES (384 << 10)
+#define SMALL_PRODUCT (1 << 17) /* multiplications that are not worth a second thread */
+
+/* Bytes of an element of the input, and what stands for its 0. */
+static int64_t parts_of(int64_t kind) { return kind == FINE_BYTES ? 2 : 1; }
+static int32_t zero_of(int64_t parts) { return 1 << (BITS * parts - 1); }
+
+static int64_t groups(int64_t I) { return (I + G - 1) / G; }
+
+int64_t panel_width(void) { return P; }
+
+static int64_t panel_bytes(const Weight *weight) {
+    if (weight->kind >= BYTES) return groups(weight->I) * GROUP_BYTES;
+    return weight->I * P * (weight->kind == FLOATS ? 4 : 2);
+}
+
+/* Tiles have up to MOST_PANELS panels, so there are a multiple of them. */
+static int64_t panels_in(const Weight *weight) {
+    return (weight->O + MOST_PANELS * P - 1) / (MOST_PANELS * P) * MOST_PANELS;
+}
+
+int64_t packed_bytes(const Weight *weight) { return panels_in(weight) * panel_bytes(weight); }
+
+static uint16_t half_of(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+
+/* Loops over a group are worth what -O3 makes of them. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define OF_VECTORS __attribute__((optimize("O3")))
+#else
+#define OF_VECTORS
+#endif
+
+/* The bits of the largest magnitude of a group, of which ``size`` numbers are there; all of it to numbers, 0 behind. */
+OF_VECTORS static uint32_t highest_of(const float *x, int64_t size, float *numbers) {
+    uint32_t bits[G] = {0}, highest = 0;
+    memcpy(bits, x, size * sizeof *bits);
+    memcpy(numbers, bits, sizeof bits);
+    for (int i = 0; i < G; i++) {
+        uint32_t magnitude = bits[i] & 0x7fffffff;
+        highest = magnitude > highest ? magnitude : highest;
+    }
+    return highest;
+}
+
+OF_VECTORS static void pack_bytes(const float *w_OI, char *panel, int64_t first, int64_t O, int64_t I) {
+    for (int64_t g = 0; g < groups(I); g++, panel += GROUP_BYTES) {
+        uint16_t *scales = (uint16_t *)panel;
+        int16_t *sums = (int16_t *)(panel + 2 * P);
+        char *bytes = panel + 4 * P;
+        for (int64_t o = 0; o < P; o++) {
+            float numbers[G], scale;
+            int64_t size = first + o >= O ? 0 : I - g * G < G ? I - g * G : G;
+            uint32_t bits = highest_of(size ? w_OI + (first + o) * I + g * G : w_OI, size, numbers);
+            memcpy(&scale, &bits, sizeof scale);
+            scale = bits > 0x7f800000 ? NAN : scale / 127; /* what has no number makes its outputs NaN, as in float32 */
+            memcpy(&bits, &scale, sizeof bits);
+            bits = (bits + 0xffff) & 0xffff0000; /* up, so that the largest still fits */
+            memcpy(&scale, &bits, sizeof scale);
+            scales[o] = bits >> 16;
+            float inverse = scale > 0 ? 1 / scale : 0;
+            int8_t whole[G];
+            int32_t sum = 0;
+            for (int i = 0; i < G; i++) {
+                int32_t byte = (int32_t)rintf(numbers[i] * inverse);
+                whole[i] = byte;
+                sum += byte;
+            }
+            sums[o] = sum;
+            for (int i = 0; i < G; i += 4) memcpy(bytes + i * P + o * 4, whole + i, 4);
+        }
+    }
+}
+
+/* panels: ``packed_bytes`` of memory, which is written. */
+void pack(const Weight *weight, const float *w_OI, char *panels, int64_t threads) {
+    int64_t O = weight->O, I = weight->I, count = panels_in(weight), size = panel_bytes(weight);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t p = 0; p < count; p++) {
+        char *panel = panels + p * size;
+        if (weight->kind >= BYTES) {
+            pack_bytes(w_OI, panel, p * P, O, I);
+            continue;
+        }
+        for (int64_t o = 0; o < P; o++)
+            for (int64_t i = 0; i < I; i++) {
+                float w = p * P + o < O ? w_OI[(p * P + o) * I + i] : 0;
+                if (weight->kind == HALVES)
+                    ((uint16_t *)panel)[i * P + o] = half_of(w);
+                else if (weight->kind == UPPER_HALVES)  /* outputs o and o + V side by side */
+                    memcpy((uint16_t *)panel + i * P + o % V * 2 + o / V, (char *)&w + 2, 2);
+                else
+                    ((float *)panel)[i * P + o] = w;
+            }
+    }
+}
+
+/* The rows of a tile: x[I,M]; or scales[M,I/G] and bytes[M,I/G,parts,G], the upper part first. */
+typedef struct {
+    const float *x;
+    const float *scales;
+    const uint8_t *bytes;
+} Input;
+
+/* One panel of sums to y, of which the last may be cut. */
+INLINE void finish(const Floats *sum, const float *bias, float *y, int64_t width) {
+    float kept[P];
+    EACH(v, 2) {
+        if (width >= P)
+            store(y + v * V, bias ? plus(sum[v], load(bias + v * V)) : sum[v]);
+        else
+            store(kept + v * V, sum[v]);
+    }
+    if (width < P)
+        for (int64_t o = 0; o < width; o++) y[o] = kept[o] + (bias ? bias[o] : 0);
+}
+
+INLINE void tile(const Weight *is, const char *panel, int64_t size, Input in, const float *bias, float *y,
+                 int64_t width, const int M, const int N, const int kind) {
+    Floats sum[24], w[8];
+    EACH(n, M * N * 2) sum[n] = all(0);
+    for (int64_t i = 0; i < is->I; i++) {
+        EACH(n, N * 2) {
+            int64_t at = i * P + n % 2 * V;
+            const char *from = panel + n / 2 * size;
+            if (kind == UPPER_HALVES) {
+                Integers pair = load_bytes(from + i * P * 2);
+                w[n] = n % 2 ? upper_float(pair) : lower_float(pair);
+            } else
+                w[n] = kind == HALVES ? load_halves((const uint16_t *)from + at) : load((const float *)from + at);
+        }
+        EACH(m, M) {
+            Floats x = all(in.x[i * M + m]);
+            EACH(n, N * 2) sum[m * N * 2 + n] = fused(x, w[n], sum[m * N * 2 + n]);
+        }
+    }
+    EACH(m, M) EACH(n, N)
+        finish(sum + (m * N + n) * 2, bias ? bias + n * P : 0, y + m * is->O + n * P, width - n * P);
+}
+
+INLINE void byte_tile(const Weight *is, const char *panel, int64_t size, Input in, const float *bias, float *y,
+                      int64_t width, const int M, const int N) {
+    Floats sum[24];
+    int64_t count = groups(is->I), parts = parts_of(is->kind);
+    Integers zero = all_integers(-zero_of(parts)), next = all_integers(1 << BITS);
+    EACH(n, M * N * 2) sum[n] = all(0);
+    for (int64_t g = 0; g < count; g++) {
+        const char *group = panel + g * GROUP_BYTES;
+        Integers whole[24], w[8];
+        EACH(n, M * N * 2) whole[n] = all_integers(0);
+        for (int64_t part = 0; part < parts; part++) {
+            if (part) EACH(n, M * N * 2) whole[n] = times_integers(whole[n], next);
+            for (int i = 0; i < G; i += 4) {
+                EACH(n, N * 2) w[n] = load_bytes(group + n / 2 * size + 4 * P + i * P + n % 2 * V * 4);
+                EACH(m, M) {
+                    int32_t four;
+                    memcpy(&four, in.bytes + ((m * count + g) * parts + part) * G + i, sizeof four);
+                    Integers x = all_integers(four);
+                    EACH(n, N * 2) whole[m * N * 2 + n] = dot(whole[m * N * 2 + n], x, w[n]);
+                }
+            }
+        }
+        EACH(n, N * 2) {
+            Floats scale = load_scales(group + n / 2 * size + n % 2 * V * 2);
+            Integers extra = times_integers(zero, load_sums(group + n / 2 * size + 2 * P + n % 2 * V * 2));
+            EACH(m, M) {
+                Floats of_row = times(scale, all(in.scales[m * count + g]));
+                Floats exact = float_of(plus_integers(whole[m * N * 2 + n], extra));
+                sum[m * N * 2 + n] = fused(exact, of_row, sum[m * N * 2 + n]);
+            }
+        }
+    }
+    EACH(m, M) EACH(n, N)
+        finish(sum + (m * N + n) * 2, bias ? bias + n * P : 0, y + m * is->O + n * P, width - n * P);
+}
+
+#define ARGUMENTS                                                                                             \
+    const Weight *is, const char *panel, int64_t size, Input in, const float *bias, float *y, int64_t width
+#define TILE(M)                                                                                               \
+    static void float_tile##M(ARGUMENTS) { tile(is, panel, size, in, bias, y, width, M, panels_of(M), FLOATS); } \
+    static void half_tile##M(ARGUMENTS) { tile(is, panel, size, in, bias, y, width, M, panels_of(M), HALVES); } \
+    static void upper_tile##M(ARGUMENTS) { tile(is, panel, size, in, bias, y, width, M, panels_of(M), UPPER_HALVES); }
+#define BYTE_TILE(M) \
+    static void byte_tile##M(ARGUMENTS) { byte_tile(is, panel, size, in, bias, y, width, M, byte_panels_of(M)); }
+TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+BYTE_TILE(1) BYTE_TILE(2) BYTE_TILE(3)
+#if V == 16
+TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
+BYTE_TILE(4) BYTE_TILE(5) BYTE_TILE(6)
+#endif
+
+typedef void (*Tile)(ARGUMENTS);
+static const Tile TILES[4][13] = {
+#if V == 16
+    {0, float_tile1, float_tile2, float_tile3, float_tile4, float_tile5, float_tile6, float_tile7, float_tile8,
+     float_tile9, float_tile10, float_tile11, float_tile12},
+    {0, half_tile1, half_tile2, half_tile3, half_tile4, half_tile5, half_tile6, half_tile7, half_tile8, half_tile9,
+     half_tile10, half_tile11, half_tile12},
+    {0, upper_tile1, upper_tile2, upper_tile3, upper_tile4, upper_tile5, upper_tile6, upper_tile7, upper_tile8,
+     upper_tile9, upper_tile10, upper_tile11, upper_tile12},
+    {0, byte_tile1, byte_tile2, byte_tile3, byte_tile4, byte_tile5, byte_tile6},
+#else
+    {0, float_tile1, float_tile2, float_tile3, float_tile4, float_tile5, float_tile6},
+    {0, half_tile1, half_tile2, half_tile3, half_tile4, half_tile5, half_tile6},
+    {0, upper_tile1, upper_tile2, upper_tile3, upper_tile4, upper_tile5, upper_tile6},
+    {0, byte_tile1, byte_tile2, byte_tile3},
+#endif
+};
+
+/* A row as bytes with a scale for each group; one with NaN or infinity gets scales that make its outputs NaN. */
+OF_VECTORS static void round_row(const float *x, int64_t I, int64_t parts, float *scales, uint8_t *bytes) {
+    int32_t zero = zero_of(parts);
+    for (int64_t g = 0; g < groups(I); g++) {
+        uint8_t *restrict to = bytes + g * parts * G;
+        float largest, numbers[G];
+        uint32_t highest = highest_of(x + g * G, I - g * G < G ? I - g * G : G, numbers);
+        memcpy(&largest, &highest, sizeof largest);
+        int finite = highest < 0x7f800000;
+        float inverse = finite && largest > 1e-30f ? (zero - 1) / largest : 0;
+        scales[g] = finite ? largest / (zero - 1) : NAN;
+        for (int i = 0; i < G; i++) {
+            int32_t whole = (inverse ? (int32_t)rintf(numbers[i] * inverse) : 0) + zero;
+            to[(parts - 1) * G + i] = whole & ((1 << BITS) - 1);
+            if (parts > 1) to[i] = whole >> BITS;
+        }
+    }
+}
+
+static void transpose(const float *x_MI, int64_t x_step, float *restrict out_IM, int64_t M, int64_t I) {
+    for (int64_t m = 0; m < M; m++)
+        for (int64_t i = 0; i < I; i++) out_IM[i * M + m] = x_MI[m * x_step + i];
+}
+
+/* x_step: from one row to the next.  bias_O: NULL for none.  threads: at most.  Returns 0, or -1 without memory. */
+int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const float *bias_O, float *y_TO, int64_t T,
+                int64_t threads) {
+    int64_t O = weight->O, I = weight->I, count = (O + P - 1) / P, size = panel_bytes(weight);
+    int64_t padded = groups(I) * G * parts_of(weight->kind);
+    int bytes = weight->kind >= BYTES;
+    const Tile *of_kind = TILES[bytes ? BYTES : weight->kind];
+    if (T * O * I < SMALL_PRODUCT) threads = 1;
+    char *rounded = 0;
+    float *scales = 0;
+    if (bytes) {
+        rounded = malloc(T * (padded + groups(I) * sizeof(float)));
+        if (!rounded && T) return -1;
+        scales = (float *)(rounded + T * padded);
+    }
+    /* Rows in tiles of one size or one less, for which as many panels are taken at once; tiles in blocks that stay in a
+       core's cache with these. */
+    int64_t most = bytes ? MOST_BYTE_ROWS : MOST_ROWS, tiles = (T + most - 1) / most;
+    int64_t rows = tiles ? (T - 1) / tiles + 1 : 0;
+    int64_t step = bytes ? byte_panels_of(rows) : panels_of(rows);
+    int64_t row_bytes = bytes ? padded : I * (int64_t)sizeof(float);
+    int64_t in_block = ROW_BLOCK_BYTES / (row_bytes * most) + 1;
+    if (in_block > tiles) in_block = tiles;
+    int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float *block_x = bytes ? 0 : malloc(in_block * rows * row_bytes + 1);
+        if (!bytes && !block_x) failed = 1;
+        if (bytes) {
+#pragma omp for schedule(static)
+            for (int64_t t = 0; t < T; t++)
+                round_row(x_TI + t * x_step, I, parts_of(weight->kind), scales + t * groups(I),
+                          (uint8_t *)rounded + t * padded);
+        }
+        for (int64_t block = 0; block < tiles; block += in_block) {
+            int64_t last = block + in_block < tiles ? block + in_block : tiles, start = block * T / tiles;
+            for (int64_t b = block; block_x && b < last; b++) {
+                int64_t first = b * T / tiles, end = (b + 1) * T / tiles;
+                transpose(x_TI + first * x_step, x_step, block_x + (first - start) * I, end - first, I);
+            }
+#pragma omp for schedule(static) nowait
+            for (int64_t p = 0; p < count; p += step)
+                for (int64_t b = block; b < last && (bytes || block_x); b++) {
+                    int64_t first = b * T / tiles, end = (b + 1) * T / tiles;
+                    Input in = {block_x + (bytes ? 0 : (first - start) * I), scales + first * groups(I),
+                                (uint8_t *)rounded + first * padded};
+                    of_kind[end - first](weight, (const char *)weight->panels + p * size, size, in,
+                                         bias_O ? bias_O + p * P : 0, y_TO + first * O + p * P, O - p * P);
+                }
+        }
+        free(block_x);
+    }
+    free(rounded);
+    return failed ? -1 : 0;
+}
+#endif

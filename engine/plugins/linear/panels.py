@@ -1,0 +1,65 @@
+"""Products by callboard's own C, with weights in panels of outputs: as exact as float32, or rounded to int8 in groups.
+
+Legend: T rows of the input · I input features · O output features
+A product of a small weight takes a few microseconds, where the operators of libraries take ten to forty before they
+multiply; and each output is one sum in one order, so a row has the same bits in every batch, by any number of threads.
+Owns: which kind of panels a weight gets.  Does not know: the kernels (``engine/kernels/products.c``).
+"""
+
+import torch
+from torch import Tensor
+
+from engine.errors import PluginError
+from engine.kernels.panels import Kind, PanelWeight, Products, products
+from engine.layers.packing import fits_float16
+from engine.plugins.hookspecs import LinearContext, hookimpl
+from engine.plugins.options import Options, decode_options
+
+CALLBOARD_PLUGIN = {
+    "api": 1,
+    "devices": ["cpu"],
+    "dtypes": ["float32"],
+    "quantizations": ["none", "float16", "int8"],
+    "instruction_sets": ["avx2"],
+    "invariant": True,
+}
+LOWER_HALF = 0xFFFF  # of a float32, whose upper half is a bfloat16
+ELEMENT_BYTES = {"none": 4.0, "float16": 2.0, "int8": 1.07}  # at most, with scales
+
+
+class Panels:
+    """Lays weights out.  kind: None for halves where these lose nothing, else floats."""
+
+    def __init__(self, functions: Products, kind: Kind | None, element_bytes: float) -> None:
+        self._functions = functions
+        self._kind = kind
+        self.element_bytes = element_bytes
+
+    def pack(self, weight_OI: Tensor) -> PanelWeight:
+        """See ``LinearKernel.pack``.  What float16 has no number for is kept in float32."""
+        kind = self._kind
+        if kind in (None, Kind.HALVES):
+            if not (weight_OI.contiguous().view(torch.int32) & LOWER_HALF).any():
+                kind = Kind.UPPER_HALVES
+            else:
+                kind = Kind.HALVES if fits_float16(weight_OI, exactly=kind is None) else Kind.FLOATS
+        return PanelWeight(self._functions, weight_OI, kind)
+
+    @property
+    def head(self) -> "Panels":
+        """For the LM head, whose rounding is seen most: where layers are rounded, its input has twice the bits."""
+        return Panels(self._functions, Kind.FINE_BYTES, self.element_bytes) if self._kind == Kind.BYTES else self
+
+
+@hookimpl
+def callboard_linear(context: LinearContext) -> Panels:
+    """Panels.  Raises PluginError where no compiler has made the kernels."""
+    decode_options("linear.panels", context.options, Options)
+    functions = products()
+    if functions is None:
+        raise PluginError(
+            "linear.panels: its kernels are compiled on this machine, and are not (no C compiler, no AVX2 and F16C, or "
+            "CALLBOARD_KERNELS=torch); install one (cc, or CC), or set plugins.linear to another kernel"
+        )
+    kinds = {"none": None, "float16": Kind.HALVES, "int8": Kind.BYTES}
+    return Panels(functions, kinds[context.quantization], ELEMENT_BYTES[context.quantization])

@@ -1,0 +1,199 @@
+"""Decode steps in one call of C, next to the same decoder layer by layer."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.execution.batch import Int32, Int64
+from engine.execution.compiled_decodes import CompiledDecodes, compiled_decodes
+from engine.execution.host_rows import HostRows
+from engine.kernels import attention
+from engine.kernels.attention import compiled_attention
+from engine.kernels.cpu import cpu_kernels
+from engine.kernels.panels import Kind, products
+from engine.layers.packing import Linears
+from engine.messages import Step
+from engine.models.loader import load_model
+from engine.params import SamplingParams
+from engine.plugins.comm.local import LocalComm
+from engine.plugins.families import read_model
+from engine.plugins.linear.panels import Panels
+from engine.plugins.testing.steps import Driver
+from engine.sampling.captured import Variant
+from engine.sampling.sampler import Sampler
+from tests.models.checkpoints import VOCAB, build, random_tokens, save
+
+pytestmark = pytest.mark.skipif(products() is None, reason="there is no C compiler, or no AVX2")
+PROMPTS = {"a": 3, "b": 40, "c": 17}
+MAX_ROWS, MAX_LEN = 6, 80
+TAKEN = (
+    *("llama", "llama-tied", "llama-biases", "llama-multi-head", "llama-head-dim", "llama3-rope", "mistral-window"),
+    *("qwen2", "qwen2-tied-upper-window", "qwen3-tied", "qwen3-yarn-bias"),
+)
+LEFT = ("llama-gelu", "phi4-longrope", "gemma2", "gemma3", "olmo2", "cohere", "granite")
+
+
+class Rows:
+    """What an engine keeps of a driver's sequences, each in a row of its own, and steps of them in one call of C."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.rows = HostRows(MAX_ROWS, MAX_LEN, driver.pool.page_size, torch.device("cpu"), driver.pool.page_stride)
+        self.sampler = Sampler(MAX_ROWS, VOCAB, MAX_LEN, torch.device("cpu"), cpu_kernels())
+        given = (driver.model, driver.pool, driver.attention, self.rows, self.sampler, LocalComm())
+        self.decodes = compiled_decodes(*given)
+        for row in range(MAX_ROWS):
+            self.sampler.admit(row, SamplingParams(temperature=0.0), np.arange(3, dtype=np.int32), 3, ())
+
+    @property
+    def whole(self) -> CompiledDecodes:
+        assert self.decodes is not None
+        return self.decodes
+
+    def told(self) -> tuple[Int64, Int32]:
+        """Copy the sequences' tokens and pages into rows that are not in their order; the rows, and their lengths."""
+        rows_N = np.array([4, 0, 3])
+        for row, one in zip(rows_N, self.driver.sequences.values(), strict=True):
+            self.rows.tokens_RM[row, : len(one.tokens)] = torch.tensor(one.tokens)
+            self.rows.pages_RP[row, : len(one.pages)] = torch.tensor(one.pages)
+        return rows_N, np.array([len(one.tokens) for one in self.driver.sequences.values()], dtype=np.int32)
+
+
+def driven(variant: str, folder, kind: Kind | None = None) -> Rows:
+    """Three sequences that have been computed, layer by layer."""
+    spec = read_model(save(build(variant), folder))
+    functions = products()
+    assert functions is not None
+    kernel = Panels(functions, kind, 4.0)
+    given = (spec, LocalComm(), torch.device("cpu"), torch.float32, "safetensors", 0)
+    driver = Driver(load_model(*given, linears=Linears(kernel, kernel), kernels=cpu_kernels(), progress=False))
+    driver.attention = compiled_attention(driver.model.attention_spec, driver.pool) or driver.attention
+    driver.step({name: random_tokens(length, length) for name, length in PROMPTS.items()}, rows="none")
+    return Rows(driver)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def forget_last(driver: Driver) -> None:
+    """Of every sequence, in all layers."""
+    for one in driver.sequences.values():
+        page, offset = divmod(len(one.tokens) - 1, driver.pool.page_size)
+        for layer in range(driver.model.attention_spec.num_layers):
+            for slots in (driver.pool.keys(layer), driver.pool.values(layer)):
+                slots[one.pages[page] * driver.pool.page_stride + offset] = torch.nan
+
+
+@pytest.mark.parametrize("variant", TAKEN)
+@pytest.mark.parametrize("kind", [None, Kind.BYTES], ids=str)
+def test_it_has_the_bits_of_layer_by_layer_with_any_threads(tmp_path, variant, kind, monkeypatch):
+    monkeypatch.setattr(attention, "WORTH_THREADS", 0)
+    rows = driven(variant, tmp_path, kind)
+    driver, decodes = rows.driver, rows.whole
+    for token in range(5):
+        expected = torch.cat([*driver.step({n: [(7 * token + i) % VOCAB] for i, n in enumerate(PROMPTS)}).values()])
+        stored = driver.pool.data.clone()
+        for threads, asked in ((1, Variant.LOGITS), (2, Variant.LOGITS), (1 + token % 2, Variant.GREEDY)):
+            torch.set_num_threads(threads)
+            rows_N, lengths_N = rows.told()
+            rows.rows.tokens_RM[rows_N, lengths_N] = 0
+            forget_last(driver)
+            with torch.inference_mode():
+                found = decodes.launch(rows_N, lengths_N, asked)
+            assert torch.equal(driver.pool.data.nan_to_num(3e38), stored.nan_to_num(3e38))
+            if asked is Variant.LOGITS:
+                assert torch.equal(found.logits_NV, expected)
+                assert not rows.rows.tokens_RM[rows_N, lengths_N].any()
+                rows.rows.write_sampled(found.write_at_N, torch.full((3,), 9))
+                assert rows.rows.tokens_RM[rows_N, lengths_N].tolist() == [9, 9, 9]
+            else:
+                assert found.token_ids_N.tolist() == expected.argmax(-1).tolist()
+                assert torch.equal(rows.rows.tokens_RM[rows_N, lengths_N].long(), found.token_ids_N)
+        rows.rows.tokens_RM.zero_()
+
+
+@pytest.mark.parametrize("variant", LEFT)
+def test_what_c_does_not_compute_is_left_to_torch(tmp_path, variant):
+    assert driven(variant, tmp_path).decodes is None
+
+
+def test_a_decoder_that_is_derived_from_ours_is_left_to_its_own_methods(tmp_path):
+    rows = driven("llama", tmp_path)
+    model = rows.driver.model
+    model.__class__ = type("OwnDecoder", (type(model),), {"logits": lambda self, x_ND: -self.normed(x_ND)})
+    given = (rows.driver.pool, rows.driver.attention, rows.rows, rows.sampler, LocalComm())
+    assert compiled_decodes(model, *given) is None
+
+
+def test_it_fits_any_rows(tmp_path):
+    decodes = driven("llama", tmp_path).whole
+    assert [decodes.fits(num) for num in (0, 1, MAX_ROWS)] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("params", "variant"),
+    [
+        (SamplingParams(temperature=0.0, min_tokens=1), Variant.GREEDY),
+        (SamplingParams(temperature=0.0, min_tokens=9, stop_token_ids=(5,)), Variant.LOGITS),
+        (SamplingParams(temperature=0.7), Variant.LOGITS),
+        (SamplingParams(temperature=0.0, logprobs=0), Variant.LOGITS),
+        (SamplingParams(temperature=0.0, logit_bias={3: 1.0}), Variant.LOGITS),
+        (SamplingParams(temperature=0.0, presence_penalty=0.5), Variant.LOGITS),
+    ],
+)
+def test_only_rows_that_take_their_likeliest_token_get_it_from_c(tmp_path, params, variant):
+    rows = driven("llama", tmp_path)
+    rows_N, lengths_N = rows.told()
+    rows.sampler.admit(int(rows_N[1]), params, np.arange(38, dtype=np.int32), 36, ())
+    assert rows.whole.variant_of(rows_N, lengths_N.astype(np.int64)) is variant
+
+
+def test_pages_are_told_before_a_step(tmp_path):
+    rows = driven("llama", tmp_path)
+    columns = {"table_rows": [3, 4], "table_indexes": [2, 0], "table_pages": [17, 19]}
+    rows.whole.tell(Step(1, **{name: np.array(values, np.int32).tobytes() for name, values in columns.items()}))
+    assert rows.rows.pages_RP[[3, 4], [2, 0]].tolist() == [17, 19]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        ("token", VOCAB, f"token 39 of row 0, {VOCAB}, is not among the model's {VOCAB}"),
+        ("token", -1, "token 39 of row 0, -1, is not among"),
+        ("page", 1 << 30, "row 0 with 40 tokens is not among the 6, is longer than its 5 pages, or has a page"),
+        ("page", -1, "row 0 with 40 tokens is not"),
+        ("row", MAX_ROWS, "row 6 with 40 tokens is not among the 6"),
+        ("length", MAX_LEN + 1, "row 0 with 81 tokens is not among the 6, is longer than its 5 pages"),
+        ("length", 0, "row 0 with 0 tokens is not"),
+    ],
+)
+def test_a_row_that_cannot_be_is_named(tmp_path, place, value, said):
+    rows = driven("llama", tmp_path)
+    rows_N, lengths_N = rows.told()
+    if place == "token":
+        rows.rows.tokens_RM[0, 39] = value
+    elif place == "page":
+        rows.rows.pages_RP[0, 1] = value
+    else:
+        {"row": rows_N, "length": lengths_N}[place][1] = value
+    before = rows.rows.tokens_RM.clone()
+    with torch.inference_mode(), pytest.raises(IndexError, match=said):
+        rows.whole.launch(rows_N, lengths_N, Variant.GREEDY)
+    assert torch.equal(rows.rows.tokens_RM, before)
+
+
+def test_a_row_that_is_not_finite_reaches_no_other(tmp_path):
+    rows = driven("llama", tmp_path)
+    driver = rows.driver
+    expected = [int(one.argmax()) for one in driver.step({name: [4] for name in PROMPTS}).values()]
+    driver.pool.keys(1)[driver.sequences["b"].pages[0] * driver.pool.page_size] = torch.nan
+    rows_N, lengths_N = rows.told()
+    with torch.inference_mode():
+        found = rows.whole.launch(rows_N, lengths_N, Variant.GREEDY)
+    assert found.token_ids_N.tolist() == [expected[0], -1, expected[2]]
+    assert rows.rows.tokens_RM[rows_N, lengths_N].tolist() == [expected[0], 0, expected[2]]

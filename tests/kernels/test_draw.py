@@ -1,0 +1,84 @@
+"""Tokens drawn in C where one CPU thread runs a model: those that torch draws, to the bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.kernels.cpu import CPUKernels, cpu_kernels
+from engine.params import SamplingParams
+from engine.sampling.draw import block_sums, draw, stream_starts, uniforms
+from engine.sampling.sampler import Sampler
+from tests.sampling.rows import CPU, admit
+
+
+@pytest.fixture
+def kernels() -> CPUKernels:
+    found = cpu_kernels()
+    if found is None:
+        pytest.skip("there is no C compiler")
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_draws_are_those_of_torch_to_the_bit(kernels, seed):
+    generator, num_rows = torch.Generator().manual_seed(seed), 64
+    random = torch.rand((num_rows, 1 + seed), generator=generator)
+    weights_nW = torch.rand((num_rows, 512 * (1 + 5 * seed)), generator=generator) ** (1 + 2 * seed)
+    weights_nW[torch.rand(weights_nW.shape, generator=generator) < random[:, :1]] = 0.0
+    weights_nW[0], weights_nW[1], weights_nW[2, 100:] = torch.nan, 0.0, torch.nan
+    weights_nW[3] = 0.0
+    weights_nW[3, -1] = 1e-30
+    starts_n = stream_starts(torch.randint(1 << 62, (num_rows,), generator=generator))
+    positions_n = torch.randint(1 << 31, (num_rows,), generator=generator)
+    # The least number there is, which is more than the first token's part of the weight.
+    starts_n[4] = positions_n[4] = 0
+    weights_nW[4], weights_nW[4, 0] = 1.0, 1e-30
+    expected_n = draw(weights_nW, uniforms(starts_n, positions_n))
+    assert torch.equal(kernels.draw(weights_nW, block_sums(weights_nW), starts_n, positions_n), expected_n)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 15, 16, 1000])
+def test_the_likeliest_token_is_the_first_one_of_a_row_whose_maximum_is_finite(kernels, vocab_size):
+    logits_nV = torch.randn((8, vocab_size)).round(decimals=1)  # so that some are equal
+    last = vocab_size - 1
+    logits_nV[0, last], logits_nV[1, 0], logits_nV[2, last], logits_nV[3, :] = (
+        torch.nan,
+        torch.nan,
+        torch.inf,
+        -torch.inf,
+    )
+    logits_nV[4, :last] = -torch.inf
+    top_n, token_ids_n = logits_nV.max(-1)
+    assert torch.equal(kernels.likeliest(logits_nV), torch.where(top_n.isfinite(), token_ids_n, -1))
+    assert torch.equal(kernels.likeliest(logits_nV.T.contiguous().T), kernels.likeliest(logits_nV))
+
+
+def test_a_batch_of_every_kind_of_row_gets_the_same_tokens_and_plain_rows_get_them_from_the_kernels(
+    kernels, monkeypatch
+):
+    torch.manual_seed(0)
+    calls, found = [], []
+    for name in ("draw", "likeliest"):
+        called = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *given, name=name, called=called: (calls.append(name), called(*given))[1]
+        )
+    kinds = [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.7, seed=1),
+        SamplingParams(temperature=0, presence_penalty=1.0),
+        SamplingParams(temperature=1.3, seed=2, top_p=0.8, frequency_penalty=0.5),
+        SamplingParams(temperature=0.9, seed=3, top_k=20),
+    ]
+    steps = [torch.randn((10, 700)) for _ in range(12)]
+    steps[3][1, 5] = steps[4][2, 6] = steps[5][7, 7] = torch.nan
+    for on_cpu in (None, kernels):
+        sampler = Sampler(10, 700, 100, CPU, on_cpu)
+        for row in range(10):
+            admit(sampler, row, kinds[row % 5])
+        rows = np.random.default_rng(0).permutation(10)
+        found.append([sampler.sample(one, rows, np.full(10, at)).token_ids_N for at, one in enumerate(steps, 1)])
+    assert torch.equal(*map(torch.stack, found))
+    assert (found[0][0] >= 0).all()
+    assert calls.count("likeliest") == 12
+    assert calls.count("draw") == 24  # plain random rows, and those with penalties
