@@ -23,15 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine import __version__
-from engine.config import (
-    Config,
-    ConfigSource,
-    SeveralModels,
-    json_schema,
-    load_config,
-    load_served,
-    render_toml,
-)
+from engine.config import Config, ConfigSource, SeveralModels, json_schema, load_config, load_served, render_toml
 from engine.errors import CallboardError, ConfigError, PluginError, RequestError
 from engine.logs import LogSettings
 from engine.params import SamplingParams
@@ -39,6 +31,7 @@ from engine.plugins.families import THROUGH, list_families
 from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
 from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
+from server.arguments import count, natural, real
 from server.backend import Backend
 from server.bench.command import add_bench
 from server.http.listener import bind, url_of
@@ -115,8 +108,8 @@ def _parser() -> argparse.ArgumentParser:
 
     command = add("serve", _serve, "serve a model over HTTP", _target(), _shared("info"))
     command.add_argument("--host", help="address to listen on (server.host)")
-    command.add_argument("--port", type=int, help="port to listen on (server.port); 0 takes any free one")
-    command.add_argument("--replicas", type=int, metavar="N", help="serve N engines behind one router; needs --on")
+    command.add_argument("--port", type=natural, help="port to listen on (server.port); 0 takes any free one")
+    command.add_argument("--replicas", type=count, metavar="N", help="serve N engines behind one router; needs --on")
     command.add_argument("--on", choices=["ray"], help="what runs the replicas: Ray, on all machines of its cluster")
     apply = "change the settings of a server that runs, under its streams; those that can be changed"
     add_arguments(add("apply", _apply, apply, _logs("warning")))
@@ -175,10 +168,10 @@ def _target() -> argparse.ArgumentParser:
 
 def _sampling() -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(add_help=False)
-    parent.add_argument("--max-tokens", type=int, default=256, help="most tokens to write (default: 256)")
-    parent.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token (default: 0.7)")
-    parent.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: 1, off)")
-    parent.add_argument("--seed", type=int, help="the same seed gives the same text")
+    parent.add_argument("--max-tokens", type=count, default=256, help="most tokens to write (default: 256)")
+    parent.add_argument("--temperature", type=real, default=0.7, help="0 takes the likeliest token (default: 0.7)")
+    parent.add_argument("--top-p", type=real, default=1.0, help="nucleus sampling (default: 1, off)")
+    parent.add_argument("--seed", type=natural, help="the same seed gives the same text")
     return parent
 
 

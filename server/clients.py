@@ -32,25 +32,12 @@ OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
 # What they tell is of all clients, so where operators have keys of their own, only those open them.
 OPERATORS_ROUTES = frozenset(
     {
-        "/metrics",
-        "/stats",
-        "/server_info",
-        "/get_server_info",
-        "/load",
-        "/replicas",
-        "/replicas/restart",
-        *(f"/replicas/{{name}}/{what}" for what in ("drain", "undrain", "restart")),
-        "/start_profile",
-        "/stop_profile",
-        "/debug/recording",
-        "/apply",
-        "/sleep",
-        "/wake_up",
-        "/is_sleeping",
-        "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter",
+        "/metrics", "/stats", "/server_info", "/get_server_info", "/load",
+        "/replicas", "/replicas/restart", *(f"/replicas/{{name}}/{what}" for what in ("drain", "undrain", "restart")),
+        "/start_profile", "/stop_profile", "/debug/recording", "/apply", "/sleep", "/wake_up", "/is_sleeping",
+        "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
     }
-)
+)  # fmt: skip
 MAX_IDLE_ALLOWANCES = 4096
 MOST_ENDED = 4096  # requests that are remembered after their end, 2 KB each
 MOST_CHOICES = 32  # of them, the first and the last ones
@@ -184,7 +171,8 @@ class ClientRequest:
     """One HTTP request of a client, and what it has opened in the engine: a stream for each choice.
 
     prompts: what each of the streams is the answer to.  opened: called with each stream, if it is set.
-    choices: the engine's number of each and when it was opened, monotonic seconds; num_choices: how many there were."""
+    choices: the engine's number of each and when it was opened, monotonic seconds; num_choices: how many there were.
+    num_open: of them, those that have not ended."""
 
     def __init__(self, clients: "Clients", client: str, salt: str, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -193,16 +181,11 @@ class ClientRequest:
         self.opened: Callable[[Stream], None] | None = None
         self.choices: list[tuple[int, float]] = []
         self.num_choices = 0
-        self._num_open = 0
+        self.num_open = 0
         self._clients = clients
         self._client = client
         self._salt = salt
         self._origin = Origin(exchange.client, exchange.id)
-
-    @property
-    def num_open(self) -> int:
-        """Its choices that are open."""
-        return self._num_open
 
     def check_admission(self) -> None:
         """Raise RequestError rather than read a body that would be refused anyway."""
@@ -227,7 +210,7 @@ class ClientRequest:
         stream = self._clients.ingress.open(prompt, params, options)
         self._note_choice(stream.request_id, opened_at)
         self._clients.num_open[self._client] += 1
-        self._num_open += 1
+        self.num_open += 1
         self.streams.append(stream)
         self.prompts.append(prompt)
         if self.opened is not None:
@@ -243,14 +226,14 @@ class ClientRequest:
     def choice_ended(self) -> None:
         """Give the place of one choice back, for another that follows it."""
         self._clients.num_open[self._client] -= 1
-        self._num_open -= 1
+        self.num_open -= 1
 
     def close(self) -> None:
         """Give the client's share back."""
         self._clients.closed(self)
         self.exchange.answered()
         num_open = self._clients.num_open
-        num_open[self._client] -= self._num_open
+        num_open[self._client] -= self.num_open
         if not num_open[self._client]:
             del num_open[self._client]
         if self.streams:  # what another one has opened is spent by that one
@@ -343,10 +326,15 @@ class Clients:
 
     def check_share(self, client: str) -> None:
         """Raise RequestError (429) if the client has as much open as it may."""
-        if 0 < (share := self.limits.max_requests_per_client) <= self.num_open[client]:
-            raise RequestError(
-                f"{self.num_open[client]} of your requests are open, at most {share} are taken",
-                status=429,
-                code="client_queue_full",
-                retry_after_s=RETRY_AFTER_S,
-            )
+        check_share(self.num_open[client], self.limits)
+
+
+def check_share(num_open: int, limits: LimitsSection) -> None:
+    """Raise RequestError (429) if a client that has so many requests open may have no more."""
+    if 0 < limits.max_requests_per_client <= num_open:
+        raise RequestError(
+            f"{num_open} of your requests are open, at most {limits.max_requests_per_client} are taken",
+            status=429,
+            code="client_queue_full",
+            retry_after_s=RETRY_AFTER_S,
+        )

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RequestError
 from engine.sections import ServerSection
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,12 @@ class Key(msgspec.Struct, frozen=True):
 
     @property
     def owner(self) -> str:
-        """To whom what its client stores belongs: a name may get another key, a place in a list another client."""
+        """To whom belongs what its client stores or streams: a name may get another key, a place another client."""
         return f"name:{self.name}" if self.is_named else f"key:{self.salt}"
+
+
+class KeyRevoked(RequestError):
+    """What is to be done belongs to a key that is none any more."""
 
 
 class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,10 +113,15 @@ class Keys:
         matches = [hmac.compare_digest(digest, key.digest) for key in self._keys]
         return self._keys[matches.index(True)] if any(matches) else None
 
-    def of_owner(self, owner: str) -> Key | None:
-        """The key whose client something belongs to; None if it is no longer one."""
+    def of_owner(self, owner: str, what: str) -> Key | None:
+        """The key whose client something belongs to; None where there are no keys.  what: it is, for the error.
+
+        Raises KeyRevoked if no such key opens anything any more."""
         self._look()
-        return next((key for key in self._keys if key.owner == owner), None)
+        key = next((key for key in self._keys if owner and key.owner == owner), None)
+        if key is None and (owner or self._server.needs_key):
+            raise KeyRevoked(f"the API key of this {what} is no longer valid", status=403, code="key_revoked")
+        return key
 
     def _look(self) -> None:
         """Read the file again if it has changed."""
@@ -121,10 +130,6 @@ class Keys:
             if (mark := self._marked()) != self._mark:
                 self._mark = mark
                 self._read()
-
-    def with_salt(self, salt: str) -> Key | None:
-        """The key that has this salt; None if there is none."""
-        return next((key for key in self._keys if key.salt == salt), None)
 
     def _marked(self) -> tuple[int, ...]:
         """What changes with the file; also if another one takes its place, as with Kubernetes' mounted secrets."""

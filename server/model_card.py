@@ -13,6 +13,7 @@ import msgspec
 from engine.checkpoints.adapter import AdapterRules
 from engine.checkpoints.fingerprint import fingerprint
 from engine.checkpoints.pooling import GENERATING, Pooling
+from engine.own_kernels import kernels_here
 from engine.sections import ServerSection
 from server.adapters import ServedAdapter, adapters_below
 
@@ -93,12 +94,14 @@ def about(num_parameters: int) -> str:
 
 
 def _fingerprint(system: "System") -> str:
-    """Of samples of the weights, the kernels by the names that are configured, torch's version and the numerics.
+    """Of samples of the weights, the kernels by the names that are configured, whether a compiler makes callboard's own
+    here, torch's version and the numerics.
 
     What pages keep is part of those: rounded keys and values give other logits."""
     config, model = system.config, system.config.model
     weights = fingerprint(system.spec, model.load_format)
-    kernels = (config.plugins.linear, config.plugins.attention, config.graphs.mode, metadata.version("torch"))
+    kernels = (config.plugins.linear, config.plugins.attention, config.graphs.mode)
+    made = (kernels_here(), metadata.version("torch"))
     numerics = (model.numerics, model.dtype, model.quantization, config.kv.dtype)
     ranks = (config.device.kind, config.device.tensor_parallel)
-    return hashlib.sha256(msgspec.json.encode((weights, kernels, numerics, ranks))).hexdigest()[:16]
+    return hashlib.sha256(msgspec.json.encode((weights, kernels, made, numerics, ranks))).hexdigest()[:16]

@@ -3,6 +3,7 @@
 Owns: those checks.  Does not know: tables, what a body means.
 """
 
+import codecs
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,6 +14,7 @@ from server.http.body import name_field
 
 MAX_LINES = 50_000
 MAX_ERRORS = 100
+MARK = codecs.BOM_UTF8  # that some editors begin a file with
 SLACK_BYTES = 8 << 10  # that a line may have around its body
 
 
@@ -44,6 +46,8 @@ class LineReader:
         """Returns up to ``count`` more that can be run.  Raises OSError."""
         found: list[FoundLine] = []
         with self._path.open("rb") as file:
+            if not self._at and file.read(len(MARK)) == MARK:
+                self._at = len(MARK)
             file.seek(self._at)
             while len(found) < count and not self.at_end:
                 if (line := self._next(file)) is not None:

@@ -30,7 +30,7 @@ from server.generate.route import GenerateRoute
 from server.generate.unattended import until_taken
 from server.http.exchange import Exchange
 from server.http.replies import as_request_error, error_body
-from server.keys import Key, Keys
+from server.keys import KeyRevoked, Keys
 from server.storage.store import TRY_AGAIN_S
 
 log = logging.getLogger(__name__)
@@ -38,10 +38,6 @@ log = logging.getLogger(__name__)
 LAST_PRIORITY = (1 << 31) - 1
 ACCOUNT = "{client} (batch)"  # whose limits lines have: not those of their client's live requests
 LINES_AHEAD = 512  # of a batch that wait for room
-
-
-class KeyRevoked(Exception):
-    """The key that a batch belongs to opens nothing any more."""
 
 
 class BatchRunner:
@@ -173,16 +169,10 @@ class BatchRunner:
         route = self._routes[endpoint]
 
         def new_client() -> ClientRequest:
-            exchange.key = self._key(owner)  # of now: a line may have waited long for its turn
+            exchange.key = self._keys.of_owner(owner, "batch")  # of now: a line may have waited long for its turn
             return self._clients.request(exchange, ACCOUNT.format(client=exchange.client))
 
         return await self._pace.run(new_client, lambda client: route.answer(client, body, partial(_amended, origin)))
-
-    def _key(self, owner: str) -> Key | None:
-        key = self._keys.of_owner(owner) if owner else None
-        if key is None and (owner or self._server.needs_key):
-            raise KeyRevoked
-        return key
 
 
 def _origin(batch: BatchObject, number: int) -> Origin:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from engine.config import Config
 from engine.errors import CallboardError, ConfigError
+from server.arguments import count, natural, picture, positive, share
 
 if TYPE_CHECKING:
     from server.bench.loads import Conversation
@@ -54,7 +55,7 @@ def add_bench(commands: "argparse._SubParsersAction[ArgumentParser]", *parents: 
     compare = kinds.add_parser("compare", help="compare two results, figure by figure")
     compare.add_argument("first", type=Path)
     compare.add_argument("second", type=Path)
-    compare.add_argument("--plot", type=Path, metavar="PNG", help="draw both; needs matplotlib")
+    compare.add_argument("--plot", type=picture, metavar="PNG", help="draw both; needs matplotlib")
     compare.set_defaults(run=_compare, **NO_CONFIGURATION)
 
 
@@ -65,51 +66,26 @@ def _add_serve(parser: ArgumentParser) -> None:
     server.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", ""), help="default: OPENAI_API_KEY")
     server.add_argument("--endpoint", choices=["chat", "completions"], default="chat", help="default: chat")
     server.add_argument("--field", action="append", default=[], metavar="NAME=JSON", help="what each body says besides")
-    server.add_argument("--timeout", type=_positive, default=600.0, metavar="S", help="of a request (default: 600)")
+    server.add_argument("--timeout", type=positive, default=600.0, metavar="S", help="of a request (default: 600)")
     load = parser.add_argument_group("the load")
     load.add_argument("--requests", type=count, default=100, help="conversations (default: 100)")
     load.add_argument("--prompt", type=count, default=128, help="words of a turn (default: 128)")
     load.add_argument("--output", type=count, default=128, help="most tokens of an answer (default: 128)")
-    load.add_argument("--variation", type=_share, default=0.0, help="0.5: lengths from half to 1.5 times that")
-    load.add_argument("--prefix", type=_natural, default=0, help="words that conversations begin with in common")
+    load.add_argument("--variation", type=share, default=0.0, help="0.5: lengths from half to 1.5 times that")
+    load.add_argument("--prefix", type=natural, default=0, help="words that conversations begin with in common")
     load.add_argument("--groups", type=count, default=1, help="of conversations that share a prefix (default: 1)")
     load.add_argument("--turns", type=count, default=1, help="of a conversation (default: 1)")
     load.add_argument("--ignore-eos", action="store_true", help="answers of full length; not every server knows it")
     load.add_argument("--trace", type=Path, help="JSON lines instead: time, max_tokens, prompt or prompt_tokens")
-    load.add_argument("--seed", type=_natural, default=0, help="of the load (default: 0)")
+    load.add_argument("--seed", type=natural, default=0, help="of the load (default: 0)")
     when = parser.add_mutually_exclusive_group()
-    when.add_argument("--rate", type=_positive, help="conversations a second, by a Poisson process")
+    when.add_argument("--rate", type=positive, help="conversations a second, by a Poisson process")
     when.add_argument("--concurrency", type=count, help="so many at once, each after another (default: 16)")
     parser.add_argument("--burst", type=count, default=1, help="with --rate: so many begin together (default: 1)")
     parser.add_argument("--slo", default="", metavar="NAME=S,...", help="count who keeps to ttft=0.5,tpot=0.05,e2e=10")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the result as JSON")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it; needs matplotlib")
+    parser.add_argument("--plot", type=picture, metavar="PNG", help="draw it; needs matplotlib")
     parser.set_defaults(run=_serve, **NO_CONFIGURATION)
-
-
-def count(text: str) -> int:
-    """An argument's type: a number from 1 on."""
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return count
-
-
-def _natural(text: str) -> int:
-    if (number := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return number
-
-
-def _positive(text: str) -> float:
-    if not 0 < (value := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
-    return value
-
-
-def _share(text: str) -> float:
-    if not 0 <= (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
 
 
 def _fields(parsed: Namespace) -> dict[str, Any]:

@@ -186,13 +186,9 @@ def _verdict(name: str, before: float, after: float) -> str:
 
 
 def plot(results: dict[str, Result], path: Path) -> None:
-    """The share of requests within a time, for the first token and for the whole, a line per result.  Writes a PNG.
+    """The share of requests within a time, for the first token and for the whole, a line per result.  Writes a PNG."""
+    import matplotlib
 
-    Raises ConfigError."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'callboard[bench]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

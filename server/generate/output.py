@@ -173,10 +173,7 @@ class UsageCounter:
         if num_prompt_tokens is None:
             return None
         return _usage(
-            num_prompt_tokens,
-            self._completion_tokens[index],
-            self._cached_tokens[prompt],
-            self._details[index],
+            num_prompt_tokens, self._completion_tokens[index], self._cached_tokens[prompt], self._details[index]
         )
 
     def total(self) -> UsageBody:

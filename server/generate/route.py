@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -63,9 +62,7 @@ class Choices:
                 self._start_pump(index)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._close_streams()
         for pump in self._pumps:
             pump.cancel()

@@ -3,7 +3,7 @@
 Owns: size and time limits of reading, what JSON may look like, how a bad field is named, and the names of fields that
 would change the output and that this server cannot honour.
 Does not know: the fields that it can honour, or what they mean.
-Other unknown fields are let through, since client libraries add some; but output that silently ignores a constraint
+Other unknown fields are let through where client libraries add some; but output that silently ignores a constraint
 looks right and is wrong, so those are refused by name.
 """
 
@@ -113,6 +113,7 @@ class BodyReader(Generic[B, T]):
     """Reads bodies of one type and hands each to ``translate``, which may raise RequestError.
 
     elsewhere: fields that mean something only inside of another one, which is named.
+    A body whose type forbids unknown fields is refused with one; no client library adds any to those.
     A body's ``sealed`` fields hold objects of these types and are checked as a whole, see ``check_sealed``."""
 
     def __init__(
@@ -128,6 +129,7 @@ class BodyReader(Generic[B, T]):
         self._fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
         self._struct = msgspec.json.Decoder(body_type)
         self._known = frozenset(body_type.__struct_fields__)
+        self._is_closed = body_type.__struct_config__.forbid_unknown_fields
         self._sealed: Mapping[str, type[msgspec.Struct]] = getattr(body_type, "sealed", {})
         self._server = server
 
@@ -171,6 +173,9 @@ class BodyReader(Generic[B, T]):
                 if is_given(fields[name]):
                     raise FieldError(name, f"belongs in {self._elsewhere[name]}")
             check_unsupported(fields, self._known)
+            if self._is_closed and (unknown := min(fields.keys() - self._known, default=None)) is not None:
+                known = ", ".join(sorted(self._known))
+                raise FieldError(unknown[:100], f"no such field; there are {known}", code="unknown_parameter")
             for name in self._sealed.keys() & fields.keys():
                 check_sealed(name, fields[name], self._sealed[name].__struct_fields__)
             understood = self._struct.decode(body)

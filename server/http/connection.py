@@ -224,11 +224,7 @@ class Connection(RequestHandler):
     # ---- what is not HTTP -------------------------------------------------------------------
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Bytes that the parser refused (400, or 431 for too many of them), or a failure in aiohttp itself."""
         if request.writer.output_size > 0:

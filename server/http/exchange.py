@@ -63,7 +63,8 @@ class Exchange:
     error_format: what errors look like to the route's clients.
     arrived_at, received_at, ended_at: when its first bytes were there, its headers were read, and the last byte of the
     answer was out, None until then; monotonic seconds.
-    waits: since when and until when the connection took no more, monotonic seconds."""
+    waits: since when and until when the connection took no more, monotonic seconds.
+    was_received: whether a connection has just brought it; if not, it was there before the engine could take it."""
 
     def __init__(self, name: str, address: str) -> None:
         """name, address: of a request that no connection waits for."""
@@ -81,6 +82,7 @@ class Exchange:
         self.arrived_at = self.received_at
         self.ended_at: float | None = None
         self.waits: tuple[tuple[float, float], ...] = ()
+        self.was_received = False
         self._has_connection = False
 
     @classmethod
@@ -88,7 +90,7 @@ class Exchange:
         """Returns what is known of a request that has just come."""
         exchange = cls(_request_id(request.headers.get(REQUEST_ID_HEADER, "")), request.remote or "-")
         exchange.arrived_at = getattr(request.protocol, "arrived_at", exchange.received_at)
-        exchange._has_connection = True
+        exchange.was_received = exchange._has_connection = True
         return exchange
 
     def answered(self) -> None:

@@ -6,7 +6,8 @@ Does not know: what a request is beyond its records; clients.
 A record is on its way to the disk before anybody is told of it: what a turn has brought is one write, and ``then`` of
 each record is called after it.  What was written outlasts the process, however it ends; ``fsync`` decides what a loss
 of power may take.  The records of every request that can be asked for are in memory as well, so nothing is read while
-requests are served, and whatever is lost on disk can be written again.
+requests are served, and whatever is lost on disk can be written again.  So what requests take is counted as memory,
+which is more than what they take on disk; neither is more than ``most_bytes``.
 """
 
 import asyncio
@@ -28,10 +29,14 @@ Fsync = Literal["always", "interval", "never"]
 FSYNC_EVERY_S = 1.0
 MEND_EVERY_S = 5.0
 NUM_SEGMENTS = 8  # files that share what the journal may take
+# What a request takes of memory, measured: objects around it, its body in each of its forms, and each record's object.
+ENTRY_BYTES = 8 << 10
+NUM_BODIES = 4
+RECORD_BYTES = 48
 
 
 class Entry:
-    """One request's records.  home: the first file that has any; 0 where none has.
+    """One request's records.  num_bytes: what it takes of memory.  home: the first file that has any; 0 where none has.
 
     ended: its last record is there.  is_kept: whether the journal still has it."""
 
@@ -47,14 +52,20 @@ class Entry:
 
     def add(self, record: bytes) -> None:
         """Append a record."""
+        self.num_bytes += RECORD_BYTES + len(record) if self.records else memory_of(len(record))
         self.records.append(record)
-        self.num_bytes += len(record)
+
+
+def memory_of(body_bytes: int) -> int:
+    """Returns the bytes of memory that a request takes before it has any output."""
+    return ENTRY_BYTES + NUM_BODIES * body_bytes
 
 
 class Journal:
     """What was written here before is read at once: ``entries`` has it, by number, in the order of their arrival.
 
-    forgotten: called with an entry that makes room for others.  is_failing: nothing can be written just now."""
+    forgotten: called with an entry that makes room for others, which may not have ended.  is_failing: nothing can be
+    written just now."""
 
     def __init__(self, folder: Path, *, fsync: Fsync, most_bytes: int) -> None:
         """Raises ConfigError for a folder that cannot be written to, or that another process has."""
@@ -64,7 +75,9 @@ class Journal:
         self._fsync = fsync
         self._most_bytes = most_bytes
         self._segment_bytes = most_bytes // NUM_SEGMENTS
-        self._open_bytes = 0
+        self._open_bytes = 0  # of those that have not ended
+        self._kept_bytes = 0  # of all
+        self._ended: dict[int, Entry] = {}  # in the order of their ends
         self._last_number = 0
         self._waiting: list[tuple[Entry, bytes, Callable[[], object]]] = []
         self._is_due = False
@@ -94,7 +107,7 @@ class Journal:
         return (
             not self.is_failing
             and num_bytes <= self._segment_bytes
-            and self._open_bytes + num_bytes <= self._most_bytes // 2
+            and self._open_bytes + memory_of(num_bytes) <= self._most_bytes // 2
         )
 
     def begin(self) -> Entry:
@@ -113,7 +126,9 @@ class Journal:
     def end(self, entry: Entry, record: Ended, then: Callable[[], object]) -> None:
         """Write an entry's last record; the entry is kept until ``forget``."""
         self.append(entry, record, then)
-        self._open_bytes -= entry.num_bytes if entry.is_kept and not entry.ended else 0
+        if entry.is_kept and not entry.ended:
+            self._open_bytes -= entry.num_bytes
+            self._ended[entry.number] = entry
         entry.ended = True
 
     def forget(self, entry: Entry) -> None:
@@ -156,10 +171,13 @@ class Journal:
     def _write(self, waiting: list[tuple[Entry, bytes, Callable[[], object]]]) -> None:
         written: list[bytes] = []
         for entry, record, _ in waiting:
+            before = entry.num_bytes
             entry.add(record)
             if entry.is_kept:
                 written.append(record)
-                self._open_bytes += 0 if entry.ended else len(record)
+                self._kept_bytes += entry.num_bytes - before
+                self._open_bytes += 0 if entry.ended else entry.num_bytes - before
+        self._hold_to_memory()
         if self.is_failing or not written:
             return
         try:
@@ -230,18 +248,27 @@ class Journal:
             here = list(self._homes.get(oldest, {}).values())
             for entry in here:
                 if entry.ended:
-                    self._drop(entry)
-                    self.forgotten(entry)
+                    self._forget_for_others(entry)
             self._carry(entry for entry in here if not entry.ended)
             if self._fsync != "never":
                 self._segments.sync()
             self._remove_unneeded()
-        # What runs may grow beyond all bounds together; the longest ones give way.
+
+    def _hold_to_memory(self) -> None:
+        """Forget what has ended, the first first, and what runs, the longest first, beyond what all may take."""
+        while self._kept_bytes > self._most_bytes and self._ended:
+            self._forget_for_others(next(iter(self._ended.values())))
+        if self._open_bytes <= self._most_bytes // 2:
+            return
         running = sorted((one for one in self.entries.values() if not one.ended), key=lambda one: one.num_bytes)
         while running and self._open_bytes > self._most_bytes // 2:
             entry = running.pop()
             log.warning("journal: the %d MB of a running stream have no room", entry.num_bytes >> 20)
-            self._drop(entry)
+            self._forget_for_others(entry)
+
+    def _forget_for_others(self, entry: Entry) -> None:
+        self._drop(entry)
+        self.forgotten(entry)
 
     def _carry(self, entries: Iterable[Entry]) -> None:
         """Write entries as a whole to the current file.  Raises OSError."""
@@ -263,6 +290,8 @@ class Journal:
         if entry.home in self._homes:
             del self._homes[entry.home][entry.number]
         del self.entries[entry.number]
+        self._ended.pop(entry.number, None)
+        self._kept_bytes -= entry.num_bytes
         if not entry.ended:
             self._open_bytes -= entry.num_bytes
 
@@ -284,14 +313,18 @@ class Journal:
                         self._take(raw, decode(raw), number)
                     except msgspec.MsgspecError as error:
                         log.warning("journal: a record of file %d says nothing that is known here: %s", number, error)
-        self._open_bytes = sum(entry.num_bytes for entry in self.entries.values() if not entry.ended)
+        self._kept_bytes = sum(entry.num_bytes for entry in self.entries.values())
+        self._open_bytes = self._kept_bytes - sum(entry.num_bytes for entry in self._ended.values())
+        self._hold_to_memory()
 
     def _take(self, raw: bytes, record: Record, segment: int) -> None:
         self._last_number = max(self._last_number, record.number)
         if isinstance(record, Accepted):
             # A copy of what is known already, if it was carried here: this one is whole.
             entry = self.entries.setdefault(record.number, Entry(record.number))
-            entry.records, entry.num_bytes, entry.ended = [raw], len(raw), False
+            entry.records, entry.num_bytes, entry.ended = [], 0, False
+            entry.add(raw)
+            self._ended.pop(entry.number, None)
             self._settle(entry, segment)
             return
         known = self.entries.get(record.number)
@@ -300,6 +333,7 @@ class Journal:
         known.add(raw)
         if isinstance(record, Ended):
             known.ended = True
+            self._ended[known.number] = known
             if record.is_forgotten:
                 self._drop(known)
 

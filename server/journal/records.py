@@ -16,7 +16,7 @@ from engine.messages import Delta
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """A request, as it came.  The first record of each.
 
-    stream_id: what its client calls it.  owner: the salt of its key, "" where there are no keys.  client: whose share
+    stream_id: what its client calls it.  owner: of the key, "" where there are none.  client: whose share
     it takes.  path: the route's.  body: JSON as sent.  seed: of the choices without one.  key, created: see ``Origin``.
     model: the fingerprint of what has answered."""
 

@@ -76,6 +76,7 @@ class Run:
         self._client = client
         self._usage = UsageCounter(self.generation)
         self._num_records = len(entry.records)  # written, or on their way
+        self._num_gone = 0  # pieces of output that are not kept any more
         self._told: dict[int, _Choice] = {}  # what was written down by an earlier server
         self._task: asyncio.Task[None] | None = None
         for record in map(decode, entry.records):
@@ -170,6 +171,15 @@ class Run:
         self._usage.add(index, delta)
         if self.reader is not None:
             self.reader.take(index, delta)
+            if not self.entry.is_kept:
+                self._let_go(self.reader.num_read)
+
+    def _let_go(self, num_read: int) -> None:
+        """Nobody else can read it: keep nothing of what its reader has."""
+        records = self.entry.records
+        for at in range(self._num_gone, num_read):
+            records[1 + at] = b""
+        self._num_gone = num_read
 
     def _end(self, failure: Failure | None) -> None:
         if not self._num_records:
@@ -209,12 +219,12 @@ class Run:
 
 
 class Reader:
-    """Reads a run from its beginning, as ``Choices`` are read."""
+    """Reads a run from its beginning, as ``Choices`` are read.  num_read: pieces of output that it has read."""
 
     def __init__(self, run: Run) -> None:
         self.num_choices = len(run.generation.prompts) * run.generation.num_choices
         self._run = run
-        self._at = 0
+        self.num_read = 0
         self._sink: Callable[[int, Delta], bool] | None = None
         self._error: Exception | None = None
         self._woken = asyncio.Event()
@@ -225,9 +235,9 @@ class Reader:
         while True:
             if self._error is not None:
                 raise self._error
-            if self._at < self._run.num_written:
-                self._at += 1
-                return self._run.item(self._at - 1)
+            if self.num_read < self._run.num_written:
+                self.num_read += 1
+                return self._run.item(self.num_read - 1)
             if self._run.ended:
                 if self._run.failure is not None:
                     raise self._run.failure.error()
@@ -238,9 +248,9 @@ class Reader:
     async def relay(self, sink: Callable[[int, Delta], bool], drained: Callable[[], Awaitable[None]]) -> None:
         """Give what is left to ``sink`` in the moment it is written down; see ``Choices.relay``."""
         while True:
-            while self._at < self._run.num_written and self._error is None:
-                self._at += 1
-                if not sink(*self._run.item(self._at - 1)):
+            while self.num_read < self._run.num_written and self._error is None:
+                self.num_read += 1
+                if not sink(*self._run.item(self.num_read - 1)):
                     await drained()
             if self._run.ended or self._error is not None:
                 await self.next()
@@ -258,7 +268,7 @@ class Reader:
         if self._sink is None:
             self._woken.set()
             return
-        self._at += 1
+        self.num_read += 1
         try:
             if self._sink(index, delta):
                 return

@@ -81,7 +81,7 @@ class Streams:
         self._named: dict[Name, Run] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._is_leaving = False
-        journal.forgotten = lambda entry: self._remove(entry.number)
+        journal.forgotten = self._forgotten
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class Streams:
             created=origin.created,
             model=self._model(),
         )
-        run = self._add(entry, accepted, exchange.key, understood, request[CLIENT].opened)
+        run = self._add(entry, accepted, exchange, understood, request[CLIENT].opened)
         run.start()
         return run
 
@@ -144,13 +144,15 @@ class Streams:
         self,
         entry: Entry,
         accepted: Accepted,
-        key: Key | None,
+        given: Exchange,
         understood: tuple[Any, Generation],
         opened: Callable[[Stream], None] | None = None,
     ) -> Run:
+        """given: what is known of the request.  Its run has one of its own, which ends with the run."""
         route, (body, generation) = self.routes[accepted.path], understood
         exchange = Exchange(accepted.stream_id, accepted.client)
-        exchange.key = key
+        exchange.key, exchange.was_received = given.key, given.was_received
+        exchange.arrived_at, exchange.received_at = given.arrived_at, given.received_at
         client = self._clients.request(exchange)
         client.opened = opened
         run = Run(self._journal, entry, accepted, route, body, generation, client)
@@ -217,11 +219,21 @@ class Streams:
             self._journal.forget(run.entry)
         elif run.ended or run.reader is None:
             left_s = self._rejoin_s
-            if run.ended:
+            if self._named.get(_name(run)) is not run:
+                left_s = 0.0  # a later one has its id, or the journal no room for it
+            elif run.ended:
                 left_s = min(max(run.ended_at + left_s - time.time(), 0.0), left_s)
-            elif self._named.get(_name(run)) is not run:
-                left_s = 0.0  # a later one has its id
             self._timers[number] = asyncio.get_running_loop().call_later(left_s, self._expire, run)
+
+    def _forgotten(self, entry: Entry) -> None:
+        """From the journal: there is no room for a request.  One that runs goes on for its reader alone."""
+        run = self._runs.get(entry.number)
+        if run is None or run.ended:
+            self._remove(entry.number)
+            return
+        if self._named.get(_name(run)) is run:
+            del self._named[_name(run)]
+        self._changed(run)
 
     def _expire(self, run: Run) -> None:
         self._remove(run.entry.number)
@@ -258,12 +270,13 @@ class Streams:
             accepted = decode(entry.records[0])
             assert isinstance(accepted, Accepted), "an entry begins with what was accepted"
             try:
-                key = self._key_of(accepted)
+                exchange = Exchange(accepted.stream_id, accepted.client)
+                exchange.key = self._key_of(accepted)
                 if accepted.model != self._model():
                     raise RequestError("another model, or another way to compute it, is served now")
                 if (route := self.routes.get(accepted.path)) is None:
                     raise RequestError(f"{accepted.path} is not served now")
-                self._add(entry, accepted, key, await route.understand(accepted.body))
+                self._add(entry, accepted, exchange, await route.understand(accepted.body))
             except RequestError as error:
                 log.warning("request=%s is not gone on with: %s", accepted.stream_id, error)
                 self._journal.forget(entry)
@@ -276,23 +289,23 @@ class Streams:
         while unavailable(self._clients.ingress) is not None:  # noqa: ASYNC110 - many things make it available
             await asyncio.sleep(LOOK_EVERY_S)
         for run in runs:
-            run.start()
-            self._changed(run)
+            if run.entry.number in self._runs:  # else it was given up meanwhile
+                run.start()
+                self._changed(run)
         if runs:
             log.info("journal: %d streams of an earlier server go on", len(runs))
 
     def _key_of(self, accepted: Accepted) -> Key | None:
         """Returns the key that a request came with.  Raises RequestError if it opens nothing now."""
-        if self._keys is None and not accepted.owner:
-            return None
-        key = None if self._keys is None else self._keys.with_salt(accepted.owner)
-        if key is None:
-            raise RequestError("its client's key is not valid any more")
-        return key
+        if self._keys is not None:
+            return self._keys.of_owner(accepted.owner, "stream")
+        if accepted.owner:
+            raise RequestError("its client had a key, and there are none now")
+        return None
 
 
 def _owner(key: Key | None) -> str:
-    return "" if key is None else key.salt
+    return "" if key is None else key.owner
 
 
 def _name(run: Run) -> Name:

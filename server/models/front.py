@@ -37,8 +37,8 @@ from server.operators.status import Load
 from server.replicas.administration import FleetAdministration
 from server.replicas.affinity import PrefixAffinity
 from server.replicas.observation import Observation
-from server.replicas.proxy import Proxy
-from server.replicas.router import CONNECT_TIMEOUT_S, GENERATING
+from server.replicas.proxy import Proxy, new_session
+from server.replicas.router import GENERATING
 from server.responses.endpoint import refuse_stored
 from server.run.app import STORED, own_version
 from server.run.openapi import openapi_handler
@@ -48,15 +48,8 @@ from server.storage.routes import known_routes, refuse_storage
 log = logging.getLogger(__name__)
 
 POSTED = (
-    "/tokenize",
-    "/v1/tokenize",
-    "/detokenize",
-    "/v1/detokenize",
-    COUNT,
-    "/start_profile",
-    "/stop_profile",
-    RECORDING,
-)
+    "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", COUNT, "/start_profile", "/stop_profile", RECORDING,
+)  # fmt: skip
 LOOKED_AT = (
     "/stats", "/tokenizer_info", "/server_info", "/get_server_info", "/model_info", "/get_model_info",
     "/health_generate",
@@ -105,13 +98,7 @@ async def fronting(config: SeveralModels, listener: socket.socket) -> AsyncItera
         raise ConfigError(f"lora.folder={config.lora.folder}: adapters are of one model, and this file has [[models]]")
     server = config.server
     read_keys(server)  # a file that cannot be used is said before a model is loaded
-    # Generating takes as long as the model's own limits let it; only reaching it is bounded here.
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with (
-        aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as session,
-        AsyncExitStack() as stack,
-    ):
+    async with new_session() as session, AsyncExitStack() as stack:
         models = Models([Model(one) for one in config.models], server.models_memory_mb << 20)
         rates, affinity = Rates(config.limits), PrefixAffinity()
         # As long as its requests may wait for a model, a stream does whose model is loaded again.

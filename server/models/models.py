@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 
 from engine.actors.admission import RETRY_LATER_S
 from engine.errors import CallboardError, RequestError
+from engine.patience import is_set_within
 from server.models.model import Model
 from server.replicas.replica import Replica, State
 
@@ -55,7 +56,6 @@ class Models:
         )
 
     def lose(self, replica: Replica, reason: object, url: str = "") -> None:
-        """See ``Model``."""
         self.find(replica.name).lose(replica, reason, url)
 
     @contextmanager
@@ -112,8 +112,7 @@ class Models:
         """Wait until no request is open, and load nothing more meanwhile; False if the time ran out first."""
         for one in self.all:
             one.server_leaves = True
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        await is_set_within(timeout_s, self._idle)
         return not self.num_open
 
     async def stop(self) -> None:

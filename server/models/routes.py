@@ -15,10 +15,10 @@ from aiohttp import web
 from msgspec import UNSET
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine.actors.admission import RETRY_AFTER_S, RETRY_LATER_S, queue_full
+from engine.actors.admission import RETRY_LATER_S, queue_full
 from engine.errors import RequestError
 from engine.sections import LimitsSection, ServerSection
-from server.clients import Rates
+from server.clients import Rates, check_share
 from server.http.body import check_headers, collect, name_field
 from server.http.exchange import EXCHANGE, refuse_foreign_page
 from server.http.replies import json_reply
@@ -124,14 +124,7 @@ class ModelsRoutes:
     @contextmanager
     def _share_of(self, client: str) -> Iterator[None]:
         """Count a request as open.  Raises RequestError (429) if the client has as many as it may."""
-        most = self._limits.max_requests_per_client
-        if 0 < most <= self._num_open[client]:
-            raise RequestError(
-                f"{self._num_open[client]} of your requests are open, at most {most} are taken",
-                status=429,
-                code="client_queue_full",
-                retry_after_s=RETRY_AFTER_S,
-            )
+        check_share(self._num_open[client], self._limits)
         self._num_open[client] += 1
         try:
             yield

@@ -140,10 +140,7 @@ class ChatWriter(ChoicesWriter):
         choice = ChatChunkChoice(
             index=state.index,
             delta=ChatDelta(
-                content=text if shows_text else UNSET,
-                tool_calls=calls,
-                reasoning_content=thoughts,
-                reasoning=thoughts,
+                content=text if shows_text else UNSET, tool_calls=calls, reasoning_content=thoughts, reasoning=thoughts
             ),
             logprobs=_logprobs(delta.logprobs),
             finish_reason=reason,

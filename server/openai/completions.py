@@ -153,8 +153,7 @@ def read_prompts(prompt: str | Sequence[str | int | list[int]], field: str = "pr
     if len(kinds) == 1:
         return tuple(cast("list[str | list[int]]", prompt))
     raise FieldError(
-        field,
-        f"{'a mixed list' if kinds else 'an empty list'}; expected a string, token ids, or a list of either",
+        field, f"{'a mixed list' if kinds else 'an empty list'}; expected a string, token ids, or a list of either"
     )
 
 
@@ -174,10 +173,7 @@ def _logprobs(
     if prompt:
         logprobs[0] = top[0] = None  # nothing comes before it
     return CompletionLogprobs(
-        text_offset=offsets,
-        token_logprobs=logprobs,
-        tokens=[entry.sampled.text for entry in every],
-        top_logprobs=top,
+        text_offset=offsets, token_logprobs=logprobs, tokens=[entry.sampled.text for entry in every], top_logprobs=top
     )
 
 

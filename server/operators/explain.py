@@ -22,7 +22,9 @@ from server.clients import MOST_ENDED, ClientRequest, Clients
 from server.http.exchange import EXCHANGE
 from server.http.replies import json_reply
 
-OutsideName = Literal["accepting", "receiving", "tokenizing", "grammar", "slow_reader", "delivery", "unknown"]
+OutsideName = Literal[
+    "accepting", "receiving", "waiting", "tokenizing", "grammar", "slow_reader", "delivery", "unknown"
+]
 EXPLAIN = "/explain/{id:.+}"
 SHOWN_S = 0.0005  # reasons of less are left out of sentences
 UNDER_WAY = 2  # steps that are planned before the request can be in one
@@ -131,10 +133,11 @@ def explained(
     parts.add("accepting", exchange.received_at, "It was there, and the server's event loop was busy with others.")
     missed: list[MissedBody] = []
     if last is None:
-        parts.add("receiving", one.choices[-1][1], "Its headers and its body were read and checked.")
+        _tell_way_in(parts, one, one.choices[-1][1])
         parts.add("unknown", until, "The engine knows nothing of it: it was refused there, or is forgotten.")
     else:
-        _tell(parts, last, opened_at[last.request_id], exchange.waits, names, max_running)
+        _tell_way_in(parts, one, opened_at[last.request_id])
+        _tell(parts, last, exchange.waits, names, max_running)
         missed = [
             MissedBody(id=names.get(who), number=who if who in names else None, pages=count)
             for who, count in last.missed.items()
@@ -166,17 +169,12 @@ def _choice(told: Explained, opened_at: float) -> ChoiceBody:
 
 
 class _Parts:
-    """Parts in the order of time, each from the end of the one before, none beyond the end of all."""
+    """Parts in the order of time, each from the end of the one before, none beyond the end of all.  at: of the next."""
 
     def __init__(self, start: float, end: float) -> None:
         self.parts: list[PartBody] = []
-        self._at = start
+        self.at = start
         self._end = end
-
-    @property
-    def at(self) -> float:
-        """Where the next part begins."""
-        return self._at
 
     def add(
         self,
@@ -187,24 +185,29 @@ class _Parts:
         others: list[OtherBody] | None = None,
     ) -> None:
         """The part that ends at ``until``; it is left out if it took no time."""
-        seconds = min(until, self._end) - self._at
+        seconds = min(until, self._end) - self.at
         if seconds <= 0:
             return
-        self._at += seconds
+        self.at += seconds
         rounded = {reason: round(value, 6) for reason, value in (reasons or {}).items()}
         part = PartBody(name=name, seconds=round(seconds, 6), text=text, reasons=rounded, others=others or [])
         self.parts.append(part)
 
 
+def _tell_way_in(parts: _Parts, one: ClientRequest, opened_at: float) -> None:
+    if one.exchange.was_received:
+        parts.add("receiving", opened_at, "Its headers and its body were read and checked.")
+        return
+    parts.add("waiting", opened_at, "It was there before the engine was, or before the engine had room for it.")
+
+
 def _tell(
     parts: _Parts,
     told: Explained,
-    opened_at: float,
     waits: tuple[tuple[float, float], ...],
     names: Mapping[int, str],
     max_running: int,
 ) -> None:
-    parts.add("receiving", opened_at, "Its headers and its body were read and checked.")
     encoded_at = told.arrived_at - told.grammar_s
     parts.add("tokenizing", encoded_at, f"Its prompt was made {told.num_prompt_tokens} tokens.")
     parts.add("grammar", told.arrived_at, "The grammar of its output was compiled.")

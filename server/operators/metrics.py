@@ -50,10 +50,7 @@ HISTOGRAMS: dict[str, tuple[str, Callable[[Meter], Distribution]]] = {
         "Mean time between a request's tokens after the first.",
         lambda meter: meter.tpot_s,
     ),
-    "e2e_request_latency_seconds": (
-        "From a request's arrival at the scheduler to its end.",
-        lambda meter: meter.e2e_s,
-    ),
+    "e2e_request_latency_seconds": ("From a request's arrival at the scheduler to its end.", lambda meter: meter.e2e_s),
     "request_queue_time_seconds": ("Until the first step that computed some of it.", lambda meter: meter.queue_s),
     "request_prompt_tokens": ("Length of prompts.", lambda meter: meter.prompt_tokens),
     "request_generation_tokens": ("Length of outputs.", lambda meter: meter.output_tokens),

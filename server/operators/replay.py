@@ -18,6 +18,7 @@ from engine.recording.blueprint import planning_code
 from engine.recording.file import Recording, read_recording, write_recording
 from engine.recording.replay import Played, Replay
 from engine.recording.shrinking import shrunk
+from server.arguments import count, natural, positive
 
 DESCRIPTION = """\
 Step the real scheduler through a recording, without weights, GPU or clients, in this process: every plan with its
@@ -33,9 +34,11 @@ examples:
 Recordings are written to the folder recordings/ of storage.folder when executors are lost, when the engine dies, when
 a step or a request waits too long or pages are lost; on SIGUSR2, and by POST /debug/recording.  docs/operations.md has
 the details, and what a recording tells of prompts.
-Exit codes: 0 all holds and all plans are the recorded ones, 1 something failed or differs, 2 no such file or recording.
+Exit codes: 0 all holds and all plans are the recorded ones, 1 something failed or differs, 2 no such file or recording,
+5 the file was cut or damaged: what there is of it holds.
 """
 FAILED_EXIT_CODE = 1
+TORN_EXIT_CODE = 5
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,20 +47,18 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", type=Path, help="a recording, FILE.cbr")
     parser.add_argument("--quiet", action="store_true", help="only the last lines: the digest and what failed")
-    parser.add_argument("--last", type=int, metavar="N", help="show only the last N turns")
+    parser.add_argument("--last", type=natural, metavar="N", help="show only the last N turns")
     parser.add_argument(
         "--shrink", type=Path, metavar="SMALL.cbr", help="write a shorter recording that fails likewise"
     )
-    parser.add_argument("--limit", type=float, default=60.0, metavar="S", help="seconds for --shrink (default: 60)")
+    parser.add_argument("--limit", type=positive, default=60.0, metavar="S", help="seconds for --shrink (default: 60)")
     parser.add_argument(
-        "--check-every", type=int, default=1, metavar="N", help="turns between two looks at all books (default: 1)"
+        "--check-every", type=count, default=1, metavar="N", help="turns between two looks at all books (default: 1)"
     )
 
 
 def replay(parsed: argparse.Namespace) -> int:
     """Run the command; returns the exit code.  This machine's configuration has no part in it."""
-    if parsed.check_every < 1 or (parsed.last is not None and parsed.last < 0):
-        raise ConfigError("--check-every takes a number of at least 1, and --last one of at least 0")
     try:
         recording = read_recording(parsed.file)
     except OSError as error:
@@ -93,7 +94,13 @@ def _replay(console: Console, recording: Recording, parsed: argparse.Namespace) 
         console.print(f"FAILED in turn {run.num_turns - 1}{again}: {run.fault}", style="red")
     elif recorded:
         console.print(f"the scheduler died of this, and does not here: {recorded}", style="red")
-    return FAILED_EXIT_CODE if difference or run.fault or recorded else 0
+    if recording.torn:
+        console.print(
+            f"the file is not whole: {recording.torn}; it goes as far as turn {run.num_turns - 1}", style="yellow"
+        )
+    if difference or run.fault or recorded:
+        return FAILED_EXIT_CODE
+    return TORN_EXIT_CODE if recording.torn else 0
 
 
 def _shrink(console: Console, recording: Recording, path: Path, limit_s: float) -> int:
@@ -104,7 +111,7 @@ def _shrink(console: Console, recording: Recording, path: Path, limit_s: float) 
         return FAILED_EXIT_CODE
     small, fault, num_ops = found
     write_recording(path, small.header, small.state, map(msgspec.msgpack.encode, small.turns))
-    left = sum(len(turn.messages) for turn in small.turns)
+    left = sum(len(turn.messages) or 1 for turn in small.turns)  # a change of settings is a turn of its own
     console.print(f"{left} of {num_ops} operations are left after {time.monotonic() - began:.0f} s: {fault}")
     console.print(f"callboard replay {path}")
     return 0

@@ -4,27 +4,22 @@ Owns: its bodies.  Does not know: how a model's output is pooled, which checkpoi
 """
 
 import base64
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import msgspec
 
 from engine.checkpoints.pooling import Task
-from engine.pooling import Float32
-from server.generate.endpoint import Endpoint, Writer
+from engine.pooling import PooledRequests
 from server.generate.generation import Generation
-from server.generate.output import Output, UsageCounter
 from server.openai.requests import Short
-from server.pooling.requests import Dimensions, InputFields, PooledTranslator, PooledUsage, numbers, pooled
-
-EncodingFormat = Literal["float", "base64"]
+from server.pooling.requests import Dimensions, InputFields, PooledEndpoint, PooledUsage, numbers
 
 
 class EmbeddingBody(InputFields, frozen=True, kw_only=True):
     """dimensions: only the first ones.  pooling: another way than the model's own.
     prompt_name: which of the checkpoint's prompts goes before each text.  use_activation: false for raw states."""
 
-    encoding_format: EncodingFormat | None = None
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: Dimensions | None = None
     pooling: Literal["last", "mean"] | None = None
     prompt_name: Short | None = None
@@ -48,52 +43,26 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     usage: PooledUsage
 
 
-class Embeddings(Endpoint[EmbeddingBody]):
+class Embeddings(PooledEndpoint[EmbeddingBody]):
     """POST /v1/embeddings."""
 
     body_type = EmbeddingBody
     task: ClassVar[Task] = "embed"
 
-    def __init__(self, translator: PooledTranslator) -> None:
-        self._translator = translator
-
     def translate(self, body: EmbeddingBody) -> Generation:
-        self._translator.requests.check_dimensions(body.dimensions)
-        return self._translator.inputs(body, method=body.pooling, prompt_name=body.prompt_name)
+        self.translator.requests.check_dimensions(body.dimensions)
+        return self.translator.inputs(body, method=body.pooling, prompt_name=body.prompt_name)
 
-    def rename(self, field: str, body: EmbeddingBody) -> str:
-        return "input" if field == "prompt" else field
-
-    def writer(self, body: EmbeddingBody, generation: Generation, usage: UsageCounter) -> "EmbeddingWriter":
-        return EmbeddingWriter(body, usage, self._translator)
-
-
-class EmbeddingWriter(Writer):
-    """Writes a list of vectors."""
-
-    id = ""
-
-    def __init__(self, body: EmbeddingBody, usage: UsageCounter, translator: PooledTranslator) -> None:
-        self._body = body
-        self._usage = usage
-        self._translator = translator
-
-    def whole(self, outputs: Sequence[Output]) -> EmbeddingList:
-        body, result = self._body, self._translator.requests.result
-        activated = body.use_activation is not False
-        vectors = [result(one, dimensions=body.dimensions, activated=activated) for one in pooled(outputs)]
-        return EmbeddingList(
-            data=[
-                EmbeddingEntry(index=index, embedding=encoded(vector, body.encoding_format))
-                for index, vector in enumerate(vectors)
-            ],
-            model=self._translator.card.name,
-            usage=PooledUsage.of(self._usage),
-        )
+    def answer(self, name: str, body: EmbeddingBody, outputs: list[bytes], usage: PooledUsage) -> EmbeddingList:
+        vectors = encoded(self.translator.requests, body, outputs)
+        data = [EmbeddingEntry(index=index, embedding=vector) for index, vector in enumerate(vectors)]
+        return EmbeddingList(data=data, model=self.translator.card.name, usage=usage)
 
 
-def encoded(vector: Float32, encoding_format: EncodingFormat | None) -> list[float] | str:
-    """A vector as JSON has it."""
-    if encoding_format == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return numbers(vector)
+def encoded(requests: PooledRequests, body: EmbeddingBody, outputs: list[bytes]) -> list[list[float] | str]:
+    """What was asked of each output, as JSON has it."""
+    activated = body.use_activation is not False
+    vectors = (requests.result(one, dimensions=body.dimensions, activated=activated) for one in outputs)
+    if body.encoding_format == "base64":
+        return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+    return [numbers(vector) for vector in vectors]

@@ -4,8 +4,6 @@ Owns: their bodies, and which documents an answer shows.  Does not know: how a m
 """
 
 import time
-import uuid
-from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -13,11 +11,9 @@ from msgspec import UNSET, Meta, UnsetType
 
 from engine.checkpoints.pooling import Task
 from engine.errors import FieldError, RequestError
-from engine.pooling import Float32
-from server.generate.endpoint import Endpoint, Writer
+from engine.pooling import PooledRequests
 from server.generate.generation import Generation
-from server.generate.output import Output, UsageCounter
-from server.pooling.requests import PooledFields, PooledTranslator, PooledUsage, pooled
+from server.pooling.requests import PooledEndpoint, PooledFields, PooledUsage
 
 # What vLLM calls the two sides; the first two names are those of errors.
 NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
@@ -91,101 +87,59 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
     results: list[Ranked]
 
 
-class ScorePairs(Endpoint[ScoreBody]):
+class ScorePairs(PooledEndpoint[ScoreBody]):
     """POST /v1/score."""
 
     body_type = ScoreBody
     task: ClassVar[Task] = "score"
-
-    def __init__(self, translator: PooledTranslator) -> None:
-        self._translator = translator
+    id_prefix = "score-"
 
     def translate(self, body: ScoreBody) -> Generation:
-        requests = self._translator.requests
-        prompts = requests.pairs(*_sides(body))
-        return self._translator.generation(body, prompts, requests.params(), _names(body)[1])
+        requests = self.translator.requests
+        return self.translator.generation(body, requests.pairs(*_sides(body)), requests.params(), _names(body)[1])
 
     def rename(self, field: str, body: ScoreBody) -> str:
         return _names(body)[1] if field in ("prompt", "messages", "text_2") else field
 
-    def writer(self, body: ScoreBody, generation: Generation, usage: UsageCounter) -> "ScoreWriter":
-        return ScoreWriter(body, usage, self._translator)
+    def answer(self, name: str, body: ScoreBody, outputs: list[bytes], usage: PooledUsage) -> ScoreList:
+        queries, _ = _sides(body)
+        scores = _scores(self.translator.requests, body, outputs, len(queries))
+        data = [Score(index=index, score=score) for index, score in enumerate(scores)]
+        model = self.translator.card.name
+        return ScoreList(id=name, created=int(time.time()), model=model, data=data, usage=usage)
 
 
-class ScoreWriter(Writer):
-    """Writes a list of scores."""
-
-    def __init__(self, body: ScoreBody, usage: UsageCounter, translator: PooledTranslator) -> None:
-        self.id = f"score-{uuid.uuid4().hex}"
-        self._body = body
-        self._usage = usage
-        self._translator = translator
-
-    def whole(self, outputs: Sequence[Output]) -> ScoreList:
-        queries, _ = _sides(self._body)
-        scores = _scores(self._translator, outputs, len(queries), self._body.use_activation)
-        return ScoreList(
-            id=self.id,
-            created=int(time.time()),
-            model=self._translator.card.name,
-            data=[Score(index=index, score=score) for index, score in enumerate(scores)],
-            usage=PooledUsage.of(self._usage),
-        )
-
-
-class Rerank(Endpoint[RerankBody]):
+class Rerank(PooledEndpoint[RerankBody]):
     """POST /v1/rerank."""
 
     body_type = RerankBody
     task: ClassVar[Task] = "score"
-
-    def __init__(self, translator: PooledTranslator) -> None:
-        self._translator = translator
+    id_prefix = "rerank-"
 
     def translate(self, body: RerankBody) -> Generation:
         if not body.documents:
             raise FieldError("documents", "an empty list; expected at least one")
-        requests = self._translator.requests
+        requests = self.translator.requests
         prompts = requests.pairs([body.query], [_text(one) for one in body.documents])
-        return self._translator.generation(body, prompts, requests.params(), "documents")
+        return self.translator.generation(body, prompts, requests.params(), "documents")
 
     def rename(self, field: str, body: RerankBody) -> str:
         return "documents" if field in ("prompt", "messages") else field
 
-    def writer(self, body: RerankBody, generation: Generation, usage: UsageCounter) -> "RerankWriter":
-        return RerankWriter(body, usage, self._translator)
-
-
-class RerankWriter(Writer):
-    """Writes documents in the order of their scores."""
-
-    def __init__(self, body: RerankBody, usage: UsageCounter, translator: PooledTranslator) -> None:
-        self.id = f"rerank-{uuid.uuid4().hex}"
-        self._body = body
-        self._usage = usage
-        self._translator = translator
-
-    def whole(self, outputs: Sequence[Output]) -> Ranking:
-        body = self._body
-        scores = _scores(self._translator, outputs, 1, body.use_activation)
-        best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
-        shown = body.return_documents is not False
-        results = [
-            Ranked(
-                index=index,
-                document=Document(_text(body.documents[index])) if shown else UNSET,
-                relevance_score=scores[index],
-            )
-            for index in best
-        ]
-        return Ranking(id=self.id, model=self._translator.card.name, usage=PooledUsage.of(self._usage), results=results)
+    def answer(self, name: str, body: RerankBody, outputs: list[bytes], usage: PooledUsage) -> Ranking:
+        scores = _scores(self.translator.requests, body, outputs, 1)
+        results = []
+        for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]:
+            document = Document(_text(body.documents[index])) if body.return_documents is not False else UNSET
+            results.append(Ranked(index=index, document=document, relevance_score=scores[index]))
+        return Ranking(id=name, model=self.translator.card.name, usage=usage, results=results)
 
 
 def _scores(
-    translator: PooledTranslator, outputs: Sequence[Output], num_queries: int, use_activation: bool | None
+    requests: PooledRequests, body: ScoreBody | RerankBody, outputs: list[bytes], num_queries: int
 ) -> list[float]:
-    raw: list[Float32] = [translator.requests.result(one, activated=False) for one in pooled(outputs)]
-    return translator.requests.scores(raw, num_queries, activated=use_activation is not False)
+    raw = [requests.result(one, activated=False) for one in outputs]
+    return requests.scores(raw, num_queries, activated=body.use_activation is not False)
 
 
 def _names(body: ScoreBody) -> tuple[str, str]:

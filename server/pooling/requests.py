@@ -1,10 +1,11 @@
-"""What the endpoints for models that pool have alike: fields of a body, prompts from them, and sums of tokens.
+"""What the endpoints for models that pool have alike: fields of a body, prompts from them, answers in one piece.
 
-Owns: those fields, and what they ask of the engine.  Does not know: answers, which model kinds there are.
+Owns: those fields, and what they ask of the engine.  Does not know: what an answer holds, which model kinds there are.
 """
 
+import uuid
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ from engine.messages import Finish
 from engine.params import SamplingParams
 from engine.pooling import Float32, PooledRequests
 from engine.prompt import ChatOptions, Prompt
+from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
 from server.generate.output import Output, UsageCounter
 from server.openai.completions import read_prompts
@@ -22,6 +24,7 @@ from server.openai.conversation import read_end, read_turns, read_variables
 from server.openai.requests import ChatMessage, Int, Priority, Salt, Scalar, Short, TokenId
 from server.openai.translator import Translator, tenant_of
 
+F = TypeVar("F", bound="PooledFields")
 MAX_INPUTS = 2048  # of one request, as the OpenAI API has it
 Dimensions = Annotated[int, Meta(ge=1, le=1 << 20)]
 
@@ -104,6 +107,38 @@ class PooledTranslator:
             ),
             request_id=body.request_id or "",
         )
+
+
+class PooledEndpoint(Endpoint[F]):
+    """An endpoint of a model that pools.  id_prefix: of its answers; "" if they have no id."""
+
+    id_prefix: ClassVar[str] = ""
+
+    def __init__(self, translator: PooledTranslator) -> None:
+        self.translator = translator
+
+    def rename(self, field: str, body: F) -> str:
+        return "input" if field == "prompt" else field
+
+    def writer(self, body: F, generation: Generation, usage: UsageCounter) -> "PooledWriter[F]":
+        return PooledWriter(self, body, usage)
+
+    def answer(self, name: str, body: F, outputs: list[bytes], usage: PooledUsage) -> msgspec.Struct:
+        """Returns the answer that is called ``name``.  outputs: what the engine gave for each prompt."""
+        raise NotImplementedError
+
+
+class PooledWriter(Writer, Generic[F]):
+    """Writes what the endpoint makes of all outputs."""
+
+    def __init__(self, endpoint: PooledEndpoint[F], body: F, usage: UsageCounter) -> None:
+        self.id = endpoint.id_prefix and endpoint.id_prefix + uuid.uuid4().hex
+        self._endpoint = endpoint
+        self._body = body
+        self._usage = usage
+
+    def whole(self, outputs: Sequence[Output]) -> msgspec.Struct:
+        return self._endpoint.answer(self.id, self._body, pooled(outputs), PooledUsage.of(self._usage))
 
 
 def pooled(outputs: Sequence[Output]) -> list[bytes]:

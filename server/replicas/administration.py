@@ -22,9 +22,34 @@ JSON = "application/json"
 SENT_ON = ("Authorization", "X-Api-Key", "Content-Type")
 
 
-class _Answer(NamedTuple):
+class Answer(NamedTuple):
+    """What a replica has answered."""
+
     status: int
     body: bytes
+
+
+Told = tuple[Replica, Answer | aiohttp.ClientError | TimeoutError]
+
+
+async def ask_all(group: Group, session: aiohttp.ClientSession, request: web.Request, body: bytes = b"") -> list[Told]:
+    """Send a request to all replicas that run, ready or not: one that recovers has its requests, maybe its cache.
+
+    Returns what each has answered, to a GET for a HEAD, or why it has not."""
+    headers = {name: request.headers[name] for name in SENT_ON if name in request.headers}
+    headers[REQUEST_ID_HEADER] = request[EXCHANGE].id
+    timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
+    method, path = "GET" if request.method == "HEAD" else request.method, request.rel_url.raw_path_qs
+
+    async def ask(replica: Replica) -> Told:
+        url = URL(replica.url + path, encoded=True)  # as sent, but without the host that a client may name
+        try:
+            async with session.request(method, url, data=body, headers=headers, timeout=timeout) as response:
+                return replica, Answer(response.status, await response.read())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return replica, error
+
+    return await asyncio.gather(*(ask(one) for one in group.all if one.url and one.state is not State.STOPPED))
 
 
 class FleetAdministration:
@@ -58,39 +83,24 @@ class FleetAdministration:
             return _worst(answers)
         return web.Response(body=told[-1].body, content_type=JSON)
 
-    async def _ask_all(self, request: web.Request) -> list[_Answer]:
-        """The answers of all replicas that run, ready or not: one that recovers has its requests, maybe its cache.
-
-        Raises RequestError, a 503, if none is there."""
+    async def _ask_all(self, request: web.Request) -> list[Answer]:
+        """Raises RequestError, a 503, if no replica is there."""
         body = await collect(request, self._server)
-        headers = {name: request.headers[name] for name in SENT_ON if name in request.headers}
-        headers[REQUEST_ID_HEADER] = request[EXCHANGE].id
-        there = [one for one in self._replicas.all if one.url and one.state is not State.STOPPED]
-        answers = await asyncio.gather(
-            *(self._ask(one, request.method, request.raw_path, body, headers) for one in there)
-        )
-        found = [one for one in answers if one is not None]
+        found: list[Answer] = []
+        for replica, told in await ask_all(self._replicas, self._session, request, body):
+            if isinstance(told, Answer):
+                found.append(told)
+                continue
+            self._replicas.lose(replica, repr(told))
+            # Where nothing listens there are neither requests nor a cache any more.
+            if not isinstance(told, aiohttp.ClientConnectorError):
+                silent = unavailable(f"{replica.name} does not answer; ask again", "replica_lost")
+                found.append(Answer(silent.status, msgspec.json.encode(error_body(silent))))
         if not found:
             raise unavailable(f"no {self._replicas.noun} is there now")
         return found
 
-    async def _ask(
-        self, replica: Replica, method: str, path: str, body: bytes, headers: dict[str, str]
-    ) -> _Answer | None:
-        timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
-        url = URL(replica.url + path, encoded=True)
-        try:
-            async with self._session.request(method, url, data=body, headers=headers, timeout=timeout) as response:
-                return _Answer(response.status, await response.read())
-        except aiohttp.ClientConnectorError as error:
-            self._replicas.lose(replica, repr(error))
-            return None  # nothing listens there: it has neither requests nor a cache any more
-        except (aiohttp.ClientError, TimeoutError) as error:
-            self._replicas.lose(replica, repr(error))
-            silent = unavailable(f"{replica.name} does not answer; ask again", "replica_lost")
-            return _Answer(silent.status, msgspec.json.encode(error_body(silent)))
 
-
-def _worst(answers: list[_Answer]) -> web.Response:
+def _worst(answers: list[Answer]) -> web.Response:
     answer = max(answers, key=lambda one: one.status)
     return web.Response(status=answer.status, body=answer.body, content_type=JSON)

@@ -5,7 +5,6 @@ put one behind another.
 Does not know: what is counted, what the page shows.
 """
 
-import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,15 +20,14 @@ from prometheus_client.registry import Collector
 
 from engine.scheduling.board import FIRST_ROW
 from engine.scheduling.meter import SPAN_S
-from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
 from server.http.replies import json_reply
-from server.replicas.replica import CHECK_TIMEOUT_S, Group, Replica, Replicas, State, unavailable
+from server.replicas.administration import Answer, ask_all
+from server.replicas.replica import Group, Replicas, State, unavailable
 
 OWN = "callboard_router_"
 ADDED_LABEL = "replica"
 # Of these the largest one counts, where others are added up.
 LARGEST = frozenset({"latency", "stalled_s", "page_size"})
-SENT_ON = ("Authorization", "X-Api-Key")
 
 
 class Observation:
@@ -60,19 +58,8 @@ class Observation:
 
     async def _ask_all(self, request: web.Request) -> dict[str, bytes]:
         """Replica -> what it says; those that do not answer are left out."""
-        headers = {name: request.headers[name] for name in SENT_ON if name in request.headers}
-        headers[REQUEST_ID_HEADER] = request[EXCHANGE].id
-        there = [one for one in self._replicas.all if one.url and one.state is not State.STOPPED]
-        answers = await asyncio.gather(*(self._ask(one, request.path, headers) for one in there))
-        return {one.name: body for one, body in zip(there, answers, strict=True) if body is not None}
-
-    async def _ask(self, replica: Replica, path: str, headers: dict[str, str]) -> bytes | None:
-        timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
-        try:
-            async with self._session.get(replica.url + path, headers=headers, timeout=timeout) as response:
-                return await response.read() if response.status == 200 else None
-        except (aiohttp.ClientError, TimeoutError):
-            return None  # ``watch`` finds out why
+        answers = await ask_all(self._replicas, self._session, request)  # ``watch`` finds out why one does not answer
+        return {one.name: told.body for one, told in answers if isinstance(told, Answer) and told.status == 200}
 
 
 class _Samples(Collector):

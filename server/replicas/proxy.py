@@ -43,7 +43,14 @@ TRY_ELSEWHERE = frozenset({429, 503})  # this one is full or leaving; another on
 EVENT_STREAM = "text/event-stream"
 MOST_LOSSES = 3  # of replicas, in one stream: it may be what ends them
 GO_ON_WITHIN_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
 LOOK_EVERY_S = 0.2
+
+
+def new_session() -> aiohttp.ClientSession:
+    """What requests are sent on with.  Generating takes as long as its server's limits let it; reaching it does not."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout, auto_decompress=False)
 
 
 class Proxy:

@@ -6,7 +6,7 @@ Owns: each one's state, the choice, watching them.  Does not know: how one is st
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -14,6 +14,7 @@ from typing import Protocol
 import aiohttp
 
 from engine.errors import CallboardError, RequestError
+from engine.patience import is_set_within
 from server.replicas.affinity import PrefixAffinity
 
 log = logging.getLogger(__name__)
@@ -176,8 +177,7 @@ class Replicas:
         replica.state = State.DRAINING
         replica.settled.clear()
         if replica.num_open:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(replica.idle.wait(), self._drain_timeout_s)
+            await is_set_within(self._drain_timeout_s, replica.idle)
         await self._fleet.stop(self.all.index(replica))
         self._affinity.forget(replica.name)
         replica.state = State.STOPPED

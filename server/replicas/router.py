@@ -10,7 +10,6 @@ import socket
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 
-import aiohttp
 import msgspec
 from aiohttp import web
 
@@ -29,12 +28,11 @@ from server.operators.settings import PATHS, refuse_settings
 from server.replicas.administration import FleetAdministration
 from server.replicas.affinity import PrefixAffinity
 from server.replicas.observation import Observation, routed
-from server.replicas.proxy import Proxy
+from server.replicas.proxy import Proxy, new_session
 from server.replicas.replica import Fleet, Replica, Replicas, State, unavailable
 
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 5.0
 # What costs tokens.
 GENERATING = (
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate", "/v1/embeddings",
@@ -179,13 +177,7 @@ async def route(config: Config, fleet: Fleet, listener: socket.socket) -> None:
 async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> AsyncIterator[Replicas]:
     """Let the router listen for as long as the context lasts; gives the replicas."""
     server = config.server
-    # Generating takes as long as the replica's own limits let it; only reaching one is bounded here.
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with (
-        aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as session,
-        AsyncExitStack() as stack,
-    ):
+    async with new_session() as session, AsyncExitStack() as stack:
         affinity = PrefixAffinity()
         replicas = Replicas(fleet, session, affinity, server.drain_timeout_s)
         observation = Observation(replicas, session, lambda: routed(replicas))

@@ -18,12 +18,7 @@ from server.generate.generation import Generation
 from server.generate.output import Output, UsageBody, UsageCounter
 from server.http.body import is_given
 from server.openai.conversation import read_tools, read_variables
-from server.openai.requests import (
-    JsonSchemaFormat,
-    ResponseFormat,
-    ToolBody,
-    ToolChoice,
-)
+from server.openai.requests import JsonSchemaFormat, ResponseFormat, ToolBody, ToolChoice
 from server.openai.translator import Translator
 from server.responses.item_writer import ItemWriter
 from server.responses.items import read_input

@@ -14,7 +14,7 @@ from functools import partial
 from aiohttp import web
 from msgspec import structs
 
-from engine.errors import CallboardError, FieldError, RequestError
+from engine.errors import CallboardError, FieldError
 from engine.params import MAX_SEED
 from engine.sections import ServerSection
 from server.clients import CLIENT, Clients
@@ -24,7 +24,7 @@ from server.generate.unattended import until_taken
 from server.http.body import BodyReader
 from server.http.exchange import Exchange, refuse_foreign_page
 from server.http.replies import as_request_error, json_reply
-from server.keys import Key, Keys
+from server.keys import Keys
 from server.responses.endpoint import ResponsesWriter
 from server.responses.requests import InputItem, ResponsesBody
 from server.responses.table import ResponseTable, input_items
@@ -55,7 +55,6 @@ class StoredResponses:
         self._route = route
         self._clients = clients
         self._keys = keys
-        self._server = server
         self._reader = BodyReader(ResponsesBody, lambda body: body, server)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(MOST_AT_ONCE)
@@ -186,7 +185,7 @@ class StoredResponses:
                 await self._table.fail(response_id, as_request_error(error))
 
     async def _attempt(self, exchange: Exchange, owner: str, body: ResponsesBody, origin: Origin) -> None:
-        exchange.key = self._key(owner)
+        exchange.key = self._keys.of_owner(owner, "response")
         client = self._clients.request(exchange)
         try:
             client.check_admission()
@@ -195,13 +194,6 @@ class StoredResponses:
             await self._route.whole(client, task)
         finally:
             client.close()
-
-    def _key(self, owner: str) -> Key | None:
-        """The key of a client.  Raises RequestError (403) if it has none any more."""
-        key = self._keys.of_owner(owner) if owner else None
-        if key is None and (owner or self._server.needs_key):
-            raise RequestError("the API key of this response is no longer valid", status=403, code="key_revoked")
-        return key
 
 
 def _writer(task: GenerateTask[ResponsesBody]) -> ResponsesWriter:

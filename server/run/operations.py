@@ -35,7 +35,6 @@ class LocalOperations:
         self._answering: set[asyncio.Task[None]] = set()
 
     async def operate(self, ask: Operate) -> bytes:
-        """See ``Operations``."""
         try:
             match ask.what:
                 case "apply":
@@ -81,7 +80,6 @@ class RemoteOperations:
         self._asked: dict[int, asyncio.Future[Operated]] = {}
 
     async def operate(self, ask: Operate) -> bytes:
-        """See ``Operations``."""
         if len(self._asked) >= MAX_ASKED:
             raise RequestError("too many changes are under way", status=429, code="queue_full", retry_after_s=1)
         number = next(self._numbers)

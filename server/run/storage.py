@@ -4,11 +4,13 @@ Owns: which parts there are, their start and their end.  Does not know: what the
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 
 from aiohttp import web
 
+from engine.errors import RequestError
 from engine.sections import ServerSection
 from server.backend import Backend
 from server.batches.pace import Pace
@@ -23,6 +25,8 @@ from server.responses.table import ResponseTable
 from server.storage.files import HOUR_S, Files
 from server.storage.routes import FileRoutes
 from server.storage.store import Store
+
+log = logging.getLogger(__name__)
 
 IN_BATCHES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"})
 
@@ -53,7 +57,10 @@ def add_storage(
 
     async def sweep() -> None:
         while True:
-            await files.sweep()
+            try:
+                await files.sweep()
+            except RequestError as error:
+                log.error("storage: what has expired is still there, and goes within an hour if it can: %s", error)
             await asyncio.sleep(HOUR_S)
 
     async def live(app: web.Application) -> AsyncIterator[None]:

@@ -5,6 +5,7 @@ Owns: what is said of a file, and how files come and go.  Does not know: HTTP, w
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from server.storage.pages import Asked, ListPage
 from server.storage.store import Connection, Store, check_quota
 
 HOUR_S = 3600
+SWEPT_AT_ONCE = 64  # in a transaction: what that takes of a full disk is less than what the store keeps back
 COLUMNS = "id, owner, purpose, filename, bytes, created_at, expires_at"
 IN_USE = "SELECT input_file_id FROM batches WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
 
@@ -112,24 +114,22 @@ class Files:
         await self._remove([file_id])
 
     async def sweep(self) -> None:
-        """Let go of what has expired."""
+        """Let go of what has expired.  Raises RequestError for a disk that is full (507) or fails (503)."""
         now, hours = int(self._store.clock()), self._store.section.retention_hours
-
-        def work(connection: Connection) -> list[str]:
-            gone = connection.execute(
-                f"DELETE FROM files WHERE expires_at <= ? AND id NOT IN ({IN_USE}) RETURNING id", (now,)
-            ).fetchall()
-            if hours:
-                before = (now - hours * HOUR_S,)
-                ended = "'completed', 'incomplete', 'failed', 'cancelled'"
-                connection.execute(f"DELETE FROM responses WHERE created_at <= ? AND status IN ({ended})", before)
-                connection.execute(
-                    f"DELETE FROM batches WHERE created_at <= ? AND status IN ({ended}, 'expired')", before
-                )
-            return [file_id for (file_id,) in gone]
-
-        gone = await self._store.run(work, frees=True)
-        await self._remove(gone)
+        expired = [("files", f"expires_at <= ? AND id NOT IN ({IN_USE})", now)]
+        if hours:
+            ended = "'completed', 'incomplete', 'failed', 'cancelled'"
+            expired.append(("responses", f"created_at <= ? AND status IN ({ended})", now - hours * HOUR_S))
+            expired.append(("batches", f"created_at <= ? AND status IN ({ended}, 'expired')", now - hours * HOUR_S))
+        for table, condition, when in expired:
+            some = f"SELECT id FROM {table} WHERE {condition} LIMIT {SWEPT_AT_ONCE}"
+            query = f"DELETE FROM {table} WHERE id IN ({some}) RETURNING id"
+            num_gone = SWEPT_AT_ONCE
+            while num_gone == SWEPT_AT_ONCE:
+                gone = await self._store.run(partial(_delete, query=query, when=when), frees=True)
+                num_gone = len(gone)
+                if table == "files":
+                    await self._remove(gone)
 
     async def _remove(self, file_ids: Sequence[str]) -> None:
         """Remove contents that no row names any more; what cannot be removed now is at the next start."""
@@ -140,7 +140,7 @@ class Files:
             self._store.reserve()
 
         with suppress(RequestError):
-            await self._store.run(work)
+            await self._store.run(work, frees=True)
 
 
 def insert_file(connection: Connection, owner: str, file: FileObject) -> None:
@@ -155,6 +155,10 @@ def find_file(connection: Connection, owner: str, file_id: str) -> FileObject:
     if row is None:
         raise RequestError(f"there is no file '{file_id[:100]}'", status=404, code="file_not_found")
     return _file(row)
+
+
+def _delete(connection: Connection, *, query: str, when: int) -> list[str]:
+    return [row_id for (row_id,) in connection.execute(query, (when,)).fetchall()]
 
 
 def _file(row: tuple[str, str, str, str, int, int, int | None]) -> FileObject:

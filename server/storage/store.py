@@ -5,6 +5,8 @@ Does not know: what the tables are for, HTTP.
 All work is short transactions on one thread, in the order in which it was asked for, so the event loop never waits for
 a disk, and who asks second sees what was asked first.  A content is written beside its place and moved there; one that
 no row of ``files`` names was never finished, and is removed at the next start.
+SQLite's log gets a transaction first and can only be emptied into the database.  So the database gets the room for it
+before the transaction is over: the log can always be emptied, and a full disk lets things be deleted.
 """
 
 import asyncio
@@ -16,6 +18,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Final, TypeVar
 
@@ -55,7 +58,8 @@ CREATE INDEX responses_by_status ON responses (status);
 """
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TRY_AGAIN_S = 2.0
-SPARE_BYTES = 128 << 10
+SPARE_BYTES = 1 << 20
+DATABASE: Final = "index.sqlite3"
 PART: Final = ".part"  # a content that is being written
 
 
@@ -71,33 +75,32 @@ class Store:
         self._spare = self._folder / "spare"
         self._is_failing = False
         self._said = f"storage.folder={section.folder}"
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (self._folder / "contents").mkdir(exist_ok=True)
-            self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError(f"{self._said}: cannot be written to: {error.strerror}") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._connection = self._open()
-            self._sweep_contents()
-            self.reserve()
-        except BlockingIOError:
-            os.close(self._lock)
-            raise ConfigError(f"{self._said}: another server uses it; give each a folder of its own") from None
-        except (sqlite3.Error, OSError) as error:
-            os.close(self._lock)
-            raise ConfigError(f"{self._said}: the store in it cannot be used: {error}") from None
-        except ConfigError:
-            os.close(self._lock)
-            raise
+        with ExitStack() as held:
+            try:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                (self._folder / "contents").mkdir(exist_ok=True)
+                lock = self._hold(held, "lock")
+            except OSError as error:
+                raise ConfigError(f"{self._said}: cannot be written to: {error.strerror}") from None
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._database = self._hold(held, DATABASE)
+                self._spare.unlink(missing_ok=True)  # to open a database takes room as well
+                self._connection = self._open()
+                held.callback(self._connection.close)
+                self._sweep_contents()
+                self.reserve()
+            except BlockingIOError:
+                raise ConfigError(f"{self._said}: another server uses it; give each a folder of its own") from None
+            except (sqlite3.Error, OSError) as error:
+                raise ConfigError(f"{self._said}: the store in it cannot be used: {error}") from None
+            self._held = held.pop_all()
         self._thread = ThreadPoolExecutor(1, "storage")
 
     def close(self) -> None:
         """Let go of the folder, once what was asked for is done."""
         self._thread.shutdown()
-        self._connection.close()
-        os.close(self._lock)
+        self._held.close()
 
     def content(self, file_id: str) -> Path:
         """Where the content of a file lies.  file_id: as a row of ``files`` has it, never as a client says it."""
@@ -159,8 +162,12 @@ class Store:
         except RequestError as error:
             if error.code != "storage_full":
                 raise
-            self._spare.unlink(missing_ok=True)
+        self._spare.unlink(missing_ok=True)
+        try:
             return self._transact(work)
+        finally:
+            self._empty_log()
+            self.reserve()
 
     def _transact(self, work: Callable[[Connection], T]) -> T:
         connection = self._connection
@@ -168,6 +175,7 @@ class Store:
             connection.execute("BEGIN IMMEDIATE")
             try:
                 result = work(connection)
+                self._allocate()
                 connection.execute("COMMIT")
             except BaseException:
                 if connection.in_transaction:
@@ -175,12 +183,41 @@ class Store:
                 raise
             return result
         except (sqlite3.OperationalError, OSError) as error:
-            raise disk_error(error) from error
+            said = disk_error(error)
+            if said.code == "storage_full":
+                self._empty_log()
+            raise said from error
         except UnicodeEncodeError:
             raise RequestError("half of a surrogate pair is no text, and cannot be stored or looked for") from None
 
+    def _allocate(self) -> None:
+        """Give the database the room on the disk that the transaction will need in it.  Raises OSError."""
+        (needed,) = self._connection.execute(
+            "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
+        ).fetchone()
+        num_bytes = os.fstat(self._database).st_size
+        if needed > num_bytes:
+            try:
+                os.posix_fallocate(self._database, num_bytes, needed - num_bytes)
+            except OSError:
+                os.ftruncate(self._database, num_bytes)
+                raise
+
+    def _empty_log(self) -> None:
+        """Move what is in SQLite's log into the database, and give its room back."""
+        with suppress(sqlite3.Error):
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _hold(self, held: ExitStack, name: str) -> int:
+        """Returns a descriptor of a file of the folder.  Raises OSError.
+
+        To close one of the database lets go of SQLite's locks on it, so that is done behind the connection."""
+        descriptor = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        held.callback(os.close, descriptor)
+        return descriptor
+
     def _open(self) -> Connection:
-        connection = sqlite3.connect(self._folder / "index.sqlite3", isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(self._folder / DATABASE, isolation_level=None, check_same_thread=False)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")  # what was acknowledged outlives a power cut

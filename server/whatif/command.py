@@ -12,7 +12,8 @@ from rich.console import Console
 
 from engine.config import Config
 from engine.errors import ConfigError
-from server.bench.command import NO_CONFIGURATION, count
+from server.arguments import count, picture
+from server.bench.command import NO_CONFIGURATION
 
 DESCRIPTION = """\
 Plays recorded traffic through the scheduler in virtual time, with other settings, and says what clients would have
@@ -60,7 +61,7 @@ def add_whatif(commands: "argparse._SubParsersAction[ArgumentParser]") -> None:
     clients = "so many clients, each of which sends a request when its last one has ended, instead of recorded arrivals"
     parser.add_argument("--concurrency", type=count, default=0, metavar="N", help=clients)
     parser.add_argument("--json", action="store_true", help="print JSON instead, with every request")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw all servers; needs matplotlib")
+    parser.add_argument("--plot", type=picture, metavar="PNG", help="draw all servers; needs matplotlib")
     parser.set_defaults(run=_whatif, **NO_CONFIGURATION)
 
 

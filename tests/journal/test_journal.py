@@ -18,6 +18,14 @@ from server.journal.records import Accepted, Delivered, Ended, decode
 MOST_BYTES = 64 << 10
 
 
+@pytest.fixture(autouse=True)
+def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests take of memory what their records have bytes, so that these small journals are full on disk first."""
+    monkeypatch.setattr(journal_module, "ENTRY_BYTES", 0)
+    monkeypatch.setattr(journal_module, "NUM_BODIES", 1)
+    monkeypatch.setattr(journal_module, "RECORD_BYTES", 0)
+
+
 def journal_of(folder: Path, **changed: Any) -> Journal:
     return Journal(folder, **{"fsync": "never", "most_bytes": MOST_BYTES, **changed})
 
@@ -65,14 +73,14 @@ async def test_a_turn_of_the_loop_is_one_write_that_comes_before_anybody_is_told
     journal = journal_of(tmp_path)
     events: list[str] = []
     real = segments.os.write
-    monkeypatch.setattr(segments.os, "write", lambda file, data: (events.append("write"), real(file, data))[1])
-    entries = [journal.begin() for _ in range(64)]
-    for entry in entries:
-        journal.append(entry, accepted(entry), nothing)
-        journal.append(entry, delivered(entry, 1), partial(events.append, f"told {entry.number}"))
-    await turn()
-    assert events == ["write", *(f"told {entry.number}" for entry in entries)]
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(segments.os, "write", lambda file, data: (events.append("write"), real(file, data))[1])
+        entries = [journal.begin() for _ in range(64)]
+        for entry in entries:
+            journal.append(entry, accepted(entry), nothing)
+            journal.append(entry, delivered(entry, 1), partial(events.append, f"told {entry.number}"))
+        await turn()
+        assert events == ["write", *(f"told {entry.number}" for entry in entries)]
     journal.close()
     assert known(tmp_path) == {entry.number: [accepted(entry), delivered(entry, 1)] for entry in entries}
 
@@ -154,6 +162,40 @@ async def test_streams_that_grow_beyond_all_bounds_give_way(tmp_path: Path) -> N
     assert not journal.takes(MOST_BYTES // 4), "a body that would fill it"
     journal.close()
     assert known(tmp_path)[small.number] == [accepted(small)]
+
+
+@in_loop
+async def test_what_is_in_memory_is_held_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "ENTRY_BYTES", MOST_BYTES // 8)
+    journal = journal_of(tmp_path)
+    forgotten: list[int] = []
+    journal.forgotten = lambda entry: forgotten.append(entry.number)
+    running = journal.begin()
+    journal.append(running, accepted(running), nothing)
+    for number in range(2, 20):
+        entry = journal.begin()
+        journal.append(entry, accepted(entry), nothing)
+        journal.end(entry, Ended(number, 1, 1.0), nothing)
+        await turn(1)
+    assert set(journal.entries) == {running.number, *range(14, 20)}, "the oldest of those that have ended give way"
+    assert forgotten == list(range(2, 14))
+    num_taken = 0
+    while journal.takes(2):
+        entry = journal.begin()
+        journal.append(entry, accepted(entry), nothing)
+        await turn(1)
+        num_taken += 1
+    assert num_taken == 2, "those that run may have half of it"
+    assert len(journal.entries) == 7
+    for at in range(1, 100):
+        journal.append(running, delivered(running, at, "x" * 500), nothing)
+    await turn(1)
+    assert running.number not in journal.entries, "the longest gives way"
+    assert forgotten[-1] == running.number
+    journal.close()
+    again = journal_of(tmp_path)
+    assert len(again.entries) <= 7, "also of what lies on disk still"
+    again.close()
 
 
 @in_loop

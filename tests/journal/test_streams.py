@@ -1,7 +1,9 @@
 """Streams that are rejoined: on the same server, and on one that was started after the first was killed."""
 
+import gc
 import json
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,10 +14,12 @@ import pytest
 
 from engine.actors.operations import SettingsChanged
 from engine.sections import LimitsSection, ServerSection, StorageSection
+from server.journal import journal as journal_module
 from server.journal import streams as streams_module
-from server.journal.journal import Journal
+from server.journal.journal import Entry, Journal
 from server.journal.records import Ended, decode, encode
 from server.journal.segments import Segments
+from tests.pace import at_some_pace
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, Reply
 from tests.server.live_server import CARD, MODEL, LiveServer
@@ -289,6 +293,48 @@ def test_a_server_that_is_stopped_leaves_its_streams_to_the_next(tmp_path: Path)
     assert [text_of(event) for event in again] == [text_of(event) for event in events[3:]]
 
 
+def test_a_restart_is_explained_as_such(tmp_path: Path) -> None:
+    def parts(live: LiveServer) -> dict[str, float]:
+        reply = ask(live, "/explain/stream/1:a")
+        assert reply.status == 200, reply.body
+        return {part["name"]: part["seconds"] for part in reply.json["parts"]}
+
+    path, body = STREAMS["completion"]
+    with server(tmp_path / "whole") as live:
+        events_of(ask(live, path, body))
+        assert "receiving" in parts(live), "one that has just come"
+        assert "waiting" not in parts(live)
+    crash(tmp_path / "whole", tmp_path / "crashed", 4)
+    ingress = FakeIngress()
+    ingress.ready = False
+    with LiveServer(ingress, storage=storage(tmp_path / "crashed"), server=ServerSection(api_key=("mine",))) as live:
+        time.sleep(0.4)
+        ingress.ready = True
+        rejoin(live, None)
+        told = parts(live)
+        assert told["waiting"] > 0.3
+        assert not {"receiving", "accepting"} & told.keys()
+
+
+@at_some_pace
+def test_a_stream_that_is_given_up_before_the_engine_is_there_does_not_go_on(tmp_path: Path, pace: float) -> None:
+    with server(tmp_path / f"whole {pace}") as live:
+        events_of(ask(live, "/v1/completions", {"prompt": "one", "max_tokens": 9}))
+    crash(tmp_path / f"whole {pace}", tmp_path / f"crashed {pace}", 4)
+    ingress = FakeIngress()
+    ingress.ready = False
+    section = storage(tmp_path / f"crashed {pace}", rejoin_s=0.1 * pace)
+    with LiveServer(ingress, storage=section, server=ServerSection(api_key=("mine",))) as live:
+        with RawClient(live.port) as client:
+            send(client, "/v1/streams/stream/1:a")
+            client.read_until(b"stream/1:a:3\n")
+        time.sleep(0.4 * pace)
+        assert rejoin(live, None).status == 404
+        ingress.ready = True
+        time.sleep(0.4 * pace)
+        assert not live.call(lambda: ingress.opened)
+
+
 def text_of(event: str) -> str:
     return str(json.loads(event.partition("\ndata: ")[2])["choices"][0]["text"])
 
@@ -317,7 +363,25 @@ def test_a_key_that_is_gone_takes_its_streams_along(tmp_path: Path, caplog: pyte
     with LiveServer(storage=storage(folder), server=ServerSection(api_key="another")) as live:
         assert rejoin(live, None, key="another").status == 404
         assert live.call(lambda: live.ingress.opened) == []
-    assert "its client's key is not valid any more" in caplog.text
+    assert "the API key of this stream is no longer valid" in caplog.text
+
+
+def test_a_key_that_is_changed_keeps_its_streams_as_it_keeps_what_is_stored(tmp_path: Path) -> None:
+    path, keys = STREAMS["completion"][0], tmp_path / "keys.toml"
+    section = ServerSection(key_file=str(keys))
+    keys.write_text('[clients]\nalice = "old"\nbob = "other"\n')
+    with LiveServer(storage=storage(tmp_path / "first"), server=section) as live:
+        events = events_of(ask(live, path, STREAMS["completion"][1], key="old"))
+        keys.write_text('[clients]\nalice = "new"\nbob = "other"\n')
+        time.sleep(1.1)  # the file is looked at once a second
+        assert events_of(rejoin(live, 2, key="new")) == events[2:]
+        assert [rejoin(live, 2, key=key).status for key in ("old", "other")] == [401, 404]
+    folder = crash(tmp_path / "first", tmp_path / "second", 4)
+    keys.write_text('[clients]\nalice = "newest"\nbob = "other"\n')
+    with LiveServer(storage=storage(folder), server=section) as live:
+        again = rejoin(live, 2, key="newest")
+        assert len(events_of(again)) == len(events) - 2
+        assert rejoin(live, 2, key="other").status == 404
 
 
 def test_what_a_client_may_have_open_counts_streams_that_run_on(tmp_path: Path) -> None:
@@ -367,6 +431,62 @@ def test_a_stream_is_of_the_model_that_was_there_when_it_came(tmp_path: Path) ->
         events_of(ask(one, path, body))
     with server(tmp_path) as one:
         assert rejoin(one, None).status == 404
+
+
+def entries_of(monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
+    """Returns where the entries of journals will be, in the order of their beginnings."""
+    entries: list[Entry] = []
+    begin = Journal.begin
+
+    def noted(journal: Journal) -> Entry:
+        entries.append(begin(journal))
+        return entries[-1]
+
+    monkeypatch.setattr(Journal, "begin", noted)
+    return entries
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_stream_without_room_in_memory_is_its_readers_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    monkeypatch.setattr(journal_module, "RECORD_BYTES", 1 << 20)  # 4 of 8 MB are there for streams that run
+    entries = entries_of(monkeypatch)
+    with server(tmp_path, delay_s=0.02, journal_mb=8) as live:
+        with RawClient(live.port) as client:
+            num_tokens = 40 if comes_back else 500
+            send(client, "/v1/completions", {"prompt": "one", "max_tokens": num_tokens, "ignore_eos": True})
+            client.read_until(b"stream/1:a:12\n")
+            if comes_back:
+                assert rejoin(live, 2).status == 404
+                client.read_until(b"stream/1:a:40\n")
+                client.read_until(b"[DONE]")
+                assert sum(map(len, entries[0].records[1:-1])) == 0, "nothing is kept of what its reader has"
+        assert live.wait_until(lambda: live.ingress.num_open == 0, 2), "nobody can come back to it"
+
+
+def test_what_a_stream_is_taken_for_is_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = entries_of(monkeypatch)
+
+    def take() -> int:
+        one.ingress.opened.clear()
+        one.ingress.asked.clear()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    with server(tmp_path, rejoin_s=600) as one:
+        body = {"prompt": "one", "max_tokens": 9, "user": "x" * 3000}
+        ask(one, "/v1/completions", body, name="first")
+        tracemalloc.start()
+        try:
+            before = one.call(take)
+            for number in range(100):
+                ask(one, "/v1/completions", body, name=f"r{number}")
+            taken = one.call(take) - before
+        finally:
+            tracemalloc.stop()
+        counted = sum(entry.num_bytes for entry in entries[1:])
+        assert taken < counted < 2.5 * taken, (taken, counted)
 
 
 def test_ended_streams_are_kept_as_long_as_was_left(tmp_path: Path) -> None:

@@ -57,7 +57,8 @@ def run(test: Callable[[list[LiveServer], Ask, Replicas], Awaitable[None]], key:
                 ) -> tuple[int, Any]:
                     if key:
                         headers.setdefault("Authorization", f"Bearer {key}")
-                    async with client.request(method, path, json=body, headers=headers) as response:
+                    proxy = url if path.startswith("http") else None  # which is sent the whole of an address
+                    async with client.request(method, path, json=body, headers=headers, proxy=proxy) as response:
                         is_json = response.content_type == "application/json"
                         return response.status, await (response.json() if is_json else response.text())
 

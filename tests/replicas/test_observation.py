@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.scheduling.board import BoardRow, Pool
@@ -51,6 +52,16 @@ def test_the_page_sees_the_sum_and_each_one() -> None:
         assert body["pages"]["page_size"] == each[0]["pages"]["page_size"]
         assert {row["replica"] for row in body["mailboxes"]} == NAMES
         assert (await ask("/load", method="GET"))[0] == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/stats", "/load", "/metrics", "/explain/a%2Fb?x=%2F"])
+def test_who_asks_for_headers_only_or_names_the_host_is_answered_as_others_are(path: str) -> None:
+    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+        expected = 404 if "explain" in path else 200
+        for method, target in (("GET", path), ("HEAD", path), ("GET", "http://x" + path)):
+            assert (method, target, (await ask(target, method=method))[0]) == (method, target, expected)
 
     run(test)
 

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import openai
 import uvloop
 from aiohttp import web
 
@@ -103,3 +104,8 @@ class LiveServer:
 def run_async(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run a coroutine function in a fresh loop."""
     return asyncio.run(main())
+
+
+def connect(live: LiveServer, key: str = "none", retries: int = 0) -> openai.OpenAI:
+    """Returns the official client of a server."""
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key=key, max_retries=retries)

@@ -8,12 +8,14 @@ import pytest
 
 from engine.sections import ServerSection
 from server.http import connection
+from tests.pace import at_some_pace
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, ask, http_bytes
 from tests.server.live_server import MODEL, LiveServer
 
 DEADLINE_S = 0.5
 LATEST_S = DEADLINE_S + 1.5  # the cores are shared with other work
+CLOSED_S = 30.0  # far sooner than an idle connection is closed
 GET = http_bytes("GET", "/health")
 COMPLETION = json.dumps({"model": MODEL, "prompt": "p"}).encode()
 FLOOD = json.dumps(
@@ -21,8 +23,8 @@ FLOOD = json.dumps(
 ).encode()
 
 
-def stalling_server() -> LiveServer:
-    return LiveServer(server=ServerSection(client_timeout_s=DEADLINE_S))
+def serving(pace: float = 1.0) -> LiveServer:
+    return LiveServer(server=ServerSection(client_timeout_s=DEADLINE_S * pace))
 
 
 def drip(client: RawClient, data: bytes, every_s: float) -> float:
@@ -42,28 +44,31 @@ def drip(client: RawClient, data: bytes, every_s: float) -> float:
     return time.monotonic() - started
 
 
-def test_a_dripping_header_is_cut() -> None:
-    with LiveServer(server=ServerSection(client_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
-        assert DEADLINE_S - 0.1 <= drip(client, b"GET /health HTTP/1.1\r\nX: " + b"x" * 1000, 0.05) <= LATEST_S
+@at_some_pace
+def test_a_dripping_header_is_cut(pace: float) -> None:
+    with serving(pace) as live, RawClient(live.port) as client:
+        took_s = drip(client, b"GET /health HTTP/1.1\r\nX: " + b"x" * 1000, 0.05)
+        assert (DEADLINE_S - 0.1) * pace <= took_s <= LATEST_S * pace
 
 
 def test_a_header_that_stops_is_told_why_and_cut() -> None:
-    with LiveServer(server=ServerSection(client_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+    with serving() as live, RawClient(live.port) as client:
         client.send(b"GET /health HT")
         reply = client.read_reply()
         assert (reply.status, reply.error["code"]) == (408, "header_timeout")
-        assert client.seconds_until_closed() < 1
+        assert client.seconds_until_closed() < CLOSED_S
 
 
-def test_the_header_deadline_is_that_of_each_request_not_of_the_connection() -> None:
-    with LiveServer(server=ServerSection(client_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+@at_some_pace
+def test_the_header_deadline_is_that_of_each_request_not_of_the_connection(pace: float) -> None:
+    with serving(pace) as live, RawClient(live.port) as client:
         for _ in range(4):
             client.send(GET[:20])
-            time.sleep(DEADLINE_S / 2)
+            time.sleep(DEADLINE_S * pace / 2)
             client.send(GET[20:])
             assert client.read_reply().status == 200
-            time.sleep(DEADLINE_S / 2)
-        time.sleep(DEADLINE_S * 2)  # idle, which has a deadline of its own
+            time.sleep(DEADLINE_S * pace / 2)
+        time.sleep(DEADLINE_S * pace * 2)  # idle, which has a deadline of its own
         client.send(GET)
         assert client.read_reply().status == 200
         client.send(GET[:20])
@@ -80,15 +85,16 @@ def test_a_header_behind_a_running_request_does_not_hurt_it() -> None:
         assert client.read_reply().status == 408
 
 
-def test_a_body_that_stops_is_told_why_and_cut() -> None:
-    with LiveServer(server=ServerSection(client_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+@at_some_pace
+def test_a_body_that_stops_is_told_why_and_cut(pace: float) -> None:
+    with serving(pace) as live, RawClient(live.port) as client:
         client.send(http_bytes("POST", "/v1/completions", b"", {"Content-Length": "1000"}))
         started = time.monotonic()
         client.send(b"{")
         reply = client.read_reply()
         assert (reply.status, reply.error["code"]) == (408, "body_timeout")
-        assert time.monotonic() - started <= LATEST_S
-        assert client.seconds_until_closed() < 4
+        assert time.monotonic() - started <= LATEST_S * pace
+        assert client.seconds_until_closed() < CLOSED_S
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/abort_request", "/flush_cache"])
@@ -99,7 +105,7 @@ def test_a_dripping_body_is_cut(path: str, chunked: bool) -> None:
     if chunked:
         head, drops = head.replace(b"Content-Length: 100000", b"Transfer-Encoding: chunked"), b"1\r\n \r\n" * 200
     answer = b""
-    with LiveServer(server=ServerSection(client_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+    with serving() as live, RawClient(live.port) as client:
         client.send(head)
         client.socket.settimeout(0.05)
         try:
@@ -118,38 +124,41 @@ def test_a_dripping_body_is_cut(path: str, chunked: bool) -> None:
         assert b'"code":"body_timeout"' in answer
 
 
-def test_a_body_that_comes_slowly_and_steadily_is_served() -> None:
+@at_some_pace
+def test_a_body_that_comes_slowly_and_steadily_is_served(pace: float) -> None:
     body = COMPLETION + b" " * (512 << 10)
-    with LiveServer(server=ServerSection(client_timeout_s=DEADLINE_S)) as live, RawClient(live.port) as client:
+    with serving(pace) as live, RawClient(live.port) as client:
         client.send(http_bytes("POST", "/v1/completions", b"", {"Content-Length": str(len(body))}))
         started = time.monotonic()
         for start in range(0, len(body), 64 << 10):
             client.send(body[start : start + (64 << 10)])
-            time.sleep(DEADLINE_S / 3)
+            time.sleep(DEADLINE_S * pace / 3)
         assert client.read_reply().status == 200
-        assert time.monotonic() - started > 2 * DEADLINE_S
+        assert time.monotonic() - started > 2 * DEADLINE_S * pace
 
 
 def test_a_body_that_nobody_reads_is_cut_too() -> None:
     with LiveServer() as live, RawClient(live.port) as client:
         client.send(http_bytes("GET", "/health", b"", {"Content-Length": "1000"}))
         assert client.read_reply().status == 200
-        assert client.seconds_until_closed() < 4
+        assert client.seconds_until_closed() < CLOSED_S
 
 
-def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "KEEPALIVE_TIMEOUT_S", DEADLINE_S)
+@at_some_pace
+def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch, pace: float) -> None:
+    monkeypatch.setattr(connection, "KEEPALIVE_TIMEOUT_S", DEADLINE_S * pace)
+    least_s, most_s = (DEADLINE_S - 0.1) * pace, LATEST_S * pace
     with LiveServer() as live:
         with RawClient(live.port) as silent:
-            assert DEADLINE_S - 0.1 <= silent.seconds_until_closed() <= LATEST_S
+            assert least_s <= silent.seconds_until_closed() <= most_s
         with RawClient(live.port) as client:
             client.send(GET)
             client.read_reply()
-            assert DEADLINE_S - 0.1 <= client.seconds_until_closed() <= LATEST_S
+            assert least_s <= client.seconds_until_closed() <= most_s
 
 
 def test_a_reader_that_stalls_is_cut_and_its_request_cancelled() -> None:
-    with stalling_server() as live, RawClient(live.port, receive_buffer=4096) as client:
+    with serving() as live, RawClient(live.port, receive_buffer=4096) as client:
         client.send(http_bytes("POST", "/v1/completions", FLOOD))
         assert live.wait_until(lambda: len(live.ingress.opened) == 1, 2)
         assert live.wait_until(lambda: not live.runner.server.connections, LATEST_S)
@@ -162,7 +171,7 @@ def test_readers_that_stall_after_the_last_byte_was_written_are_cut() -> None:
     """The handler is done, what is left sits in the transport, and closing that would wait for the client for ever.
 
     Some of these sizes fit the kernel's buffers, some leave more than the high-water mark, some less."""
-    with stalling_server() as live:
+    with serving() as live:
         clients = [RawClient(live.port, receive_buffer=4096) for _ in range(16)]
         for number, client in enumerate(clients):
             fields = {"model": MODEL, "prompt": "!flood", "max_tokens": 40 + 20 * number, "ignore_eos": True}
@@ -177,28 +186,30 @@ def test_readers_that_stall_after_the_last_byte_was_written_are_cut() -> None:
             client.socket.close()
 
 
-def test_a_slow_reader_that_reads_on_gets_everything() -> None:
+@at_some_pace
+def test_a_slow_reader_that_reads_on_gets_everything(pace: float) -> None:
     body = json.dumps({"model": MODEL, "prompt": "!flood", "max_tokens": 800, "ignore_eos": True}).encode()
-    with stalling_server() as live, RawClient(live.port, receive_buffer=4096) as client:
+    with serving(pace) as live, RawClient(live.port, receive_buffer=4096) as client:
         client.send(http_bytes("POST", "/v1/completions", body))
         head = client.read_until(b"\r\n\r\n").lower()
         left = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
         started = time.monotonic()
         while left > 400_000:
             left -= len(client.read_exactly(20_000))
-            time.sleep(0.1)
+            time.sleep(0.1 * pace)
         client.read_exactly(left)
-        assert time.monotonic() - started > 3 * DEADLINE_S
+        assert time.monotonic() - started > 3 * DEADLINE_S * pace
 
 
-def test_a_stalled_reader_does_not_slow_the_others() -> None:
+@at_some_pace
+def test_a_stalled_reader_does_not_slow_the_others(pace: float) -> None:
     with LiveServer() as live, RawClient(live.port, receive_buffer=4096) as client:
         client.send(http_bytes("POST", "/v1/completions", FLOOD))
         client.read_until(b"data: ")
         for _ in range(20):
             started = time.monotonic()
             assert ask(live.port, "POST", "/v1/completions", COMPLETION).status == 200
-            assert time.monotonic() - started < 1
+            assert time.monotonic() - started < pace
 
 
 def test_connections_beyond_the_cap_are_told_so() -> None:
@@ -211,7 +222,7 @@ def test_connections_beyond_the_cap_are_told_so() -> None:
             reply = client.read_reply()
             assert (reply.status, reply.error["code"]) == (503, "too_many_connections")
             assert reply.headers["retry-after"] == "1"
-            assert client.seconds_until_closed() < 1
+            assert client.seconds_until_closed() < CLOSED_S
         clients.pop().socket.close()
         assert live.wait_until(lambda: len(live.runner.server.connections) == 2, 1)
         assert ask(live.port, "GET", "/health").status == 200
@@ -221,11 +232,12 @@ def test_connections_beyond_the_cap_are_told_so() -> None:
             client.socket.close()
 
 
-def test_idle_connections_do_not_disturb() -> None:
+@at_some_pace
+def test_idle_connections_do_not_disturb(pace: float) -> None:
     with LiveServer() as live:
         idle = [RawClient(live.port) for _ in range(300)]
         started = time.monotonic()
         assert ask(live.port, "POST", "/v1/completions", COMPLETION).status == 200
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < pace
         for client in idle:
             client.socket.close()

@@ -17,6 +17,7 @@ import pytest
 
 from tests.pace import far
 from tests.workers.executors import within
+from tests.workers.forge import Forge
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 MODEL = "callboard-demo"
@@ -24,10 +25,10 @@ PROMPTS = [f"def function_{index}(value):\n    " for index in range(16)]
 
 
 class Server:
-    """A ``callboard serve`` process on a free port."""
+    """A ``callboard serve`` process on a free port.  module: what is run."""
 
-    def __init__(self, *overrides: str) -> None:
-        command = [sys.executable, "-m", "callboard", "serve", str(DEMO), "--port", "0"]
+    def __init__(self, *overrides: str, module: str = "callboard") -> None:
+        command = [sys.executable, "-m", module, "serve", str(DEMO), "--port", "0"]
         for override in ("kv.num_pages=512", *overrides):
             command += ["--set", override]
         # Read all the time: a pipe that nobody reads fills up, and then the server waits inside a log call.
@@ -195,8 +196,8 @@ def test_a_bad_request_is_a_400_and_the_server_goes_on(
     assert client.completions.create(model=MODEL, prompt="import ", max_tokens=2).choices
 
 
-def test_a_full_queue_is_a_429_with_retry_after(server: Server) -> None:
-    small = Server("limits.max_requests=1")
+def test_a_full_queue_is_a_429_with_retry_after() -> None:
+    small = Server("limits.max_requests=1", module="tests.workers.quick_server")
     try:
         with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none", max_retries=0) as client:
             extra = {"ignore_eos": True}
@@ -224,6 +225,12 @@ def test_sigterm_lets_a_running_stream_finish(server: Server) -> None:
     assert "Traceback" not in stopping.logged()
 
 
+@pytest.fixture(scope="module")
+def forge() -> Iterator[Forge]:
+    with Forge() as forge:
+        yield forge
+
+
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "server.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=far(60), check=False)
@@ -246,10 +253,12 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["serve", "--host", "0.0.0.0"], 2, "server.api_key"),
     ],
 )
-def test_a_mistake_at_start_is_one_line_and_an_exit_code(arguments: list[str], code: int, said: str) -> None:
-    result = run_cli(*arguments)
+def test_a_mistake_at_start_is_one_line_and_an_exit_code(
+    forge: Forge, arguments: list[str], code: int, said: str
+) -> None:
+    result = forge.run(*arguments)
     complaint = result.stderr.strip().splitlines()[-1]
-    assert result.returncode == code, result.stderr
+    assert result.code == code, result.stderr
     assert complaint.startswith("callboard: ")
     assert said in complaint
     assert "Traceback" not in result.stderr

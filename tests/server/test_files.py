@@ -11,7 +11,7 @@ import pytest
 from engine.sections import ServerSection, StorageSection
 from server.storage.store import Store
 from tests.server.http_client import RawClient, Reply, ask
-from tests.server.live_server import LiveServer
+from tests.server.live_server import LiveServer, connect
 
 KEYS = ServerSection(api_key=["one-key", "another-key"], client_timeout_s=1.0)
 MARK = "part"
@@ -29,12 +29,8 @@ def server(tmp_path: Path) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[openai.OpenAI]:
-    with connect(server) as client:
+    with connect(server, "one-key") as client:
         yield client
-
-
-def connect(server: LiveServer, key: str = "one-key") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
 
 def contents(tmp_path: Path) -> list[str]:

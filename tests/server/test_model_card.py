@@ -4,7 +4,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from engine.config import Config, build_config
+from engine.own_kernels import VARIABLE
 from engine.plugins.families import read_model
 from server.model_card import _fingerprint
 
@@ -22,3 +25,18 @@ def test_it_tells_what_may_change_an_answer_and_nothing_else() -> None:
     others = ({"numerics": "invariant"}, {"quantization": "int8"}, {"load_format": "dummy"})
     tables = ({"plugins": {"linear": "torch"}}, {"kv": {"dtype": "int8"}}, *({"model": one} for one in others))
     assert len({plain, *map(fingerprint, tables)}) == 6
+
+
+def test_it_tells_whether_kernels_in_c_compute_or_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They sum in another order, so the last bits differ."""
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("CC", str(compiler))
+    own = fingerprint({})
+    monkeypatch.setenv("CC", str(tmp_path / "missing"))
+    none = fingerprint({})
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv(VARIABLE, "torch")
+    assert own != none == fingerprint({})

@@ -9,14 +9,10 @@ import pytest
 
 from engine.sections import LimitsSection, ServerSection
 from tests.server.fake_ingress import FakeIngress, as_text
-from tests.server.live_server import CARD, MODEL, LiveServer, run_async
+from tests.server.live_server import CARD, MODEL, LiveServer, connect, run_async
 
 pytestmark = pytest.mark.reliability("H5", "the official client: answers, streams, refusals, failures, retries")
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
-
-
-def connect(live: LiveServer, key: str = "none", retries: int = 0) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{live.url}/v1", api_key=key, max_retries=retries)
 
 
 @pytest.fixture

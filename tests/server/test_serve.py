@@ -15,7 +15,7 @@ import pytest
 
 from engine.errors import ConfigError
 from server.http.listener import ListenError, bind, url_of
-from tests.pace import far
+from tests.pace import at_some_pace, far
 from tests.server.http_client import RawClient, ask, http_bytes
 from tests.server.live_server import MODEL, LiveServer
 
@@ -84,8 +84,9 @@ def test_a_signal_ends_an_idle_server_at_once(number: signal.Signals) -> None:
         assert server.exit(2) == (0, "")
 
 
-def test_draining_refuses_new_requests_and_finishes_open_ones() -> None:
-    with process(delay_s=0.2) as server, start_stream(server.port) as client:
+@at_some_pace
+def test_draining_refuses_new_requests_and_finishes_open_ones(pace: float) -> None:
+    with process(delay_s=0.2 * pace) as server, start_stream(server.port) as client:
         server.signal(signal.SIGTERM)
         server.wait_for(lambda: ask(server.port, "GET", "/ready").status == 503, 1)
         assert ask(server.port, "GET", "/health").json["status"] == "draining"
@@ -130,8 +131,9 @@ def test_a_signal_while_the_model_loads() -> None:
         assert server.exit(2) == (0, "")
 
 
-def test_the_end_of_the_engine_ends_the_server_after_clients_were_told() -> None:
-    with process(delay_s=0.2, die_after_s=0.8) as server, start_stream(server.port) as client:
+@at_some_pace
+def test_the_end_of_the_engine_ends_the_server_after_clients_were_told(pace: float) -> None:
+    with process(delay_s=0.2 * pace, die_after_s=0.8 * pace) as server, start_stream(server.port) as client:
         *_, error, done = client.read_reply().events
         assert (error["error"]["code"], done) == ("engine_died", "[DONE]")
         code, stderr = server.exit()

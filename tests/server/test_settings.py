@@ -98,6 +98,15 @@ def test_what_cannot_be_is_a_400_that_names_it_and_changes_nothing(
     assert live.complete([1], max_tokens=1).status == 200
 
 
+def test_a_field_that_apply_does_not_have_is_named_and_nothing_changes(live: LiveSystem) -> None:
+    before = live.system.config
+    reply = apply(live, BASE + "[limits]\nmax_requests = 77\n", dryrun=True)
+    assert (reply.status, reply.json["error"]["code"]) == (400, "unknown_parameter")
+    assert reply.json["error"]["param"] == "dryrun"
+    assert reply.json["error"]["message"] == "dryrun: no such field; there are dry_run, toml"
+    assert live.system.config is before
+
+
 @pytest.mark.parametrize("level", ["1", "2"])
 def test_an_engine_sleeps_and_wakes_up(live: LiveSystem, level: str) -> None:
     assert ask(live.port, "GET", "/is_sleeping").json == {"is_sleeping": False}

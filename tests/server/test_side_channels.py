@@ -2,9 +2,9 @@
 
 import asyncio
 import json
-import select
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +14,13 @@ from aiohttp import web
 
 from engine.config import Config, build_config
 from engine.errors import RequestError
+from engine.messages import Finish
+from engine.plugins.hookspecs import hookimpl
+from engine.scheduling.meter import RequestMetrics
 from engine.sections import ServerSection
 from server.clients import require_key
 from server.keys import Keys
+from tests.engine.held_steps import hold_steps
 from tests.figures import Figure
 from tests.models.checkpoints import build, random_tokens, save
 from tests.server.http_client import RawClient, http_bytes
@@ -106,8 +110,21 @@ def test_one_clients_prompts_are_in_nobody_elses_cache(checkpoint: Path, figure:
     figure("its own answered sooner than nobody's", sum(sooner) / len(sooner), at_least=0.75, patience=1.5)
 
 
+class Ends:
+    """Notes how many tokens requests had, in the order of their ends; not of those that have left."""
+
+    def __init__(self, ended: list[int]) -> None:
+        self._ended = ended
+
+    @hookimpl
+    def callboard_request_finished(self, requests: Sequence[RequestMetrics]) -> None:
+        self._ended.extend(one.num_output_tokens for one in requests if one.finish == Finish.LENGTH)
+
+
 @pytest.mark.parametrize("cached_by", ["", "another", "mine"])
-def test_the_order_of_answers_says_nothing_of_what_others_have_cached(checkpoint: Path, cached_by: str) -> None:
+def test_the_order_of_answers_says_nothing_of_what_others_have_cached(
+    checkpoint: Path, cached_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or a client with two requests could ask what others have asked.  What it has cached itself does go first."""
     tables: dict[str, dict[str, Any]] = {
         "model": {"path": str(checkpoint), "name": MODEL, "tokenizer": "none"},
@@ -116,6 +133,7 @@ def test_the_order_of_answers_says_nothing_of_what_others_have_cached(checkpoint
         "plugins": {"policy": "lpm"},
     }
     guess, other = random_tokens(64, 1), random_tokens(64, 2)
+    go = hold_steps(monkeypatch)
 
     def request(prompt: list[int], salt: str = "mine", **fields: Any) -> bytes:
         salted = {"cache_salt": salt} if salt else {}
@@ -127,17 +145,20 @@ def test_the_order_of_answers_says_nothing_of_what_others_have_cached(checkpoint
         RawClient(live.port, timeout_s=60) as first,
         RawClient(live.port, timeout_s=60) as second,
     ):
+        ended: list[int] = []
+        live.call(lambda: live.system.monitor.watch(Ends(ended), "tests.ends"))
         second.send(request(guess, cached_by))
         assert second.read_reply().status == 200
         with RawClient(live.port) as running:
             running.send(request(random_tokens(16, 4), stream=True, max_tokens=400))
             assert live.wait_until(lambda gauges: gauges.num_running == 1, 10)
+            go.clear()
             first.send(request(other))
             assert live.wait_until(lambda gauges: gauges.num_waiting == 1, 10)
-            second.send(request(guess, max_tokens=400))
+            second.send(request(guess, max_tokens=2))
             assert live.wait_until(lambda gauges: gauges.num_waiting == 2, 10)
-        # It has left, and one of the two starts.  The second needs 400 steps, so the other one's answer shows which.
-        first.read_reply()
-        second_was_first = bool(select.select([second.socket], [], [], 0)[0])
-        second.read_reply()
-    assert second_was_first == (cached_by == "mine")
+        assert live.wait_until(lambda gauges: gauges.num_open == 2, 10)
+        go.set()  # the first one has left, and one of the two starts; the row is theirs in turn
+        assert [one.read_reply().status for one in (first, second)] == [200, 200]
+        assert live.wait_until(lambda _: len(ended) == 3, 10)
+    assert ended == ([1, 2, 1] if cached_by == "mine" else [1, 1, 2])

@@ -2,11 +2,13 @@
 
 import asyncio
 import errno
+import os
 import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 
 from engine.errors import ConfigError, RequestError
 from engine.sections import StorageSection
+from server.responses.table import ResponseTable
+from server.storage import files as files_module
 from server.storage import store as store_module
 from server.storage.files import FileObject, Files
 from server.storage.pages import Asked
@@ -205,6 +209,26 @@ def test_what_has_expired_goes_and_what_a_batch_reads_stays(tmp_path: Path) -> N
     run_async(main)
 
 
+def test_what_expires_at_once_goes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files_module, "SWEPT_AT_ONCE", 2)
+
+    async def main() -> None:
+        store = Store(section(tmp_path, retention_hours=1))
+        files = Files(store)
+        for number in range(5):
+            await add(store, files, "", file_of(f"f{number}", expires_at=1))
+            row = (f"r{number}", 1, 1)
+            await store.run(lambda connection, row=row: connection.execute(INSERT, row))  # type: ignore[misc]
+        await files.sweep()
+        assert names(store) == set()
+        for table in ("files", "responses"):
+            query = f"SELECT count(*) FROM {table}"
+            assert await store.run(lambda connection, query=query: connection.execute(query).fetchone()) == (0,)  # type: ignore[misc]
+        store.close()
+
+    run_async(main)
+
+
 def test_text_that_is_none_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         store = Store(section(tmp_path))
@@ -237,3 +261,78 @@ def test_a_full_disk_lets_files_go_all_the_same(tmp_path: Path, monkeypatch: pyt
         store.close()
 
     run_async(main)
+
+
+INSERT = "INSERT INTO responses VALUES (?, '', 'completed', 0, 1, NULL, NULL, '', zeroblob(?), '{}', ?)"
+
+
+async def fill(store: Store, num_bytes: int, prefix: str = "r") -> int:
+    """Store responses until there is no room; returns how many."""
+    for number in range(10_000):
+        row = (f"{prefix}{number}", num_bytes, num_bytes)
+        try:
+            await store.run(lambda connection, row=row: connection.execute(INSERT, row))  # type: ignore[misc]
+        except RequestError as error:
+            if error.code != "storage_full":
+                raise
+            return number
+    raise AssertionError("the disk was never full")
+
+
+def test_what_sqlites_log_holds_has_its_room_in_the_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database, wal = (tmp_path / "store" / f"index.sqlite3{suffix}" for suffix in ("", "-wal"))
+    allocate = os.posix_fallocate
+
+    def small_disk(descriptor: int, offset: int, num_bytes: int) -> None:
+        allocate(descriptor, offset, num_bytes)  # as a disk does that gives a part and has no more
+        if offset + num_bytes > 1 << 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def main() -> None:
+        store = Store(section(tmp_path))
+        monkeypatch.setattr(os, "posix_fallocate", small_disk)
+        await store.run(lambda connection: connection.execute("PRAGMA wal_autocheckpoint = 0"))
+        await store.run(lambda connection: connection.execute(INSERT, ("first", 400_000, 1)))
+        assert database.stat().st_size > 400_000
+        assert wal.stat().st_size > 400_000
+        await fill(store, 400_000)
+        await fill(store, 900_000, "s")
+        assert database.stat().st_size < 1 << 20
+        assert wal.stat().st_size == 0
+        store.close()
+
+    run_async(main)
+
+
+def test_a_disk_that_is_full_takes_deletes_and_new_responses_have_their_room(tmp_path: Path) -> None:
+    disk, filler = tmp_path / "disk", tmp_path / "disk" / "filler"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root may make a disk that is soon full")
+
+    def take_the_rest() -> None:
+        with filler.open("ab", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+
+    async def main() -> None:
+        store = Store(section(disk))
+        files, responses = Files(store), ResponseTable(store)
+        await add(store, files, "", file_of("f", 100_000))
+        num_stored = await fill(store, 50_000)
+        take_the_rest()
+        for number in range(num_stored):
+            await responses.delete("", f"r{number}")
+        await files.delete("", "f")
+        store.close()
+        take_the_rest()
+        store = Store(section(disk))  # to start takes room as well
+        filler.unlink()
+        assert await fill(store, 50_000, "s") >= num_stored // 2
+        store.close()
+
+    try:
+        run_async(main)
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)

@@ -1,8 +1,6 @@
 """Stored and background responses with the official client."""
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,31 +12,10 @@ from server.responses.table import ResponseTable
 from tests.pace import far
 from tests.server.fake_ingress import FakeIngress, as_text
 from tests.server.http_client import ask
-from tests.server.live_server import MODEL, LiveServer
+from tests.server.live_server import MODEL, LiveServer, connect
 
 CALL_TOOL: Any = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 UNDER_WAY = ("queued", "in_progress")
-
-
-@pytest.fixture
-def storage(tmp_path: Path) -> StorageSection:
-    return StorageSection(folder=str(tmp_path / "kept"))
-
-
-@pytest.fixture
-def server(storage: StorageSection) -> Iterator[LiveServer]:
-    with LiveServer(storage=storage) as live:
-        yield live
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Iterator[openai.OpenAI]:
-    with connect(server) as client:
-        yield client
-
-
-def connect(server: LiveServer, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
 
 def ask_for(client: openai.OpenAI, said: Any = "hello", **more: Any) -> Any:

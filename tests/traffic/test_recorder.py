@@ -5,6 +5,7 @@ import base64
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,10 @@ def test_outputs_are_put_together_from_the_tokens_of_many_steps(recorder: TraceR
     assert [one, other] == shared
 
 
-def test_no_more_disk_is_taken_than_was_said_and_the_newest_stays(tmp_path: Path) -> None:
+def test_no_more_disk_is_taken_than_was_said_and_the_newest_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.traffic.recorder.EVERY_S", 0.02)
     other = tmp_path / "traces" / "another_model-2026.jsonl"
     other.parent.mkdir()
     other.write_bytes(bytes(1 << 20))
@@ -189,8 +193,8 @@ def test_no_more_disk_is_taken_than_was_said_and_the_newest_stays(tmp_path: Path
     link = recorder.tap(Sink())
     deadline = time.monotonic() + far(60)
     for number in range(1, 1200):
-        link.put(admit(number, 40_000))
-        recorder.callboard_request_finished((metrics(number),))
+        link.put(admit(number, 6_000))  # a line of 3 kB
+        recorder.callboard_request_finished((replace(metrics(number), num_prompt_tokens=6_000),))
         while len(recorder._notes) > 40:  # not faster than is written, as two batches would be one
             assert time.monotonic() < deadline
             time.sleep(0.01)

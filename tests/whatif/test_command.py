@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from server import arguments
 from server.cli import main
 from server.whatif.changes import ASKABLE
 from tests.traffic.recorded import lines, record, requests
@@ -56,6 +57,19 @@ def test_every_case_is_a_column_and_json_has_them_all(path: Path, capsys: pytest
     ]  # fmt: skip
     assert columns[3]["figures"]["ttft_p50_ms"] > 2 * columns[0]["figures"]["ttft_p50_ms"]
     assert [len(one["requests"]) for one in columns] == [60] * 4
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_plot_that_cannot_be_drawn_is_said_before_the_work(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    monkeypatch.setattr(arguments, "find_spec", lambda name: object() if is_there else None)
+    with pytest.raises(SystemExit) as ended:
+        main(["whatif", str(path), "--plot", "/nowhere/out.png"])
+    assert ended.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert ("there is no folder '/nowhere'" if is_there else "pip install 'callboard[bench]'") in output.err
 
 
 def test_a_plot_is_drawn(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,41 @@
+"""Types of arguments on the command line, whose refusals say what was typed and what is expected.
+
+Owns: those types.  Does not know: commands.
+"""
+
+import argparse
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TypeVar
+
+N = TypeVar("N", int, float)
+
+
+def _number(kind: Callable[[str], N], words: str, holds: Callable[[N], bool]) -> Callable[[str], N]:
+    def read(text: str) -> N:
+        try:
+            if holds(value := kind(text)):
+                return value
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"expected {words}, not '{text[:40]}'")
+
+    return read
+
+
+natural = _number(int, "a whole number from 0 on", lambda value: value >= 0)
+count = _number(int, "a whole number from 1 on", lambda value: value >= 1)
+real = _number(float, "a number", lambda value: abs(value) < float("inf"))
+positive = _number(float, "a number above 0", lambda value: 0 < value < float("inf"))
+share = _number(float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+def picture(text: str) -> Path:
+    """A file to draw to, before the work begins whose results are drawn."""
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("matplotlib is not installed: pip install 'callboard[bench]'")
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder '{path.parent}'")
+    return path
