@@ -21,7 +21,8 @@ serve: $(SERVES)  ## install what serving needs, then serve the demo model on 12
 
 test: $(STAMP)  ## install, then check the code and run every test
 	$(MAKE) check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=30
+	@# Hundreds of processes import the same modules, and pytest rewrites each test's: compiled once, whatever a container sets.
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
 
 check: $(STAMP)  ## lint, types, import contracts
 	$(BIN)/ruff check .

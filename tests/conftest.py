@@ -1,7 +1,9 @@
 """What every test relies on: repeatable hypothesis runs that do not time themselves, and no network."""
 
+import gc
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.figures", "tests.network"]
@@ -19,3 +21,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("tests")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_rest() -> None:
+    """What imports and collecting have left, a million objects, lives as long as the process: nobody looks for garbage
+    in it.  Some tests thaw it, so this is seen to before each file."""
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()

@@ -184,9 +184,7 @@ class Report:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         lines = [line for _, case in sorted(self._cases.items(), key=in_order) for line in case.table()]
-        describe_machine = runpy.run_path(str(ROOT / "benchmarks" / "machine.py"))["describe_machine"]
-        report = {"machine": describe_machine(), "rows": lines}
-        self._path.write_text(json.dumps(report, indent=1) + "\n")
+        runpy.run_path(str(ROOT / "benchmarks" / "machine.py"))["keep"](self._path, {"rows": lines})
         terminalreporter.write_line("")
         table = Table("id", "what is done", "figure", "value", "bound", "verdict", title=str(self._path))
         for line in lines:

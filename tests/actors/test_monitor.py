@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from engine.params import SamplingParams
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
 from engine.system import System
+from tests.pace import far
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -42,6 +44,12 @@ def configured() -> Config:
     return build_config(Config(), {"model": {"path": str(DEMO)}, "kv": {"num_pages": 64}})
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(far(5)):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 def test_gauges_meter_and_outline_are_those_of_the_engine() -> None:
     async def scenario() -> None:
         system = NullSystem(configured())
@@ -55,7 +63,7 @@ def test_gauges_meter_and_outline_are_those_of_the_engine() -> None:
         assert busy.pages_used > 0
         assert busy.num_in_flight > 0
         await asyncio.gather(*(stream.collect() for stream in streams))
-        await asyncio.sleep(0.01)
+        await until(lambda: monitor.gauges().pages_used == monitor.gauges().num_in_flight == 0)
         idle = monitor.gauges()
         assert (idle.num_open, idle.num_running, idle.pages_used, idle.stalled_s) == (0, 0, 0, 0.0)
         assert idle.pages_free + idle.pages_cached == 64
@@ -77,18 +85,20 @@ def test_a_device_that_hangs_shows_and_one_that_only_waits_for_work_does_not() -
         await system.start()
         monitor = system.monitor
         await system.ingress.open([1, 2, 3], GREEDY).collect()
+        await until(lambda: monitor.gauges().num_in_flight == 0)
         await asyncio.sleep(0.1)
         assert monitor.gauges().stalled_s == 0.0
         system.go_on.clear()
+        opened_at = time.monotonic()
         stream = system.ingress.open([1, 2, 3], GREEDY)
-        await asyncio.sleep(0.15)
+        await until(lambda: monitor.gauges().stalled_s > 0.05)
         # Since the request came, not since the step before it.
-        assert 0.05 < monitor.gauges().stalled_s < 5.0
+        assert monitor.gauges().stalled_s <= time.monotonic() - opened_at
         before = monitor.gauges().stalled_s
-        await asyncio.sleep(0.05)
-        assert monitor.gauges().stalled_s > before
+        await until(lambda: monitor.gauges().stalled_s > before)
         system.go_on.set()
         await stream.collect()
+        await until(lambda: monitor.gauges().num_in_flight == 0)
         assert monitor.gauges().stalled_s == 0.0
         await system.stop()
 
@@ -108,7 +118,7 @@ def test_who_watches_is_told_of_ended_requests() -> None:
         system.monitor.watch(Watcher(), "tests.watcher")
         await system.start()
         await system.ingress.open([1, 2, 3], GREEDY).collect()
-        await asyncio.sleep(0.01)
+        await until(lambda: bool(seen))
         await system.stop()
 
     asyncio.run(scenario())

@@ -21,6 +21,13 @@ from tests.text.specimens import byte_level, codec
 BAD, GOOD = 7, 8
 
 
+class Panic(BaseException):
+    """As libraries in Rust raise them: not an Exception."""
+
+
+FAULTS: dict[str, type[BaseException]] = {"an exception": ZeroDivisionError, "a panic": Panic}
+
+
 def fault(*_: object, **__: object) -> Any:
     raise ZeroDivisionError("planted")
 
@@ -45,17 +52,18 @@ class BadStream:
     matched = None
     num_reasoning_tokens = 0
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, fault: Callable[[], Any]) -> None:
         self._place = place
+        self._fault = fault
 
     def push(self, token_ids: list[int]) -> str:
-        return fault() if self._place == "push" else "x"
+        return self._fault() if self._place == "push" else "x"
 
     def finish(self) -> str:
-        return fault() if self._place == "finish" else ""
+        return self._fault() if self._place == "finish" else ""
 
     def take_thoughts(self) -> str:
-        return fault() if self._place == "take_thoughts" else ""
+        return self._fault() if self._place == "take_thoughts" else ""
 
 
 def token(request_id: int, finish: Finish = Finish.RUNNING) -> Tokens:
@@ -64,9 +72,13 @@ def token(request_id: int, finish: Finish = Finish.RUNNING) -> Tokens:
 
 
 @pytest.mark.parametrize("place", ["encode", *GRAMMAR_ENGINES, "open_stream", "push", "finish", "take_thoughts"])
+@pytest.mark.parametrize("kind", FAULTS)
 def test_it_ends_its_own_request_and_no_other(
-    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, place: str, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def fault(*_: object, **__: object) -> Any:
+        raise FAULTS[kind]("planted")
+
     ingress, scheduler = Sent(), Sent()
     text_codec = codec(byte_level(), tmp_path)
     encode, open_stream = text_codec.encode, text_codec.open_stream
@@ -77,7 +89,7 @@ def test_it_ends_its_own_request_and_no_other(
     def open_bad(token_ids: Any, params: SamplingParams, **options: Any) -> Any:
         if params.seed != BAD:
             return open_stream(token_ids, params, **options)
-        return fault() if place == "open_stream" else BadStream(place)
+        return fault() if place == "open_stream" else BadStream(place, fault)
 
     monkeypatch.setattr(text_codec, "encode", encode_bad)
     monkeypatch.setattr(text_codec, "open_stream", open_bad)

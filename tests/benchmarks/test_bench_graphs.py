@@ -39,7 +39,7 @@ def test_every_way_to_capture_is_measured_and_the_engines_own_is_put_back(monkey
     monkeypatch.setattr(EngineDevice, "begin_capture", begin_in_any_order)
     monkeypatch.setattr(bench_graphs, "QWEN3_06B", SMALL_QWEN3 | {"num_hidden_layers": 1})
     monkeypatch.setattr(bench_graphs.subprocess, "run", run_here)
-    monkeypatch.setattr(bench_graphs, "describe_machine", dict)
+    monkeypatch.setitem(bench_graphs.keep.__globals__, "describe_machine", dict)
     output = tmp_path / "rows.json"
     with torch.inference_mode():
         bench_graphs.main(["--device", "cpu", "--max-tokens", "8", "--max-rows", "2", "--output", str(output)])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from engine.recording.file import read_recording, write_recording
 from engine.recording.replay import Replay
 from engine.recording.shrinking import shrunk
 from engine.scheduling.pages import PageManager
+from engine.scheduling.planner import Planner
+from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.rows import PlannerLimits
 from tests.recording.driver import Driver
 from tests.sim.mutants import (
     a_page_is_freed_twice,
@@ -83,6 +87,55 @@ def test_a_bug_behind_a_state_is_found_too(tmp_path: Path, monkeypatch: pytest.M
     again = Replay(found[0])
     list(again)
     assert again.fault == found[1]
+
+
+@pytest.mark.parametrize("renews", [False, True])
+def test_a_bug_that_a_change_of_settings_brings_is_found_and_the_change_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renews: bool
+) -> None:
+    release, retune, build = PageManager.release, Planner.retune, Planner.__init__
+    broken: list[PageManager] = []
+
+    def noted(planner: Planner, limits: PlannerLimits) -> None:
+        if limits.prefill_chunk == 8:
+            broken.append(planner._page_manager)
+
+    def retuned(self: Planner, limits: PlannerLimits, policy: SchedulingPolicy) -> None:
+        retune(self, limits, policy)
+        noted(self, limits)
+
+    def built(self: Planner, limits: PlannerLimits, *others: Any, **named: Any) -> None:
+        build(self, limits, *others, **named)
+        noted(self, limits)
+
+    def leak(self: PageManager, row: int) -> None:
+        if any(self is one for one in broken) and self._rows.num_pages[row] > self._handles[row].num_pages:
+            self._rows.num_pages[row] -= 1
+        release(self, row)
+
+    monkeypatch.setattr(Planner, "retune", retuned)
+    monkeypatch.setattr(Planner, "__init__", built)
+    monkeypatch.setattr(PageManager, "release", leak)
+    driver = Driver(tmp_path, names={"eviction": "lru", "policy": "priority"})
+    driver.recorder.alert = lambda why: None  # type: ignore[method-assign]
+    driver.run(1)
+    first = driver.blueprint
+    changed = msgspec.structs.replace(first, limits=replace(first.limits, prefill_chunk=8))
+    driver.change(changed, renews=renews)
+    if not renews:  # nothing arrives between two changes: the first one is a turn without messages
+        other = replace(first.limits, prefill_chunk=12)
+        driver.change(msgspec.structs.replace(first, limits=other), renews=False)
+    driver.run(6)
+    driver.recorder.write("test")
+    found = shrunk(read_recording(driver.written()[0]), 20.0)
+    assert found is not None
+    small, fault, _ = found
+    assert [turn.change.limits.prefill_chunk for turn in small.turns if turn.change is not None] == [8]
+    assert sum(len(turn.messages) for turn in small.turns) < MANY
+    write_recording(tmp_path / "small.cbr", small.header, small.state, map(msgspec.msgpack.encode, small.turns))
+    again = Replay(read_recording(tmp_path / "small.cbr"))
+    assert [turn.differs for turn in again if turn.differs is not None] == []
+    assert again.fault == fault
 
 
 def test_where_nothing_fails_there_is_nothing_to_shrink(tmp_path: Path) -> None:

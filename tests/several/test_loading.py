@@ -9,7 +9,7 @@ from engine.errors import RequestError
 from server.models import models as models_module
 from server.models.models import Models
 from server.replicas.replica import State
-from tests.pace import far
+from tests.pace import at_some_pace, far
 from tests.several.fake_model import FakeModel
 
 MB = 1 << 20
@@ -84,7 +84,10 @@ def test_a_load_that_takes_too_long_is_a_503_and_goes_on() -> None:
     run(test)
 
 
-def test_a_load_that_fails_tells_its_reason_and_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+@at_some_pace
+def test_a_load_that_fails_tells_its_reason_and_is_tried_again_later(
+    monkeypatch: pytest.MonkeyPatch, pace: float
+) -> None:
     async def test(models: Models, fakes: dict[str, FakeModel]) -> None:
         fakes["a"].fails = "no weights"
         for _ in range(2):  # the second one gets the same reason without another load
@@ -98,7 +101,7 @@ def test_a_load_that_fails_tells_its_reason_and_is_tried_again_later(monkeypatch
             await asyncio.sleep(0.01)
         await ask(models, fakes["a"])
 
-    monkeypatch.setattr(models_module, "FAILED_FOR_S", 0.2)
+    monkeypatch.setattr(models_module, "FAILED_FOR_S", 0.2 * pace)
     run(test)
 
 

@@ -1,5 +1,7 @@
 """Planted bugs are found: what the simulation calls right is not right by chance."""
 
+from functools import cache
+
 import pytest
 
 from tests.sim.mutants import MUTANTS, Mutant, planted
@@ -7,7 +9,8 @@ from tests.sim.run import play_seed
 from tests.sim.world import Outcome
 
 NUM_SEEDS = 200
-TELLING = (47, 42)  # tried first: what breaks executors, or damages stored pages, is rare among the others
+# Tried first: quick ones, and some in which executors break or stored pages are damaged, which few others do.
+TELLING = (70, 4, 49, 47, 42)
 
 
 def first_failure(mutant: Mutant) -> Outcome | None:
@@ -20,9 +23,14 @@ def first_failure(mutant: Mutant) -> Outcome | None:
     return None
 
 
+@cache
+def failure_without(seed: int) -> tuple[str, str] | None:
+    """What the seed fails with while no bug is there."""
+    return play_seed(seed)[0].failure
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_planted_bug_is_found_and_is_what_was_found(mutant: Mutant) -> None:
     failed = first_failure(mutant)
     assert failed is not None, f"{mutant.__name__} survives {NUM_SEEDS} seeds"
-    control, _ = play_seed(failed.seed)
-    assert control.failure is None, f"seed {failed.seed} fails without {mutant.__name__} too"
+    assert failure_without(failed.seed) is None, f"seed {failed.seed} fails without {mutant.__name__} too"

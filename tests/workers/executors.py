@@ -3,7 +3,8 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.pace import far
@@ -42,6 +43,17 @@ def send(number: signal.Signals, parent: int | None = None) -> int:
     (pid,) = children(parent)
     os.kill(pid, number)
     return pid
+
+
+@contextmanager
+def held(parent: int) -> Iterator[None]:
+    """Meanwhile the one executor of ``parent`` takes no step, so no stream ends."""
+    pid = send(signal.SIGSTOP, parent)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):  # it was silent for too long, and has been replaced
+            os.kill(pid, signal.SIGCONT)
 
 
 def within(seconds: float, condition: Callable[[], bool], every_s: float = 0.03) -> float:

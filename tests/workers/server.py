@@ -22,6 +22,9 @@ from tests.workers.executors import within
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo.toml"
 MODEL = "callboard-demo"
+REAL = ("-m", "server.cli")
+# A server whose executors need no torch, for what does not depend on the model.
+QUICK = ("-m", "tests.workers.quick_server")
 
 
 class Server:
@@ -31,7 +34,7 @@ class Server:
         self,
         *overrides: str,
         wait: bool = True,
-        launcher: Sequence[str] = ("-m", "server.cli"),
+        launcher: Sequence[str] = REAL,
         arguments: Sequence[str] = (),
         **options: Any,
     ) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.pace import far
 from tests.server.http_client import RawClient, http_bytes
-from tests.workers.server import MODEL, Server
+from tests.workers.server import MODEL, QUICK, Server
 from tests.workers.test_frontends import ask, fetch
 
 NUM_SOCKETS = 200
@@ -62,7 +62,7 @@ def wait_for_room(server: Server) -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_burst_of_bodies_with_many_requests_is_answered_and_leaves_nothing(placement: str) -> None:
-    with Server(*PLACEMENTS[placement]) as server:
+    with Server(*PLACEMENTS[placement], launcher=QUICK) as server:
         for _ in range(2):
             assert set(all_at_once(server, WRONG_AT_LAST)) <= {400, 429}
         wait_for_room(server)

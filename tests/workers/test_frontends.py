@@ -20,7 +20,7 @@ import pytest
 
 from tests.pace import far
 from tests.workers.executors import alive, children, within
-from tests.workers.server import MODEL, Client, Server, stream_all
+from tests.workers.server import MODEL, QUICK, Client, Server, stream_all
 
 INLINE = ("placement.executor=inline", "kv.num_pages=1024")
 FRONT = (*INLINE, "placement.ingress=process")
@@ -175,11 +175,9 @@ def test_a_lost_front_ends_its_connections_and_another_one_serves_on_the_same_po
     before = ask(server, "/stats")["front_restarts"]
     victim = front_of(server)
     client, broken = strike(server, number)
-    struck = time.monotonic()
     assert not client.done
     assert all(isinstance(one, Exception) for one in broken), "every connection has ended"
     within(10, lambda: fetch(server, "/ready")[0] == 200)  # who connects meanwhile waits for the next frontend
-    assert time.monotonic() - struck < 10
     assert not alive(victim)
     within(5, lambda: ask(server, "/stats")["requests"]["running"] == 0)
     stats = ask(server, "/stats")
@@ -197,7 +195,7 @@ def test_an_engine_that_does_not_answer_is_told_and_not_waited_for(server: Serve
             began = time.monotonic()
             status, body = fetch(server, path)
             assert (status, json.loads(body)["error"]["code"]) == (503, "engine_silent"), path
-            assert time.monotonic() - began < 8
+            assert time.monotonic() - began < far(8)
     finally:
         os.kill(server.process.pid, signal.SIGCONT)
     within(10, server.ready)
@@ -256,7 +254,7 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
 
 def test_sigterm_lets_streams_end_and_takes_no_more_and_traces_know_of_the_engine() -> None:
     drain = f"server.drain_timeout_s={far(30):g}"
-    with collector() as (address, came), Server(*FRONT, f"server.traces={address}", drain) as server:
+    with collector() as (address, came), Server(*FRONT, f"server.traces={address}", drain, launcher=QUICK) as server:
 
         def terminate() -> None:
             server.process.send_signal(signal.SIGTERM)
@@ -275,7 +273,7 @@ def test_sigterm_lets_streams_end_and_takes_no_more_and_traces_know_of_the_engin
 
 
 def test_what_is_open_when_draining_ends_is_told_so() -> None:
-    with Server(*FRONT, "server.drain_timeout_s=0.3") as server:
+    with Server(*FRONT, "server.drain_timeout_s=0.3", launcher=QUICK) as server:
         client = stream_all(server, 16, lambda: server.process.send_signal(signal.SIGTERM), max_tokens=2000)
         codes = {error["error"]["code"] for error in client.errors if error is not None}
         assert codes == {"shutting_down"}
@@ -285,7 +283,7 @@ def test_what_is_open_when_draining_ends_is_told_so() -> None:
 
 
 def test_a_second_sigint_ends_everything_at_once() -> None:
-    with Server(*FRONT) as server:
+    with Server(*FRONT, launcher=QUICK) as server:
 
         def interrupt() -> None:
             os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does it
@@ -300,7 +298,7 @@ def test_a_second_sigint_ends_everything_at_once() -> None:
 
 
 def test_a_front_that_cannot_live_ends_the_server_with_one_line() -> None:
-    with Server(*FRONT, "placement.max_restarts=2") as server:
+    with Server(*FRONT, "placement.max_restarts=2", launcher=QUICK) as server:
         while server.process.poll() is None:
             for pid in children(server.process.pid, "frontend_process"):
                 os.kill(pid, signal.SIGKILL)
@@ -316,7 +314,7 @@ def test_a_front_that_cannot_live_ends_the_server_with_one_line() -> None:
 
 
 def test_clients_are_told_when_the_engine_dies() -> None:
-    with Server(*FRONT, "placement.executor=process", "placement.max_restarts=0") as server:
+    with Server(*FRONT, "placement.executor=process", "placement.max_restarts=0", launcher=QUICK) as server:
         client = stream_all(
             server, 4, lambda: os.kill(children(server.process.pid)[0], signal.SIGKILL), max_tokens=2000
         )
@@ -328,7 +326,8 @@ def test_clients_are_told_when_the_engine_dies() -> None:
 
 @pytest.mark.parametrize("when", ["serving", "loading"])
 def test_a_killed_engine_takes_its_front_with_it_and_frees_the_port(when: str) -> None:
-    with Server(*FRONT, wait=when == "serving") as server:
+    ways = {"wait": True, "launcher": QUICK} if when == "serving" else {"wait": False}
+    with Server(*FRONT, **ways) as server:
         frontend = front_of(server)
         if when == "loading":
             within(20, lambda: not os.listdir(server.sockets))  # connected: it is loading now
@@ -352,9 +351,8 @@ def test_sigterm_while_it_loads() -> None:
 def test_a_front_that_refuses_its_configuration_ends_the_server_as_it_would_inline() -> None:
     ended = []
     for placement in (INLINE, FRONT):
-        with Server(*placement, wait=False, env={"AIOHTTP_NO_EXTENSIONS": "1"}) as server:
+        with Server(*placement, wait=False, env={"AIOHTTP_NO_EXTENSIONS": "1"}, launcher=QUICK) as server:
             code, logged = server.end()
-            # torch, where it has been imported by then, may have a word of its own at the end
             ended.append((code, [line for line in logged.splitlines() if line.startswith("callboard: ")]))
     assert ended[0] == ended[1]
     assert ended[0][0] == 2

@@ -16,6 +16,7 @@ import torch
 from engine.actors.stream import Stream
 from engine.config import Config, build_config
 from engine.errors import EngineDied, RequestError
+from engine.execution.compiled_decodes import CompiledDecodes
 from engine.messages import Delta, Finish, Step
 from engine.models.decoder import Decoder
 from engine.params import SamplingParams
@@ -24,6 +25,7 @@ from tests.models.checkpoints import build, random_tokens, save
 from tests.pace import far
 from tests.sampling.borders import clear_of_borders
 from tests.workers.executors import alive, children, send
+from tests.workers.quick_server import QuickSystem
 
 NUM_STREAMS = 32
 PARAMS = [
@@ -66,27 +68,37 @@ def outputs(deltas: list[Delta]) -> list[tuple[bytes, Finish]]:
     return [(delta.token_ids, delta.finish) for delta in deltas]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(checkpoint: Path) -> list[tuple[bytes, Finish]]:
-    """What the streams are when nothing happens, from an executor in this process."""
+def alone(system: System) -> list[tuple[bytes, Finish]]:
+    """What the streams of a system are when nothing happens."""
 
     async def scenario() -> list[tuple[bytes, Finish]]:
-        system = System(configured(checkpoint, "inline"))
         await system.start()
         try:
             return outputs(await read_all(open_all(system)))
         finally:
             await system.stop()
 
+    return asyncio.run(scenario())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(checkpoint: Path) -> list[tuple[bytes, Finish]]:
+    """From an executor in this process."""
     with clear_of_borders():
-        return asyncio.run(scenario())
+        return alone(System(configured(checkpoint, "inline")))
 
 
-def play(config: Config, scenario: Callable[[System], Coroutine[Any, Any, None]]) -> None:
+@pytest.fixture(scope="module")
+def quick_ones(checkpoint: Path) -> list[tuple[bytes, Finish]]:
+    """From executors without torch, for what does not depend on the model."""
+    return alone(QuickSystem(configured(checkpoint, "inline")))
+
+
+def play(config: Config, scenario: Callable[[System], Coroutine[Any, Any, None]], kind: type[System] = System) -> None:
     """Run a scenario on a system, and check that nothing is left of either."""
 
     async def main() -> None:
-        system = System(config)
+        system = kind(config)
         await system.start()
         try:
             async with asyncio.timeout(far(60)):
@@ -132,11 +144,21 @@ def test_thirty_two_streams_outlive_their_executor(
     play(configured(checkpoint, silence_timeout_s=1.0), scenario)
 
 
-@pytest.mark.parametrize(("executor", "num_times"), [("inline", 2), ("process", 1)])
+@pytest.mark.parametrize(
+    ("executor", "num_times", "kind", "expected"),
+    [("inline", 2, System, "undisturbed"), ("process", 1, QuickSystem, "quick_ones")],
+    ids=["inline-2", "process-1"],
+)
 def test_a_request_that_ends_every_executor_ends_alone(
-    checkpoint: Path, undisturbed: list[tuple[bytes, Finish]], executor: str, num_times: int
+    checkpoint: Path,
+    request: pytest.FixtureRequest,
+    executor: str,
+    num_times: int,
+    kind: type[System],
+    expected: str,
 ) -> None:
     """Twice: more losses than there may be restarts."""
+    whole = request.getfixturevalue(expected)
 
     async def scenario(system: System) -> None:
         # What is let in here is refused everywhere else: a token that the model does not have.
@@ -148,15 +170,15 @@ def test_a_request_that_ends_every_executor_ends_alone(
             with pytest.raises(RequestError, match="ended the model's executors 3 times in a row") as failed:
                 await bad.collect()
             assert (failed.value.status, failed.value.code) == (500, "executors_lost")
-            assert outputs(await read_all(streams)) == undisturbed
+            assert outputs(await read_all(streams)) == whole
         assert system.executors.num_restarts == 3 * num_times
         assert system.died is None
 
-    play(configured(checkpoint, executor, max_restarts=3), scenario)
+    play(configured(checkpoint, executor, max_restarts=3), scenario, kind)
 
 
 def test_two_kills_in_a_row_one_while_the_new_one_loads(
-    checkpoint: Path, undisturbed: list[tuple[bytes, Finish]]
+    checkpoint: Path, quick_ones: list[tuple[bytes, Finish]]
 ) -> None:
     async def scenario(system: System) -> None:
         streams = open_all(system)
@@ -164,10 +186,10 @@ def test_two_kills_in_a_row_one_while_the_new_one_loads(
         before = send(signal.SIGKILL)
         await until(lambda: children() not in ([], [before]))
         send(signal.SIGKILL)
-        assert outputs(await read_all(streams)) == undisturbed
+        assert outputs(await read_all(streams)) == quick_ones
         assert system.executors.num_restarts == 2
 
-    play(configured(checkpoint), scenario)
+    play(configured(checkpoint), scenario, QuickSystem)
 
 
 def test_requests_may_be_cancelled_while_executors_come_back(checkpoint: Path) -> None:
@@ -182,7 +204,7 @@ def test_requests_may_be_cancelled_while_executors_come_back(checkpoint: Path) -
         assert last.finish == Finish.LENGTH
         assert system.ingress.num_open == 0
 
-    play(configured(checkpoint), scenario)
+    play(configured(checkpoint), scenario, QuickSystem)
 
 
 def test_stopping_while_executors_come_back_ends_what_is_open(checkpoint: Path) -> None:
@@ -196,21 +218,21 @@ def test_stopping_while_executors_come_back_ends_what_is_open(checkpoint: Path) 
             with pytest.raises(RequestError, match="shutting down"):
                 await stream.collect()
 
-    play(configured(checkpoint), scenario)
+    play(configured(checkpoint), scenario, QuickSystem)
 
 
 def test_draining_waits_for_the_executors_to_come_back(
-    checkpoint: Path, undisturbed: list[tuple[bytes, Finish]]
+    checkpoint: Path, quick_ones: list[tuple[bytes, Finish]]
 ) -> None:
     async def scenario(system: System) -> None:
         streams = open_all(system)
         await asyncio.sleep(0.05)
         send(signal.SIGKILL)
         stopping = asyncio.ensure_future(system.stop(drain_timeout_s=30))
-        assert outputs(await read_all(streams)) == undisturbed
+        assert outputs(await read_all(streams)) == quick_ones
         await stopping
 
-    play(configured(checkpoint), scenario)
+    play(configured(checkpoint), scenario, QuickSystem)
 
 
 def test_what_kills_every_executor_ends_the_engine_with_one_clear_reason(checkpoint: Path) -> None:
@@ -234,7 +256,7 @@ def test_what_kills_every_executor_ends_the_engine_with_one_clear_reason(checkpo
             await system.wait()
         await killing
 
-    play(configured(checkpoint, max_restarts=1), scenario)
+    play(configured(checkpoint, max_restarts=1), scenario, QuickSystem)
 
 
 def test_an_executor_that_raises_is_restarted_and_its_words_are_logged(
@@ -254,20 +276,24 @@ def test_an_executor_that_raises_is_restarted_and_its_words_are_logged(
 def test_a_fault_in_this_process_is_cured_in_place(
     checkpoint: Path, undisturbed: list[tuple[bytes, Finish]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, num_steps = Decoder.forward, 0
+    num_steps = 0
 
-    def faulty(self: Decoder, step: Any) -> torch.Tensor:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps in (5, 60, 61):
-            raise RuntimeError("device-side assert triggered")
-        return forward(self, step)
+    def faulty(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def computed(*arguments: Any) -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps in (5, 60, 61):
+                raise RuntimeError("device-side assert triggered")
+            return compute(*arguments)
+
+        return computed
 
     async def scenario(system: System) -> None:
         assert outputs(await read_all(open_all(system))) == undisturbed
         assert system.executors.num_restarts == 3
 
-    monkeypatch.setattr(Decoder, "forward", faulty)
+    monkeypatch.setattr(Decoder, "logits", faulty(Decoder.logits))
+    monkeypatch.setattr(CompiledDecodes, "launch", faulty(CompiledDecodes.launch))  # decode steps of small models
     play(configured(checkpoint, "inline"), scenario)
 
 
@@ -295,14 +321,14 @@ def test_a_hang_in_this_process_is_a_clear_failure(checkpoint: Path, monkeypatch
                 thread.join(far(5))
 
 
-def test_tcp_links_recover_as_unix_ones_do(checkpoint: Path, undisturbed: list[tuple[bytes, Finish]]) -> None:
+def test_tcp_links_recover_as_unix_ones_do(checkpoint: Path, quick_ones: list[tuple[bytes, Finish]]) -> None:
     async def scenario(system: System) -> None:
         streams = open_all(system)
         await streams[0]._arrived.wait()
         send(signal.SIGKILL)
-        assert outputs(await read_all(streams)) == undisturbed
+        assert outputs(await read_all(streams)) == quick_ones
 
-    play(configured(checkpoint, link="tcp://127.0.0.1:0"), scenario)
+    play(configured(checkpoint, link="tcp://127.0.0.1:0"), scenario, QuickSystem)
 
 
 def test_sockets_are_gone_as_soon_as_they_are_connected(checkpoint: Path, tmp_path: Path) -> None:
@@ -314,4 +340,4 @@ def test_sockets_are_gone_as_soon_as_they_are_connected(checkpoint: Path, tmp_pa
         await until(lambda: system.executors.last_recovery_s > 0)
         assert os.listdir(tmp_path) == []
 
-    play(configured(checkpoint, link=f"unix:{tmp_path}"), scenario)
+    play(configured(checkpoint, link=f"unix:{tmp_path}"), scenario, QuickSystem)

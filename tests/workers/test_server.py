@@ -11,16 +11,16 @@ import pytest
 
 from tests.figures import Figure
 from tests.pace import far
-from tests.workers.executors import alive, children, send, within
-from tests.workers.server import DEMO, Client, Server, run_cli, shared_memory, stream_all
+from tests.workers.executors import alive, children, held, send, within
+from tests.workers.server import DEMO, QUICK, REAL, Client, Server, run_cli, shared_memory, stream_all
 
 INGRESS = ["inline", "process"]
 
 
 @pytest.fixture(scope="module", params=INGRESS)
 def server(request: pytest.FixtureRequest) -> object:
-    ingress = f"placement.ingress={request.param}"
-    with Server(ingress, "placement.silence_timeout_s=1.5", "placement.max_restarts=20") as server:
+    overrides = (f"placement.ingress={request.param}", "placement.silence_timeout_s=1.5", "placement.max_restarts=20")
+    with Server(*overrides, launcher=REAL if request.param == "inline" else QUICK) as server:
         yield server
         code, logged = server.end(signal.SIGTERM)
     assert code == 0
@@ -79,7 +79,7 @@ def test_a_hung_executor_shows_and_is_replaced(server: Server, expected: list[st
 @pytest.mark.reliability("P6", "SIGTERM under 50 streams")
 @pytest.mark.parametrize("ingress", INGRESS)
 def test_sigterm_under_fifty_streams_lets_them_end_and_takes_no_more(figure: Figure, ingress: str) -> None:
-    with Server(f"placement.ingress={ingress}", f"server.drain_timeout_s={far(30):g}") as server:
+    with Server(f"placement.ingress={ingress}", f"server.drain_timeout_s={far(30):g}", launcher=QUICK) as server:
 
         def terminate() -> None:
             os.killpg(server.process.pid, signal.SIGHUP)  # a terminal that closes cuts no stream
@@ -91,7 +91,11 @@ def test_sigterm_under_fifty_streams_lets_them_end_and_takes_no_more(figure: Fig
             assert refused.errors[0]["error"]["code"] == "draining"
             assert server.get("/health")[1]["status"] == "draining"
 
-        client = stream_all(server, 50, terminate)
+        def hold_and_terminate() -> None:
+            with held(server.process.pid):  # it would be gone once the streams have ended
+                terminate()
+
+        client = stream_all(server, 50, hold_and_terminate)
         figure("streams that ended whole", client.reasons.count("length"), at_least=50)
         assert client.done == 50
         code, logged = server.end()
@@ -164,7 +168,7 @@ def test_nothing_survives_a_killed_server(when: str, figure: Figure) -> None:
 
 @pytest.mark.reliability("P4", "the executor killed every 2 s, two restarts allowed")
 def test_an_executor_that_cannot_live_ends_the_server_with_one_line(figure: Figure) -> None:
-    with Server("placement.max_restarts=2") as server:
+    with Server("placement.max_restarts=2", launcher=QUICK) as server:
         started = next_at = time.monotonic()
         while server.process.poll() is None:
             if time.monotonic() >= next_at and (found := children(server.process.pid)):

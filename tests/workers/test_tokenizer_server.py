@@ -10,8 +10,8 @@ import pytest
 
 from tests.figures import Figure
 from tests.pace import far
-from tests.workers.executors import alive, children, within
-from tests.workers.server import Client, Server
+from tests.workers.executors import alive, children, held, within
+from tests.workers.server import QUICK, Client, Server
 
 TOKENS = 250
 LOST = "tokenizer_lost"
@@ -43,29 +43,46 @@ def play(client: Client, during: Callable[[], None] | None = None) -> None:
     asyncio.run(main())
 
 
+def was_seen_recovering(server: Server, victim: int) -> bool:
+    """Whether the server has said so before its next tokenizer was there."""
+    latest = time.monotonic() + far(5)
+    while server.get("/health")[1]["status"] != "recovering":
+        if any(one != victim for one in tokenizers(server)) and server.ready():
+            return False
+        assert time.monotonic() < latest
+    return True
+
+
 @pytest.mark.reliability("P2", "SIGKILL of a tokenizer under 32 streams, of one and of two tokenizers")
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_killed_tokenizer_ends_its_streams_with_an_error_and_the_server_is_soon_ready_again(
     count: int, figure: Figure
 ) -> None:
     with Server(
-        "kv.num_pages=1024", f"placement.tokenizers={count}", "placement.executor=inline", "placement.max_restarts=9"
+        "kv.num_pages=1024",
+        f"placement.tokenizers={count}",
+        "placement.executor=inline",
+        "placement.max_restarts=9",
+        launcher=QUICK,
     ) as server:
         expected = stream_all(server, 32).texts
+        struck: list[float] = []
         took = []
         client = Client(server.url, 32, TOKENS)
 
         def kill() -> None:
-            struck = time.monotonic()
-            victim = tokenizers(server)[0]
-            os.kill(victim, signal.SIGKILL)
-            if count == 1:  # seen at once, since the next one is there within a second
-                within(5, lambda: server.get("/health")[1]["status"] == "recovering")
+            for _ in range(5):  # the next one is there within a second, in which who looks may not run
+                victim = tokenizers(server)[0]
+                struck.append(time.monotonic())
+                os.kill(victim, signal.SIGKILL)
+                if is_seen := count > 1 or was_seen_recovering(server, victim):
+                    break
+            assert is_seen
             within(5, lambda: any(client.errors))
-            figure("its streams end", time.monotonic() - struck, "s", at_most=5)
+            figure("its streams end", time.monotonic() - struck[0], "s", at_most=5, patience=3)
             within(30, lambda: len(tokenizers(server)) == count)
             within(30, server.ready)
-            took.append(time.monotonic() - struck)
+            took.append(time.monotonic() - struck[-1])
 
         play(client, kill)
         lost = [index for index, error in enumerate(client.errors) if error is not None]
@@ -80,7 +97,7 @@ def test_a_killed_tokenizer_ends_its_streams_with_an_error_and_the_server_is_soo
         figure("ready again", took[0], "s", at_most=10, patience=3)
         within(10, lambda: server.get("/stats")[1]["tokenizers"] == count)
         stats = server.get("/stats")[1]
-        assert stats["tokenizer_restarts"] == 1
+        assert stats["tokenizer_restarts"] == len(struck)
         assert [box["name"] for box in stats["mailboxes"]][-count:] == [f"tokenizer{one}" for one in range(count)]
         again = stream_all(server, 32)
         assert (again.texts, again.errors) == (expected, [None] * 32)
@@ -91,7 +108,8 @@ def test_a_killed_tokenizer_ends_its_streams_with_an_error_and_the_server_is_soo
 
 
 def test_a_tokenizer_that_cannot_live_ends_the_server_with_one_line() -> None:
-    with Server("placement.tokenizers=1", "placement.executor=inline", "placement.max_restarts=2") as server:
+    overrides = ("placement.tokenizers=1", "placement.executor=inline", "placement.max_restarts=2")
+    with Server(*overrides, launcher=QUICK) as server:
         started = time.monotonic()
         while server.process.poll() is None:
             for pid in tokenizers(server):
@@ -109,11 +127,12 @@ def test_a_tokenizer_that_cannot_live_ends_the_server_with_one_line() -> None:
 
 @pytest.mark.parametrize("ingress", ["inline", "process"])
 def test_sigterm_lets_streams_end_with_executors_and_tokenizers_in_processes(ingress: str) -> None:
-    with Server("placement.tokenizers=2", f"placement.ingress={ingress}") as server:
+    with Server("placement.tokenizers=2", f"placement.ingress={ingress}", launcher=QUICK) as server:
 
         def terminate() -> None:
-            server.process.send_signal(signal.SIGTERM)
-            within(5, lambda: server.get("/ready")[0] == 503)
+            with held(server.process.pid):  # it would be gone once the streams have ended
+                server.process.send_signal(signal.SIGTERM)
+                within(5, lambda: server.get("/ready")[0] == 503)
 
         client = Client(server.url, 20, TOKENS)
         play(client, terminate)
@@ -124,7 +143,8 @@ def test_sigterm_lets_streams_end_with_executors_and_tokenizers_in_processes(ing
 
 @pytest.mark.parametrize("when", ["serving", "loading"])
 def test_no_tokenizer_survives_a_killed_server(when: str) -> None:
-    with Server("placement.tokenizers=2", "placement.executor=inline", wait=when == "serving") as server:
+    ways = {"wait": True, "launcher": QUICK} if when == "serving" else {"wait": False}
+    with Server("placement.tokenizers=2", "placement.executor=inline", **ways) as server:
         within(20, lambda: len(tokenizers(server)) == 2)
         pids = tokenizers(server)
         if when == "loading":

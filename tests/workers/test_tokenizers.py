@@ -24,6 +24,7 @@ from engine.text.codec import TextCodec
 from engine.workers.tokenizers import TokenizerPool
 from tests.pace import far
 from tests.workers.executors import alive, children
+from tests.workers.quick_server import QuickSystem
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -72,11 +73,11 @@ def configured(executor: str = "inline", **placement: Any) -> Config:
     return build_config(Config(), {"kv": {"num_pages": 1024}, "placement": {"executor": executor, **placement}})
 
 
-def play(config: Config, scenario: Callable[[System], Coroutine[Any, Any, None]]) -> None:
+def play(config: Config, scenario: Callable[[System], Coroutine[Any, Any, None]], kind: type[System] = System) -> None:
     """Run a scenario on a system, and check that nothing is left of either."""
 
     async def main() -> None:
-        system = System(config)
+        system = kind(config)
         await system.start()
         try:
             async with asyncio.timeout(far(60)):
@@ -221,7 +222,7 @@ def test_a_lost_process_costs_its_own_streams_an_error_and_comes_back(number: si
         assert texts(await run_all(system)) == expected
         await nothing_used(system)
 
-    play(configured(tokenizers=tokenizers, silence_timeout_s=1.0, max_restarts=5), scenario)
+    play(configured(tokenizers=tokenizers, silence_timeout_s=1.0, max_restarts=5), scenario, QuickSystem)
 
 
 def test_what_kills_every_tokenizer_ends_the_engine_with_one_clear_reason() -> None:
