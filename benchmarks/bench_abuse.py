@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_memory import memory
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 
@@ -170,11 +170,10 @@ def run(server: Server, arguments: argparse.Namespace, kinds: dict[str, float]) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--output", type=Path, help="default: none is written")
     arguments = parser.parse_args()
     server = Server(arguments.streams + 16)
     run(server, arguments, {})  # to warm up
@@ -192,13 +191,7 @@ def main() -> None:
     )
     ratio = statistics.median(abused) / statistics.median(clean)
     print(f"p99 between events of the healthy ones: {ratio:.2f} times what it is without bad ones")
-    if arguments.output is not None:
-        entry = {
-            "machine": describe_machine(),
-            "ratio": round(ratio, 3),
-            "runs": [{"clients": n, **r} for n, r in rows],
-        }
-        arguments.output.write_text(json.dumps(entry, indent=1) + "\n")
+    keep(arguments.output, {"ratio": round(ratio, 3), "runs": [{"clients": n, **r} for n, r in rows]})
     leaked = [row for _, row in rows if row["left_running"] or row["left_pages"] or row["left_open"]]
     incomplete = [row for _, row in rows if row["complete"] != row["healthy"]]
     if ratio > LIMIT or leaked or incomplete:

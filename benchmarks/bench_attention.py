@@ -9,18 +9,16 @@ Numbers are relative to the naive way: copy everybody's keys and values, repeat 
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -191,12 +189,11 @@ def measure(heads: str, batch_size: int, length: int, with_flex: bool) -> tuple[
 
 def main() -> None:
     """Print the table; optionally keep it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--threads", nargs="+", type=int, default=[torch.get_num_threads()], help="torch threads")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--lengths", nargs="+", type=int, default=[128, 512, 1024], help="multiples of 16")
     parser.add_argument("--flex", action=argparse.BooleanOptionalAction, default=True, help="compiles for each case")
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
     arguments = parser.parse_args()
     results = []
     for threads in arguments.threads:
@@ -216,9 +213,7 @@ def main() -> None:
         for row in rows:
             table.add_row(*map(str, row))
         Console().print(table)
-        if arguments.json is not None:
-            report = {"machine": describe_machine(), "results": results}
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        keep(arguments.output, {"results": results})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ runs, and while one does.
     python benchmarks/bench_batches.py --live 200 --json benchmarks/results/batches_live_2core_cpu.json
 """
 
-import argparse
 import http.client
 import json
 import os
@@ -28,6 +27,8 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from machine import keep, new_parser
 
 ENDED = ("completed", "failed", "cancelled", "expired")
 MODEL = "callboard-demo"
@@ -265,13 +266,12 @@ def first_token_s(server: ServerProcess, number: int) -> float:
 
 def main() -> None:
     """Run it, and fail where something differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--lines", type=int, default=1000)
     parser.add_argument("--responses", type=int, default=10)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--live", type=int, default=0, help="measure so many live requests instead")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -280,10 +280,7 @@ def main() -> None:
         else:
             result = undisturbed_and_killed(scratch, given.lines, given.responses, given.kills, given.tokens)
     print(json.dumps(result, indent=2))
-    if given.json is not None:
-        from machine import describe_machine
-
-        given.json.write_text(json.dumps({"machine": describe_machine(), **result}, indent=2) + "\n")
+    keep(given.output, result)
     if result.get("differing") or result.get("missing"):
         sys.exit("some answers differ")
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import describe_machine
+from machine import keep, new_parser
 
 from callboard import LLM, SamplingParams
 from engine.execution import device
@@ -134,13 +134,12 @@ def _enter(group: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--limit-mb", type=int, default=900)
     parser.add_argument("--prompts", type=int, default=500)
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--shortest", type=int, default=2000)
     parser.add_argument("--longest", type=int, default=2000)
-    parser.add_argument("--output", type=Path, help="default: none is written")
     parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.root is not None:
@@ -150,8 +149,7 @@ def main() -> None:
     readings = result["readings"]
     most = max([result["peak_bytes"], *(reading["resident"] for reading in readings)])
     print(f"at most {most / 1e6:.0f} MB of {arguments.limit_mb} MB, held by {result['held_by']}")
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps({"machine": describe_machine(), **result}, indent=1) + "\n")
+    keep(arguments.output, result)
     if result["exit_code"] or not readings or readings[-1]["prompts"] < arguments.prompts:
         sys.exit(f"the engine ended with code {result['exit_code']}")
     if most > result["limit_bytes"]:

@@ -25,7 +25,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 
@@ -202,7 +202,7 @@ def is_ready(port: int) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--pages", type=int, default=120, help="of the pool: few, so that requests are retracted")
     parser.add_argument("--seed", type=int, default=1)
@@ -210,7 +210,6 @@ def main() -> None:
         "--least-ms", type=float, default=2.0, help="that an explanation may be off, however short the request"
     )
     parser.add_argument("--split", action="store_true", help="HTTP and the tokenizer in processes of their own")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = serve_and_run(arguments)
     seconds: Counter[str] = Counter()
@@ -240,8 +239,7 @@ def main() -> None:
         f"{len(rows)} requests; parts and client differ by {100 * statistics.median(shares):.2f} % in the median, "
         f"{100 * shares[0]:.2f} % at most"
     )
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": describe_machine(), **figures}, indent=1) + "\n")
+    keep(arguments.output, figures)
     if failed:
         for share, off, row in failed[:10]:
             console.print(

@@ -10,13 +10,10 @@ machine.
     python benchmarks/bench_fair.py --loads 0.5 --seconds 120 --output results.json
 """
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 from simulation import Request, Simulation, poisson, tokens
@@ -67,15 +64,13 @@ def show(rows: list[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--loads", type=float, nargs="+", default=[0.25, 0.5, 0.75], help="of the four")
     parser.add_argument("--seconds", type=float, default=30.0, help="of virtual time (default: 30)")
-    parser.add_argument("--output", type=Path, help="write the rows as JSON to this file as well")
     arguments = parser.parse_args()
     rows = [row for load in arguments.loads for row in simulate(load, arguments.seconds)]
     show(rows)
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+    keep(arguments.output, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import torch
 from gpu_sections.captures import WAYS, capture_costs
 from gpu_sections.shapes import QWEN3_06B
 from gpu_sections.stepping import captures
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 
@@ -130,7 +130,7 @@ def show(rows: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """argv: of the command line, without the program's name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cuda", "cpu"], default=default, help="default: a GPU where there is one")
     parser.add_argument("--model", default="qwen3-0.6b", help="'qwen3-0.6b' (its shape, random weights), or 'demo'")
@@ -139,7 +139,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=1024, help="the largest captured step with prompts")
     parser.add_argument("--max-rows", type=int, default=64, help="the largest captured decode batch")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--output", type=Path, help="write machine and rows as JSON to this file")
     parser.add_argument("--way", choices=list(WAYS), help=argparse.SUPPRESS)
     parser.add_argument("--start", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -164,8 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print("a CPU captures nothing: capture time, memory, order, pools are measured on a GPU", file=sys.stderr)
             rows = on_cpu(arguments, model, arguments.turns)
     show(rows)
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+    keep(arguments.output, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ client's clock, from the request to the first delta; hit rate is cached prompt t
     python benchmarks/bench_host_tier.py --set model.path=DIRECTORY --first-tokens 8000 --output FILE
 """
 
-import argparse
 import asyncio
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -213,7 +211,7 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--conversations", type=int, default=24)
     parser.add_argument(
         "--turns", type=int, default=8, help="measured turns of a conversation, on average (default: 8)"
@@ -224,7 +222,6 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4, help="most requests open at once (default: 4)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each kind (default: 2)")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="configuration")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write machine, workload and rows to this file")
     arguments = parser.parse_args()
     visits = np.random.default_rng(0).integers(0, arguments.conversations, arguments.conversations * arguments.turns)
     workload = Workload(
@@ -240,10 +237,8 @@ def main() -> None:
     show(rows, f"{workload.conversations} conversations, {OVERCOMMIT}x the pool of {pool_pages} pages")
     if differing:
         print(f"{differing} conversations went differently with further tiers")
-    if arguments.output:
-        settings = {**vars(arguments), "output": None, "pool_pages": pool_pages, "differing_conversations": differing}
-        report = {"machine": describe_machine(), "workload": settings, "rows": rows}
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    settings = {**vars(arguments), "output": None, "pool_pages": pool_pages, "differing_conversations": differing}
+    keep(arguments.output, {"workload": settings, "rows": rows})
 
 
 if __name__ == "__main__":

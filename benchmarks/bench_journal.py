@@ -8,9 +8,7 @@ records of 64 streams are also written, a turn of the event loop at a time, by t
 log, one transaction a turn), once without waiting for the disk and once with.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import re
 import sqlite3
@@ -23,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from stream_load import completion_request, run_load
 from tqdm import tqdm
@@ -177,12 +175,11 @@ def of_files(turns: int, rounds: int, fsync: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--turns", type=int, default=9, help="pairs of loads")
     parser.add_argument("--tokens", type=int, default=100, help="of each stream")
     parser.add_argument("--fsync", default="interval", help="of the server with a journal")
     parser.add_argument("--rounds", type=int, default=5, help="of writing files")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     report = {
         "streams": NUM_STREAMS,
@@ -190,8 +187,7 @@ def main() -> None:
         "server": of_server(given.turns, given.tokens, given.fsync),
     }
     Console().print(report)
-    if given.json:
-        given.json.write_text(json.dumps({"machine": describe_machine(), **report}, indent=1) + "\n")
+    keep(given.output, report)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ log probabilities, calls and stop strings.  Every one must have the undisturbed 
 numbered without a gap; one that has not makes this script fail.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from tqdm import tqdm
 
@@ -297,7 +296,7 @@ def _difference(events: list[Any], others: list[Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=20, help="kills")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200, help="most of each choice")
@@ -305,15 +304,13 @@ def main() -> None:
     parser.add_argument(
         "--processes", action="store_true", help="executor, tokenizer and HTTP in processes of their own"
     )
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     options = PROCESSES if given.processes else ()
     report = asyncio.run(run(given.rounds, given.streams, given.tokens, given.seed, options))
     Console().print({name: value for name, value in report.items() if name != "wrong"})
     for line in report["wrong"]:
         print(line)
-    if given.json:
-        given.json.write_text(json.dumps({"machine": describe_machine(), **report}, indent=1) + "\n")
+    keep(given.output, report)
     if report["wrong"]:
         sys.exit("a stream differs from the undisturbed one")
 

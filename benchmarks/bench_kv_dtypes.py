@@ -8,16 +8,13 @@ their size.
     python benchmarks/bench_kv_dtypes.py --threads 1 2 --batches 1 8 --lengths 1024 4096
 """
 
-import argparse
-import json
 import statistics
 import time
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import torch
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -86,13 +83,12 @@ def measure(heads: str, batch_size: int, length: int, turns: int) -> list[dict[s
 
 def main() -> None:
     """Print the table; optionally keep it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--threads", nargs="+", type=int, default=[torch.get_num_threads()], help="torch threads")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096], help="multiples of 16")
     parser.add_argument("--heads", nargs="+", choices=list(HEADS), default=list(HEADS))
     parser.add_argument("--turns", type=int, default=11)
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
     arguments = parser.parse_args()
     results = []
     for threads in arguments.threads:
@@ -108,8 +104,7 @@ def main() -> None:
                 share, error = f"{row['page_bytes_share']:.2f}", f"{row['error']:.1e}"
                 table.add_row(heads, str(batch_size), str(length), str(row["kv_dtype"]), us, ratio, share, error)
         Console().print(table)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1) + "\n")
+    keep(arguments.output, {"results": results})
 
 
 if __name__ == "__main__":

@@ -7,15 +7,12 @@ ones, or lie side by side; both layouts take turns, and the ratio is of their me
     python benchmarks/bench_kv_layout.py --pages 8 --output FILE
 """
 
-import argparse
-import json
 import time
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import torch
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 
@@ -65,11 +62,10 @@ def measure(page_size: int, num_pages: int, rounds: int, device: torch.device) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--page-size", type=int, default=16, help="tokens (default: 16)")
     parser.add_argument("--pages", type=int, default=100, help="moved at a time (default: 100)")
     parser.add_argument("--rounds", type=int, default=15, help="of each case (default: 15)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write machine and rows to this file")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = measure(arguments.page_size, arguments.pages, arguments.rounds, device)
@@ -81,9 +77,7 @@ def main() -> None:
         layer, page = row["layer_first"], row["page_first"]
         table.add_row(row["pages"], row["way"], f"{layer:.1f} ms", f"{page:.1f} ms", f"{layer / page:.2f}x")
     Console().print(table)
-    if arguments.output:
-        report = {"machine": describe_machine(), "page_bytes": page_bytes, "pages": arguments.pages, "rows": rows}
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    keep(arguments.output, {"page_bytes": page_bytes, "pages": arguments.pages, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -9,19 +9,16 @@ with the layouts: "of read" is the share of that bandwidth which callboard's pro
     python benchmarks/bench_linear.py --threads 1 --shapes 1024x3072 --rows 1 8
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -121,13 +118,12 @@ def torch_threads(count: int) -> Iterator[None]:
 
 def main() -> None:
     """Print the table; optionally keep it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--threads", type=int, default=0, help="torch threads, 0 for all cores")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="outputs x inputs")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="rows of the input")
     parser.add_argument("--ring-mb", type=int, default=192, help="weights of one shape that take turns")
     parser.add_argument("--inductor", action="store_true", help="compile each product as well; minutes")
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
     arguments = parser.parse_args()
     results = []
     table: Table | None = None
@@ -158,8 +154,7 @@ def main() -> None:
                 table.add_row(shape, str(rows), *facts, *ratios)
     if table is not None:
         Console(width=None if sys.stdout.isatty() else 160).print(table)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1) + "\n")
+    keep(arguments.output, {"results": results})
 
 
 if __name__ == "__main__":

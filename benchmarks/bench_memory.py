@@ -8,7 +8,6 @@ of them; from the first reading on it must stay flat.
     python benchmarks/bench_memory.py --requests 20000
 """
 
-import argparse
 import json
 import selectors
 import socket
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_server import MODEL, Server
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 
@@ -114,9 +113,8 @@ def growth_per_request(readings: list[dict[str, Any]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--output", type=Path, help="default: none is written")
     arguments = parser.parse_args()
     server = Server("callboard", "--pages", "1024", core=None)
     result = run(server, arguments.requests)
@@ -130,9 +128,7 @@ def main() -> None:
     console.print(table)
     console.print(f"{result['requests_per_s']:,.0f} requests/s, statuses {result['statuses']}")
     console.print(f"grew to {result['ratio']:.3f} of the first reading; {result['bytes_per_request']} bytes a request")
-    if arguments.output is not None:
-        entry = {"machine": describe_machine(), **result}
-        arguments.output.write_text(json.dumps(entry, indent=1) + "\n")
+    keep(arguments.output, result)
     if result["ratio"] > LIMIT or result["bytes_per_request"] > LIMIT_BYTES:
         sys.exit("memory grows")
 

@@ -11,9 +11,7 @@ ignored, so that both produce exactly the asked-for tokens.  The table shows med
     python benchmarks/bench_offline.py --job qwen3-0.6b qwen3-14b   # on a GPU: the standard job beside its roofline
 """
 
-import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -28,7 +26,7 @@ import llama_cpp
 import model_table
 import torch
 from bench_quantization import held_out
-from machine import describe_machine
+from machine import keep, new_parser
 from offline_job import SHAPES, run_job
 from rich.console import Console
 from rich.table import Table
@@ -177,29 +175,30 @@ def run_table(
     path: Path | None,
     llama: list[str],
     layers: int,
+    threads: int,
 ) -> dict[str, list[dict[str, Any]]]:
     """``model_table.py`` for the demo model and others.
 
     path: of a plot, or None.  llama: what runs llama.cpp, or [].  layers: of Qwen3-0.6B's shape."""
     shapes = {"qwen3-0.6b": partial(qwen3_06b_shape, layers=layers), "qwen3-moe": qwen3_moe_shape}
-    known = {"demo": (DEMO_MODEL, 64, turns, held_out(NUM_TEXTS))}
+    known = {"demo": (DEMO_MODEL, 256, turns, held_out(NUM_TEXTS))}
     known |= {name: (write, 8, min(turns, 2), []) for name, write in shapes.items()}
-    tables = model_table.run({name: known[name] for name in names}, engines, batches, llama)
+    tables = model_table.run({name: known[name] for name in names}, engines, batches, llama, threads)
     if path is not None:
         model_table.plot(tables, path)
     return tables
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument(
         "--models", nargs="+", choices=["demo", "qwen3-0.6b", "qwen3-moe"], default=["demo", "qwen3-0.6b"]
     )
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="batch sizes (default: 1 8)")
     parser.add_argument("--turns", type=int, default=3, help="timed turns for each engine (default: 3)")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--threads", type=int, default=cores, help=f"threads for both engines (default: {cores})")
-    parser.add_argument("--output", type=Path, help="write the rows as JSON to this file as well")
+    threads_help = f"threads of each engine (default: {cores}, and 1 for --table)"
+    parser.add_argument("--threads", type=int, default=0, help=threads_help)
     parser.add_argument("--table", action="store_true", help="the table of precisions instead")
     parser.add_argument("--plot", type=Path, help="write a PNG of it; needs matplotlib")
     all_engines = list(model_table.ENGINES)
@@ -214,8 +213,7 @@ def main() -> None:
     if arguments.job:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         report = run_jobs(arguments.job, device, arguments.sequences, arguments.longest)
-        if arguments.output:
-            arguments.output.write_text(json.dumps({"machine": describe_machine(), "rows": report}, indent=1) + "\n")
+        keep(arguments.output, {"rows": report})
         return
     transformers_logging.set_verbosity_error()
     if arguments.table:
@@ -228,11 +226,11 @@ def main() -> None:
             arguments.plot,
             llama,
             arguments.layers,
+            arguments.threads or 1,
         )
-        if arguments.output:
-            arguments.output.write_text(json.dumps({"machine": describe_machine(), "tables": tables}, indent=1) + "\n")
+        keep(arguments.output, {"tables": tables})
         return
-    shared = {"batches": arguments.batches, "turns": arguments.turns, "threads": arguments.threads}
+    shared = {"batches": arguments.batches, "turns": arguments.turns, "threads": arguments.threads or cores}
     rows: list[dict[str, Any]] = []
     if "demo" in arguments.models:
         rows += compare(DEMO_MODEL, "demo", prompt_len=128, output_len=128, **shared)
@@ -254,8 +252,7 @@ def main() -> None:
             f"{row['ratio']:.2f}x",
         )
     Console().print(table)
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+    keep(arguments.output, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -8,19 +8,16 @@ would cost where steps are done at once, as on a CPU.
     python benchmarks/bench_overlap.py --json benchmarks/results/overlap_2core_cpu.json
 """
 
-import argparse
 import asyncio
-import json
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import uvloop
 from echo_executor import EchoRunner, Pending
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 
@@ -117,10 +114,9 @@ async def measure(make: Callable[..., Executor], step_s: float, num_steps: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     table = Table("device ms", "executor", "queued while busy", "idle us/step", "steps/s", "to in turns")
@@ -142,8 +138,7 @@ def main() -> None:
                 f"{ratio:.3f}x",
             )
     Console(width=100).print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+    keep(arguments.output, {"rows": rows})
 
 
 if __name__ == "__main__":

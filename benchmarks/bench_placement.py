@@ -11,19 +11,16 @@ with one step in flight and with two.
     python benchmarks/bench_placement.py --json benchmarks/results/placement_2core_cpu.json
 """
 
-import argparse
 import asyncio
-import json
 import math
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import uvloop
 from echo_executor import EchoRunner
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 
@@ -105,11 +102,7 @@ async def step_times(name: str, step_ms: float, depth: int, count: int) -> list[
 
 async def serve(name: str, overlap: int, num_streams: int, num_tokens: int) -> dict[str, float]:
     """Tokens per second of all streams, and percentiles of the milliseconds between two tokens of one."""
-    sections = {
-        "kv": {"num_pages": 1024},
-        "scheduler": {"overlap_depth": overlap},
-        "placement": {"executor": name},
-    }
+    sections = {"kv": {"num_pages": 1024}, "scheduler": {"overlap_depth": overlap}, "placement": {"executor": name}}
     system = System(build_config(Config(), sections))
     await system.start()
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
@@ -222,19 +215,16 @@ def show(link: list[dict[str, Any]], engine: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5000, help="of the link's measurement, in each turn")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=300, help="of each stream")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     link = measure_link(arguments.turns, arguments.steps)
     engine = measure_engine(arguments.turns, arguments.streams, arguments.tokens)
     show(link, engine)
-    if arguments.json:
-        report = {"machine": describe_machine(), "turns": arguments.turns, "link": link, "engine": engine}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    keep(arguments.output, {"turns": arguments.turns, "link": link, "engine": engine})
 
 
 if __name__ == "__main__":

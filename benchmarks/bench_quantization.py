@@ -13,8 +13,6 @@ the perplexity of files of Python's standard library.
 As on a CPU without AVX-512, with ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 FBGEMM_ENABLE_INSTRUCTIONS=AVX2.
 """
 
-import argparse
-import json
 import math
 import statistics
 import sys
@@ -24,14 +22,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from callboard import LLM, SamplingParams
+from engine.kernels.panels import Kind, products
 from engine.layers.packing import LinearKernel
 from engine.plugins.linear import fbgemm_fp16, fbgemm_int8, onednn
+from engine.plugins.linear.panels import Panels
 
 SHAPES = ("3072x1024", "1024x3072", "864x256")
 ROWS = (1, 8, 16, 64, 512)
@@ -50,8 +50,15 @@ MAX_TURNS = 100
 
 def kernels() -> dict[str, LinearKernel]:
     """The first is what the others are compared with."""
+    functions = products()
+    assert functions is not None, "there is no C compiler, or no AVX2"
     return {
         "onednn": onednn.OneDNN(4),
+        "panels, float32": Panels(functions, Kind.FLOATS, 4.0),
+        "panels, bfloat16": Panels(functions, Kind.UPPER_HALVES, 2.0),
+        "panels, float16": Panels(functions, Kind.HALVES, 2.0),
+        "panels, int8": Panels(functions, Kind.BYTES, 1.1),
+        "panels, int8, 16-bit input": Panels(functions, Kind.FINE_BYTES, 1.1),
         "fbgemm_fp16": fbgemm_fp16.Fp16(exact=False, one_thread=torch.get_num_threads() == 1),
         "fbgemm_fp16 by schema": fbgemm_fp16.Fp16(exact=False, one_thread=False),
         "fbgemm_int8": fbgemm_int8.Int8(),
@@ -61,14 +68,14 @@ def kernels() -> dict[str, LinearKernel]:
 def measure_products(outputs: int, inputs: int, rows: int, ring_bytes: int) -> dict[str, dict[str, float]]:
     """Kernel -> microseconds, times faster than the first, relative error."""
     ring = max(2, ring_bytes // (outputs * inputs * 4))
-    weights = [torch.randn(outputs, inputs) for _ in range(ring)]
+    weights = [torch.randn(outputs, inputs).bfloat16().float() for _ in range(ring)]
     x = torch.randn(rows, inputs)
     packed = {name: [kernel.pack(weight) for weight in weights] for name, kernel in kernels().items()}
     seconds: dict[str, list[float]] = {name: [] for name in packed}
     for turn in range(max(7, min(MAX_TURNS, int(2e9 / (outputs * inputs * 4) / max(rows, 8))))):
-        for name, products in packed.items():
+        for name, weights_of in packed.items():
             start = time.process_time()
-            _call(products[turn % ring], x)
+            _call(weights_of[turn % ring], x)
             seconds[name].append(time.process_time() - start)
     expected = x.double() @ weights[0].double().t()
     first = next(iter(seconds))
@@ -149,7 +156,7 @@ def measure_models(model: str, batches: list[int], turns: int, num_texts: int, t
 
 def main() -> None:
     """Print both tables; optionally keep them as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--model", default="demo", help="checkpoint directory, GGUF file or 'demo'")
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--shapes", nargs="*", default=SHAPES, help="outputs x inputs")
@@ -158,19 +165,18 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5, help="of each model at each batch size")
     parser.add_argument("--texts", type=int, default=8, help="files of the standard library that are scored")
     parser.add_argument("--ring-mb", type=int, default=96, help="weights of one shape that take turns")
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
     arguments = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 160)
     torch.set_num_threads(arguments.threads)
     machine = f"{torch.backends.cpu.get_cpu_capability()}, {arguments.threads} threads"
     table = Table("shape", "rows", "kernel", "us", "x", "error", title=f"products; {machine}", padding=(0, 1))
-    products = []
+    measured_products = []
     with torch.inference_mode():
         for shape in arguments.shapes:
             outputs, inputs = map(int, shape.split("x"))
             for rows in arguments.rows:
                 measured = measure_products(outputs, inputs, rows, arguments.ring_mb << 20)
-                products.append({"shape": shape, "rows": rows, "kernels": measured})
+                measured_products.append({"shape": shape, "rows": rows, "kernels": measured})
                 for name, one in measured.items():
                     numbers = (f"{one['us']:.0f}", f"{one['x']:.2f}", f"{one['error']:.1e}")
                     table.add_row(shape, str(rows), name, *numbers)
@@ -181,9 +187,7 @@ def main() -> None:
     for row in models:
         table.add_row(*(one if isinstance(one, str) else f"{one:.4g}" for one in row.values()))
     console.print(table)
-    if arguments.json is not None:
-        results = {"machine": describe_machine(), "products": products, "models": models}
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    keep(arguments.output, {"products": measured_products, "models": models})
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ scale figures from other machines.  Needs no GPU and no torch.
     python benchmarks/bench_radix.py --output results.json --plot results.png
 """
 
-import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -370,16 +368,14 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--most-leaves", type=int, default=1_000_000, help="largest tree for the eviction benchmark")
     parser.add_argument("--rounds", type=int, default=3, help="repeats of each trace, the best is shown")
-    parser.add_argument("--output", type=Path, help="write machine and rows as JSON")
     parser.add_argument("--plot", type=Path, help="write a PNG; needs matplotlib")
     arguments = parser.parse_args()
     rows = run(arguments.most_leaves, arguments.rounds)
     show(Console(), rows)
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+    keep(arguments.output, {"rows": rows})
     if arguments.plot:
         plot(rows, arguments.plot)
 

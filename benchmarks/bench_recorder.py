@@ -11,8 +11,6 @@ The longest call into the recorder is a pause of the event loop, while a file is
     python benchmarks/bench_recorder.py --turns 9 --tokens 256
 """
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 
@@ -80,17 +78,15 @@ def run(llm: LLM, num_streams: int, num_tokens: int, seed: int) -> dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="of each answer (default: 128)")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="write the rows as JSON to this file as well")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder), arguments.streams, arguments.tokens, arguments.turns)
     show(rows)
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+    keep(arguments.output, {"rows": rows})
 
 
 def measure(folder: Path, num_streams: int, num_tokens: int, num_turns: int) -> list[dict[str, Any]]:

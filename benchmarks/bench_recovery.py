@@ -8,9 +8,7 @@ the streams stood still.
     python benchmarks/bench_recovery.py --rounds 20 --json benchmarks/results/recovery_2core_cpu.json
 """
 
-import argparse
 import asyncio
-import json
 import os
 import random
 import signal
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -133,11 +131,10 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=20, help="of each fault")
     parser.add_argument("--tokens", type=int, default=300, help="of each stream")
     parser.add_argument("--seed", type=int, default=1, help="of the moments")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     report = uvloop.run(run(arguments.rounds, arguments.tokens, arguments.seed))
     table = Table("fault", "rounds", "streams", "that differ", "ready again s, median (most)", "stood still s")
@@ -152,8 +149,7 @@ def main() -> None:
             f"{still['median']:.2f} ({still['max']:.2f})",
         )
     Console().print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": describe_machine(), **report}, indent=1) + "\n")
+    keep(arguments.output, report)
     if any(row["streams_that_differ"] for row in report["faults"].values()):
         sys.exit("a stream differs from the undisturbed one")
 

@@ -19,11 +19,10 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
-from machine import describe_machine
+from machine import keep, new_parser
 from replica_cluster import Cluster
 from rich.console import Console
 from rich.table import Table
@@ -326,7 +325,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--conversations", type=int, default=16)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3, help="of conversations, each with another seed")
@@ -334,12 +333,10 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--requests", type=int, default=200, help="one at a time, each way")
     parser.add_argument("--stream-rounds", type=int, default=9, help="of streams, each way")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     report = asyncio.run(run(arguments))
     show(report)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": describe_machine(), **report}, indent=1) + "\n")
+    keep(arguments.output, report)
     found = (report["kills"], report["kills_of_streams"])
     if any(one["requests_lost"] or one["texts_that_differ"] for one in found):
         sys.exit("a request was lost or answered with another text")

@@ -8,9 +8,7 @@ with which they take turns.  Memory is what the cold pass has left behind.
     python benchmarks/bench_rows.py --shapes 1024x1024 6144x1024 1024x3072 --most-rows 512
 """
 
-import argparse
 import ctypes
-import json
 import random
 import statistics
 import time
@@ -18,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -45,12 +43,11 @@ def seconds_of(run: Callable[[], None]) -> float:
 
 def main() -> None:
     """Print the table; optionally keep it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="outputs x inputs")
     parser.add_argument("--most-rows", type=int, nargs="+", default=[64, 2048])
     parser.add_argument("--numbers", type=int, default=40, help="of rows, drawn at random")
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     table = Table("rows up to", "sizes", "cold", "warm", "kept MB")
@@ -85,8 +82,7 @@ def main() -> None:
             results.append(entry)
             table.add_row(str(most), name, f"{entry['cold']:.2f}", f"{ratio:.2f}", f"{total / 1e6:.0f}")
     Console().print(table)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1) + "\n")
+    keep(arguments.output, {"results": results})
 
 
 if __name__ == "__main__":

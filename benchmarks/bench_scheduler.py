@@ -14,10 +14,8 @@ Three parts, none of which needs a GPU or torch:
     python benchmarks/bench_scheduler.py --output results.json --plot results.png
 """
 
-import argparse
 import asyncio
 import gc
-import json
 import random
 import time
 from collections import deque
@@ -27,7 +25,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -443,15 +441,13 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="everything small and once; under ten seconds")
-    parser.add_argument("--output", type=Path, help="write machine and rows as JSON")
     parser.add_argument("--plot", type=Path, help="write a PNG; needs matplotlib")
     arguments = parser.parse_args()
     rows = run(arguments.quick)
     show(Console(), rows)
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+    keep(arguments.output, {"rows": rows})
     if arguments.plot:
         plot(rows, arguments.plot)
 

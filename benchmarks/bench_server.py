@@ -34,7 +34,7 @@ from typing import Any
 import msgspec
 import uvloop
 from aiohttp import web
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 from stream_load import completion_request, run_load
@@ -228,11 +228,10 @@ def sample_event(port: int) -> bytes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 512])
     parser.add_argument("--tokens", type=int, default=0, help="per stream; 0 for about 100,000 in all")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="default: none is written")
     parser.add_argument("--no-pin", action="store_true", help="let the system place the processes")
     parser.add_argument("--tokenizers", type=int, nargs="+", help="compare pools of these sizes with none")
     parser.add_argument("--logprobs", type=int, default=0, help="with --tokenizers: so many with every token")
@@ -286,7 +285,7 @@ def compare(arguments: argparse.Namespace) -> None:
     ours.close()
     echo.close()
     show(results)
-    write(arguments, {"pinned": pinned, "results": results})
+    keep(arguments.output, {"pinned": pinned, "results": results})
 
 
 def compare_pools(arguments: argparse.Namespace) -> None:
@@ -335,7 +334,7 @@ def compare_pools(arguments: argparse.Namespace) -> None:
             *(f"{figure:.1f}" for figure in (*figures, row["scheduler_us"])),
         )
     Console(width=160).print(table)
-    write(arguments, {"results": results})
+    keep(arguments.output, {"results": results})
 
 
 def compare_fronts(arguments: argparse.Namespace) -> None:
@@ -383,15 +382,7 @@ def compare_fronts(arguments: argparse.Namespace) -> None:
             f"{row['all_cpu_us_ratio']:.2f}",
         )
     Console(width=160).print(table)
-    write(arguments, {"results": results})
-
-
-def write(arguments: argparse.Namespace, entry: dict[str, Any]) -> None:
-    """With what it ran on, if it is wanted."""
-    if arguments.output is not None:
-        load = [round(one, 2) for one in os.getloadavg()]
-        entry = {"machine": {**describe_machine(), "load_average": load}, **entry}
-        arguments.output.write_text(json.dumps(entry, indent=1) + "\n")
+    keep(arguments.output, {"results": results})
 
 
 def show(results: list[dict[str, Any]]) -> None:

@@ -14,7 +14,6 @@ less often the two agree.
         --json benchmarks/results/draft_model_2core_cpu.json
 """
 
-import argparse
 import json
 import random
 import tempfile
@@ -22,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 
@@ -163,8 +162,7 @@ def measure_drafts(batches: list[int], num_tokens: int, rounds: int) -> list[dic
 
 def main() -> None:
     """Print a table, and write the figures if asked to."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser = new_parser(__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=5)
@@ -182,7 +180,8 @@ def main() -> None:
                 *(f"{one:.0%}" for one in shares),
                 *(f"{one:.2f}" for one in ratios),
             )
-        finish(table, rows, given.json)
+        Console().print(table)
+        keep(given.output, {"rows": rows})
         return
     base = {"model": {"path": str(DEMO)}, "device": {"threads": 1}, "kv": {"num_pages": 1024}}
     engines = {name: LLM(progress=False, config={**base, "plugins": {"proposer": name}}) for name in PROPOSERS}
@@ -196,14 +195,8 @@ def main() -> None:
             table.add_row(name, str(batch), *shown, f"{row['accepted_share']['ngram']:.0%}")
     for llm in engines.values():
         llm.close()
-    finish(table, rows, given.json)
-
-
-def finish(table: Table, rows: list[dict[str, Any]], path: Path | None) -> None:
-    """Print, and write."""
     Console().print(table)
-    if path is not None:
-        path.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+    keep(given.output, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ multiples of one small copy in torch.
     python benchmarks/bench_step.py --rows 256 --new-pages 16 --newcomers 64 --prompt 512
 """
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -28,7 +27,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -241,13 +240,12 @@ def int32(numbers: Any) -> bytes:
 @torch.inference_mode()
 def main() -> None:
     """Print the table; optionally keep it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--new-pages", type=int, default=16)
     parser.add_argument("--newcomers", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--times", type=int, default=400)
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     source, target = torch.zeros(1), torch.zeros(1)
@@ -274,8 +272,7 @@ def main() -> None:
     for name, value in results.items():
         table.add_row(name, f"{value:.2f}" if value < 10 else f"{value:.0f}", f"{value / copy:.0f}")
     Console().print(table)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"machine": describe_machine(), "us": results}, indent=1) + "\n")
+    keep(arguments.output, {"us": results})
 
 
 if __name__ == "__main__":

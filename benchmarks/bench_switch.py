@@ -7,7 +7,6 @@ until the other is unloaded and its own is loaded.  Then the same request to the
     python benchmarks/bench_switch.py --rounds 5 --json benchmarks/results/switch_2core_cpu.json
 """
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -18,7 +17,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 
@@ -73,9 +72,8 @@ class Server:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     seconds: dict[str, list[float]] = {"switch": [], "loaded": [], "own server": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -97,8 +95,7 @@ def main() -> None:
         median = statistics.median(values)
         table.add_row(name, f"{min(values):.3f} s", f"{median:.3f} s", f"{median / base:.3f}")
     Console().print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": describe_machine(), "seconds": seconds}, indent=1) + "\n")
+    keep(arguments.output, {"seconds": seconds})
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ the checkpoint.  Times are of the CPU, so that a busy machine changes little; a 
     python benchmarks/bench_through_transformers.py --hidden 256 --layers 4 --batch 1 --json results.json
 """
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -17,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
@@ -92,7 +90,7 @@ def measure(ways: dict[str, Step], turns: int) -> dict[str, list[float]]:
 
 def main() -> None:
     """Print the table; optionally keep it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
@@ -100,7 +98,6 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt that is measured")
     parser.add_argument("--stored", default="bfloat16", choices=["bfloat16", "float32"], help="dtype of the checkpoint")
     parser.add_argument("--turns", type=int, default=25)
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
     arguments = parser.parse_args()
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -142,9 +139,8 @@ def main() -> None:
     console = Console()
     console.print(table)
     console.print(f"{threads} threads; x: times as fast as transformers alone, in the same turns")
-    if arguments.json is not None:
-        facts = {"machine": describe_machine(), "threads": threads, "arguments": vars(arguments) | {"json": None}}
-        arguments.json.write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
+    facts = {"threads": threads, "arguments": vars(arguments) | {"output": None}}
+    keep(arguments.output, facts | {"results": results})
 
 
 if __name__ == "__main__":

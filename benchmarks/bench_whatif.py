@@ -14,7 +14,6 @@ model computes, and figures are as noisy as the machine.
 
 import argparse
 import asyncio
-import json
 import signal
 import statistics
 import subprocess
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import describe_machine
+from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 
@@ -77,7 +76,6 @@ class PacedRunner:
         self._free_at = 0.0
 
     def launch(self, step: Step) -> "PacedStep":
-        """See ``Runner``."""
         seconds = formula(self._sizes.measure(step)) * float(self._rng.lognormal(0.0, 0.05))
         self._free_at = max(self._free_at, time.monotonic()) + seconds
         count = len(step.decode_rows) // 4 + step.prefill_samples.count(1)
@@ -96,11 +94,9 @@ class PacedStep:
     result: StepDone
 
     def ready(self) -> bool:
-        """See ``PendingStep``."""
         return time.monotonic() >= self.done_at
 
     def collect(self) -> StepDone:
-        """See ``PendingStep``."""
         time.sleep(max(0.0, self.done_at - time.monotonic()))
         return self.result
 
@@ -212,19 +208,15 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--device", choices=["paced", "model"], default="paced")
     parser.add_argument("--requests", type=int, default=240)
     parser.add_argument("--rate", type=float, default=18.0, help="requests a second (default: 18)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows = measure(arguments)
     show(rows)
-    if arguments.output:
-        about = {key: str(value) for key, value in vars(arguments).items()}
-        result = {"machine": describe_machine(), "arguments": about, "rows": rows}
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    keep(arguments.output, {"arguments": {key: str(value) for key, value in vars(arguments).items()}, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def main() -> None:
         parser.exit(2, f"gpu_check: {problem}\n")
     # Only now: it might have been missing.
     import torch
-    from machine import describe_machine
+    from machine import keep
 
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -125,9 +125,8 @@ def main() -> None:
         failed = sum(not row["ok"] for row in results[name])
         said = f"{failed} of {len(results[name])} rows failed" if failed else f"{len(results[name])} rows ok"
         print(f"gpu_check: {name}: {said}, {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
-        if arguments.output:  # after every section: what is known is kept if the whole run is cut off
-            report = {"machine": describe_machine(), "torch": torch.__version__, "sections": results}
-            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+        # After every section: what is known is kept if the whole run is cut off.
+        keep(arguments.output, {"torch": torch.__version__, "sections": results})
     show(results)
     parser.exit(0 if all(row["ok"] for rows in results.values() for row in rows) else 1)
 

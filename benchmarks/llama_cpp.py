@@ -91,16 +91,17 @@ def _add_tokenizer(writer: Any, directory: Path, vocab_size: int) -> None:
 
 
 class LlamaServer:
-    """One thread, so many slots of so many tokens each; ready when this returns.
+    """So many slots of so many tokens each; ready when this returns.
 
     Raises RuntimeError if it ends before."""
 
-    def __init__(self, command: list[str], path: Path, slots: int, slot_tokens: int) -> None:
+    def __init__(self, command: list[str], path: Path, slots: int, slot_tokens: int, threads: int) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
-        told = ["-m", str(path), "-c", str(slots * slot_tokens), "-np", str(slots), "-t", "1", "-tb", "1"]
+        told = ["-m", str(path), "-c", str(slots * slot_tokens), "-np", str(slots)]
+        told += ["-t", str(threads), "-tb", str(threads)]
         told += ["--host", "127.0.0.1", "--port", str(port), "--threads-http", "2", "--cache-ram", "0"]
         told += ["--no-kv-unified"]
         self._process = subprocess.Popen(

@@ -1,9 +1,10 @@
 """Precisions of callboard beside transformers and llama.cpp: speed, memory, start, quality of one checkpoint, in turns.
 
 Every engine is a process of its own that holds the checkpoint and is told over a pipe what to do next.  It is started
-twice: first with empty caches, as on a new machine, then with what the first start has kept.  Each computes with one
-thread.  Times are CPU time, of all threads of the process that has the weights, and beside it the clock's: where others
-use the machine as well, that says little.
+twice: first with empty caches, as on a new machine, then with what the first start has kept.  All compute with the same
+number of threads.  Times are CPU time, of all threads of the process that has the weights, and beside it the clock's:
+where others use the machine as well, that says little.  With several threads the ratios are of the clock's, as threads
+take CPU time while they wait for each other.
 
 Owns: the engines, the turns, the table.  Does not know: which checkpoints there are.
 """
@@ -74,7 +75,6 @@ class InThisProcess:
     pid = os.getpid()
 
     def cpu_s(self) -> float:
-        """See ``Engine``."""
         return time.process_time()
 
     def close(self) -> None:
@@ -84,24 +84,22 @@ class InThisProcess:
 class Callboard(InThisProcess):
     """The whole engine, offline."""
 
-    def __init__(self, directory: str, dtype: str, quantization: str) -> None:
+    def __init__(self, directory: str, dtype: str, quantization: str, threads: int) -> None:
         from callboard import LLM, SamplingParams
 
         self._params = SamplingParams
         config = {
             "model": {"dtype": dtype, "quantization": quantization},
-            "device": {"kind": "cpu", "threads": 1},
+            "device": {"kind": "cpu", "threads": threads},
             "kv": {"num_pages": 1024},
         }
         self._llm = LLM(directory, progress=False, config=config)
 
     def generate(self, prompts: Prompts, num_new: int) -> None:
-        """See ``Engine``."""
         params = self._params(temperature=0.0, max_tokens=num_new, ignore_eos=True)
         self._llm.generate(prompts, params, progress=False)
 
     def perplexity(self, texts: list[str]) -> float:
-        """See ``Engine``."""
         params = self._params(max_tokens=1, prompt_logprobs=0, temperature=0)
         deltas = [delta for text in texts for delta in self._llm.stream(text, params)]
         scored = (one for delta in deltas for one in delta.prompt_logprobs[1:])
@@ -111,25 +109,23 @@ class Callboard(InThisProcess):
 class Transformers(InThisProcess):
     """``generate`` with a static batch of equal lengths, which is the best case for it."""
 
-    def __init__(self, directory: str, dtype: str, quantization: str) -> None:
+    def __init__(self, directory: str, dtype: str, quantization: str, threads: int) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         assert quantization == "none", "transformers is compared in the types of checkpoints"
-        torch.set_num_threads(1)
+        torch.set_num_threads(threads)
         self._torch = torch
         self._directory = directory
         self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
 
     def generate(self, prompts: Prompts, num_new: int) -> None:
-        """See ``Engine``."""
         ids = self._torch.tensor(prompts)
         wanted = {"do_sample": False, "min_new_tokens": num_new, "max_new_tokens": num_new, "pad_token_id": 0}
         with self._torch.inference_mode():
             self._model.generate(ids, attention_mask=self._torch.ones_like(ids), **wanted)
 
     def perplexity(self, texts: list[str]) -> float:
-        """See ``Engine``."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self._directory)
@@ -145,28 +141,25 @@ class Transformers(InThisProcess):
 class Llama:
     """llama.cpp's server, with as many slots as prompts, each just large enough: begun anew when that changes."""
 
-    def __init__(self, directory: str, kind: str, quantization: str, *command: str) -> None:
+    def __init__(self, directory: str, kind: str, quantization: str, threads: int, *command: str) -> None:
         assert quantization == "none", "what llama.cpp rounds to is the kind of its file"
-        self._command = list(command)
+        self._command, self._threads = list(command), threads
         self._vocab_size = json.loads((Path(directory) / "config.json").read_text())["vocab_size"]
         self._path = Path(os.environ["XDG_CACHE_HOME"]) / f"{kind}.gguf"
         if not self._path.exists():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             llama_cpp.write_gguf(Path(directory), self._path, kind)
         self._shape = (1, 256)
-        self._server = llama_cpp.LlamaServer(self._command, self._path, *self._shape)
+        self._server = llama_cpp.LlamaServer(self._command, self._path, *self._shape, threads)
 
     @property
     def pid(self) -> int:
-        """See ``Engine``."""
         return self._server.pid
 
     def cpu_s(self) -> float:
-        """See ``Engine``."""
         return self._server.cpu_s()
 
     def generate(self, prompts: Prompts, num_new: int) -> None:
-        """See ``Engine``."""
         self._fit(len(prompts), len(prompts[0]) + num_new)
         answers = self._server.complete(prompts, num_new)
         assert [one["tokens_predicted"] for one in answers] == [num_new] * len(prompts)
@@ -186,7 +179,6 @@ class Llama:
         return math.exp(-statistics.fmean(found))
 
     def close(self) -> None:
-        """See ``Engine``."""
         self._server.close()
 
     def _next_logprobs(self, ids: list[int], count: int) -> dict[int, float]:
@@ -197,21 +189,21 @@ class Llama:
         shape = (slots, -(-slot_tokens // 256) * 256)
         if shape != self._shape:
             self._server.close()
-            self._server = llama_cpp.LlamaServer(self._command, self._path, *shape)
+            self._server = llama_cpp.LlamaServer(self._command, self._path, *shape, self._threads)
             self._shape = shape
 
 
 KINDS = {"callboard": Callboard, "transformers": Transformers, "llama.cpp": Llama}
 
 
-def serve(directory: str, name: str, *command: str) -> None:
+def serve(directory: str, name: str, threads: str, *command: str) -> None:
     """A process of ``ENGINES``: one line of JSON in, one out, until the pipe ends.  command: what runs llama.cpp."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints
     kind, dtype, quantization = ENGINES[name]
     began = time.perf_counter()
     more = command if kind == "llama.cpp" else ()
-    engine: Engine = KINDS[kind](directory, dtype, quantization, *more)
+    engine: Engine = KINDS[kind](directory, dtype, quantization, int(threads), *more)
     engine.generate([[1, 2, 3]], 1)
     answers.write(f"{json.dumps([engine.cpu_s(), time.perf_counter() - began])}\n")
     answers.flush()
@@ -237,9 +229,9 @@ class Running:
 
     start_s, start_wall_s: CPU time and seconds of the clock until it had generated a token."""
 
-    def __init__(self, directory: Path, name: str, cache: str, llama: list[str]) -> None:
+    def __init__(self, directory: Path, name: str, threads: int, cache: str, llama: list[str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), str(directory), name, *llama],
+            [sys.executable, str(Path(__file__)), str(directory), name, str(threads), *llama],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -271,20 +263,23 @@ def measure(
     turns: int,
     texts: list[str],
     llama: list[str],
+    threads: int,
 ) -> list[dict[str, Any]]:
     """A row for each engine: tokens per CPU second, how many times those of the first in the same turn, and per second.
+    With several threads the times are of tokens per second.
 
     texts: to be scored; empty for random weights.  llama: what runs llama.cpp; empty to do without."""
     engines = [name for name in engines if llama or not name.startswith("llama.cpp")]
+    compared = 0 if threads == 1 else 1
     rows: list[dict[str, Any]] = []
     running: list[Running] = []
     with tempfile.TemporaryDirectory() as caches:
         try:
             for name in tqdm(engines, desc="start", leave=False):
                 cache = str(Path(caches) / name.replace(" ", "_"))
-                first = Running(directory, name, cache, llama)
+                first = Running(directory, name, threads, cache, llama)
                 first.close()
-                running.append(Running(directory, name, cache, llama))
+                running.append(Running(directory, name, threads, cache, llama))
                 row = {"engine": name, "first_start_s": first.start_s, "start_s": running[-1].start_s}
                 rows.append(row | {"start_s, wall": running[-1].start_wall_s})
             for row, engine in zip(rows, running, strict=True):
@@ -296,7 +291,7 @@ def measure(
                 for row, mine in zip(rows, rates, strict=True):
                     row[what] = counted * statistics.median(cpu for cpu, _ in mine)
                     row[f"{what}, x"] = statistics.median(
-                        one / other for (one, _), (other, _) in zip(mine, rates[0], strict=True)
+                        one[compared] / other[compared] for one, other in zip(mine, rates[0], strict=True)
                     )
                     row[f"{what}, wall"] = counted * statistics.median(wall for _, wall in mine)
             for row, engine in tqdm(list(zip(rows, running, strict=True)), desc="perplexity", leave=False):
@@ -326,10 +321,10 @@ def _in_turns(
     return rates
 
 
-def show(model: str, rows: list[dict[str, Any]]) -> None:
+def show(model: str, rows: list[dict[str, Any]], threads: int) -> None:
     """As a table for a terminal."""
     shown = [name for name in rows[0] if not name.endswith((", x", ", wall"))]
-    title = f"{model}: tokens per CPU second (times {rows[0]['engine']}; per second of the clock), one thread"
+    title = f"{model}: tokens per CPU second (times {rows[0]['engine']}; per second of the clock), threads: {threads}"
     table = Table(*shown, title=title, padding=(0, 1))
     for row in rows:
         cells = (_cell(row, name) for name in shown)
@@ -373,6 +368,7 @@ def run(
     engines: list[str],
     batches: list[int],
     llama: list[str],
+    threads: int,
 ) -> dict[str, list[dict[str, Any]]]:
     """models: by name, a directory or what writes one, new tokens, turns, texts to be scored.
     engines: of ``ENGINES``, all at the same time; the others are compared with the first.  llama: what runs llama.cpp,
@@ -385,8 +381,8 @@ def run(
             if not isinstance(source, Path):
                 source(directory)
             served = llama if llama_cpp.can_write(directory) else []
-            tables[model] = measure(directory, engines, batches, num_new, turns, texts, served)
-        show(model, tables[model])
+            tables[model] = measure(directory, engines, batches, num_new, turns, texts, served, threads)
+        show(model, tables[model], threads)
     return tables
 
 

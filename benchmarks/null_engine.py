@@ -111,7 +111,6 @@ class NullRunner:
         self._delivery = delivery
 
     def launch(self, step: Step) -> _Done:
-        """See ``Runner``."""
         if self._step_s:
             time.sleep(self._step_s)
         self._turns.wait()

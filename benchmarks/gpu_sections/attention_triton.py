@@ -35,9 +35,7 @@ def cannot_run(device: torch.device) -> list[Row]:
 
 
 def section(
-    device: torch.device,
-    kit: Sequence[str] = (),
-    replays: Sequence[tuple[int, int]] = ((8, 1000), (3, 40), (1, 1)),
+    device: torch.device, kit: Sequence[str] = (), replays: Sequence[tuple[int, int]] = ((8, 1000), (3, 40), (1, 1))
 ) -> Iterator[Row]:
     """A row per case of the kit, in bfloat16 and float16 too; then replays of one captured decode step.
 

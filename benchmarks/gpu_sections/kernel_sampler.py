@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.choice import VARIABLE, choose_kernels
+from engine.kernels.choice import choose_kernels
+from engine.own_kernels import VARIABLE
 from engine.params import SamplingParams
 from engine.sampling.captured import array_columns, columns_bytes, tensor_columns
 from engine.sampling.sampler import Sampler

@@ -9,10 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # By the names that are imported, which are those on PyPI as well.
-NEEDED = (
-    *("jinja2", "msgspec", "numpy", "pluggy", "rich"),
-    *("safetensors", "tokenizers", "torch", "tqdm", "uvloop"),
-)
+NEEDED = (*("jinja2", "msgspec", "numpy", "pluggy", "rich"), *("safetensors", "tokenizers", "torch", "tqdm", "uvloop"))
 # Without these some rows are skipped.  The name that is imported -> the one on PyPI.
 USEFUL = {
     "llguidance": "llguidance",

@@ -39,11 +39,7 @@ def pooled(
     """A row for each way to pool, of the demo model in chunks; then the speed of a real model's shape.
 
     graphs: the section of that name, for all engines."""
-    sections = {
-        "kv": {"num_pages": 64},
-        "model": {"dtype": "float32", "max_model_len": 128},
-        "graphs": graphs or {},
-    }
+    sections = {"kv": {"num_pages": 64}, "model": {"dtype": "float32", "max_model_len": 128}, "graphs": graphs or {}}
     prompts = [f"def function_{index}(value, other):\n    return value" for index in range(6)]
     for method in ("lasttoken", "mean"):
         found = []

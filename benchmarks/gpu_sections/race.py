@@ -30,7 +30,4 @@ def section(
                     yield {"case": case, "ok": True, "problem": f"out: {one.problem}"}
                 for load, us in one.us.items():
                     yield {"case": f"{case}, {load}", "ok": True, "us": us}
-        yield {
-            "case": f"{heads}/{kv_heads} heads: both phases",
-            "ok": set(fastest) == {"prefill", "decode"},
-        }
+        yield {"case": f"{heads}/{kv_heads} heads: both phases", "ok": set(fastest) == {"prefill", "decode"}}

@@ -56,8 +56,7 @@ SECTIONS: Mapping[str, Section] = {
     "kernels": Section("gpu_sections.kernels:section"),
     "dependent_launch": Section("gpu_sections.dependent_launch:section", {"num_links": 2, "sizes": (4,)}),
     "experts": Section(
-        "gpu_sections.experts:section",
-        {"num_experts": 8, "hidden_size": 32, "expert_size": 16, "batches": (1, 3)},
+        "gpu_sections.experts:section", {"num_experts": 8, "hidden_size": 32, "expert_size": 16, "batches": (1, 3)}
     ),
     "linears": Section("gpu_sections.linears:section"),
     "sampler": Section("gpu_sections.sampler:sampler"),
